@@ -1,0 +1,40 @@
+"""The engine seam: token ids in, token ids out, with the log-probabilities and weight version they were sampled under.
+
+Everything that trains speaks token ids; text is never re-tokenized between turns.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """``seed`` makes a completion a function of (weights, prompt, seed) alone: each token is drawn with noise derived
+    from (seed, position), so that batch composition and restarts do not change what is sampled.
+    ``temperature`` 0 is greedy."""
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    stop_ids: tuple[int, ...] = ()  # the stop token itself is part of the completion
+
+
+@dataclass
+class Completion:
+    ids: list[int]
+    logprobs: list[float]  # natural log, at the temperature sampled with
+    version: int  # of the weights
+    finish: Literal["stop", "length"]
+
+
+class Engine(Protocol):
+    """Serves one policy.  ``generate`` may be called concurrently; the engine batches."""
+
+    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion: ...
+
+    async def update(self, version: int, folder: str) -> None:
+        """Serve the weights of the Hugging Face folder ``folder`` from the next call on."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,53 @@
+"""Episode: the turns of one agent on one task, token by token, with its reward.
+
+One JSON object a line (``episodes.jsonl``).  The agent writes them, training reads them; neither imports the other.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass
+class Episode:
+    """The five per-token lists have one entry a token of the whole conversation, prompt included.
+
+    ``mask`` is 1 on tokens that the policy sampled (the only ones trained on) and 0 on prompt and tool tokens.
+    ``reward`` is ``None`` when the fault was ours (deadline, infrastructure): such an episode is dropped from training,
+    never rewarded -1.
+    """
+
+    id: str  # unique within its set, e.g. "warmup/3/relu_sum-0017/2"
+    task: str
+    kind: Literal["single", "agent"]
+    ids: list[int]
+    mask: list[int]
+    logprobs: list[float]  # of the engine; 0.0 where mask is 0
+    versions: list[int]  # weight version the token was sampled under; -1 where mask is 0
+    turns: list[int]  # which turn the token belongs to, from 0
+    reward: float | None
+    ended: Literal["answer", "turns", "tokens", "deadline", "infra"]
+    verdict: dict[str, Any] | None = None  # of the final workspace (Verdict.to_json)
+    best: dict[str, Any] | None = None  # of the best state of the trajectory
+    files: dict[str, str] = field(default_factory=dict)  # the final solution
+    messages: list[dict[str, Any]] = field(default_factory=list)  # readable transcript: role, content, tool calls
+    flags: list[str] = field(default_factory=list)  # bad patterns seen: "malformed_call", "unknown_tool", "loop"
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.ids), len(self.mask), len(self.logprobs), len(self.versions), len(self.turns)}
+        if len(lengths) != 1:
+            raise ValueError(f"episode {self.id}: per-token lists differ in length: {sorted(lengths)}")
+
+
+def write_episodes(path: Path, episodes: Iterable[Episode]) -> None:
+    with open(path, "w") as file:
+        for episode in episodes:
+            file.write(json.dumps(asdict(episode), separators=(",", ":")) + "\n")
+
+
+def read_episodes(path: Path) -> Iterator[Episode]:
+    with open(path) as file:
+        for line in file:
+            yield Episode(**json.loads(line))

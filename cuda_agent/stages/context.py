@@ -1,0 +1,79 @@
+"""StageContext: all that a stage may touch.
+
+A stage is ``run(ctx) -> None``.  It reads its inputs (local folders), writes its outputs (local folders that the
+executor commits as artifacts once ``run`` returns), logs metrics and saves checkpoints.  It knows nothing of Argo,
+MLflow, S3 or the other stages.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from cuda_agent.config import Config
+
+EXIT_DONE, EXIT_BUG, EXIT_RETRY, EXIT_CONFIG, EXIT_GATE = 0, 1, 75, 78, 79
+
+
+class StageError(Exception):
+    """Ends a stage with ``code``; the message is one screen for the person who reads it."""
+
+    code = EXIT_BUG
+
+
+class TryAgain(StageError):
+    """Preempted, device lost, store away: the same stage may succeed later."""
+
+    code = EXIT_RETRY
+
+
+class BadConfiguration(StageError):
+    """The configuration or an input a person gave is wrong: trying again is useless."""
+
+    code = EXIT_CONFIG
+
+
+class NotGoodEnough(StageError):
+    """The result misses a gate that the configuration set."""
+
+    code = EXIT_GATE
+
+
+class Tracker(Protocol):
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Metrics of one step.  Logging the same step again (after a resume) replaces it; nothing is counted twice."""
+        ...
+
+    def progress(self, done: int, total: int, unit: str = "steps", **rates: float) -> None:
+        """What the live table shows: how far the stage is, and rates such as tokens_per_second."""
+        ...
+
+    def note(self, text: str) -> None:
+        """One line for the person who watches, kept with the run (a fallback taken, a gate missed)."""
+        ...
+
+
+class Checkpoints(Protocol):
+    """The checkpoint slot of this stage's cache key."""
+
+    def save(self, step: int, write: Callable[[Path], None]) -> None:
+        """``write`` fills an empty folder; it becomes visible as a whole or not at all.  The last two are kept."""
+        ...
+
+    def load(self, read: Callable[[Path], None]) -> int | None:
+        """Calls ``read`` with the newest complete checkpoint and returns its step; a corrupt one is noted and the
+        one before is tried; ``None`` when there is none."""
+        ...
+
+
+@dataclass
+class StageContext:
+    name: str
+    config: Config  # only the sections that the graph's table lists for this stage are there
+    inputs: dict[str, Path]  # artifact name -> read-only folder
+    outputs: dict[str, Path]  # artifact name -> empty folder to fill
+    work: Path  # scratch, gone afterwards
+    tracker: Tracker
+    checkpoints: Checkpoints
+    should_stop: Callable[[], bool]  # SIGTERM came: save a checkpoint and raise TryAgain
+    cache: Path  # machine-local folder that survives runs: verdicts, baselines, builds by content

@@ -1,0 +1,28 @@
+"""Task: a PyTorch problem in the published form.
+
+A task is Python source that defines ``Model`` (an ``nn.Module``), ``get_inputs()`` and ``get_init_inputs()``
+(KernelBench and CUDA-Agent-Ops-6K share this form).  Nothing here imports or runs that source: tasks are untrusted,
+and only the sandbox's workers may execute them.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem.  ``split`` is ``train`` or ``heldout``; ``family`` says where it comes from:
+    ``teacher`` (the operator family of the scripted teacher), ``catalogue`` (the full operator catalogue), or a level
+    of an imported set (``level1`` ...)."""
+
+    name: str
+    code: str
+    ops: tuple[str, ...]
+    data_source: str  # "torch#2": how many torch operators are fused; "transformers": a stand-alone layer
+    family: str = "catalogue"
+    split: str = "train"
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the source: what verdicts and baselines are keyed by."""
+        return hashlib.sha256(self.code.encode()).hexdigest()
