@@ -1,0 +1,323 @@
+"""What can be said of a task's source without running it.
+
+``problems`` checks the published form (``Model``, ``get_inputs``, ``get_init_inputs``); ``recompute_ops`` says which
+torch operators the code really uses.  Both read the syntax tree only: nothing is imported and nothing is executed, so
+both are safe on untrusted source.  Not covered: whether the task runs (that takes the sandbox), names made at run time
+(``getattr(torch, name)``), and operators inside other packages' layers.
+"""
+
+import ast
+import builtins
+
+Aliases = dict[str, str]  # local name -> dotted path it was imported from
+
+# Not operators: containers, module plumbing, and functions that make tensors or talk about them.
+_NOT_LAYERS = frozenset("Module Parameter Buffer Sequential ModuleList ModuleDict ParameterList ParameterDict".split())
+_MAKES_TENSORS = frozenset(
+    """tensor as_tensor from_numpy zeros ones empty full rand randn randint randperm arange linspace logspace eye
+    zeros_like ones_like empty_like full_like rand_like randn_like randint_like normal bernoulli""".split()
+)
+_NOT_OPS = _MAKES_TENSORS | frozenset(
+    """manual_seed device dtype no_grad inference_mode set_grad_enabled is_tensor numel finfo iinfo get_default_dtype
+    set_default_dtype use_deterministic_algorithms set_num_threads is_floating_point result_type promote_types""".split()
+)
+# Tensor methods that give no tensor, or no work.
+_NOT_TENSORS = frozenset(
+    "size dim numel item tolist stride is_contiguous element_size data_ptr get_device nelement".split()
+)
+_NO_WORK = frozenset("to float half double bfloat16 long int bool cpu cuda type type_as detach requires_grad_".split())
+# Tensor methods without a function of the same name in ``torch``.
+_TENSOR_ONLY = frozenset(
+    "view view_as contiguous expand expand_as repeat fill_ copy_ new_zeros new_ones new_full".split()
+)
+_OPERATORS: dict[type, str] = {
+    ast.Add: "torch.add",
+    ast.Sub: "torch.sub",
+    ast.Mult: "torch.mul",
+    ast.Div: "torch.div",
+    ast.FloorDiv: "torch.floor_divide",
+    ast.Mod: "torch.remainder",
+    ast.Pow: "torch.pow",
+    ast.MatMult: "torch.matmul",
+    ast.USub: "torch.neg",
+}
+_COMPARISONS: dict[type, str] = {
+    ast.Lt: "torch.lt",
+    ast.LtE: "torch.le",
+    ast.Gt: "torch.gt",
+    ast.GtE: "torch.ge",
+    ast.Eq: "torch.eq",
+    ast.NotEq: "torch.ne",
+}
+
+
+def problems(code: str) -> list[str]:
+    """What keeps ``code`` from being a task, each with its line where there is one; empty when the form is right."""
+    try:
+        tree = ast.parse(code)
+    except SyntaxError as error:
+        return [f"line {error.lineno}: syntax error: {error.msg}"]
+    except (ValueError, RecursionError, MemoryError) as error:  # null bytes, absurdly deep nesting
+        return [f"cannot be parsed: {error}"]
+    found = []
+    model = _definitions(tree).get("Model")
+    if not isinstance(model, ast.ClassDef):
+        found.append("no class Model")
+    elif "forward" not in _methods(model) and len(model.bases) == 0:
+        found.append(f"line {model.lineno}: class Model has no forward and no base class")
+    for name in ("get_inputs", "get_init_inputs"):
+        function = _definitions(tree).get(name)
+        if not isinstance(function, ast.FunctionDef):
+            found.append(f"no function {name}")
+        elif len(function.args.args) > len(function.args.defaults):
+            found.append(f"line {function.lineno}: {name} must be callable without arguments")
+    return found
+
+
+def import_aliases(tree: ast.AST) -> Aliases:
+    """Local name -> dotted path, for every import anywhere in the tree (``F`` -> ``torch.nn.functional``)."""
+    aliases = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for item in node.names:
+                name = item.asname or item.name.split(".")[0]
+                aliases[name] = item.name if item.asname else name
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for item in node.names:
+                aliases[item.asname or item.name] = f"{node.module}.{item.name}"
+    return aliases
+
+
+def dotted(node: ast.AST, aliases: Aliases) -> str | None:
+    """``F.relu`` -> ``torch.nn.functional.relu``; ``None`` for anything that does not start at an imported name."""
+    if isinstance(node, ast.Name):
+        return aliases.get(node.id)
+    if isinstance(node, ast.Attribute) and (base := dotted(node.value, aliases)):
+        return f"{base}.{node.attr}"
+    return None
+
+
+def op_name(path: str) -> str | None:
+    """``torch.nn.functional.relu`` -> ``F.relu``, the form of the ``ops`` column; ``None`` when it is no operator."""
+    parts = path.split(".")
+    if parts[0] != "torch" or len(parts) < 2:
+        return None
+    last = parts[-1]
+    if parts[1] == "nn":
+        if parts[2:3] == ["functional"]:
+            return f"F.{last}" if len(parts) == 4 else None
+        rest = parts[3:] if parts[2:3] == ["modules"] else parts[2:]
+        return f"nn.{last}" if rest and last[:1].isupper() and last not in _NOT_LAYERS else None
+    if parts[1] in ("linalg", "fft", "special") and len(parts) == 3:
+        return f"torch.{parts[1]}.{last}"
+    if len(parts) != 2 or last in _NOT_OPS or last[:1].isupper():
+        return None
+    return f"torch.{last}"
+
+
+def recompute_ops(code: str) -> tuple[str, ...]:
+    """The torch operators that ``Model.forward`` reaches, once each, in order of use.
+
+    Names take the form of the published set: ``nn.Linear``, ``F.gelu``, ``torch.sum``, ``Tensor.view``.  A layer made in
+    ``__init__`` counts only where ``forward`` uses it.  Python operators and tensor methods count where their operand
+    surely is a tensor (an argument of ``forward``, a parameter, the result of an operator).  Layers of other packages
+    appear by class name: ``transformers.LlamaRMSNorm``.
+    """
+    tree = ast.parse(code)
+    reader = _Reader(import_aliases(tree), _definitions(tree))
+    model = reader.definitions.get("Model")
+    if isinstance(model, ast.ClassDef):
+        reader.read_class(model)
+    return tuple(dict.fromkeys(reader.ops))
+
+
+def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    return {node.name: node for node in tree.body if isinstance(node, kinds)}
+
+
+def _methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+    return {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+
+
+class _Reader:
+    """Walks from ``forward`` in order of evaluation and notes every operator."""
+
+    def __init__(self, aliases: Aliases, definitions: dict[str, ast.stmt]) -> None:
+        self.aliases = aliases
+        self.definitions = definitions
+        self.ops: list[str] = []
+        self.under_way: set[str] = set()
+
+    def read_class(self, node: ast.ClassDef) -> None:
+        if node.name in self.under_way:
+            return
+        self.under_way.add(node.name)
+        methods = _methods(node)
+        attributes = {
+            name: value
+            for init in [methods.get("__init__")]
+            if init
+            for statement in ast.walk(init)
+            if isinstance(statement, ast.Assign | ast.AnnAssign) and (value := statement.value)
+            for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
+            if (name := _self_attribute(target))
+        }
+        if forward := methods.get("forward"):
+            self.read_function(forward, attributes, methods, skip_first=True)
+        else:  # class Model(nn.Linear): the work is its base's
+            for base in node.bases:
+                self.note(base)
+        self.under_way.discard(node.name)
+
+    def read_function(self, node: ast.FunctionDef, attributes: dict, methods: dict, skip_first: bool = False) -> None:
+        key = f"{node.name}:{node.lineno}"
+        if key in self.under_way:
+            return
+        self.under_way.add(key)
+        arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        scope = _Scope(self, attributes, methods, set(arguments[1:] if skip_first else arguments))
+        for statement in node.body:
+            scope.statement(statement)
+        self.under_way.discard(key)
+
+    def note(self, node: ast.AST) -> bool:
+        """Notes the operator that ``node`` names; True when it names one (or a class of this file or package)."""
+        if isinstance(node, ast.Name) and isinstance(local := self.definitions.get(node.id), ast.ClassDef):
+            self.read_class(local)
+            return True
+        path = dotted(node, self.aliases)
+        if path is None:
+            return False
+        if path.startswith("transformers.") and path.rsplit(".", 1)[-1][:1].isupper():
+            self.ops.append("transformers." + path.rsplit(".", 1)[-1])
+            return True
+        name = op_name(path)
+        if name is not None:
+            self.ops.append(name)
+        return name is not None
+
+    def note_layers(self, value: ast.AST) -> None:
+        """The layers constructed in ``self.name = value``, containers included."""
+        for call in ast.walk(value):
+            if isinstance(call, ast.Call):
+                self.note(call.func)
+            elif isinstance(call, ast.Subscript) and (path := dotted(call.value, self.aliases)):
+                if path.endswith("ACT2FN") and isinstance(call.slice, ast.Constant):
+                    self.ops.append(f"transformers.{call.slice.value}")
+
+
+class _Scope:
+    """One function body: which local names surely hold tensors."""
+
+    def __init__(self, reader: _Reader, attributes: dict, methods: dict, tensors: set[str]) -> None:
+        self.reader, self.attributes, self.methods, self.tensors = reader, attributes, methods, tensors
+
+    def statement(self, node: ast.stmt) -> None:
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            tensor = self.value(node.value) if node.value else False
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if isinstance(node, ast.AugAssign) and (tensor or self.value(node.target)):
+                tensor = True
+                self.operator(node.op)
+            for target in targets:
+                for name in ast.walk(target):
+                    if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
+                        (self.tensors.add if tensor else self.tensors.discard)(name.id)
+            return
+        if isinstance(node, ast.For) and (name := _self_attribute(node.iter)) in self.attributes:
+            self.reader.note_layers(self.attributes[name])
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt):
+                self.statement(child)
+            elif isinstance(child, ast.expr):
+                self.value(child)
+            elif isinstance(child, ast.withitem):
+                self.value(child.context_expr)
+
+    def operator(self, op: ast.AST) -> None:
+        if name := _OPERATORS.get(type(op)):
+            self.reader.ops.append(name)
+
+    def value(self, node: ast.expr) -> bool:
+        """Notes the operators of an expression, operands first; True when its value surely is a tensor."""
+        match node:
+            case ast.Name():
+                return node.id in self.tensors
+            case ast.Attribute():
+                if name := _self_attribute(node):
+                    return self.parameter(name)
+                return self.value(node.value) and node.attr in ("T", "mT", "data")
+            case ast.BinOp():
+                left, right = self.value(node.left), self.value(node.right)
+                if left or right:
+                    self.operator(node.op)
+                return left or right
+            case ast.UnaryOp():
+                if tensor := self.value(node.operand):
+                    self.operator(node.op)
+                return tensor
+            case ast.Compare():
+                tensor = any([self.value(part) for part in (node.left, *node.comparators)])
+                if tensor and (name := _COMPARISONS.get(type(node.ops[0]))):
+                    self.reader.ops.append(name)
+                return tensor
+            case ast.Subscript():
+                tensor = self.value(node.value)
+                self.value(node.slice)
+                return tensor
+            case ast.IfExp():
+                self.value(node.test)
+                return any([self.value(node.body), self.value(node.orelse)])
+            case ast.Call():
+                return self.call(node)
+        return any([self.value(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)])
+
+    def parameter(self, name: str) -> bool:
+        made = self.attributes.get(name)
+        return isinstance(made, ast.Call) and (dotted(made.func, self.reader.aliases) or "").endswith(
+            ("nn.Parameter", "nn.Buffer")
+        )
+
+    def call(self, node: ast.Call) -> bool:
+        reader, function = self.reader, node.func
+        receiver = isinstance(function, ast.Attribute) and dotted(function, reader.aliases) is None
+        tensor = receiver and not _self_attribute(function) and self.value(function.value)
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        given = any([self.value(argument) for argument in arguments])
+        if name := _self_attribute(function):
+            if name in self.attributes:
+                reader.note_layers(self.attributes[name])
+                return True
+            if name in self.methods:
+                reader.read_function(self.methods[name], self.attributes, self.methods, skip_first=True)
+            return True
+        if isinstance(function, ast.Call):  # nn.Softmax(dim=-1)(x)
+            reader.note_layers(function)
+            return True
+        if isinstance(function, ast.Subscript) and (name := _self_attribute(function.value)):
+            if name in self.attributes:
+                reader.note_layers(self.attributes[name])
+            return True
+        if isinstance(function, ast.Name) and isinstance(local := reader.definitions.get(function.id), ast.FunctionDef):
+            reader.read_function(local, {}, {})
+            return given
+        if isinstance(function, ast.Attribute) and receiver:
+            method = function.attr
+            if not tensor or method in _NOT_TENSORS or method.startswith("is_"):
+                return False
+            if method not in _NO_WORK:
+                plain = method if method.startswith("__") else method.removesuffix("_")
+                reader.ops.append(f"Tensor.{method}" if method in _TENSOR_ONLY else f"torch.{plain}")
+            return True
+        if reader.note(function):
+            return True
+        if path := dotted(function, reader.aliases):  # torch.zeros(...) is a tensor, math.sqrt(...) is none
+            return path.startswith("torch.") and path.rsplit(".", 1)[-1] in _MAKES_TENSORS
+        return given and isinstance(function, ast.Name) and not hasattr(builtins, function.id)
+
+
+def _self_attribute(node: ast.AST | None) -> str | None:
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        return node.attr
+    return None

@@ -1,0 +1,180 @@
+"""Task sets on disk: our parquet folder, KernelBench folders, Ops-6K parquet files.
+
+Sources are read as text and never imported.  Not covered: downloading (a source is a local path), and whether a task
+runs (that takes the sandbox).
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.tasks.inspect import problems, recompute_ops
+from cuda_agent.tasks.task import Task
+
+FILE = "tasks.parquet"
+PUBLISHED = ("ops", "data_source", "code")  # the columns of the published set, in its order
+OWN = ("name", "family", "split")
+
+
+class TaskError(Exception):
+    """A task set or file that cannot be read; the message says which and why, on one line."""
+
+
+def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
+    """Writes ``folder/tasks.parquet``.  Raises TaskError when two tasks share a name."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if repeated := [name for name, count in Counter(task.name for task in tasks).items() if count > 1]:
+        raise TaskError(f"task names are not unique: {', '.join(repeated[:5])}")
+    text = pa.string()
+    schema = pa.schema([("ops", pa.list_(text)), *((column, text) for column in (*PUBLISHED[1:], *OWN))])
+    columns = {field: [getattr(task, field) for task in tasks] for field in schema.names}
+    columns["ops"] = [list(ops) for ops in columns["ops"]]
+    folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns, schema=schema), folder / FILE)
+
+
+def read_tasks(folder: Path) -> list[Task]:
+    """The tasks of a folder that ``write_tasks`` wrote, in their order."""
+    path = folder / FILE if folder.is_dir() else folder
+    rows = _rows(path, required=(*PUBLISHED, *OWN))
+    return [Task(**(row | {"ops": tuple(row["ops"])})) for row in rows]
+
+
+def read_ops6k(path: Path) -> list[Task]:
+    """A parquet file in the published form (``ops``, ``data_source``, ``code``); ``ops`` may be a list or a JSON list.
+
+    ``ops`` is kept as declared, which is not always what the code uses: see ``recompute_ops``.
+    """
+    rows = _rows(path, required=PUBLISHED)
+    width = max(4, len(str(len(rows))))
+    return [
+        Task(
+            name=f"ops6k-{index:0{width}d}",
+            code=row["code"],
+            ops=_ops_list(row["ops"], path, index),
+            data_source=row["data_source"],
+            family="ops6k",
+        )
+        for index, row in enumerate(rows)
+    ]
+
+
+def read_kernelbench(folder: Path) -> list[Task]:
+    """The ``*.py`` files of a folder, or of its ``level1``, ``level2``... folders, in KernelBench's own order.
+
+    The family is the level (``kernelbench`` for a flat folder), the name ``level1/19_ReLU``, the split ``heldout``.
+    Files that are no task (no ``Model``, syntax error) raise TaskError: a benchmark with holes would be misread.
+    """
+    if folder.is_file():
+        return [task_from_file(folder)]
+    if not folder.is_dir():
+        raise TaskError(f"{folder}: no such folder")
+    levels = sorted((p for p in folder.iterdir() if p.is_dir() and re.fullmatch(r"level\d+", p.name)), key=_natural)
+    found = []
+    for place in levels or [folder]:
+        family = place.name if levels or re.fullmatch(r"level\d+", place.name) else "kernelbench"
+        for path in sorted(place.glob("*.py"), key=_natural):
+            if path.name == "__init__.py":
+                continue
+            task = task_from_file(path)
+            name = f"{place.name}/{task.name}" if levels else task.name
+            found.append(replace(task, name=name, family=family, split="heldout"))
+    if not found:
+        raise TaskError(f"{folder}: no task files (*.py) there or in its level folders")
+    return found
+
+
+def task_from_file(path: Path) -> Task:
+    """One ``model.py``.  Raises TaskError when it cannot be read or is no task."""
+    try:
+        code = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise TaskError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"{path}: cannot be read: {error}") from None
+    if found := problems(code):
+        raise TaskError(f"{path}: not a task: {'; '.join(found)}")
+    ops = recompute_ops(code)
+    return Task(name=path.stem, code=code, ops=ops, data_source=f"torch#{len(ops)}", family="file")
+
+
+def read_any(source: Path) -> list[Task]:
+    """A task set of any form we know: ours, an Ops-6K parquet, a KernelBench folder, one ``.py`` file."""
+    if not source.exists():
+        raise TaskError(f"{source}: no such file or folder")
+    if source.is_dir():
+        if (source / FILE).is_file():
+            return read_tasks(source)
+        parquets = sorted(source.glob("*.parquet"))
+        if len(parquets) == 1:
+            return read_any(parquets[0])
+        return read_kernelbench(source)
+    if source.suffix == ".py":
+        return [task_from_file(source)]
+    return read_tasks(source) if set(OWN) <= set(_columns(source)) else read_ops6k(source)
+
+
+def import_tasks(source: Path, folder: Path) -> list[Task]:
+    """Reads ``source`` (see ``read_any``), recomputes ``ops`` from the code, writes the set to ``folder``.
+
+    Byte-identical tasks are kept once, and rows that are no task (KernelBench's form is checked) are left out;
+    TaskError when nothing is left.
+    """
+    tasks, seen = [], set()
+    for task in read_any(source):
+        if task.digest in seen or problems(task.code):
+            continue
+        seen.add(task.digest)
+        tasks.append(replace(task, ops=recompute_ops(task.code)))
+    if not tasks:
+        raise TaskError(f"{source}: holds no task with Model, get_inputs and get_init_inputs")
+    write_tasks(folder, tasks)
+    return tasks
+
+
+def _columns(path: Path) -> list[str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return list(pq.read_schema(path).names)
+    except FileNotFoundError:
+        raise TaskError(f"{path}: no such file") from None
+    except (pa.ArrowException, OSError) as error:
+        raise TaskError(f"{path}: not a parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _rows(path: Path, required: Iterable[str]) -> list[dict[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    required = list(required)
+    there = _columns(path)
+    if missing := [column for column in required if column not in there]:
+        raise TaskError(f"{path}: no column {', '.join(missing)}; it has {', '.join(there) or 'none'}")
+    try:
+        return pq.read_table(path, columns=required).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise TaskError(f"{path}: damaged parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _ops_list(value: Any, path: Path, row: int) -> tuple[str, ...]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            value = [value] if value and value[0] not in "[{" else None
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise TaskError(f"{path}: row {row}: ops is neither a list of names nor a JSON list")
+    return tuple(value)
+
+
+def _natural(path: Path) -> list[Any]:
+    """Sorts ``2_b`` before ``10_a``."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", path.name)]
