@@ -11,25 +11,25 @@ import builtins
 
 Aliases = dict[str, str]  # local name -> dotted path it was imported from
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Not operators: containers, module plumbing, and functions that make tensors or talk about them.
-_NOT_LAYERS = frozenset("Module Parameter Buffer Sequential ModuleList ModuleDict ParameterList ParameterDict".split())
-_MAKES_TENSORS = frozenset(
-    """tensor as_tensor from_numpy zeros ones empty full rand randn randint randperm arange linspace logspace eye
-    zeros_like ones_like empty_like full_like rand_like randn_like randint_like normal bernoulli""".split()
-)
-_NOT_OPS = _MAKES_TENSORS | frozenset(
-    """manual_seed device dtype no_grad inference_mode set_grad_enabled is_tensor numel finfo iinfo get_default_dtype
-    set_default_dtype use_deterministic_algorithms set_num_threads is_floating_point result_type promote_types""".split()
-)
-# Tensor methods that give no tensor, or no work.
-_NOT_TENSORS = frozenset(
-    "size dim numel item tolist stride is_contiguous element_size data_ptr get_device nelement".split()
-)
-_NO_WORK = frozenset("to float half double bfloat16 long int bool cpu cuda type type_as detach requires_grad_".split())
-# Tensor methods without a function of the same name in ``torch``.
-_TENSOR_ONLY = frozenset(
-    "view view_as contiguous expand expand_as repeat fill_ copy_ new_zeros new_ones new_full".split()
-)
+_NOT_LAYERS = _words("Module Parameter Buffer Sequential ModuleList ModuleDict ParameterList ParameterDict")
+_MAKES_TENSORS = _words("""
+    tensor as_tensor from_numpy zeros ones empty full rand randn randint randperm arange linspace logspace eye
+    zeros_like ones_like empty_like full_like rand_like randn_like randint_like normal bernoulli
+""")
+_NOT_OPS = _MAKES_TENSORS | _words("""
+    manual_seed device dtype no_grad inference_mode set_grad_enabled is_tensor numel finfo iinfo get_default_dtype
+    set_default_dtype use_deterministic_algorithms set_num_threads is_floating_point result_type promote_types
+""")
+# Tensor methods that give no tensor, that do no work, and that have no function of the same name in ``torch``.
+_NOT_TENSORS = _words("size dim numel item tolist stride is_contiguous element_size data_ptr get_device nelement")
+_NO_WORK = _words("to float half double bfloat16 long int bool cpu cuda type type_as detach requires_grad_")
+_TENSOR_ONLY = _words("view view_as contiguous expand expand_as repeat fill_ copy_ new_zeros new_ones new_full")
 _OPERATORS: dict[type, str] = {
     ast.Add: "torch.add",
     ast.Sub: "torch.sub",
@@ -118,9 +118,9 @@ def op_name(path: str) -> str | None:
 def recompute_ops(code: str) -> tuple[str, ...]:
     """The torch operators that ``Model.forward`` reaches, once each, in order of use.
 
-    Names take the form of the published set: ``nn.Linear``, ``F.gelu``, ``torch.sum``, ``Tensor.view``.  A layer made in
-    ``__init__`` counts only where ``forward`` uses it.  Python operators and tensor methods count where their operand
-    surely is a tensor (an argument of ``forward``, a parameter, the result of an operator).  Layers of other packages
+    Names take the form of the published set: ``nn.Linear``, ``F.gelu``, ``torch.sum``, ``Tensor.view``.  A layer made
+    in ``__init__`` counts only where ``forward`` uses it.  Python operators and tensor methods count where their
+    operand surely is a tensor (an argument of ``forward``, a parameter, the result of an operator).  Layers of other packages
     appear by class name: ``transformers.LlamaRMSNorm``.
     """
     tree = ast.parse(code)
@@ -202,9 +202,8 @@ class _Reader:
         for call in ast.walk(value):
             if isinstance(call, ast.Call):
                 self.note(call.func)
-            elif isinstance(call, ast.Subscript) and (path := dotted(call.value, self.aliases)):
-                if path.endswith("ACT2FN") and isinstance(call.slice, ast.Constant):
-                    self.ops.append(f"transformers.{call.slice.value}")
+            elif isinstance(call, ast.Subscript) and (dotted(call.value, self.aliases) or "").endswith(".ACT2FN"):
+                self.ops.append(f"transformers.ACT2FN[{ast.unparse(call.slice)}]")
 
 
 class _Scope:
@@ -225,8 +224,8 @@ class _Scope:
                     if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
                         (self.tensors.add if tensor else self.tensors.discard)(name.id)
             return
-        if isinstance(node, ast.For) and (name := _self_attribute(node.iter)) in self.attributes:
-            self.reader.note_layers(self.attributes[name])
+        if isinstance(node, ast.For) and (made := self.attributes.get(_self_attribute(node.iter))):
+            self.reader.note_layers(made)
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.stmt):
                 self.statement(child)
@@ -281,8 +280,8 @@ class _Scope:
 
     def call(self, node: ast.Call) -> bool:
         reader, function = self.reader, node.func
-        receiver = isinstance(function, ast.Attribute) and dotted(function, reader.aliases) is None
-        tensor = receiver and not _self_attribute(function) and self.value(function.value)
+        method = function.attr if isinstance(function, ast.Attribute) and not dotted(function, reader.aliases) else None
+        tensor = isinstance(function, ast.Attribute) and not _self_attribute(function) and self.value(function.value)
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         given = any([self.value(argument) for argument in arguments])
         if name := _self_attribute(function):
@@ -302,8 +301,7 @@ class _Scope:
         if isinstance(function, ast.Name) and isinstance(local := reader.definitions.get(function.id), ast.FunctionDef):
             reader.read_function(local, {}, {})
             return given
-        if isinstance(function, ast.Attribute) and receiver:
-            method = function.attr
+        if method:
             if not tensor or method in _NOT_TENSORS or method.startswith("is_"):
                 return False
             if method not in _NO_WORK:
