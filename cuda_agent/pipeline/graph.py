@@ -7,8 +7,8 @@ What it does not cover: how a stage is run (``local``), and what a stage does (`
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-# An input of this name is not an artifact of one stage: the executor makes it, a folder with one sub-folder a finished
-# stage above this row: ``<stage>/metrics.jsonl``, ``<stage>/notes.jsonl``, ``<stage>/manifest.json``; and ``config.json``.
+# An input of this name is no artifact of one stage: the executor makes it, a folder with one sub-folder a finished
+# stage above: ``<stage>/metrics.jsonl``, ``<stage>/notes.jsonl``, ``<stage>/manifest.json``; and ``config.json``.
 STAGES_INPUT = "stages"
 
 
@@ -142,7 +142,7 @@ def ancestors(stages: Sequence[Stage], name: str) -> list[str]:
 
 
 def check(stages: Iterable[Stage]) -> None:
-    """Every input is an output of a row further up (so the table's order is an order of execution); names are unique."""
+    """Every input comes from a row further up, so the table is also an order of execution; names are unique."""
     made: set[str] = set()
     names: set[str] = set()
     for stage in stages:

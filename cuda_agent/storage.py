@@ -1,0 +1,264 @@
+"""Artifacts behind one interface: a folder, memory or S3 (through obstore).
+
+Every write is atomic: an object appears as a whole or not at all, and a folder is content-addressed, so it exists once
+its tree object exists, which is written last.  Reads of content are verified against the digest; what fails is removed,
+because its name no longer says what it is.  Only create-if-absent is relied on, no other conditional write.
+
+    cas/<sha256>    a file, or the tree of a folder: canonical JSON {"files": {path: {"sha256", "size"}}}
+
+What it does not cover: which keys mean what (``pipeline``), durability against power loss (the folder store does not
+fsync), empty folders, permissions and links inside a folder.  Credentials of S3 come from the environment
+(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_REGION ...), never from a URI.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import obstore
+from obstore import exceptions as obstore_errors
+
+CHUNK = 4 << 20  # bytes
+
+
+class StoreError(Exception):
+    """Something is wrong with the store; the message is one screen for a person and says what helps."""
+
+
+class StoreUnavailable(StoreError):
+    """The store cannot be reached or refuses us.  The same command works once it is back."""
+
+
+class StoreFull(StoreError):
+    """No room left (or a quota or file-size limit was hit).  Nothing half-written is visible."""
+
+
+class StoreDamaged(StoreError):
+    """An object is missing or does not match its digest.  A damaged one was removed."""
+
+
+def open_store(uri: str | Path) -> "Store":
+    """``uri`` is a folder (made if absent), ``memory://`` (one process, for tests) or ``s3://bucket/prefix``."""
+    text = str(uri)
+    if text.startswith("memory:"):
+        return Store(obstore.store.MemoryStore(), "memory://")
+    if text.startswith("s3:"):
+        return Store(_s3(text), text.rstrip("/"))
+    if re.match(r"[a-z0-9]+://", text) and not text.startswith("file://"):
+        raise StoreUnavailable(f"Store {text}: expected a folder, memory:// or s3://bucket/prefix.")
+    folder = Path(text.removeprefix("file://")).expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        backend = obstore.store.LocalStore(folder)
+    except (OSError, obstore_errors.BaseError) as error:
+        raise StoreUnavailable(f"The store {folder} cannot be opened: {_first_line(error)}") from error
+    return Store(backend, str(folder))
+
+
+def absolute_uri(uri: str) -> str:
+    """The same store for a process with another working directory."""
+    if re.match(r"(memory|s3):", uri):
+        return uri
+    return str(Path(uri.removeprefix("file://")).expanduser().absolute())
+
+
+def local_folder(uri: str) -> Path | None:
+    """Where a folder store lies; None for the others."""
+    return None if re.match(r"(memory|s3):", uri) else Path(absolute_uri(uri))
+
+
+class Store:
+    """Keys are slash-separated paths.  Every method raises a ``StoreError`` and nothing else when the store fails."""
+
+    def __init__(self, backend: Any, uri: str) -> None:
+        self._backend = backend
+        self.uri = uri
+
+    # Objects ---------------------------------------------------------------------------------------------------------
+
+    def put(self, key: str, data: bytes) -> None:
+        with self._errors(f"write {key}"):
+            obstore.put(self._backend, key, data)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Writes ``data`` if ``key`` is absent; False when somebody was first."""
+        with self._errors(f"write {key}"):
+            try:
+                obstore.put(self._backend, key, data, mode="create")
+            except obstore_errors.AlreadyExistsError:
+                return False
+        return True
+
+    def get(self, key: str) -> bytes:
+        """Raises StoreDamaged when ``key`` is absent."""
+        with self._errors(f"read {key}"):
+            return bytes(obstore.get(self._backend, key).bytes())
+
+    def exists(self, key: str) -> bool:
+        return self.size(key) is not None
+
+    def size(self, key: str) -> int | None:
+        """Bytes; None when absent."""
+        with self._errors(f"look up {key}"):
+            try:
+                return int(obstore.head(self._backend, key)["size"])
+            except FileNotFoundError:
+                return None
+
+    def list(self, prefix: str) -> list[str]:
+        """All keys below the folder ``prefix``, sorted.  Half-written objects never show."""
+        with self._errors(f"list {prefix}"):
+            return sorted(entry["path"] for page in obstore.list(self._backend, prefix) for entry in page)
+
+    def sizes(self, prefix: str) -> dict[str, tuple[int, float]]:
+        """Key -> (bytes, time of the last change as seconds since the epoch), for all keys below ``prefix``."""
+        with self._errors(f"list {prefix}"):
+            return {
+                entry["path"]: (entry["size"], entry["last_modified"].timestamp())
+                for page in obstore.list(self._backend, prefix)
+                for entry in page
+            }
+
+    def delete(self, key: str) -> None:
+        """No error when ``key`` is absent."""
+        with self._errors(f"delete {key}"):
+            try:
+                obstore.delete(self._backend, key)
+            except FileNotFoundError:
+                return
+
+    # Files -----------------------------------------------------------------------------------------------------------
+
+    def put_file(self, key: str, path: Path) -> None:
+        with self._errors(f"write {key}"):
+            obstore.put(self._backend, key, path)
+
+    def get_file(self, key: str, path: Path, sha256: str) -> None:
+        """Downloads to ``path`` and verifies; a damaged object is deleted and StoreDamaged raised."""
+        actual = hashlib.sha256()
+        with self._errors(f"read {key}"), open(path, "wb") as file:
+            for chunk in obstore.get(self._backend, key).stream(min_chunk_size=CHUNK):
+                actual.update(chunk)
+                file.write(chunk)
+        if actual.hexdigest() != sha256:
+            path.unlink()
+            self.delete(key)
+            raise StoreDamaged(f"The object {key} in {self.uri} did not match its digest. It was removed.")
+
+    # Folders ---------------------------------------------------------------------------------------------------------
+
+    def put_folder(self, path: Path) -> str:
+        """Stores the files below ``path`` and returns the folder's digest, a function of their names and bytes."""
+        files = {}
+        for file in _files(path):
+            digest = file_sha256(file)
+            size = file.stat().st_size
+            if self.size(f"cas/{digest}") != size:
+                self.put_file(f"cas/{digest}", file)
+            files[file.relative_to(path).as_posix()] = {"sha256": digest, "size": size}
+        tree = canonical_json({"files": files}).encode()
+        digest = hashlib.sha256(tree).hexdigest()
+        self.create(f"cas/{digest}", tree)
+        return digest
+
+    def tree(self, digest: str) -> dict[str, dict[str, Any]]:
+        """path -> {"sha256", "size"} of the folder ``digest``."""
+        key = f"cas/{digest}"
+        data = self.get(key)
+        if hashlib.sha256(data).hexdigest() != digest:
+            self.delete(key)
+            raise StoreDamaged(f"The folder {key} in {self.uri} did not match its digest. It was removed.")
+        return json.loads(data)["files"]
+
+    def get_folder(self, digest: str, path: Path) -> None:
+        """Makes ``path`` and fills it with the files, verified and read-only."""
+        path.mkdir(parents=True, exist_ok=True)
+        for name, entry in self.tree(digest).items():
+            target = path / name
+            if not target.resolve().is_relative_to(path.resolve()):
+                raise StoreDamaged(f"The folder cas/{digest} names a file outside of itself: {name}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.get_file(f"cas/{entry['sha256']}", target, entry["sha256"])
+            target.chmod(0o444)
+
+    def has_folder(self, digest: str) -> bool:
+        """Whether every file of the folder is there with its size (bytes are verified when it is read)."""
+        try:
+            return all(self.size(f"cas/{entry['sha256']}") == entry["size"] for entry in self.tree(digest).values())
+        except StoreDamaged:
+            return False
+
+    def _errors(self, doing: str) -> "_Errors":
+        return _Errors(self.uri, doing)
+
+
+class _Errors:
+    """Turns what obstore and the operating system raise into the four errors of this module."""
+
+    def __init__(self, uri: str, doing: str) -> None:
+        self.uri, self.doing = uri, doing
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or isinstance(error, StoreError):
+            return
+        text = str(error)
+        if isinstance(error, FileNotFoundError):
+            raise StoreDamaged(f"The store {self.uri} has no such object: could not {self.doing}.") from error
+        if not isinstance(error, (OSError, obstore_errors.BaseError)):
+            return
+        if re.search(r"os error (28|27|122)\b|Errno (28|27|122)\b|No space left", text):  # ENOSPC, EFBIG, EDQUOT
+            raise StoreFull(
+                f"The store {self.uri} is full: could not {self.doing} ({_first_line(error)}).\n"
+                "Nothing half-written is visible. Free some space (`cuda-agent gc` removes what no run needs),\n"
+                "then type the same command: it goes on where it stopped."
+            ) from error
+        hint = "Is it running, and do AWS_ENDPOINT_URL and the credentials fit?" if self.uri.startswith("s3:") else ""
+        raise StoreUnavailable(
+            f"The store {self.uri} does not answer: could not {self.doing} ({_first_line(error)}). {hint}".rstrip()
+        ) from error
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def canonical_json(value: Any) -> str:
+    """One text for one value: sorted keys, no spaces, no NaN."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    return iter(sorted(file for file in path.rglob("*") if file.is_file()))
+
+
+def _s3(uri: str) -> Any:
+    parts = urlsplit(uri)
+    if parts.username or parts.password:
+        raise StoreUnavailable("Credentials do not belong into the store's address: set AWS_ACCESS_KEY_ID and so on.")
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    options: dict[str, Any] = {"client_options": {"allow_http": endpoint.startswith("http://"), "timeout": "60s"}}
+    if endpoint:
+        options["endpoint"] = endpoint
+        options["virtual_hosted_style_request"] = False
+    try:
+        return obstore.store.S3Store(
+            parts.netloc,
+            prefix=parts.path.strip("/") or None,
+            retry_config={"max_retries": 4, "retry_timeout": timedelta(seconds=20)},
+            **options,
+        )
+    except obstore_errors.BaseError as error:
+        raise StoreUnavailable(f"The store {uri} cannot be opened: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
