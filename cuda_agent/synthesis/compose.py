@@ -1,0 +1,285 @@
+"""Composing tasks: a protocol, and the programmatic writer.
+
+The programmatic writer stacks at most ``max_ops`` operators of the catalogue one behind the other, or takes one layer
+of ``transformers``, and then chooses the batch so that a cost model (bytes moved, operations, one launch an operator)
+puts eager's time at a target inside the window.  The model's error is a matter for the filters: only the sandbox knows
+a time.  Not covered: branches and residual connections, training steps, dtypes other than float32.  The other writer,
+a language model, is in ``writer.py``.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Protocol
+
+from cuda_agent.synthesis.layers import Layer
+from cuda_agent.synthesis.rules import NORMAL, Interval, Operator, Shape, Use, size
+from cuda_agent.tasks.inspect import recompute_ops
+from cuda_agent.tasks.task import Task
+
+# How many operators a task gets.  The published set stacks two in 84 % of its tasks; the rest are rarer there.
+COUNT_WEIGHTS = {1: 0.1, 2: 0.45, 3: 0.25, 4: 0.12, 5: 0.08}
+LAYER_SHARE = 0.1  # stand-alone layers of transformers (published: 1.2 %)
+KIND_WEIGHTS = {
+    "elementwise": 3.0,
+    "reduction": 1.5,
+    "scan": 0.7,
+    "normalisation": 1.5,
+    "pooling": 1.0,
+    "convolution": 1.0,
+    "matmul": 2.0,
+    "attention": 0.7,
+    "loss": 0.7,
+    "shape": 1.0,
+}
+_NEEDS_A_ROW = {"reduction", "scan", "normalisation", "loss"}  # a row of one value makes their result a constant
+
+
+class ComposeError(Exception):
+    """This attempt gave no task; the message is a reason to count (one of few)."""
+
+
+class Composer(Protocol):
+    """``index`` counts attempts; a task may depend on it and on ``rng`` alone.  Raises ComposeError."""
+
+    async def compose(self, index: int, rng: Random) -> Task: ...
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The cost model of a device, roughly: what eager reaches on middling shapes, not its peak."""
+
+    bytes_per_second: float
+    flops_per_second: float
+    launch_seconds: float
+    most_elements: int  # in one tensor
+    wide: bool  # sizes for a GPU
+
+    def seconds(self, elements: float, flops: float) -> float:
+        return self.launch_seconds + 4.0 * elements / self.bytes_per_second + flops / self.flops_per_second
+
+
+def speed_of(device: str, threads: int) -> Speed:
+    if device == "cuda":
+        return Speed(1.5e12, 2e13, 8e-6, 1 << 29, True)
+    return Speed(12e9 * threads, 75e9 * threads, 3e-6, 1 << 24, False)
+
+
+@dataclass(frozen=True)
+class ProgrammaticWriter:
+    """Samples operators and shapes.  ``window`` is seconds of eager time."""
+
+    operators: Sequence[Operator]
+    layers: Sequence[Layer]
+    speed: Speed
+    window: tuple[float, float]
+    max_ops: int = 5
+
+    async def compose(self, index: int, rng: Random) -> Task:
+        for _ in range(100):
+            task = self._layer(rng) if self.layers and rng.random() < LAYER_SHARE else self._chain(rng)
+            if task is not None:
+                return task
+        raise ComposeError("no shape fits the window")
+
+    def _chain(self, rng: Random) -> Task | None:
+        counts = range(1, self.max_ops + 1)
+        operators = pick_operators(self.operators, rng.choices(counts, [COUNT_WEIGHTS[n] for n in counts])[0], rng)
+        if operators is None:
+            return None
+        first, seed = first_shape(operators[0], self.speed.wide, rng), rng.getrandbits(32)
+
+        def built(batch: int) -> Chain | None:
+            return build(operators, (batch, *first[1:]), Random(seed))
+
+        def cost(batch: int) -> float:
+            chain = built(batch)
+            if chain is None or chain.largest > self.speed.most_elements:
+                return math.inf
+            return sum(self.speed.seconds(elements, flops) for elements, flops in chain.work)
+
+        batch = batch_for(cost, self.window, rng)
+        chain = built(batch) if batch else None
+        return chain and as_task(chain.code(), f"torch#{len(operators)}")
+
+    def _layer(self, rng: Random) -> Task | None:
+        layer, seed = rng.choice(self.layers), rng.getrandbits(32)
+        batch = batch_for(
+            lambda batch: self.speed.seconds(*layer.cost(batch, self.speed.wide, Random(seed))), self.window, rng
+        )
+        return as_task(layer.code(batch, self.speed.wide, Random(seed)), "transformers") if batch else None
+
+
+def as_task(code: str, data_source: str, family: str = "catalogue") -> Task:
+    """``ops`` are recomputed from the code; the name is made of them (the driver makes it unique)."""
+    ops = recompute_ops(code)
+    words = [re.sub(r"\W+", "", op.rsplit(".", 1)[-1]).lower() for op in ops[:4]]
+    return Task("_".join(words), code, ops, data_source, family, "train")
+
+
+def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> list[Operator] | None:
+    """``count`` different operators that may stand in this order as far as values go; shapes are ``build``'s matter."""
+    chosen: list[Operator] = []
+    values: Interval | None = None
+    for place in range(count):
+        final = place == count - 1
+        fitting = [
+            operator
+            for operator in operators
+            if operator not in chosen
+            and (not operator.first or place == 0)
+            and (not operator.last or final)
+            and (values is None or operator.needs[0] <= values[0] and values[1] <= operator.needs[1])
+        ]
+        kinds = sorted({operator.kind for operator in fitting})
+        if not kinds:
+            return None
+        kind = rng.choices(kinds, [KIND_WEIGHTS[kind] for kind in kinds])[0]
+        chosen.append(rng.choice([operator for operator in fitting if operator.kind == kind]))
+        values = chosen[-1].gives or values or input_values(chosen[0])
+    return chosen
+
+
+def first_shape(operator: Operator, wide: bool, rng: Random) -> Shape:
+    """A shape that ``operator`` can begin with; dimension 0 is the batch and still 1."""
+    rank = rng.choice([rank for rank in operator.ranks if rank > 1])
+    if rank == 2:
+        return (1, rng.choice((1024, 2048, 4096, 8192) if wide else (64, 128, 256, 512, 1000, 2048)))
+    if rank == 3:
+        length = rng.choice((256, 512, 1024) if wide else (16, 32, 50, 64, 128))
+        return (1, length, rng.choice((256, 512, 1024) if wide else (32, 64, 128, 256)))
+    if rank == 4:
+        side = rng.choice((32, 56, 64, 128) if wide else (8, 14, 16, 28, 32))
+        return (1, rng.choice((16, 32, 64, 128) if wide else (4, 8, 16, 32)), side, side)
+    side = rng.choice((16, 32) if wide else (6, 8, 12))
+    return (1, rng.choice((8, 16, 32) if wide else (4, 8)), rng.choice((8, 16) if wide else (4, 8)), side, side)
+
+
+def input_values(operator: Operator) -> Interval:
+    low, high = operator.needs
+    if low <= NORMAL[0] and high >= NORMAL[1]:
+        return NORMAL
+    return low, min(high, low + 2.0)
+
+
+def batch_for(cost, window: tuple[float, float], rng: Random) -> int | None:
+    """The batch whose cost (seconds, growing) is nearest a target drawn log-uniformly inside the window."""
+    low, high = window[0] * 1.4, window[1] / 2.5
+    if low >= high:
+        low = high = math.sqrt(window[0] * window[1])
+    target = math.exp(rng.uniform(math.log(low), math.log(high)))
+    if cost(1) > high:
+        return None
+    largest = 1
+    while largest < 1 << 24 and cost(largest * 2) <= target:
+        largest *= 2
+    lower, upper = largest, largest * 2
+    while upper - lower > max(1, lower // 16):
+        middle = (lower + upper) // 2
+        lower, upper = (middle, upper) if cost(middle) <= target else (lower, middle)
+    if rng.random() < 0.85:  # mostly round numbers, but a kernel must also cope with others
+        step = max(1, 1 << (lower.bit_length() - 3))
+        lower = lower // step * step
+    return lower if window[0] * 1.1 <= cost(lower) <= high * 1.2 else None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A built chain: its source text in parts, and the work of each operator as (elements moved, operations)."""
+
+    arguments: tuple[tuple[str, int], ...]  # of __init__
+    init: tuple[str, ...]
+    forward: tuple[str, ...]
+    inputs: tuple[tuple[str, str], ...]  # name, source
+    work: tuple[tuple[float, float], ...]
+    largest: int  # elements of the largest tensor
+    shape: Shape  # of the output
+
+    def code(self) -> str:
+        return render(self.arguments, self.init, self.forward, self.inputs)
+
+
+def build(operators: Sequence[Operator], shape: Shape, rng: Random) -> Chain | None:
+    """Stacks ``operators`` on an input of ``shape``; ``None`` when the shapes do not fit."""
+    low, high = input_values(operators[0])
+    text = ", ".join(map(str, shape))
+    source = f"torch.randn({text})" if (low, high) == NORMAL else f"torch.rand({text}) * {high - low:g} + {low:g}"
+    chain = Chain((), (), (), (("x", source),), (), size(shape), shape)
+    taken = {"x", "self"}
+    for operator in operators:
+        here = chain.shape
+        if len(here) not in operator.ranks or (operator.kind in _NEEDS_A_ROW and here[-1] < 4):
+            return None
+        use = operator.use(rng, here)
+        if use is None:
+            return None
+        chain = _stacked(chain, operator, use, taken)
+    return chain
+
+
+def _stacked(chain: Chain, operator: Operator, use: Use, taken: set[str]) -> Chain:
+    names = {"x": "x"}
+    for name in [name for name, _ in (*use.arguments, *use.inputs)]:
+        names[name] = _fresh(name, taken)
+    if use.init:
+        base = "weight" if use.init.startswith("nn.Parameter") else operator.name.rsplit(".", 1)[-1].lower()
+        names["m"] = _fresh(base, taken)
+    extra = sum(_elements(source) for _, source in use.inputs)
+    moved = size(chain.shape) + size(use.shape) + extra if use.moved is None else use.moved
+    inputs = (("x", use.source),) if use.source else chain.inputs
+    return Chain(
+        arguments=chain.arguments + tuple((names[name], value) for name, value in use.arguments),
+        init=chain.init + ((f"self.{names['m']} = {use.init.format(**names)}",) if use.init else ()),
+        forward=(*chain.forward, f"x = {use.forward.format(**names)}"),
+        inputs=inputs + tuple((names[name], source) for name, source in use.inputs),
+        work=(*chain.work, (moved, use.flops)),
+        largest=max(chain.largest, size(use.shape), extra),
+        shape=use.shape,
+    )
+
+
+def render(
+    arguments: Sequence[tuple[str, int]],
+    init: Sequence[str],
+    forward: Sequence[str],
+    inputs: Sequence[tuple[str, str]],
+    imports: Sequence[str] = (),
+) -> str:
+    """The source of a task in the published form."""
+    names = "".join(f", {name}" for name, _ in arguments)
+    body = "".join(f"        {line}\n" for line in ("super().__init__()", *init))
+    uses_functional = any("F." in line for line in (*init, *forward))
+    head = ["import torch", "import torch.nn as nn"]
+    head += ["import torch.nn.functional as F"] if uses_functional else []
+    lines = "".join(f"        {line}\n" for line in forward)
+    sources = ", ".join(source for _, source in inputs)
+    parameters = ", ".join(name for name, _ in inputs)
+    values = ", ".join(str(value) for _, value in arguments)
+    return (
+        "\n".join((*head, *imports))
+        + f"\n\n\nclass Model(nn.Module):\n    def __init__(self{names}):\n{body}\n"
+        + f"    def forward(self, {parameters}):\n{lines}        return x\n\n\n"
+        + f"def get_inputs():\n    return [{sources}]\n\n\ndef get_init_inputs():\n    return [{values}]\n"
+    )
+
+
+def _fresh(name: str, taken: set[str]) -> str:
+    number, fresh = 1, name
+    while fresh in taken:
+        number += 1
+        fresh = f"{name}{number}"
+    taken.add(fresh)
+    return fresh
+
+
+def _elements(source: str) -> int:
+    """Elements of ``torch.randn(2, 3)`` or ``torch.randint(0, 9, (2, 3))``, from our own text."""
+    inner = re.findall(r"\(([\d, ]+)\)", source)
+    return math.prod(int(number) for number in re.findall(r"\d+", inner[-1])) if inner else 0
+
+
+def renamed(task: Task, number: int, **changes: str) -> Task:
+    """The task under a unique name."""
+    return replace(task, name=f"{task.name}-{number:04d}", **changes)

@@ -1,0 +1,154 @@
+"""How alike two tasks are, by structure.
+
+The measure: the class ``Model`` is parsed, its names are made anonymous (imported names keep their full path, so that
+``F.relu`` and ``torch.nn.functional.relu`` agree), constants keep only their type, docstrings go; then the multisets of
+all subtrees of height one and more are compared: Dice's coefficient, 2 |A ∩ B| / (|A| + |B|).  It is symmetric, lies in
+[0, 1], and is 1 for the same structure under other variable names.  Comparing subtree multisets is the old idea of clone
+detection on syntax trees (Baxter et al., 1998); the published set used a ready-made tool on the same class.
+``duplicate_key`` is stricter: same structure *and* same constants and shapes anywhere in the file.
+Not covered: different code for the same function (``x * x`` and ``torch.square(x)`` are unlike).
+"""
+
+import ast
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from cuda_agent.tasks.inspect import Aliases, dotted, import_aliases
+
+Shingles = Counter[int]
+
+
+def shingles(code: str) -> Shingles:
+    """The subtree multiset of ``Model`` (of the whole file when there is no such class); empty if it does not parse."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError):
+        return Counter()
+    model = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model"), None)
+    found: Shingles = Counter()
+    _fold(model or tree, import_aliases(tree), found)
+    return found
+
+
+def similarity(left: str, right: str) -> float:
+    """Structural similarity of two sources, in [0, 1]."""
+    a, b = shingles(left), shingles(right)
+    total = a.total() + b.total()
+    return 2.0 * (a & b).total() / total if total else 1.0
+
+
+class SimilarityIndex:
+    """Compares one source with many: (references x subtrees) counts as one matrix, ~0.1 ms a query at 250."""
+
+    def __init__(self, references: Sequence[tuple[str, str]]) -> None:
+        """``references`` are (name, source)."""
+        self.names = [name for name, _ in references]
+        counted = [shingles(code) for _, code in references]
+        self.columns = {key: place for place, key in enumerate(sorted(set().union(*counted)))} if counted else {}
+        self.totals = np.array([count.total() for count in counted], dtype=np.int64)
+        # One row a subtree, so that a query touches only its own rows.
+        self.counts = np.zeros((len(self.columns), len(counted)), dtype=np.int32)
+        for place, count in enumerate(counted):
+            for key, number in count.items():
+                self.counts[self.columns[key], place] = number
+
+    def nearest(self, code: str) -> tuple[str, float]:
+        """(name, similarity) of the reference most like ``code``; ("", 0.0) when there is no reference."""
+        if not self.names:
+            return "", 0.0
+        mine = shingles(code)
+        shared = [(self.columns[key], number) for key, number in mine.items() if key in self.columns]
+        rows = [row for row, _ in shared]
+        numbers = np.array([number for _, number in shared], dtype=np.int32)[:, None]
+        common = np.minimum(self.counts[rows], numbers).sum(axis=0) if shared else np.zeros(len(self.names))
+        scores = 2.0 * common / np.maximum(1, self.totals + mine.total())
+        best = int(scores.argmax())
+        return self.names[best], float(scores[best])
+
+
+def duplicate_key(code: str) -> str:
+    """sha256 of the whole source up to names, formatting, comments, docstrings and constants given a name at top level.
+
+    Two tasks with one key have the same structure and the same shapes.
+    """
+    tree = ast.parse(code)
+    aliases = import_aliases(tree)
+    constants: dict[str, ast.expr] = {
+        node.targets[0].id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Constant)
+    }
+    kept = [
+        node
+        for node in tree.body
+        if not isinstance(node, ast.Import | ast.ImportFrom)
+        and not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant))
+        and not _is_docstring(node)
+    ]
+    names: dict[str, str] = {}
+    text = "\n".join(_canonical(node, aliases, constants, names) for node in kept)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _fold(node: ast.AST, aliases: Aliases, found: Shingles) -> tuple[int, int]:
+    """(hash, height) of a subtree with anonymous names; notes every subtree of height >= 1."""
+    if isinstance(node, ast.Name | ast.Attribute) and (path := dotted(node, aliases)):
+        return _hash(path), 0
+    label, height, parts = type(node).__name__, 0, []
+    if isinstance(node, ast.Constant):
+        label += type(node.value).__name__
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr_context) or _is_docstring(child):
+            continue
+        part, depth = _fold(child, aliases, found)
+        parts.append(part)
+        height = max(height, depth + 1)
+    if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+        label += node.attr  # x.softmax(...): the method matters; self.fc1 is a name like any other
+    value = _hash((label, *parts))
+    if height:
+        found[value] += 1
+    return value, height
+
+
+def _hash(value: object) -> int:
+    """The same in every process (``hash`` of a string is not)."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big")
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _canonical(node: ast.AST, aliases: Aliases, constants: dict[str, ast.expr], names: dict[str, str]) -> str:
+    """The subtree as text, with every name of the file's own numbered in order of appearance."""
+
+    def name(text: str) -> str:
+        return names.setdefault(text, f"n{len(names)}")
+
+    if isinstance(node, ast.Name | ast.Attribute) and (path := dotted(node, aliases)):
+        return path
+    if isinstance(node, ast.Name) and node.id in constants:
+        node = constants[node.id]
+    if isinstance(node, ast.Constant):
+        return repr(node.value)
+    parts = []
+    for field, value in ast.iter_fields(node):
+        if field in ("ctx", "type_comment", "type_params", "annotation", "returns"):
+            continue
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, ast.AST):
+                if not _is_docstring(item):
+                    parts.append(_canonical(item, aliases, constants, names))
+            elif isinstance(item, str):
+                method = isinstance(node, ast.Attribute) and not (
+                    isinstance(node.value, ast.Name) and node.value.id == "self"
+                )
+                keyword = isinstance(node, ast.keyword)
+                parts.append(item if method or keyword else name(item))
+            elif item is not None:
+                parts.append(repr(item))
+    return f"{type(node).__name__}({','.join(parts)})"
