@@ -4,11 +4,20 @@ Hydra composes ``conf/`` and the overrides exactly once, where the user types (`
 the models below (unknown keys are refused) and frozen as canonical JSON.  Every other process gets that JSON and its
 sha256 and validates with the same models (``load``).  Nothing a user can set is ever instantiated by name, and secrets
 are names of environment variables, never values.
+
+What it does not cover: which stage reads which section (``pipeline.graph``), and whether the numbers are wise.
 """
 
-from typing import Annotated, Literal
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 Positive = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
@@ -23,7 +32,9 @@ class Run(Section):
     """Where a run lives.  Read by the executor, never by a stage: changing it invalidates nothing."""
 
     pipeline: str = Field("cuda-agent", description="name of the MLflow experiment")
-    name: str | None = Field(None, description="name of the run; made from the date when not given")
+    name: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run; made from the date when not given"
+    )
     store: str = Field(".cuda-agent/store", description="a folder, memory:// or s3://bucket/prefix")
     mlflow: str | None = Field(None, description="tracking URI; default is SQLite beside the store; 'off' disables")
     parallel_stages: bool = Field(False, description="run sibling stages side by side (needs the memory and cores)")
@@ -33,7 +44,9 @@ class Run(Section):
 class Sandbox(Section):
     lane: Literal["plan", "extension", "python"] = Field("plan", description="form of the solutions")
     device: Literal["cpu", "cuda"] = "cpu"
-    clock: Literal["real", "model"] = Field("real", description="model: a deterministic cost instead of time, for drills")
+    clock: Literal["real", "model"] = Field(
+        "real", description="model: a deterministic cost instead of time, for drills"
+    )
     threads: Positive = Field(2, description="threads of a candidate and of its baselines (cpu)")
     checks: Positive = Field(5, description="inputs a candidate is checked on in quick mode")
     tolerance: float = Field(1e-2, gt=0, description="absolute and relative tolerance of a check")
@@ -53,16 +66,28 @@ class Synthesis(Section):
     max_candidates: Positive = Field(48, description="most candidates that are compiled")
     max_ops: int = Field(5, ge=1, le=5, description="most torch operators fused in one task")
     window_ms: tuple[float, float] = Field((0.1, 5.0), description="eager time a task must fall into")
-    max_similarity: Share = Field(0.9, description="structural similarity to the evaluation set above which a task goes")
+    max_similarity: Share = Field(
+        0.9, description="structural similarity to the evaluation set above which a task goes"
+    )
     evaluation_set: str | None = Field(None, description="folder of tasks that training must not resemble")
     writer: Literal["programmatic", "model"] = Field("programmatic", description="who composes tasks")
     writer_url: str | None = Field(None, description="OpenAI-compatible address of the model writer")
     writer_model: str | None = None
     writer_key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the key")
 
+    @model_validator(mode="after")
+    def _window_ascends(self) -> "Synthesis":
+        if not 0 <= self.window_ms[0] < self.window_ms[1]:
+            raise ValueError(f"window_ms must ascend from at least 0, got {list(self.window_ms)}")
+        if self.writer == "model" and not (self.writer_url and self.writer_model):
+            raise ValueError("writer=model needs writer_url and writer_model")
+        return self
+
 
 class Policy(Section):
-    base: str | None = Field(None, description="Hugging Face folder or name; none: a small model is trained from scratch")
+    base: str | None = Field(
+        None, description="Hugging Face folder or name; none: a small model is trained from scratch"
+    )
     layers: Positive = 4
     hidden: Positive = 128
     heads: Positive = 4
@@ -73,6 +98,15 @@ class Policy(Section):
     engine: Literal["local", "scripted"] = Field("local", description="what serves the policy; scripted is for drills")
     engine_batch: Positive = Field(32, description="sequences decoded together")
     threads: Positive = Field(2, description="threads of engine and trainer on a cpu")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "Policy":
+        if self.hidden % self.heads or self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads ({self.heads}) must divide hidden ({self.hidden}), and kv_heads ({self.kv_heads}) must "
+                "divide heads"
+            )
+        return self
 
 
 class Bootstrap(Section):
@@ -106,6 +140,14 @@ class Ppo(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     batch_tokens: Positive = Field(8192, description="tokens of one packed forward pass")
     context: Positive = Field(1024, description="most tokens of one episode")
+
+    @model_validator(mode="after")
+    def _groups_are_whole(self) -> "Ppo":
+        if self.batch % self.samples:
+            raise ValueError(f"batch ({self.batch}) must be a multiple of samples ({self.samples})")
+        if self.batch < self.minibatches:
+            raise ValueError(f"batch ({self.batch}) must not be smaller than minibatches ({self.minibatches})")
+        return self
 
 
 class Agent(Section):
@@ -158,3 +200,209 @@ class Config(Section):
     critic: CriticConfig = CriticConfig()
     agentic: Ppo = Ppo()
     evaluate: Evaluate = Evaluate()
+
+    @model_validator(mode="after")
+    def _contexts_fit(self) -> "Config":
+        for name in ("warmup", "agentic"):
+            if getattr(self, name).context > self.policy.context:
+                raise ValueError(
+                    f"{name}.context: expected at most policy.context ({self.policy.context}), "
+                    f"got {getattr(self, name).context}."
+                )
+        return self
+
+
+# Composing, freezing, loading -----------------------------------------------------------------------------------------
+
+
+class ConfigError(Exception):
+    """The configuration is wrong; the message is one screen: the key's full path, what was expected, the nearest name.
+    The process ends with exit code 78."""
+
+
+def conf_folder() -> Path:
+    """``conf/`` of the installed wheel, or of the repository."""
+    package = Path(__file__).parent
+    inside = package / "conf"
+    return inside if (inside / "config.yaml").exists() else package.parent / "conf"
+
+
+def compose(overrides: Sequence[str] = ()) -> Config:
+    """Composes ``conf/`` and the overrides (Hydra's grammar: ``experiment=demo critic.lr=1e-4``), and validates.
+
+    Call it once, where the user types.  Raises ConfigError."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    _check_overrides(overrides)
+    ConfigStore.instance().store(name="defaults", node=Config().model_dump(mode="json"))
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(conf_folder()), version_base="1.3"):
+            composed = hydra_compose("config", overrides=list(overrides))
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(str(error).strip()) from error
+    return validate(values)
+
+
+def validate(values: Any) -> Config:
+    """Raises ConfigError with one line a mistake."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        mistakes = {tuple(str(part) for part in problem["loc"][:2]): problem for problem in reversed(error.errors())}
+        raise ConfigError("\n".join(_explain(problem) for problem in list(mistakes.values())[:8])) from error
+
+
+def freeze(config: Config) -> tuple[str, str]:
+    """The canonical JSON of the whole configuration, defaults included, and its sha256."""
+    text = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text, hashlib.sha256(text.encode()).hexdigest()
+
+
+def load(text: str, sha256: str) -> Config:
+    """The inverse of ``freeze``, in another process.  Raises ConfigError when the text is not what was frozen."""
+    actual = hashlib.sha256(text.encode()).hexdigest()
+    if actual != sha256:
+        raise ConfigError(f"The frozen configuration has sha256 {actual[:12]}, expected {sha256[:12]}: it was changed.")
+    return validate(json.loads(text))
+
+
+def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
+    """The sub-tree that a stage reads, as JSON values: the seed and the named sections."""
+    whole = config.model_dump(mode="json")
+    return {name: whole[name] for name in ("seed", *sections)}
+
+
+def restricted(config: Config, sections: Sequence[str]) -> Config:
+    """The same configuration with every other section absent (reading one raises AttributeError), so that a stage
+    cannot depend on what is not part of its cache key."""
+    return Config.model_construct(**{name: getattr(config, name) for name in ("seed", *sections)})
+
+
+def key_paths() -> dict[str, FieldInfo]:
+    """Every key a user can set, by its dotted path, sections included."""
+    return dict(_walk(Config, ""))
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Dotted path -> value of every leaf, as MLflow wants its params."""
+
+    def walk(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", value
+
+    return dict(walk(config.model_dump(mode="json"), ""))
+
+
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    for name, info in model.model_fields.items():
+        yield prefix + name, info
+        section: Any = info.annotation
+        if _is_section(info):
+            yield from _walk(section, f"{prefix}{name}.")
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Refuses unknown keys before Hydra does, whose message names neither the path nor the nearest key."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    known = key_paths()
+    for text in overrides:
+        try:
+            (override,) = OverridesParser.create().parse_overrides([text])
+        except HydraException as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(
+                f"{text}: expected `key=value` in Hydra's grammar, as in critic.lr=1e-4. {reason}"
+            ) from error
+        key = override.key_or_group
+        if override.is_sweep_override():
+            raise ConfigError(f"{key}: expected one value, not a sweep. A list is written [a,b].")
+        if key == "experiment":
+            choices = sorted(path.stem for path in (conf_folder() / "experiment").glob("*.yaml"))
+            if override.value() not in [*choices, None]:
+                raise ConfigError(
+                    f"experiment={override.value()}: expected one of {', '.join(choices)}."
+                    + _nearest(str(override.value()), choices)
+                )
+        elif key not in known:
+            raise ConfigError(f"{key}: there is no such key." + _nearest(key, list(known)))
+        elif _is_section(known[key]) and not isinstance(override.value(), dict):
+            raise ConfigError(f"{key}: expected a key of this section, as in {key}.{_first_key(known, key)}=…")
+
+
+def _explain(problem: Any) -> str:
+    """One mistake found by pydantic: full path, what was expected, the nearest right name."""
+    known = key_paths()
+    parts = [str(part) for part in problem["loc"]]
+    path = ".".join(parts)
+    if problem["type"] == "extra_forbidden":
+        return f"{path}: there is no such key." + _nearest(path, list(known))
+    while parts and ".".join(parts) not in known:
+        parts.pop()
+    key = ".".join(parts)
+    if problem["type"] == "value_error":  # of a validator of ours, about more than one key
+        return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
+    info = known[key]
+    line = f"{key}: expected {_type_words(info.annotation, [*info.metadata])}, got {problem['input']!r}."
+    return line + (f"\n  {key} is: {info.description}" if info.description else "")
+
+
+def _type_words(annotation: Any, metadata: list[Any]) -> str:
+    """``Annotated[float, Field(gt=0, lt=1)]`` -> "a number > 0, < 1"."""
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        return _type_words(inner, [*more, *metadata])
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(_type_words(arg, metadata if arg is not type(None) else []) for arg in get_args(annotation))
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(str(choice) for choice in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return (
+            f"a list of {len(get_args(annotation))}: ["
+            + ", ".join(_type_words(a, []) for a in get_args(annotation))
+            + "]"
+        )
+    if get_origin(annotation) is list:
+        return "a list, each " + _type_words(get_args(annotation)[0], [])
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    bounds = []
+    for item in metadata:
+        for constraint in getattr(item, "metadata", None) or [item]:
+            for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
+                if (bound := getattr(constraint, name, None)) is not None:
+                    bounds.append(f"{sign} {bound}")
+    return words.get(annotation, "a section") + (f" {' and '.join(bounds)}" if bounds else "")
+
+
+def _nearest(name: str, choices: Sequence[str]) -> str:
+    """Completes the sentence with the nearest right name: the whole path, or its last part (a right key in a wrong
+    section), or what sounds like its last part."""
+    last = name.rsplit(".", 1)[-1]
+    tails = {choice: choice.rsplit(".", 1)[-1] for choice in choices}
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.8)
+    close = close or [choice for choice, tail in tails.items() if tail == last][:3]
+    close = (
+        close or [c for c, tail in tails.items() if tail in difflib.get_close_matches(last, tails.values(), 1, 0.7)][:3]
+    )
+    close = close or difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
+    return f" Did you mean {' or '.join(close)}?" if close else " `cuda-agent config` prints all keys."
+
+
+def _is_section(info: FieldInfo) -> bool:
+    return isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+
+
+def _first_key(known: dict[str, FieldInfo], section: str) -> str:
+    return next(path for path in known if path.startswith(section + ".")).removeprefix(section + ".")

@@ -1,0 +1,74 @@
+"""What a configuration amounts to, before anything runs: samples, tokens, optimizer steps, estimated time.
+
+What it does not cover: the time of a foreign base or of a GPU, which nothing here has measured.
+"""
+
+import math
+from typing import Any
+
+from cuda_agent.config import Config, Policy
+
+
+def derived(config: Config) -> dict[str, Any]:
+    """The schedule that the configuration amounts to, before anything runs: per stage its samples (episodes, examples),
+    most tokens, optimizer steps and estimated seconds (None where nothing measured says how long).
+
+    Tokens are upper bounds: an episode may fill its context.  Times are for the small model on 2 CPU cores: training
+    7,000 tokens/s and decoding 9,000 tokens/s at 1.3M parameters, in inverse proportion to the parameters."""
+    c, play = config, min(config.agent.turns * config.agent.turn_tokens, config.policy.context)
+    heldout = c.synthesis.heldout + c.synthesis.catalogue
+    small = c.policy.base is None
+    scale = parameter_count(c.policy) / 1.3e6 if small else 1.0
+
+    def row(samples: int, tokens: int, steps: int, decoded: int, trained: int, overhead: float) -> dict[str, Any]:
+        seconds = round(decoded * scale / 9000 + trained * scale / 7000 + overhead, 1) if small else None
+        return {"samples": samples, "tokens": tokens, "optimizer_steps": steps, "seconds": seconds}
+
+    rows = {
+        "synthesis": row(c.synthesis.train + heldout, 0, 0, 0, 0, 1.5 * min(c.synthesis.max_candidates, 4 * heldout))
+    }
+    tokens = c.bootstrap.steps * c.bootstrap.batch_tokens if small else 0
+    rows["bootstrap"] = row(
+        c.bootstrap.examples if small else 0, tokens, c.bootstrap.steps if small else 0, 0, tokens, 10
+    )
+    limit = c.bootstrap.max_seconds
+    if limit and rows["bootstrap"]["seconds"]:
+        rows["bootstrap"]["seconds"] = min(rows["bootstrap"]["seconds"], limit + 10)
+    for name, ppo, length in (("warmup", c.warmup, c.agent.turn_tokens), ("agentic", c.agentic, play)):
+        length = min(length, ppo.context)
+        tokens = ppo.steps * ppo.batch * length
+        rows[name] = row(
+            ppo.steps * ppo.batch,
+            tokens,
+            ppo.steps * ppo.epochs * ppo.minibatches,
+            tokens // 2,
+            tokens * ppo.epochs,  # half of the bound, twice: policy and critic
+            ppo.steps * ppo.batch * 0.05,
+        )
+    episodes = c.synthesis.train * c.collect.samples
+    rows["collect"] = row(episodes, episodes * play, 0, episodes * play // 2, 0, episodes * 0.05)
+    for name, part in (("rft", c.rft), ("critic", c.critic)):
+        tokens = episodes * play * part.epochs
+        rows[name] = row(episodes, tokens, math.ceil(tokens / part.batch_tokens), 0, tokens // 2, 2)
+    episodes = heldout * c.evaluate.samples
+    play = min(c.evaluate.turns * c.agent.turn_tokens, c.policy.context)
+    for name in ("base", "warmup", "rft", "agentic"):
+        rows[f"evaluate-{name}"] = row(episodes, episodes * play, 0, episodes * play // 2, 0, episodes * 0.1)
+    order = ["synthesis", "bootstrap", "warmup", "collect", "rft", "critic", "agentic"]
+    rows = {name: rows[name] for name in [*order, *(name for name in rows if name not in order)]}
+    total = sum(value["seconds"] for value in rows.values()) if small else None
+    return {
+        "parameters": parameter_count(c.policy) if small else None,
+        "base": c.policy.base,
+        "stages": rows,
+        "optimizer_steps": sum(value["optimizer_steps"] for value in rows.values()),
+        "seconds": total,
+    }
+
+
+def parameter_count(policy: Policy) -> int:
+    """Parameters of the small model that ``policy`` describes (Qwen3, tied embeddings)."""
+    head = policy.hidden // policy.heads
+    attention = policy.hidden * head * (2 * policy.heads + 2 * policy.kv_heads) + 2 * head
+    layer = attention + 3 * policy.hidden * policy.intermediate + 2 * policy.hidden
+    return policy.vocab * policy.hidden + policy.layers * layer + policy.hidden
