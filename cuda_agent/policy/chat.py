@@ -1,0 +1,238 @@
+"""Chat: conversations as token ids, the same ids in training, in rollouts and on any server.
+
+There is one path for every policy: the chat template saved with its tokenizer (``chat_template.jinja`` here is the one
+of policies trained from scratch: Qwen's ChatML with Qwen3-Coder's XML tool calls, tools not spelled out).  What the
+policy sampled is never tokenized again: the first prompt is rendered whole, and every later turn appends only the
+delta between two assistant turns, rendered behind a synthetic assistant turn and cut off there.
+
+Not here: what the messages say (``agent``), the meaning of a tool's arguments, and images.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Message = Mapping[str, Any]  # role, content; an assistant's may have tool_calls: [{"name": str, "arguments": dict}]
+
+TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text()
+
+END = "<|im_end|>"
+CONTROL = (END, "<|im_start|>", "<|im_start|>system\n", "<|im_start|>user\n", "<|im_start|>assistant\n")
+"""Control tokens of our own tokenizer; the last three make a whole header one token."""
+
+MARKUP = (
+    "<tool_call>\n<function=",
+    *(
+        f"<tool_call>\n<function={tool}>\n<parameter={parameter}>\n"
+        for tool, parameter in (("Write", "path"), ("Read", "path"), ("Edit", "path"), ("Bash", "command"))
+    ),
+    "\n</parameter>\n<parameter=",
+    *(f"\n</parameter>\n<parameter={parameter}>\n" for parameter in ("content", "old_string", "new_string")),
+    "\n</parameter>\n</function>\n</tool_call>",
+    "</tool_call>",
+    "<tool_response>\n",
+    "\n</tool_response>",
+)
+"""Markup that our own tokenizer spends one token on; the longest match wins, so the text alone decides the ids."""
+
+_SENTINEL = "S3NTINEL"
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_STRAY = re.compile(r"</?tool_call>|</?function\b|</?parameter\b")
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call.  Arguments in XML form arrive as strings unless ``Chat.parse`` was given the tools' schemas."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+class Chat:
+    """``style`` "full" has the template spell out the tools; "compact" saves their tokens.
+
+    Raises ``ValueError`` when the tokenizer has no chat template."""
+
+    def __init__(self, tokenizer: Any, style: Literal["compact", "full"] = "full") -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            name = getattr(tokenizer, "name_or_path", "")
+            raise ValueError(f"the tokenizer {name!r} has no chat template: an instruction-tuned model is needed")
+        self.tokenizer = tokenizer
+        self.style = style
+        specials = {token.strip() for token in tokenizer.all_special_tokens} - {""}
+        self._control = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)")
+        after = self._render([_user("?"), {"role": "assistant", "content": _SENTINEL}]).rpartition(_SENTINEL)[2]
+        ids = self._encode(after)
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+        end = ids[0] if ids and ids[0] in self._special_ids else tokenizer.eos_token_id
+        self.end_id: int = end  # closes an assistant turn
+        self._end: str = tokenizer.decode([end], skip_special_tokens=False)
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (end, tokenizer.eos_token_id) if i is not None))
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """The conversation so far, ending with the header of the assistant's next turn."""
+        spelled = list(tools) if tools and self.style == "full" else None
+        text = self._render(messages, spelled, header=True)
+        if spelled and spelled[0].get("function", spelled[0])["name"] not in text:
+            raise ValueError("the chat template does not spell out tools: this model cannot be used as an agent")
+        return self._encode(text)
+
+    def delta_ids(self, tool_results: Sequence[str], closed: bool = True) -> list[int]:
+        """What stands between two assistant turns: the tool results, then the next assistant header.
+
+        ``closed`` says that the sampled turn ended with its stop token; a turn cut at its length is closed here."""
+        return self._delta([{"role": "tool", "content": text} for text in tool_results], closed)
+
+    def encode_dialogue(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Ids of a whole written dialogue and a mask that is 1 on the tokens a policy would have sampled (each
+        assistant turn with its stop token).  Token for token what ``prompt_ids``, the turns' own ids and ``delta_ids``
+        give; a dialogue that ends without an assistant turn ends with the tool results' header."""
+        first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
+        ids = self.prompt_ids(messages[:first], tools)
+        mask = [0] * len(ids)
+        position = first
+        while position < len(messages):
+            turn = self.turn_ids(messages[position])
+            ids += turn
+            mask += [1] * len(turn)
+            following = position + 1
+            while following < len(messages) and messages[following]["role"] != "assistant":
+                following += 1
+            if following > position + 1:
+                delta = self._delta(messages[position + 1 : following], closed=True)
+                ids += delta
+                mask += [0] * len(delta)
+            position = following
+        return ids, mask
+
+    def turn_ids(self, message: Message) -> list[int]:
+        """One written assistant message as a policy would sample it, stop token included."""
+        before = self._render([_user("?")], header=True)
+        whole = self._render([_user("?"), message])
+        if not whole.startswith(before):
+            raise ValueError("the chat template opens a turn otherwise than it writes one: cannot encode written turns")
+        return self._encode(whole[len(before) : whole.rindex(self._end)]) + [self.end_id]
+
+    def parse(
+        self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str, list[ToolCall], bool]:
+        """One sampled turn -> (its text without the calls, the calls in order, whether anything in it is malformed).
+
+        Calls are read in XML or in Hermes' JSON form.  A malformed call is left in the text; the calls beside it still
+        count.  With ``tools`` (JSON schemas) the strings of XML arguments become the types the schema asks for."""
+        ids = list(ids)
+        while ids and ids[-1] in self.stop_ids:
+            ids.pop()
+        malformed = any(i in self._special_ids for i in ids)
+        text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        thought, closed, said = text.rpartition("</think>")  # a call that is only thought of is none
+        calls: list[ToolCall] = []
+
+        def take(match: re.Match[str]) -> str:
+            call = _parse_call(match[1])
+            if call is None:
+                return match[0]
+            calls.append(call)
+            return ""
+
+        said = _CALL.sub(take, said)
+        if _STRAY.search(said):
+            malformed = True
+        if tools:
+            schemas = [tool.get("function", tool) for tool in tools]
+            types = {schema["name"]: schema.get("parameters", {}).get("properties", {}) for schema in schemas}
+            calls = [_typed(call, types.get(call.name, {})) for call in calls]
+        return (thought + closed + said).strip(), calls, malformed
+
+    def _delta(self, messages: Sequence[Message], closed: bool) -> list[int]:
+        call = {"name": "Read", "arguments": {"path": _SENTINEL}}
+        synthetic = [_user("?"), {"role": "assistant", "content": _SENTINEL, "tool_calls": [call]}]
+        text = self._render([*synthetic, *messages], header=True)
+        after = text.rindex(_SENTINEL) + len(_SENTINEL)
+        ids = self._encode(text[text.index(self._end, after) :])
+        return ids[1:] if closed else ids
+
+    def _render(self, messages: Sequence[Message], tools: Any = None, header: bool = False) -> str:
+        clean = [self._clean(message) for message in messages]
+        return self.tokenizer.apply_chat_template(clean, tools=tools, add_generation_prompt=header, tokenize=False)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _clean(self, message: Message) -> dict[str, Any]:
+        """The message in Hugging Face's form, with control tokens in its text broken by a space: what a task or a tool
+        says must never end a turn or open one."""
+
+        def broken(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._control.sub(lambda match: match[0][0] + " " + match[0][1:], value)
+            return value
+
+        clean: dict[str, Any] = {"role": message["role"], "content": broken(message.get("content") or "")}
+        if message["role"] == "tool":
+            clean["tool_call_id"] = "call00000"  # some templates insist on nine letters or digits
+        if message.get("tool_calls"):
+            clean["tool_calls"] = [
+                {
+                    "id": "call00000",
+                    "type": "function",
+                    "function": {
+                        "name": call["name"],
+                        "arguments": {name: broken(value) for name, value in call["arguments"].items()},
+                    },
+                }
+                for call in message["tool_calls"]
+            ]
+        return clean
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _parse_call(body: str) -> ToolCall | None:
+    """The inside of one <tool_call>, or None when it is malformed."""
+    body = body.strip()
+    if body.startswith("{"):
+        try:
+            call = json.loads(body)
+            arguments = call.get("arguments", {})
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments)
+        except (ValueError, AttributeError):
+            return None
+        if isinstance(call.get("name"), str) and isinstance(arguments, dict):
+            return ToolCall(call["name"], arguments)
+        return None
+    function = _FUNCTION.fullmatch(body)
+    if function is None:
+        return None
+    arguments, rest = {}, function[2]
+    while rest.strip():
+        parameter = _PARAMETER.match(rest)
+        if parameter is None or parameter[1] in arguments:
+            return None
+        arguments[parameter[1]] = parameter[2]
+        rest = rest[parameter.end() :]
+    return ToolCall(function[1].strip(), arguments)
+
+
+def _typed(call: ToolCall, properties: Mapping[str, Any]) -> ToolCall:
+    """Strings become numbers, booleans, lists or objects where the schema asks for them and the text is that."""
+
+    def typed(name: str, value: Any) -> Any:
+        if not isinstance(value, str) or properties.get(name, {}).get("type", "string") == "string":
+            return value
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+
+    return ToolCall(call.name, {name: typed(name, value) for name, value in call.arguments.items()})
