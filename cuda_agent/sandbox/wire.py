@@ -6,8 +6,11 @@ the package.
 
 import hashlib
 import json
+import socket
+import struct
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Lane = Literal["plan", "extension", "python"]
 Mode = Literal["quick", "strict"]
@@ -96,3 +99,120 @@ class ToolResult:
 
     text: str
     error: bool = False
+
+
+class TaskError(Exception):
+    """The task itself cannot be run (does not import, has no Model, never ends ...); the message is one clear line."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Shape and dtype (torch's name, such as ``float32``) of an input, output or weight."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """What a solution may know of a task besides its source: shapes, dtypes, plain values."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    weights: dict[str, Tensor]  # by state_dict name
+    arguments: tuple[Any, ...]  # of forward: {"tensor": index} or {"value": plain} or a list of those
+    init: tuple[Any, ...]  # init arguments: {"value": plain} or {"opaque": type name}
+    parameter_count: int = 0
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "TaskSpec":
+        def tensors(items: Sequence[Any]) -> tuple[Tensor, ...]:
+            return tuple(Tensor(tuple(item["shape"]), item["dtype"]) for item in items)
+
+        return cls(
+            inputs=tensors(data["inputs"]),
+            outputs=tensors(data["outputs"]),
+            weights=dict(zip(data["weights"], tensors(list(data["weights"].values())), strict=True)),
+            arguments=tuple(data["arguments"]),
+            init=tuple(data["init"]),
+            parameter_count=data["parameter_count"],
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Probe:
+    """What running a task (no solution) shows.  ``error`` is empty when it ran; times are seconds per call, medians."""
+
+    error: str = ""
+    deterministic: bool = False  # the same inputs give the same outputs, within the tolerance
+    constant: bool = False  # an output has one value only, or nothing but NaN
+    indistinguishable: bool = False  # different inputs give outputs equal within the tolerance
+    eager_seconds: float | None = None
+    compile_seconds: float | None = None
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    parameter_count: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Probe":
+        tensors = {
+            name: [Tensor(tuple(item["shape"]), item["dtype"]) for item in data[name]] for name in ("inputs", "outputs")
+        }
+        return cls(**(data | tensors))
+
+
+# Frames between the judge and a worker: 8 bytes, then JSON.  A call on prepared buffers is the 8 bytes alone.
+
+_HEAD = struct.Struct("<BBHI")
+FRAME_LIMIT = 1 << 24  # bytes of one frame's body
+
+
+class Frame(NamedTuple):
+    kind: str  # one character
+    slot: int
+    body: Any
+    fds: list[int]
+
+
+def send_frame(sock: socket.socket, kind: str, body: Any = None, slot: int = 0, fds: Sequence[int] = ()) -> None:
+    payload = b"" if body is None else json.dumps(body).encode()
+    data = _HEAD.pack(ord(kind), slot, 0, len(payload)) + payload
+    sent = socket.send_fds(sock, [data], fds) if fds else 0
+    sock.sendall(data[sent:])
+
+
+def receive_frame(sock: socket.socket, max_fds: int = 0) -> Frame:
+    """Blocks (or times out as the socket does).  ``ConnectionError`` at the end of the stream, ``ValueError`` when
+    the peer does not speak the format."""
+    fds: list[int] = []
+    if max_fds:
+        head, fds, _, _ = socket.recv_fds(sock, _HEAD.size, max_fds)
+    else:
+        head = sock.recv(_HEAD.size)
+    head += _exactly(sock, _HEAD.size - len(head)) if head else b""
+    if not head:
+        raise ConnectionError("the other side is gone")
+    kind, slot, _, length = _HEAD.unpack(head)
+    if length > FRAME_LIMIT:
+        raise ValueError(f"a frame of {length} bytes")
+    try:
+        body = json.loads(_exactly(sock, length)) if length else None
+    except RecursionError:
+        raise ValueError("a frame nested too deep") from None
+    return Frame(chr(kind), slot, body, list(fds))
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        part = sock.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            raise ConnectionError("the other side is gone")
+        parts += part
+    return bytes(parts)
