@@ -63,6 +63,7 @@ class Synthesis(Section):
     train: Positive = Field(16, description="tasks to train on")
     heldout: Positive = Field(24, description="held-out tasks of the teacher's family")
     catalogue: int = Field(6, ge=0, description="held-out tasks of the full operator catalogue, scored apart")
+    catalogue_share: Share = Field(0.0, description="share of the training tasks that come from the full catalogue")
     max_candidates: Positive = Field(48, description="most candidates that are compiled")
     max_ops: int = Field(5, ge=1, le=5, description="most torch operators fused in one task")
     window_ms: tuple[float, float] = Field((0.1, 5.0), description="eager time a task must fall into")
