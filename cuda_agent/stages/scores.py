@@ -1,0 +1,363 @@
+"""Scores: episodes with their verdicts -> the numbers of the paper's table, with intervals.
+
+Covers: pass rate, faster than eager, faster than ``torch.compile`` (correct, by any margin), geometric mean speed-ups
+over correct solutions; each for the final answer and for the best state of the trajectory; overall, per family (or
+level) and per operator; seeded bootstrap intervals over tasks, and paired differences between two policies on the tasks
+that both were scored on.  Episodes that our own side lost are counted apart and never scored.
+
+Does not: run, time or judge anything (the sandbox does), or decide whether a difference matters.  The intervals cover
+the choice of tasks, not the noise of a stopwatch and not the seed of a training run.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuda_agent.policy.episode import Episode
+from cuda_agent.sandbox.wire import Verdict
+from cuda_agent.tasks.task import Task
+
+RATES = ("passed", "faster_eager", "faster_compile")
+SPEEDUPS = ("speedup_eager", "speedup_compile")
+METRICS = RATES + SPEEDUPS
+
+RESAMPLES = 2000
+COVERAGE = 0.95
+FEWEST_TASKS = 5  # below this a bootstrap interval says more about luck than about the policy
+
+
+@dataclass
+class Result:
+    """One judged state of one episode.  ``status`` is the verdict's, or ``no_answer`` where nothing could be judged."""
+
+    status: str
+    speedup_eager: float | None = None
+    speedup_compile: float | None = None
+
+    @property
+    def correct(self) -> bool:
+        return self.status == "ok"
+
+
+@dataclass
+class Outcome:
+    """One scored episode: what it ended on, and the best state that it went through."""
+
+    episode: str
+    task: str
+    family: str
+    ops: list[str]
+    final: Result
+    best: Result
+    turns: int
+    tokens: int  # sampled by the policy
+
+
+@dataclass
+class Row:
+    """One row of the table.  Rates are shares of tasks (0 to 1, each task weighs the same); speed-ups are geometric
+    means over the tasks with a correct solution, ``None`` where there is none; ``intervals`` holds (low, high) at 95 %
+    by metric, ``None`` where there are too few tasks."""
+
+    group: str
+    tasks: int
+    correct_tasks: int
+    passed: float | None
+    faster_eager: float | None
+    faster_compile: float | None
+    speedup_eager: float | None
+    speedup_compile: float | None
+    intervals: dict[str, tuple[float, float] | None] = field(default_factory=dict)
+
+
+@dataclass
+class Table:
+    overall: Row
+    families: list[Row]
+    operators: list[Row]
+
+
+@dataclass
+class Scores:
+    """``scores.json``: everything that the report and ``benchmark`` say about one policy on one task set."""
+
+    policy: str
+    clock: Literal["real", "model"]
+    tasks: int  # of the set
+    unscored: list[str]  # tasks without a single scored episode
+    episodes: int  # scored
+    infra: int  # episodes lost by our own side (infrastructure, deadline): not scored
+    final: Table
+    best: Table
+    statuses: dict[str, int]  # of the final answers
+    ended: dict[str, int]  # why the scored episodes ended
+    mean_turns: float | None
+    mean_tokens: float | None  # sampled by the policy, an episode
+    outcomes: list[Outcome]
+    seed: int
+    resamples: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Scores":
+        """The inverse of ``to_json``.  Raises ``TypeError`` or ``KeyError`` for anything else."""
+        outcomes = [
+            Outcome(**(o | {"final": Result(**o["final"]), "best": Result(**o["best"])})) for o in data["outcomes"]
+        ]
+        tables = {k: _table_from_json(data[k]) for k in ("final", "best")}
+        return cls(**(data | tables | {"outcomes": outcomes}))
+
+
+@dataclass
+class Difference:
+    """``after`` against ``before`` on the tasks that both were scored on: a difference of shares for rates, a ratio
+    for speed-ups.  ``interval`` is a paired bootstrap over tasks."""
+
+    group: str
+    metric: str
+    tasks: int
+    before: float | None
+    after: float | None
+    change: float | None
+    interval: tuple[float, float] | None
+
+
+def score(
+    policy: str,
+    episodes: Iterable[Episode],
+    tasks: Sequence[Task],
+    clock: Literal["real", "model"],
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> Scores:
+    """The scores of ``policy``.  Raises ``ValueError`` for an episode on a task that is not in ``tasks``, or a verdict
+    under another clock than ``clock``: times of two clocks must never meet in one table."""
+    by_name = {task.name: task for task in tasks}
+    outcomes: list[Outcome] = []
+    ended: Counter[str] = Counter()
+    infra = 0
+    for episode in episodes:
+        if episode.task not in by_name:
+            raise ValueError(f"episode {episode.id} is on task {episode.task!r}, which is not in the set")
+        final = Verdict.from_json(episode.verdict) if episode.verdict else None
+        best = Verdict.from_json(episode.best) if episode.best else None
+        for verdict in (final, best):
+            if verdict and verdict.clock != clock:
+                raise ValueError(f"episode {episode.id}: verdict under the {verdict.clock} clock, expected {clock}")
+        if _lost(episode, final):
+            infra += 1
+            continue
+        task = by_name[episode.task]
+        ended[episode.ended] += 1
+        outcomes.append(
+            Outcome(
+                episode=episode.id,
+                task=task.name,
+                family=task.family,
+                ops=list(task.ops),
+                final=_result(final),
+                best=_better(_result(final), _result(best)),
+                turns=max(episode.turns, default=-1) + 1,
+                tokens=sum(episode.mask),
+            )
+        )
+    scored = {outcome.task for outcome in outcomes}
+    return Scores(
+        policy=policy,
+        clock=clock,
+        tasks=len(by_name),
+        unscored=sorted(set(by_name) - scored),
+        episodes=len(outcomes),
+        infra=infra,
+        final=_table(outcomes, "final", seed, resamples),
+        best=_table(outcomes, "best", seed, resamples),
+        statuses=dict(sorted(Counter(outcome.final.status for outcome in outcomes).items())),
+        ended=dict(sorted(ended.items())),
+        mean_turns=float(np.mean([o.turns for o in outcomes])) if outcomes else None,
+        mean_tokens=float(np.mean([o.tokens for o in outcomes])) if outcomes else None,
+        outcomes=outcomes,
+        seed=seed,
+        resamples=resamples,
+    )
+
+
+def compare(
+    before: Scores, after: Scores, which: Literal["final", "best"] = "final", family: str | None = None, seed: int = 0
+) -> list[Difference]:
+    """One ``Difference`` a metric, on the common tasks (of ``family``, or all).  Raises ``ValueError`` where the two
+    were not scored under one clock."""
+    if before.clock != after.clock:
+        raise ValueError(f"{before.policy} is under the {before.clock} clock, {after.policy} under {after.clock}")
+    common = sorted({o.task for o in before.outcomes} & {o.task for o in after.outcomes})
+    if family is not None:
+        of_family = {o.task for o in after.outcomes if o.family == family}
+        common = [task for task in common if task in of_family]
+    a, b = (_per_task(scores.outcomes, which, common) for scores in (before, after))
+    draws = _draws(len(common), seed, RESAMPLES)
+    found = []
+    for metric in METRICS:
+        ratio = metric in SPEEDUPS
+        values = [_mean(x[metric], ratio) for x in (a, b)]
+        sampled = [_means(x[metric], draws, ratio) for x in (a, b)]
+        change = None
+        if values[0] is not None and values[1] is not None:
+            change = values[1] / values[0] if ratio else values[1] - values[0]
+        changes = sampled[1] / sampled[0] if ratio else sampled[1] - sampled[0]
+        found.append(
+            Difference(
+                group=family or "overall",
+                metric=metric,
+                tasks=len(common),
+                before=values[0],
+                after=values[1],
+                change=change,
+                interval=_percentiles(changes) if change is not None and len(common) >= FEWEST_TASKS else None,
+            )
+        )
+    return found
+
+
+def write_scores(path: Path, scores: Scores) -> None:
+    path.write_text(json.dumps(scores.to_json(), indent=1, sort_keys=True) + "\n")
+
+
+def read_scores(path: Path) -> Scores:
+    return Scores.from_json(json.loads(path.read_text()))
+
+
+def _lost(episode: Episode, final: Verdict | None) -> bool:
+    """True for an episode that our own side cut or could not judge: a reward of ``None`` says so."""
+    return episode.reward is None or (final is not None and final.status == "infra")
+
+
+def _result(verdict: Verdict | None) -> Result:
+    if verdict is None:
+        return Result("no_answer")
+    if verdict.status != "ok":
+        return Result(verdict.status)
+    return Result("ok", verdict.speedup_eager, verdict.speedup_compile)
+
+
+def _better(final: Result, best: Result) -> Result:
+    """The better of the two by correctness, then speed-up against compile, then eager (the paper's rule).  The final
+    state is part of the trajectory, so the best is never below it."""
+
+    def rank(result: Result) -> tuple[bool, float, float]:
+        return result.correct, result.speedup_compile or 0.0, result.speedup_eager or 0.0
+
+    return max(final, best, key=rank)
+
+
+def _table(outcomes: Sequence[Outcome], which: str, seed: int, resamples: int) -> Table:
+    def row(group: str, members: Sequence[Outcome]) -> Row:
+        return _row(group, members, which, seed, resamples)
+
+    families = sorted({outcome.family for outcome in outcomes})
+    operators = Counter(op for outcome in outcomes for op in set(outcome.ops))
+    return Table(
+        overall=row("overall", outcomes),
+        families=[row(family, [o for o in outcomes if o.family == family]) for family in families],
+        operators=[
+            row(op, [o for o in outcomes if op in o.ops])
+            for op, _ in sorted(operators.items(), key=lambda item: (-item[1], item[0]))
+        ],
+    )
+
+
+def _row(group: str, outcomes: Sequence[Outcome], which: str, seed: int, resamples: int) -> Row:
+    names = sorted({outcome.task for outcome in outcomes})
+    columns = _per_task(outcomes, which, names)
+    draws = _draws(len(names), seed, resamples)
+    values = {metric: _mean(columns[metric], metric in SPEEDUPS) for metric in METRICS}
+    intervals: dict[str, tuple[float, float] | None] = {}
+    for metric in METRICS:
+        column = columns[metric][~np.isnan(columns[metric])]
+        if len(column) < FEWEST_TASKS:
+            intervals[metric] = None
+        elif metric in RATES and bool(np.all(column == column[0])) and column[0] in (0.0, 1.0):
+            intervals[metric] = _unanimous(float(column[0]), len(column))
+        else:
+            intervals[metric] = _percentiles(_means(columns[metric], draws, metric in SPEEDUPS))
+    return Row(group, len(names), int(np.sum(columns["passed"] > 0)), **values, intervals=intervals)  # type: ignore[arg-type]
+
+
+def _per_task(outcomes: Sequence[Outcome], which: str, names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
+    """One value a task and metric, float64 [tasks]: the share of its episodes for rates, the mean logarithm over its
+    correct and timed episodes for speed-ups (nan where there is none)."""
+    results: dict[str, list[Result]] = {name: [] for name in names}
+    for outcome in outcomes:
+        if outcome.task in results:
+            results[outcome.task].append(outcome.final if which == "final" else outcome.best)
+
+    def share(of: Sequence[bool]) -> float:
+        return sum(of) / len(of)
+
+    def log_mean(of: Sequence[float | None]) -> float:
+        timed = [value for value in of if value]
+        return float(np.mean(np.log(timed))) if timed else float("nan")
+
+    rows = [results[name] for name in names]
+    return {
+        "passed": np.array([share([r.correct for r in row]) for row in rows]),
+        "faster_eager": np.array([share([r.correct and (r.speedup_eager or 0) > 1 for r in row]) for row in rows]),
+        "faster_compile": np.array([share([r.correct and (r.speedup_compile or 0) > 1 for r in row]) for row in rows]),
+        "speedup_eager": np.array([log_mean([r.speedup_eager for r in row if r.correct]) for row in rows]),
+        "speedup_compile": np.array([log_mean([r.speedup_compile for r in row if r.correct]) for row in rows]),
+    }
+
+
+def _draws(n: int, seed: int, resamples: int) -> NDArray[np.int64]:
+    """Which tasks each resample holds, int64 [resamples, n].  The same for every metric and both policies of a pair."""
+    return np.random.default_rng(seed).integers(0, max(n, 1), size=(resamples, n))
+
+
+def _mean(column: NDArray[np.float64], geometric: bool) -> float | None:
+    known = column[~np.isnan(column)]
+    if not len(known):
+        return None
+    mean = float(np.mean(known))
+    return float(np.exp(mean)) if geometric else mean
+
+
+def _means(column: NDArray[np.float64], draws: NDArray[np.int64], geometric: bool) -> NDArray[np.float64]:
+    """The mean of every resample, float64 [resamples]; nan for one that drew no known value."""
+    if not len(column):
+        return np.full(len(draws), np.nan)
+    values = column[draws]
+    known = ~np.isnan(values)
+    counts = known.sum(axis=1)
+    sums = np.where(known, values, 0.0).sum(axis=1)
+    means = np.divide(sums, counts, out=np.full(len(draws), np.nan), where=counts > 0)
+    return np.exp(means) if geometric else means
+
+
+def _percentiles(values: NDArray[np.float64]) -> tuple[float, float] | None:
+    known = values[~np.isnan(values)]
+    if len(known) < len(values) / 2:
+        return None
+    tail = 100 * (1 - COVERAGE) / 2
+    low, high = np.percentile(known, [tail, 100 - tail])
+    return float(low), float(high)
+
+
+def _unanimous(share: float, n: int) -> tuple[float, float]:
+    """Where all ``n`` tasks agree, resampling them yields no spread at all, which is not certainty: the exact binomial
+    bound instead (0 of 24 solved is compatible with a rate of up to 12 %)."""
+    reach = 1 - (1 - COVERAGE) ** (1 / n)
+    return (0.0, reach) if share == 0 else (1 - reach, 1.0)
+
+
+def _table_from_json(data: dict[str, Any]) -> Table:
+    def row(fields: dict[str, Any]) -> Row:
+        intervals = {k: (v[0], v[1]) if v else None for k, v in fields["intervals"].items()}
+        return Row(**(fields | {"intervals": intervals}))
+
+    return Table(row(data["overall"]), [row(r) for r in data["families"]], [row(r) for r in data["operators"]])
