@@ -1,0 +1,256 @@
+"""The teacher's family of tasks: element-wise chains of one to three operators, with or without a row-wise ending.
+
+One table an axis: what an operator is called, how PyTorch writes it, how C++ writes it.  ``sample_task`` draws a task,
+``parse`` reads one back from its code, ``combination`` is the key of the held-out split.  Shapes are drawn so that
+eager takes roughly 0.05-5 ms on two cores; the exact window is the filters' business.
+
+Not covered: which kernel answers a task (``teacher``), whether a task runs (the sandbox), anything with weights.
+"""
+
+import math
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cuda_agent.tasks.inspect import recompute_ops
+from cuda_agent.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Operator:
+    """``torch`` maps the tensor ``x`` (and ``y``), ``cpp`` the scalar ``v`` (and ``w``, the same element of ``y``);
+    ``{c}`` is the constant.  ``value`` is the same function in Python, for the admission of chains (``_admissible``).
+    ``largest`` bounds |v|: beyond it the C++ form would overflow."""
+
+    torch: str
+    cpp: str
+    value: Callable[[float, float], float]  # (v, c or w)
+    largest: float = 1e4
+
+    @property
+    def has_constant(self) -> bool:
+        return "{c}" in self.torch
+
+    @property
+    def binary(self) -> bool:
+        return re.search(r"\by\b", self.torch) is not None
+
+
+def _sigmoid(v: float) -> float:
+    return 1 / (1 + math.exp(-v))
+
+
+OPERATORS: dict[str, Operator] = {
+    "relu": Operator("torch.relu(x)", "v > 0 ? v : 0", lambda v, _: max(v, 0.0)),
+    "abs": Operator("torch.abs(x)", "fabs(v)", lambda v, _: abs(v)),
+    "neg": Operator("-x", "-v", lambda v, _: -v),
+    "square": Operator("torch.square(x)", "v * v", lambda v, _: v * v, 60),
+    "cube": Operator("torch.pow(x, 3)", "v * v * v", lambda v, _: v**3, 15),
+    "sqrt_abs": Operator("torch.sqrt(torch.abs(x))", "sqrt(fabs(v))", lambda v, _: math.sqrt(abs(v))),
+    "log1p_abs": Operator("torch.log1p(torch.abs(x))", "log(1 + fabs(v))", lambda v, _: math.log1p(abs(v))),
+    "reciprocal": Operator("1 / (1 + torch.square(x))", "1 / (1 + v * v)", lambda v, _: 1 / (1 + v * v)),
+    "exp": Operator("torch.exp(x)", "exp(v)", lambda v, _: math.exp(v), 7),
+    "tanh": Operator("torch.tanh(x)", "tanh(v)", lambda v, _: math.tanh(v)),
+    "tanhshrink": Operator("F.tanhshrink(x)", "v - tanh(v)", lambda v, _: v - math.tanh(v)),
+    "sigmoid": Operator("torch.sigmoid(x)", "1 / (1 + exp(-v))", lambda v, _: _sigmoid(v), 40),
+    "silu": Operator("F.silu(x)", "v / (1 + exp(-v))", lambda v, _: v * _sigmoid(v), 40),
+    "softplus": Operator("F.softplus(x)", "log(1 + exp(v))", lambda v, _: math.log1p(math.exp(v)), 18),
+    "mish": Operator("F.mish(x)", "v * tanh(log(1 + exp(v)))", lambda v, _: v * math.tanh(math.log1p(math.exp(v))), 18),
+    "elu": Operator("F.elu(x)", "v > 0 ? v : exp(v) - 1", lambda v, _: v if v > 0 else math.expm1(v), 40),
+    "gelu": Operator(
+        "F.gelu(x)", "v * (1 + erf(v * 0.70710678f)) / 2", lambda v, _: v * (1 + math.erf(v / math.sqrt(2))) / 2
+    ),
+    "erf": Operator("torch.erf(x)", "erf(v)", lambda v, _: math.erf(v)),
+    "sin": Operator("torch.sin(x)", "sin(v)", lambda v, _: math.sin(v), 60),
+    "cos": Operator("torch.cos(x)", "cos(v)", lambda v, _: math.cos(v), 60),
+    "atan": Operator("torch.atan(x)", "atan(v)", lambda v, _: math.atan(v)),
+    "softsign": Operator("F.softsign(x)", "v / (1 + fabs(v))", lambda v, _: v / (1 + abs(v))),
+    "relu6": Operator("F.relu6(x)", "fmin(fmax(v, 0.0f), 6.0f)", lambda v, _: min(max(v, 0.0), 6.0)),
+    "hardsigmoid": Operator(
+        "F.hardsigmoid(x)", "fmin(fmax(v / 6 + 0.5f, 0.0f), 1.0f)", lambda v, _: min(max(v / 6 + 0.5, 0.0), 1.0)
+    ),
+    "hardswish": Operator(
+        "F.hardswish(x)", "v * fmin(fmax(v / 6 + 0.5f, 0.0f), 1.0f)", lambda v, _: v * min(max(v / 6 + 0.5, 0.0), 1.0)
+    ),
+    "leaky_relu": Operator("F.leaky_relu(x, {c})", "v > 0 ? v : v * {c}f", lambda v, c: v if v > 0 else v * c),
+    "clamp": Operator("torch.clamp(x, -{c}, {c})", "fmin(fmax(v, -{c}f), {c}f)", lambda v, c: min(max(v, -c), c)),
+    "softshrink": Operator(
+        "F.softshrink(x, {c})", "v - fmin(fmax(v, -{c}f), {c}f)", lambda v, c: v - min(max(v, -c), c)
+    ),
+    "add": Operator("x + {c}", "v + {c}f", lambda v, c: v + c),
+    "sub": Operator("x - {c}", "v - {c}f", lambda v, c: v - c),
+    "mul": Operator("x * {c}", "v * {c}f", lambda v, c: v * c),
+    "div": Operator("x / {c}", "v / {c}f", lambda v, c: v / c),
+    "add_y": Operator("x + y", "v + w", lambda v, w: v + w),
+    "sub_y": Operator("x - y", "v - w", lambda v, w: v - w),
+    "mul_y": Operator("x * y", "v * w", lambda v, w: v * w),
+    "max_y": Operator("torch.maximum(x, y)", "v > w ? v : w", lambda v, w: max(v, w)),
+    "min_y": Operator("torch.minimum(x, y)", "v < w ? v : w", lambda v, w: min(v, w)),
+}
+UNARY = tuple(name for name, operator in OPERATORS.items() if not operator.binary)
+BINARY = tuple(name for name, operator in OPERATORS.items() if operator.binary)
+CONSTANTS = ("0.1", "0.2", "0.25", "0.3", "0.4", "0.5", "0.6", "0.75", "0.8", "1.5")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What follows the chain along a row.  ``maps``: the output has the shape of the input.  ``columns`` and ``spread``
+    (of the chain's values, see ``_admissible``): where a check with a tolerance of 1e-2 can still tell one input from
+    another (the softmax of 1,024 numbers is nothing but small numbers)."""
+
+    torch: str
+    maps: bool
+    columns: tuple[int, ...]
+    spread: float = 1.0
+
+
+_WIDE, _NARROW = (64, 128, 256, 512, 1024), (32, 64)
+ENDINGS: dict[str, Ending] = {
+    "sum": Ending("torch.sum(x, 1)", False, _WIDE),
+    "mean": Ending("torch.mean(x, 1)", False, (64, 128, 256)),
+    "amax": Ending("torch.amax(x, 1)", False, _WIDE),
+    "amin": Ending("torch.amin(x, 1)", False, _WIDE),
+    "var": Ending("torch.var(x, 1)", False, (64, 128, 256)),
+    "norm": Ending("torch.norm(x, dim=1)", False, _WIDE),
+    "softmax": Ending("torch.softmax(x, 1)", True, _NARROW, 2.0),
+    "log_softmax": Ending("torch.log_softmax(x, 1)", True, (64, 128, 256)),
+    "normalize": Ending("F.normalize(x, dim=1)", True, _NARROW),
+    "layer_norm": Ending("F.layer_norm(x, x.shape[1:])", True, _WIDE, 0.2),
+    "rms_norm": Ending("F.rms_norm(x, x.shape[1:])", True, _WIDE),
+}
+PLAIN_COLUMNS = (128, 256, 512, 1024, 2048)
+SIZES = (17, 20)  # an input has 2**17 to 2**20 elements
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a task of the family asks for: ``chain`` of (operator, constant or None), ``ending`` or None, shape of every
+    input (float32, contiguous)."""
+
+    chain: tuple[tuple[str, str | None], ...]
+    ending: str | None
+    rows: int
+    columns: int
+
+    @property
+    def binary(self) -> bool:
+        """Whether there is a second input."""
+        return any(OPERATORS[name].binary for name, _ in self.chain)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*(name for name, _ in self.chain), *([self.ending] if self.ending else []))
+
+
+def sample_task(rng: random.Random) -> Task:
+    """Draws one task of the family, of at most five torch operators.  The same generator state gives the same task."""
+    while len((task := make_task(sample_spec(rng))).ops) > 5:
+        pass
+    return task
+
+
+def sample_spec(rng: random.Random) -> Spec:
+    while True:
+        names = rng.sample(UNARY, rng.choices((1, 2, 3), (1, 3, 4))[0])
+        if rng.random() < 0.25:
+            names[rng.randrange(len(names))] = rng.choice(BINARY)
+        chain = tuple((name, rng.choice(CONSTANTS) if OPERATORS[name].has_constant else None) for name in names)
+        ending = rng.choice(tuple(ENDINGS)) if rng.random() < 0.5 else None
+        if _admissible(chain, ending):
+            break
+    columns = rng.choice(ENDINGS[ending].columns if ending else PLAIN_COLUMNS)
+    numel = 1 << rng.randint(*SIZES)
+    return Spec(chain, ending, numel // columns, columns)
+
+
+def make_task(spec: Spec) -> Task:
+    """The task in the published form.  Its name is made of its operators and a digest, so equal tasks are equal."""
+    arguments = "x, y" if spec.binary else "x"
+    steps = "".join(f"        x = {_fill(OPERATORS[name].torch, constant)}\n" for name, constant in spec.chain)
+    shape = f"torch.randn({spec.rows}, {spec.columns})"
+    code = (
+        "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n\n\n"
+        f"class Model(nn.Module):\n    def forward(self, {arguments}):\n{steps}"
+        f"        return {ENDINGS[spec.ending].torch if spec.ending else 'x'}\n\n\n"
+        f"def get_inputs():\n    return [{shape}{', ' + shape if spec.binary else ''}]\n\n\n"
+        "def get_init_inputs():\n    return []\n"
+    )
+    ops = recompute_ops(code)
+    task = Task("", code, ops, f"torch#{len(ops)}", family="teacher")
+    return Task(f"{'_'.join(spec.names)}-{task.digest[:8]}", code, ops, task.data_source, family="teacher")
+
+
+def combination(task: Task) -> str:
+    """The key of the held-out split: the operators in order, without constants and shapes (``relu>mul_y>sum``)."""
+    return ">".join(parse(task).names)
+
+
+def parse(task: Task) -> Spec:
+    """Reads the specification back from the code.
+
+    Raises:
+        ValueError: the code is not one that ``make_task`` writes.
+    """
+    steps = re.findall(r"^        x = (.+)$", task.code, re.M)
+    result = re.search(r"^        return (.+)$", task.code, re.M)
+    shape = re.search(r"torch\.randn\((\d+), (\d+)\)", task.code)
+    endings: dict[str | None, str] = {None: "x"} | {name: ending.torch for name, ending in ENDINGS.items()}
+    ending = [name for name, code in endings.items() if result and result[1] == code]
+    if not steps or not ending or not shape:
+        raise ValueError(f"task {task.name} is not of the teacher's family")
+    spec = Spec(tuple(_parse_step(step) for step in steps), ending[0], int(shape[1]), int(shape[2]))
+    if make_task(spec).code != task.code:
+        raise ValueError(f"task {task.name} is not of the teacher's family")
+    return spec
+
+
+def _fill(template: str, constant: str | None) -> str:
+    return template.replace("{c}", constant or "")
+
+
+def _parse_step(step: str) -> tuple[str, str | None]:
+    for name, pattern in _PATTERNS.items():
+        if match := pattern.fullmatch(step):
+            return name, match["c"] if OPERATORS[name].has_constant else None
+    raise ValueError(f"no operator of the teacher's family is written {step!r}")
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    before, *after = re.escape(template).split(re.escape("{c}"))
+    return re.compile(before + "".join((r"(?P<c>\d+\.\d+)" if i == 0 else r"(?P=c)") + s for i, s in enumerate(after)))
+
+
+_PATTERNS = {name: _pattern(operator.torch) for name, operator in OPERATORS.items()}
+# Quantiles of the normal distribution out to what a million draws reach, and the second input beside them.
+_POINTS = (-5.2, -2.5, -1.5, -1.0, -0.6, -0.3, -0.1, 0.1, 0.3, 0.6, 1.0, 1.5, 2.5, 5.2)
+_OTHERS = (5.2, -0.7, 1.1, -1.8, 0.2, -0.4, 2.1, 0.9, -0.2, -2.4, 1.6, -1.2, 0.4, -5.2)
+
+
+def chain_values(chain: tuple[tuple[str, str | None], ...]) -> list[float]:
+    """The chain at fixed points from far left to far right of the normal distribution; the second input is mixed in."""
+    values = list(_POINTS)
+    for name, constant in chain:
+        others = [float(constant)] * len(values) if constant else _OTHERS
+        values = [OPERATORS[name].value(v, c) for v, c in zip(values, others, strict=True)]
+    return values
+
+
+def _admissible(chain: tuple[tuple[str, str | None], ...], ending: str | None) -> bool:
+    """No overflow, no operator without effect, and a result that varies well above the tolerance of a check."""
+    values = list(_POINTS)
+    for k, (name, _) in enumerate(chain):
+        if max(map(abs, values)) > OPERATORS[name].largest:
+            return False
+        changed = chain_values(chain[: k + 1])
+        if sum(abs(a - b) > 0.02 * (1 + abs(b)) for a, b in zip(values, changed, strict=True)) < 4:
+            return False
+        values = changed
+    low, *_, high = ordered = sorted(values)
+    middle = sorted(values[1:-1])  # without the tails, which a row may not have
+    if max(-low, high) > 2000 or middle[-3] - middle[2] <= (ENDINGS[ending].spread if ending else 0.2):
+        return False
+    # The largest of many numbers below a bound is the bound: the extreme must lie far out, and be far out.
+    extreme, third = (low, ordered[2]) if ending == "amin" else (high, ordered[-3])
+    far = values.index(extreme) in (0, len(values) - 1) and abs(extreme - third) > 0.3
+    return far or ending not in ("amax", "amin")

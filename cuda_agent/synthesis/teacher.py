@@ -1,0 +1,267 @@
+"""The scripted teacher: correct kernels for the tasks of ``family``, with design choices drawn at random.
+
+It plays the part of pre-training and nothing else: ``bootstrap`` trains a small model on what it writes, and no later
+stage asks it anything.  It never picks the best design on purpose: every choice is drawn uniformly, so its kernels
+spread from ten times slower than eager to several times faster than ``torch.compile``, and which of them are fast is
+left to be learned.  ``spoil`` gives a solution one realistic mistake, for episodes that repair it.
+
+Not covered: dialogues (``cuda_agent.stages.dialogues``), the GPU, tasks outside the family.
+"""
+
+import json
+import random
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cuda_agent.synthesis.family import CONSTANTS, ENDINGS, OPERATORS, UNARY, Spec, chain_values, parse
+from cuda_agent.tasks.task import Task
+
+KERNEL, PLAN = "kernels/fused.cpp", "plan.json"
+GRIDS: tuple[int | str, ...] = (1, 2, 8, "in0.shape[0]")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """One design.  What they cost on two cores (medians over the family, grid 8, contiguous, fused, float = 1):
+
+    ``number``  arithmetic type: double costs 1.5-4 times, most in transcendental functions
+    ``order``   how blocks share the elements: "chunk", contiguous; "stride", every grid-th element, which cannot be
+                vectorised (5-30 times) and lets threads share cache lines; rows are dealt out whole, so it is harmless
+                there
+    ``grid``    blocks: 1 uses one thread (2 times); a block a row costs a call each (1.1-3 times on small rows)
+    ``passes``  "fused": one loop over the elements; "split": a loop an operator, through memory (1.1-1.8 times)
+    ``moments`` variance from the sums of v and v * v in "one" pass, or from the mean in "two" (1.1-1.5 times)
+    """
+
+    number: Literal["float", "double"]
+    order: Literal["chunk", "stride"]
+    grid: int | str
+    passes: Literal["fused", "split"]
+    moments: Literal["one", "two"]
+
+
+@dataclass(frozen=True)
+class Worked:
+    """A correct solution in the ``plan`` lane, and the design that it follows."""
+
+    files: dict[str, str]
+    choices: Choices
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A solution that was spoilt in one place: replacing ``wrong`` by ``right`` in ``path`` mends it (``wrong`` occurs
+    exactly once there).  ``status`` is what the judge must say of it; ``message`` the compiler's first error."""
+
+    files: dict[str, str]
+    path: str
+    wrong: str
+    right: str
+    status: Literal["wrong", "build_error"]
+    message: str = ""
+
+
+def draw_choices(rng: random.Random) -> Choices:
+    """A design, uniformly."""
+    return Choices(
+        number=rng.choice(("float", "double")),
+        order=rng.choice(("chunk", "stride")),
+        grid=rng.choice(GRIDS),
+        passes=rng.choice(("fused", "split")),
+        moments=rng.choice(("one", "two")),
+    )
+
+
+def solve(task: Task, rng: random.Random, choices: Choices | None = None) -> Worked:
+    """A correct solution of a task of the family, with ``choices`` or random ones.
+
+    Raises:
+        ValueError: the task is not of the family.
+    """
+    choices = choices or draw_choices(rng)
+    spec = parse(task)
+    code = _rows(spec, choices) if spec.ending else _elements(spec, choices)
+    return Worked({KERNEL: code, PLAN: plan(spec, choices)}, choices)
+
+
+def redesign(worked: Worked, rng: random.Random) -> Choices:
+    """The same design with one choice drawn anew: what an agent tries next."""
+    field = rng.choice(("number", "order", "grid", "passes"))
+    return replace(worked.choices, **{field: getattr(draw_choices(rng), field)})
+
+
+def plan(spec: Spec, choices: Choices) -> str:
+    """The text of ``plan.json``."""
+    arguments = ["in0", *(["in1"] if spec.binary else []), *(["tmp"] if _workspace(spec, choices) else []), "out0"]
+    arguments += ["in0.shape[0]", "in0.shape[1]"] if spec.ending else ["in0.numel"]
+    node = {"kernel": KERNEL, "function": "fused", "grid": choices.grid, "args": arguments}
+    workspaces = {"workspaces": {"tmp": {"size": "in0.numel", "dtype": "float32"}}}
+    return json.dumps((workspaces if "tmp" in arguments else {}) | {"nodes": [node]}) + "\n"
+
+
+def _workspace(spec: Spec, choices: Choices) -> bool:
+    """Whether values of the chain must be kept somewhere else than in the output: a reduction's output is too small."""
+    if spec.ending is None or ENDINGS[spec.ending].maps:
+        return False
+    return choices.passes == "split" or (spec.ending == "var" and choices.moments == "two")
+
+
+def _signature(spec: Spec, choices: Choices) -> str:
+    inputs = "const float* x, const float* y" if spec.binary else "const float* x"
+    buffers = ", float* b, float* z" if _workspace(spec, choices) else ", float* z"
+    sizes = "long n, long m" if spec.ending else "long n"
+    return f"#include <math.h>\nvoid fused(long block, long grid, {inputs}{buffers}, {sizes})"
+
+
+def _steps(spec: Spec) -> list[str]:
+    return [f"v = {OPERATORS[name].cpp.replace('{c}', constant or '')};" for name, constant in spec.chain]
+
+
+def _share(variable: str, choices: Choices) -> str:
+    """The loop over a block's share of n."""
+    if choices.order == "chunk":
+        return f"for (long {variable} = n * block / grid; {variable} < n * (block + 1) / grid; {variable}++)"
+    return f"for (long {variable} = block; {variable} < n; {variable} += grid)"
+
+
+def _load(source: str, step_names: list[str], choices: Choices) -> str:
+    """``v`` and, where one of the steps needs it, ``w``."""
+    second = ", w = y[i]" if any(OPERATORS[name].binary for name in step_names) else ""
+    return f"{choices.number} v = {source}[i]{second};"
+
+
+def _elements(spec: Spec, choices: Choices) -> str:
+    steps, names = _steps(spec), [name for name, _ in spec.chain]
+    groups = [slice(0, None)] if choices.passes == "fused" else [slice(k, k + 1) for k in range(len(steps))]
+    lines = []
+    for k, group in enumerate(groups):
+        body = [_load("z" if k else "x", names[group], choices), *steps[group], "z[i] = v;"]
+        lines += [f"  {_share('i', choices)} {{", *(f"    {line}" for line in body), "  }"]
+    return f"{_signature(spec, choices)} {{\n" + "\n".join(lines) + "\n}\n"
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """How a row ends.  ``start`` declares the sums, ``add`` takes the value ``v`` in, ``then`` are further loops or
+    statements ("@" stands for the buffer that holds the row; a line in the form "loop: x" loops over the row),
+    ``result`` is the value of a reduction."""
+
+    start: str
+    add: str
+    then: tuple[str, ...] = ()
+    result: str = ""
+
+
+_REDUCTIONS: dict[str, _Reduction] = {
+    "sum": _Reduction("s = 0", "s += v;", result="s"),
+    "mean": _Reduction("s = 0", "s += v;", result="s / m"),
+    "amax": _Reduction("s = -1e30f", "s = v > s ? v : s;", result="s"),
+    "amin": _Reduction("s = 1e30f", "s = v < s ? v : s;", result="s"),
+    "norm": _Reduction("s = 0", "s += v * v;", result="sqrt(s)"),
+    "var": _Reduction("s = 0, t = 0", "s += v; t += v * v;", result="(t - s * s / m) / (m - 1)"),
+    "var two": _Reduction("s = 0, t = 0", "s += v;", ("s /= m;", "loop: t += (@[i] - s) * (@[i] - s);"), "t / (m - 1)"),
+    "softmax": _Reduction(
+        "s = -1e30f, t = 0", "s = v > s ? v : s;", ("loop: t += @[i] = exp(@[i] - s);", "loop: @[i] /= t;")
+    ),
+    "log_softmax": _Reduction(
+        "s = -1e30f, t = 0", "s = v > s ? v : s;", ("loop: t += exp(@[i] - s);", "s += log(t);", "loop: @[i] -= s;")
+    ),
+    "normalize": _Reduction("s = 0", "s += v * v;", ("s = 1 / (sqrt(s) + 1e-12f);", "loop: @[i] *= s;")),
+    "rms_norm": _Reduction("s = 0", "s += v * v;", ("s = 1 / sqrt(s / m + 1e-7f);", "loop: @[i] *= s;")),
+    "layer_norm": _Reduction(
+        "s = 0, t = 0",
+        "s += v; t += v * v;",
+        ("s /= m;", "t = 1 / sqrt(t / m - s * s + 1e-5f);", "loop: @[i] = (@[i] - s) * t;"),
+    ),
+    "layer_norm two": _Reduction(
+        "s = 0, t = 0",
+        "s += v;",
+        (
+            "s /= m;",
+            "loop: t += (@[i] - s) * (@[i] - s);",
+            "t = 1 / sqrt(t / m + 1e-5f);",
+            "loop: @[i] = (@[i] - s) * t;",
+        ),
+    ),
+}
+_ROW = "for (long i = r * m; i < r * m + m; i++)"
+
+
+def _rows(spec: Spec, choices: Choices) -> str:
+    assert spec.ending is not None
+    reduction = _REDUCTIONS.get(f"{spec.ending} {choices.moments}") or _REDUCTIONS[spec.ending]
+    buffer = "b" if _workspace(spec, choices) else "z"
+    kept = ENDINGS[spec.ending].maps or buffer == "b"
+    body = [_load("x", [name for name, _ in spec.chain], choices), *_steps(spec), *([f"{buffer}[i] = v;"] * kept)]
+    lines = [f"{choices.number} {reduction.start};", f"{_ROW} {{", *(f"  {line}" for line in body)]
+    if choices.passes == "split":
+        lines += ["}", f"{_ROW} {{", f"  {choices.number} v = {buffer}[i];"]
+    lines += [f"  {reduction.add}", "}"]
+    lines += [line.replace("loop:", _ROW).replace("@", buffer) for line in reduction.then]
+    lines += [f"z[r] = {reduction.result};"] * bool(reduction.result)
+    inner = "".join(f"    {line}\n" for line in lines)
+    return f"{_signature(spec, choices)} {{\n  {_share('r', choices)} {{\n{inner}  }}\n}}\n"
+
+
+def spoil(task: Task, worked: Worked, rng: random.Random) -> Mistake:
+    """One realistic mistake: another operator or another constant, a missing index, a name that was never declared."""
+    spec, code = parse(task), worked.files[KERNEL]
+    while True:
+        wrong, right, status, message = rng.choice((_another_step, _another_step, _unindexed, _undeclared))(
+            spec, code, rng
+        )
+        spoilt = code.replace(right, wrong)
+        if code.count(right) == 1 and spoilt.count(wrong) == 1:
+            files = worked.files | {KERNEL: spoilt}
+            line = spoilt[: spoilt.index(wrong)].count("\n") + 1
+            return Mistake(files, KERNEL, wrong, right, status, f"{KERNEL}:{line}: error: {message}" if message else "")
+
+
+_Change = tuple[str, str, Literal["wrong", "build_error"], str]  # wrong, right, status, compiler's message
+
+
+def _another_step(spec: Spec, code: str, rng: random.Random) -> _Change:
+    """Another constant or another operator, such that the judge must notice."""
+    while True:
+        k = rng.randrange(len(spec.chain))
+        name, constant = spec.chain[k]
+        if constant and rng.random() < 0.5:
+            constant = rng.choice(CONSTANTS)
+        else:
+            name = rng.choice([name for name in UNARY if not constant or OPERATORS[name].has_constant])
+            constant = constant if OPERATORS[name].has_constant else None
+        other = replace(spec, chain=(*spec.chain[:k], (name, constant), *spec.chain[k + 1 :]))
+        if _differs(spec, other):
+            return _steps(other)[k], _steps(spec)[k], "wrong", ""
+
+
+def _differs(spec: Spec, other: Spec) -> bool:
+    """Whether the results differ clearly, also after an ending that undoes a shift or a scale."""
+    if any(OPERATORS[name].has_constant and not constant for name, constant in other.chain):
+        return False
+    try:
+        one, two = chain_values(spec.chain), chain_values(other.chain)
+    except (OverflowError, ValueError):
+        return False
+    one, two = one[1:-1], two[1:-1]
+    ending = ENDINGS[spec.ending] if spec.ending else None
+    if ending and (ending.maps or spec.ending == "var"):
+        one, two = _standardised(one), _standardised(two)
+    return sum(abs(a - b) > 0.25 * (1 + abs(b)) for a, b in zip(one, two, strict=True)) >= 4
+
+
+def _standardised(values: list[float]) -> list[float]:
+    mean = sum(values) / len(values)
+    scale = (sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5
+    return [(v - mean) / (scale or 1.0) for v in values]
+
+
+def _unindexed(spec: Spec, code: str, rng: random.Random) -> _Change:
+    kind = "double" if "double v = x[i]" in code else "float"
+    message = f"cannot convert 'const float*' to '{kind}' in initialization"
+    return f"{kind} v = x;", f"{kind} v = x[i];", "build_error", message
+
+
+def _undeclared(spec: Spec, code: str, rng: random.Random) -> _Change:
+    right = rng.choice(_steps(spec))
+    return right.replace("v = ", "u = ", 1), right, "build_error", "'u' was not declared in this scope"

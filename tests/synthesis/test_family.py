@@ -1,0 +1,97 @@
+import random
+
+import pytest
+import torch
+
+from cuda_agent.synthesis.family import (
+    BINARY,
+    ENDINGS,
+    OPERATORS,
+    SIZES,
+    UNARY,
+    Spec,
+    chain_values,
+    combination,
+    make_task,
+    parse,
+    sample_spec,
+    sample_task,
+)
+from cuda_agent.tasks.inspect import problems
+from cuda_agent.tasks.task import Task
+from tests.synthesis.kernels import reference
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    rng = random.Random(5)
+    return [sample_task(rng) for _ in range(400)]
+
+
+def test_the_same_seed_gives_the_same_tasks(tasks):
+    rng = random.Random(5)
+    assert [sample_task(rng) for _ in range(20)] == tasks[:20]
+
+
+def test_tasks_have_the_published_form_and_at_most_five_operators(tasks):
+    for task in tasks:
+        assert problems(task.code) == []
+        assert 1 <= len(task.ops) <= 5
+        assert task.data_source == f"torch#{len(task.ops)}"
+        assert task.family == "teacher"
+
+
+def test_every_operator_and_every_ending_occurs(tasks):
+    assert {name for task in tasks for name in parse(task).names} == set(OPERATORS) | set(ENDINGS)
+
+
+def test_parse_inverts_make_task_for_every_operator_and_ending():
+    for name, operator in OPERATORS.items():
+        for ending in (None, *ENDINGS):
+            spec = Spec(((name, "0.25" if operator.has_constant else None),), ending, 64, 128)
+            assert parse(make_task(spec)) == spec
+
+
+def test_foreign_code_is_refused(tasks):
+    code = tasks[0].code
+    for other in ("", "x = 1", code.replace("return []", "return [1]"), code.replace("torch.randn", "torch.rand")):
+        with pytest.raises(ValueError, match="family"):
+            parse(Task("other", other, (), "torch#1"))
+
+
+def test_the_combination_ignores_constants_and_shapes_but_not_order():
+    def key(chain, ending=None, rows=64):
+        return combination(make_task(Spec(chain, ending, rows, 128)))
+
+    assert key((("mul", "0.5"), ("relu", None))) == key((("mul", "1.5"), ("relu", None)), rows=32) == "mul>relu"
+    assert key((("relu", None), ("mul", "0.5"))) != key((("mul", "0.5"), ("relu", None)))
+    assert key((("mul_y", None),), "sum") == "mul_y>sum"
+
+
+def test_at_most_one_second_input_and_shapes_within_bounds():
+    rng = random.Random(2)
+    for _ in range(300):
+        spec = sample_spec(rng)
+        assert sum(name in BINARY for name, _ in spec.chain) <= 1
+        assert 2 ** SIZES[0] <= spec.rows * spec.columns <= 2 ** SIZES[1]
+        assert spec.ending is None or spec.columns in ENDINGS[spec.ending].columns
+
+
+def test_the_python_form_of_every_operator_is_what_torch_computes():
+    for name in UNARY:
+        operator = OPERATORS[name]
+        chain = ((name, "0.4" if operator.has_constant else None),)
+        # the points reach beyond what an operator allows only for those that would overflow
+        expected = torch.tensor(chain_values(chain), dtype=torch.float64)
+        points = torch.tensor([-5.2, -2.5, -1.5, -1.0, -0.6, -0.3, -0.1, 0.1, 0.3, 0.6, 1.0, 1.5, 2.5, 5.2]).double()
+        got = reference(make_task(Spec(chain, None, 64, 128)).code)(points)
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5), name
+
+
+def test_outputs_differ_between_inputs_by_more_than_the_tolerance(tasks):
+    for task in tasks[:200]:
+        spec, model = parse(task), reference(task.code)
+        one, two = (model(*[torch.randn(64, spec.columns) for _ in range(1 + spec.binary)]) for _ in range(2))
+        assert torch.isfinite(one).all(), task.name
+        assert not torch.allclose(one, two, rtol=1e-2, atol=1e-2), task.name
+        assert (one - one.flatten()[0]).abs().max() > 1e-2, task.name

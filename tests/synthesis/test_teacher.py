@@ -1,0 +1,127 @@
+import itertools
+import json
+import os
+import random
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cuda_agent.synthesis.family import ENDINGS, OPERATORS, Spec, make_task, parse, sample_task
+from cuda_agent.synthesis.teacher import GRIDS, KERNEL, Choices, draw_choices, redesign, solve, spoil
+from tests.synthesis.kernels import FLAGS, build, call, reference
+
+# All designs, and few enough of them for one compilation: every operator and every ending meets every choice.
+DESIGNS = [
+    Choices(number, order, grid, passes, moments)
+    for number, order, grid, passes, moments in itertools.product(
+        ("float", "double"), ("chunk", "stride"), GRIDS, ("fused", "split"), ("one", "two")
+    )
+]
+
+
+def _cover() -> list[tuple[Spec, Choices]]:
+    rng = random.Random(7)
+    cases = []
+    names = list(OPERATORS)
+    for k in range(0, len(names), 2):  # two operators at a time, as they come: the C++ forms are what is tested
+        pair = tuple((name, "0.4" if OPERATORS[name].has_constant else None) for name in names[k : k + 2])
+        if sum(OPERATORS[name].binary for name, _ in pair) == 2:
+            cases += [(Spec((one,), None, 12, 40), rng.choice(DESIGNS)) for one in pair]
+        else:
+            cases.append((Spec(pair, None, 12, 40), rng.choice(DESIGNS)))
+    for ending in ENDINGS:
+        for passes, moments in itertools.product(("fused", "split"), ("one", "two")):
+            design = replace(rng.choice(DESIGNS), passes=passes, moments=moments)
+            cases.append((Spec((("mul_y", None), ("add", "0.3")), ending, 12, 40), design))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    rng = random.Random(11)
+    tasks = [sample_task(rng) for _ in range(12)]
+    return [(task, solve(task, rng)) for task in tasks]
+
+
+def test_every_operator_ending_and_choice_computes_what_torch_computes(tmp_path):
+    torch.manual_seed(0)
+    cases = _cover()
+    tasks = [make_task(spec) for spec, _ in cases]
+    library = build([solve(t, random.Random(0), c).files for t, (_, c) in zip(tasks, cases, strict=True)], tmp_path)
+    for k, (task, (spec, design)) in enumerate(zip(tasks, cases, strict=True)):
+        inputs = [torch.randn(spec.rows, spec.columns) for _ in range(1 + spec.binary)]
+        expected = reference(task.code)(*inputs)
+        got = call(library, k, inputs, expected)
+        assert torch.allclose(got, expected, rtol=1e-3, atol=1e-3), (task.name, design)
+
+
+def test_sampled_solutions_are_right_and_mistakes_are_seen(sampled, tmp_path):
+    rng = random.Random(3)
+    torch.manual_seed(0)
+    spoilt = []
+    for task, worked in sampled:
+        while (mistake := spoil(task, worked, rng)).status != "wrong":
+            pass
+        spoilt.append(mistake)
+    library = build([w.files for _, w in sampled] + [m.files for m in spoilt], tmp_path)
+    for k, (task, _) in enumerate(sampled):
+        spec = parse(task)
+        inputs = [torch.randn(spec.rows, spec.columns) for _ in range(1 + spec.binary)]
+        expected = reference(task.code)(*inputs)
+        assert torch.allclose(call(library, k, inputs, expected), expected, rtol=1e-2, atol=1e-2), task.name
+        wrong = call(library, k + len(sampled), inputs, expected)
+        assert not torch.allclose(wrong, expected, rtol=1e-2, atol=1e-2), (task.name, spoilt[k].wrong)
+
+
+def test_build_errors_are_the_compilers_own(sampled, tmp_path):
+    rng = random.Random(4)
+    seen = set()
+    for task, worked in itertools.cycle(sampled):
+        mistake = spoil(task, worked, rng)
+        kind = mistake.message.partition("error: ")[2][:8]
+        if mistake.status == "build_error" and kind not in seen:
+            seen.add(kind)
+            (tmp_path / "kernels").mkdir(exist_ok=True)
+            (tmp_path / KERNEL).write_text(mistake.files[KERNEL])
+            done = subprocess.run(
+                ["g++", *FLAGS, "-fsyntax-only", KERNEL],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                env=os.environ | {"LC_ALL": "C"},
+            )
+            path, line, message = mistake.message.split(":", 2)
+            found = next(text for text in done.stderr.splitlines() if ": error: " in text)
+            assert found.startswith(f"{path}:{line}:") and found.endswith(message), done.stderr
+        if len(seen) == 2:
+            return
+
+
+def test_a_mistake_is_mended_by_its_own_edit(sampled):
+    rng = random.Random(5)
+    for task, worked in sampled * 5:
+        mistake = spoil(task, worked, rng)
+        assert mistake.files[mistake.path].count(mistake.wrong) == 1
+        assert mistake.files[mistake.path].replace(mistake.wrong, mistake.right) == worked.files[mistake.path]
+
+
+def test_choices_are_drawn_uniformly_and_show_in_the_files():
+    rng = random.Random(6)
+    task = make_task(Spec((("tanh", None), ("mul", "0.5")), None, 64, 128))
+    texts = [solve(task, rng).files for _ in range(400)]
+    doubles = sum("double v" in files[KERNEL] for files in texts)
+    strides = sum("i += grid" in files[KERNEL] for files in texts)
+    assert 150 < doubles < 250 and 150 < strides < 250
+    grids = [json.loads(files["plan.json"])["nodes"][0]["grid"] for files in texts]
+    assert all(60 < grids.count(grid) < 140 for grid in GRIDS)
+
+
+def test_a_redesign_changes_one_choice_at_most():
+    rng = random.Random(8)
+    task = make_task(Spec((("tanh", None),), "sum", 64, 128))
+    for _ in range(50):
+        worked = solve(task, rng, draw_choices(rng))
+        before, after = worked.choices, redesign(worked, rng)
+        assert sum(getattr(before, f) != getattr(after, f) for f in Choices.__dataclass_fields__) <= 1
