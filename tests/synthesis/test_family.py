@@ -2,6 +2,7 @@ import random
 
 import pytest
 import torch
+from kernels import reference
 
 from cuda_agent.synthesis.family import (
     BINARY,
@@ -19,7 +20,6 @@ from cuda_agent.synthesis.family import (
 )
 from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.task import Task
-from tests.synthesis.kernels import reference
 
 
 @pytest.fixture(scope="module")

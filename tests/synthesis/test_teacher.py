@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernels import FLAGS, build, call, reference
 
 from cuda_agent.synthesis.family import ENDINGS, OPERATORS, Spec, make_task, parse, sample_task
 from cuda_agent.synthesis.teacher import GRIDS, KERNEL, Choices, draw_choices, redesign, solve, spoil
-from tests.synthesis.kernels import FLAGS, build, call, reference
 
 # All designs, and few enough of them for one compilation: every operator and every ending meets every choice.
 DESIGNS = [
