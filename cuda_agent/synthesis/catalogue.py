@@ -384,7 +384,11 @@ _SHAPES = [
         "F.unfold",
         "shape",
         (4,),
-        shaped("F.unfold({x}, 3)", lambda x: (x[0], 9 * x[1], (x[2] - 2) * (x[3] - 2)) if min(x[2:]) > 2 else None),
+        shaped(
+            "F.unfold({x}, 3)",
+            lambda x: (x[0], 9 * x[1], (x[2] - 2) * (x[3] - 2)) if min(x[2:]) > 2 else None,
+            work=1000,
+        ),
     ),
     Operator("nn.Embedding", "shape", (2,), embedding, gives=NORMAL, first=True),
 ]

@@ -7,10 +7,11 @@ a time.  Not covered: branches and residual connections, training steps, dtypes 
 a language model, is in ``writer.py``.
 """
 
+import hashlib
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
@@ -42,9 +43,14 @@ class ComposeError(Exception):
 
 
 class Composer(Protocol):
-    """``index`` counts attempts; a task may depend on it and on ``rng`` alone.  Raises ComposeError."""
+    """Makes candidates.  ``repeatable``: the task depends on ``rng`` alone, so that nobody has to keep it."""
 
-    async def compose(self, index: int, rng: Random) -> Task: ...
+    @property
+    def repeatable(self) -> bool: ...
+
+    async def compose(self, rng: Random) -> Task:
+        """Raises ComposeError when this attempt gives no task."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -76,10 +82,12 @@ class ProgrammaticWriter:
     speed: Speed
     window: tuple[float, float]
     max_ops: int = 5
+    repeatable: bool = True
 
-    async def compose(self, index: int, rng: Random) -> Task:
-        for _ in range(100):
-            task = self._layer(rng) if self.layers and rng.random() < LAYER_SHARE else self._chain(rng)
+    async def compose(self, rng: Random) -> Task:
+        make = self._layer if self.layers and rng.random() < LAYER_SHARE else self._chain
+        for _ in range(200):
+            task = make(rng)
             if task is not None:
                 return task
         raise ComposeError("no shape fits the window")
@@ -102,7 +110,7 @@ class ProgrammaticWriter:
 
         batch = batch_for(cost, self.window, rng)
         chain = built(batch) if batch else None
-        return chain and as_task(chain.code(), f"torch#{len(operators)}")
+        return as_task(chain.code(), f"torch#{len(operators)}") if chain else None
 
     def _layer(self, rng: Random) -> Task | None:
         layer, seed = rng.choice(self.layers), rng.getrandbits(32)
@@ -113,10 +121,11 @@ class ProgrammaticWriter:
 
 
 def as_task(code: str, data_source: str, family: str = "catalogue") -> Task:
-    """``ops`` are recomputed from the code; the name is made of them (the driver makes it unique)."""
+    """``ops`` are recomputed from the code; the name is made of them and the digest, so equal tasks are equal."""
     ops = recompute_ops(code)
-    words = [re.sub(r"\W+", "", op.rsplit(".", 1)[-1]).lower() for op in ops[:4]]
-    return Task("_".join(words), code, ops, data_source, family, "train")
+    words = [re.sub(r"\W+", "", op.rsplit(".", 1)[-1]).lower() for op in ops]
+    digest = hashlib.sha256(code.encode()).hexdigest()
+    return Task(f"{'_'.join(words[:5])}-{digest[:8]}", code, ops, data_source, family)
 
 
 def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> list[Operator] | None:
@@ -131,7 +140,7 @@ def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> li
             if operator not in chosen
             and (not operator.first or place == 0)
             and (not operator.last or final)
-            and (values is None or operator.needs[0] <= values[0] and values[1] <= operator.needs[1])
+            and (values is None or (operator.needs[0] <= values[0] and values[1] <= operator.needs[1]))
         ]
         kinds = sorted({operator.kind for operator in fitting})
         if not kinds:
@@ -164,7 +173,7 @@ def input_values(operator: Operator) -> Interval:
     return low, min(high, low + 2.0)
 
 
-def batch_for(cost, window: tuple[float, float], rng: Random) -> int | None:
+def batch_for(cost: Callable[[int], float], window: tuple[float, float], rng: Random) -> int | None:
     """The batch whose cost (seconds, growing) is nearest a target drawn log-uniformly inside the window."""
     low, high = window[0] * 1.4, window[1] / 2.5
     if low >= high:
@@ -180,7 +189,7 @@ def batch_for(cost, window: tuple[float, float], rng: Random) -> int | None:
         middle = (lower + upper) // 2
         lower, upper = (middle, upper) if cost(middle) <= target else (lower, middle)
     if rng.random() < 0.85:  # mostly round numbers, but a kernel must also cope with others
-        step = max(1, 1 << (lower.bit_length() - 3))
+        step = 1 << max(0, lower.bit_length() - 3)
         lower = lower // step * step
     return lower if window[0] * 1.1 <= cost(lower) <= high * 1.2 else None
 
@@ -278,8 +287,3 @@ def _elements(source: str) -> int:
     """Elements of ``torch.randn(2, 3)`` or ``torch.randint(0, 9, (2, 3))``, from our own text."""
     inner = re.findall(r"\(([\d, ]+)\)", source)
     return math.prod(int(number) for number in re.findall(r"\d+", inner[-1])) if inner else 0
-
-
-def renamed(task: Task, number: int, **changes: str) -> Task:
-    """The task under a unique name."""
-    return replace(task, name=f"{task.name}-{number:04d}", **changes)

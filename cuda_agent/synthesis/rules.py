@@ -270,14 +270,14 @@ def cdist(rng: Random, x: Shape) -> Use:
     return Use("torch.cdist({x}, {y})", (*x[:-1], other), inputs=inputs, flops=4.0 * size(x) * other)
 
 
-def shaped(form: str, shape: Callable[[Shape], Shape | None], moved: bool = True) -> Rule:
-    """A fixed text and a shape function; ``moved=False`` for views, which cost nothing."""
+def shaped(form: str, shape: Callable[[Shape], Shape | None], moved: bool = True, work: float = 0.0) -> Rule:
+    """A fixed text and a shape function; ``moved=False`` for views, which cost nothing; ``work`` an output element."""
 
     def use(rng: Random, x: Shape) -> Use | None:
         out = shape(x)
         if out is None or min(out, default=1) < 1:
             return None
-        return Use(form, out, moved=None if moved else 0.0)
+        return Use(form, out, flops=size(out) * work, moved=None if moved else 0.0)
 
     return use
 

@@ -9,6 +9,7 @@ both are safe on untrusted source.  Not covered: whether the task runs (that tak
 import ast
 import builtins
 
+DEEPEST = 150  # levels of a syntax tree; written code has some twenty
 Aliases = dict[str, str]  # local name -> dotted path it was imported from
 
 
@@ -59,6 +60,8 @@ def problems(code: str) -> list[str]:
         return [f"line {error.lineno}: syntax error: {error.msg}"]
     except (ValueError, RecursionError, MemoryError) as error:  # null bytes, absurdly deep nesting
         return [f"cannot be parsed: {error}"]
+    if _depth(tree) > DEEPEST:  # everything below is recursive
+        return [f"nested more than {DEEPEST} levels deep"]
     found = []
     model = _definitions(tree).get("Model")
     if not isinstance(model, ast.ClassDef):
@@ -120,8 +123,8 @@ def recompute_ops(code: str) -> tuple[str, ...]:
 
     Names take the form of the published set: ``nn.Linear``, ``F.gelu``, ``torch.sum``, ``Tensor.view``.  A layer made
     in ``__init__`` counts only where ``forward`` uses it.  Python operators and tensor methods count where their
-    operand surely is a tensor (an argument of ``forward``, a parameter, the result of an operator).  Layers of other packages
-    appear by class name: ``transformers.LlamaRMSNorm``.
+    operand surely is a tensor (an argument of ``forward``, a parameter, the result of an operator).  Layers of other
+    packages appear by class name: ``transformers.LlamaRMSNorm``.
     """
     tree = ast.parse(code)
     reader = _Reader(import_aliases(tree), _definitions(tree))
@@ -129,6 +132,15 @@ def recompute_ops(code: str) -> tuple[str, ...]:
     if isinstance(model, ast.ClassDef):
         reader.read_class(model)
     return tuple(dict.fromkeys(reader.ops))
+
+
+def _depth(tree: ast.AST) -> int:
+    """Height of the tree, at most ``DEEPEST`` + 1 (level by level, not recursive)."""
+    level, depth = [tree], 0
+    while level and depth <= DEEPEST:
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        depth += 1
+    return depth
 
 
 def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:

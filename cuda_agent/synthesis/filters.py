@@ -1,0 +1,103 @@
+"""The filters: pure decisions over a candidate's source and over what the sandbox's probe saw.
+
+Published (five): runs in eager and under ``torch.compile``; deterministic; outputs neither constant nor
+indistinguishable between inputs; eager time inside a window; structural similarity to the evaluation set at most a
+bound.  Ours besides: form, byte duplicates, structural duplicates.  The cheap ones come first, the compilation last.
+Not covered: running anything, which is the sandbox's.
+"""
+
+from collections import Counter
+from typing import Any
+
+from cuda_agent.sandbox.wire import Probe
+from cuda_agent.synthesis.similarity import SimilarityIndex, duplicate_key
+from cuda_agent.tasks.inspect import problems
+from cuda_agent.tasks.task import Task
+
+# In the order they are applied; the data card shows them in this order.
+FILTERS = (
+    "composed",  # the writer gave a task
+    "form",  # Model, get_inputs, get_init_inputs; at least one operator
+    "new bytes",
+    "new structure",
+    "unlike the evaluation set",
+    "runs in eager",
+    "deterministic",
+    "not constant",
+    "distinguishable",
+    "time window",
+    "compiles",
+)
+
+
+class Refused(Exception):
+    """A candidate stopped at ``filter``; ``reason`` is for the data card."""
+
+    def __init__(self, filter: str, reason: str = "") -> None:
+        super().__init__(f"{filter}: {reason}" if reason else filter)
+        self.filter, self.reason = filter, reason
+
+
+class SourceFilter:
+    """The filters that need no execution; remembers what it has seen."""
+
+    def __init__(self, references: SimilarityIndex, max_similarity: float) -> None:
+        self.references, self.max_similarity = references, max_similarity
+        self.digests: set[str] = set()
+        self.keys: set[str] = set()
+        self.scores: list[float] = []  # similarity of each candidate to the nearest task of the evaluation set
+
+    def check(self, task: Task) -> None:
+        """Raises Refused.  A candidate that came this far once never comes through again."""
+        if found := problems(task.code):
+            raise Refused("form", found[0])
+        if not task.ops:
+            raise Refused("form", "uses no operator")
+        if task.digest in self.digests:
+            raise Refused("new bytes")
+        self.digests.add(task.digest)
+        key = duplicate_key(task.code)
+        if key in self.keys:
+            raise Refused("new structure")
+        self.keys.add(key)
+        if self.references.names:
+            name, score = self.references.nearest(task.code)
+            self.scores.append(score)
+            if score > self.max_similarity:
+                raise Refused("unlike the evaluation set", name)
+
+
+def check_eager(probe: Probe, window: tuple[float, float]) -> None:
+    """Raises Refused.  ``window`` is seconds, both ends included."""
+    if probe.error or probe.eager_seconds is None:
+        raise Refused("runs in eager", last_line(probe.error))
+    if not probe.deterministic:
+        raise Refused("deterministic")
+    if probe.constant:
+        raise Refused("not constant")
+    if probe.indistinguishable:
+        raise Refused("distinguishable")
+    if probe.eager_seconds < window[0]:
+        raise Refused("time window", "too fast")
+    if probe.eager_seconds > window[1]:
+        raise Refused("time window", "too slow")
+
+
+def check_compiled(probe: Probe) -> None:
+    """Raises Refused."""
+    if probe.error or probe.compile_seconds is None:
+        raise Refused("compiles", last_line(probe.error))
+
+
+def last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:160] if lines else "no result"
+
+
+def yields(refused: Counter[str], passed: int) -> list[dict[str, Any]]:
+    """One row a filter: how many candidates came to it, how many it let through."""
+    rows, entered = [], refused.total() + passed
+    for name in FILTERS:
+        rows.append({"filter": name, "entered": entered, "passed": entered - refused[name], "dropped": refused[name]})
+        entered -= refused[name]
+    return rows

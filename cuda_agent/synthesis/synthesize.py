@@ -1,0 +1,244 @@
+"""The driver of synthesis: proposes, filters, splits, and stops as soon as enough tasks of each kind pass.
+
+Three kinds of tasks: ``train``, ``heldout`` of the teacher's family with combinations that training never sees, and
+``catalogue`` tasks of the full operator catalogue, held out and scored apart (``catalogue_share`` of the training tasks
+come from there as well, with combinations of their own).
+
+The result is a function of the configuration, the seed and the verdicts of the sandbox: candidate ``i`` of a stream is
+made from (seed, stream, i) alone.  Every probe is reported as soon as it is there and taken from ``known`` the next
+time, so a kill loses one probe at most.  Not covered: writing the task set (``tasks/io.py``), and any execution of a
+candidate outside the sandbox.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+
+from cuda_agent.config import Synthesis
+from cuda_agent.sandbox.wire import Probe
+from cuda_agent.synthesis import catalogue, layers
+from cuda_agent.synthesis.card import data_card
+from cuda_agent.synthesis.compose import ComposeError, Composer, ProgrammaticWriter, speed_of
+from cuda_agent.synthesis.filters import Refused, SourceFilter, check_compiled, check_eager, yields
+from cuda_agent.synthesis.similarity import SimilarityIndex
+from cuda_agent.synthesis.split import is_heldout, ops_combination
+from cuda_agent.synthesis.writer import ModelWriter
+from cuda_agent.tasks.io import read_any
+from cuda_agent.tasks.task import Task
+
+ATTEMPTS_A_TASK = 60  # proposals of a stream for every task wanted of it, before it gives up
+PROBES_A_COMPILE = 6  # eager probes for every compilation allowed
+
+
+class Prober(Protocol):
+    async def probe(self, task: Task, compile: bool = True) -> Probe: ...
+
+
+@dataclass
+class Stream:
+    """Where candidates of one family come from, and what is still wanted of it."""
+
+    family: str
+    composer: Composer
+    combination: Callable[[Task], str]
+    wanted: dict[str, int]  # split -> tasks
+    tasks: list[Task] = field(default_factory=list)
+    heldout: set[str] = field(default_factory=set)  # combinations
+    refused: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def made(self, split: str) -> int:
+        return sum(task.split == split for task in self.tasks)
+
+    def wants(self, split: str) -> bool:
+        return self.made(split) < self.wanted[split]
+
+    @property
+    def done(self) -> bool:
+        return not any(self.wants(split) for split in self.wanted)
+
+
+@dataclass(frozen=True)
+class SampledFamily:
+    """A composer around a sampler of a family."""
+
+    sampler: Callable[[Random], Task]
+    repeatable: bool = True
+
+    async def compose(self, rng: Random) -> Task:
+        return self.sampler(rng)
+
+
+async def synthesize(
+    config: Synthesis,
+    seed: int,
+    sandbox: Prober,
+    *,
+    family_sampler: Callable[[Random], Task],
+    family_combination: Callable[[Task], str],
+    device: str = "cpu",
+    threads: int = 2,
+    progress: Callable[[int, int], None] | None = None,
+    known: Mapping[str, Any] | None = None,
+    report: Callable[[str, Any], None] | None = None,
+    composer: Composer | None = None,
+) -> tuple[list[Task], dict[str, Any]]:
+    """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks, and their data card.
+
+    ``known`` holds what earlier calls gave to ``report(key, JSON value)``: probes by content, and the answers of a
+    composer that does not repeat itself.  ``progress(done, total)`` counts accepted tasks.  ``composer`` replaces the
+    writer that the configuration names.  When candidates or compilations run out before enough tasks passed, fewer are
+    returned and ``card["short"]`` says how many are missing of each kind.
+
+    Raises:
+        TaskError: the evaluation set cannot be read.
+        WriterUnavailable: the model writer's address does not answer.
+    """
+    window = (max(config.window_ms[0], 1e-3) * 1e-3, config.window_ms[1] * 1e-3)  # seconds; nothing takes under 1 us
+    references = read_any(Path(config.evaluation_set)) if config.evaluation_set else []
+    source = SourceFilter(SimilarityIndex([(task.name, task.code) for task in references]), config.max_similarity)
+    from_catalogue = round(config.train * config.catalogue_share)
+    streams = [
+        Stream(
+            "teacher",
+            SampledFamily(family_sampler),
+            family_combination,
+            {"train": config.train - from_catalogue, "heldout": config.heldout},
+        ),
+        Stream(
+            "catalogue",
+            composer or make_composer(config, window, device, threads),
+            ops_combination,
+            {"train": from_catalogue, "heldout": config.catalogue},
+        ),
+    ]
+    work = _Work(config, seed, sandbox, window, source, dict(known or {}), report or (lambda key, value: None))
+    total = config.train + config.heldout + config.catalogue
+
+    for stream in streams:
+        for index in range(ATTEMPTS_A_TASK * sum(stream.wanted.values())):
+            if stream.done or work.spent:
+                break
+            await work.consider(stream, index)
+            if progress:
+                progress(sum(len(stream.tasks) for stream in streams), total)
+
+    tasks = [
+        task for split in ("train", "heldout") for stream in streams for task in stream.tasks if task.split == split
+    ]
+    facts = {
+        "seed": seed,
+        "device": device,
+        "writer": config.writer,
+        "operators": len(catalogue.available()),
+        "layers": len(layers.available()),
+        "yield": {stream.family: yields(stream.refused, len(stream.tasks)) for stream in streams},
+        "reasons": {stream.family: dict(stream.reasons.most_common(20)) for stream in streams},
+        "short": {
+            f"{stream.family}/{split}": missing
+            for stream in streams
+            for split, count in stream.wanted.items()
+            if (missing := count - stream.made(split)) > 0
+        },
+        "heldout_combinations": {stream.family: sorted(stream.heldout) for stream in streams},
+        "probes": {"eager": work.eager, "compiled": work.compiled},
+        "evaluation_set": {"tasks": len(references), "largest_similarity": max(source.scores, default=None)},
+    }
+    return tasks, data_card(tasks, work.times, (window[0] * 1e3, window[1] * 1e3), facts)
+
+
+def make_composer(config: Synthesis, window: tuple[float, float], device: str, threads: int) -> Composer:
+    """The writer that the configuration names."""
+    if config.writer == "model":
+        if not config.writer_url or not config.writer_model:
+            raise ValueError("synthesis.writer=model needs synthesis.writer_url and synthesis.writer_model")
+        return ModelWriter(
+            config.writer_url,
+            config.writer_model,
+            config.writer_key_env,
+            catalogue.available(),
+            window,
+            device,
+            config.max_ops,
+        )
+    speed = speed_of(device, threads)
+    return ProgrammaticWriter(catalogue.available(), layers.available(), speed, window, config.max_ops)
+
+
+@dataclass
+class _Work:
+    """One candidate after the other through the filters, with the budgets."""
+
+    config: Synthesis
+    seed: int
+    sandbox: Prober
+    window: tuple[float, float]
+    source: SourceFilter
+    known: dict[str, Any]
+    report: Callable[[str, Any], None]
+    times: dict[str, tuple[float, float | None]] = field(default_factory=dict)
+    eager: int = 0
+    compiled: int = 0
+
+    @property
+    def spent(self) -> bool:
+        most = self.config.max_candidates
+        return self.compiled >= most or self.eager >= PROBES_A_COMPILE * most
+
+    async def consider(self, stream: Stream, index: int) -> None:
+        try:
+            task = await self._compose(stream, index)
+            split = self._side(stream, task)
+            if split is None:
+                return
+            self.source.check(task)
+            self.eager += 1
+            eager = await self._probe(task, compile=False)
+            check_eager(eager, self.window)
+            self.compiled += 1
+            compiled = await self._probe(task, compile=True)
+            check_compiled(compiled)
+        except ComposeError as error:
+            stream.refused["composed"] += 1
+            stream.reasons[f"composed: {error}"] += 1
+        except Refused as refused:
+            stream.refused[refused.filter] += 1
+            stream.reasons[str(refused)] += 1
+        else:
+            assert eager.eager_seconds is not None  # check_eager saw to it
+            self.times[task.name] = (eager.eager_seconds, compiled.compile_seconds)
+            stream.tasks.append(replace(task, family=stream.family, split=split))
+            if split == "heldout":
+                stream.heldout.add(stream.combination(task))
+
+    def _side(self, stream: Stream, task: Task) -> str | None:
+        """The side of the split that the candidate belongs to; ``None`` when nothing more is wanted there.  Held-out
+        combinations are taken once each: scores would otherwise count one of them more than another."""
+        wanted = sum(stream.wanted.values())
+        combination = stream.combination(task)
+        heldout = is_heldout(combination, self.seed, stream.wanted["heldout"] / wanted)
+        split = "heldout" if heldout else "train"
+        return split if stream.wants(split) and combination not in stream.heldout else None
+
+    async def _compose(self, stream: Stream, index: int) -> Task:
+        rng = Random(f"{self.seed}/{stream.family}/{index}")
+        key = f"candidate/{stream.family}/{index}"
+        if not stream.composer.repeatable and key in self.known:
+            return Task(**(self.known[key] | {"ops": tuple(self.known[key]["ops"])}))
+        task = await stream.composer.compose(rng)
+        if not stream.composer.repeatable:
+            self._keep(key, task.__dict__ | {"ops": list(task.ops)})
+        return task
+
+    async def _probe(self, task: Task, compile: bool) -> Probe:
+        key = f"{'compiled' if compile else 'eager'}/{task.digest}"
+        if key not in self.known:
+            self._keep(key, (await self.sandbox.probe(task, compile=compile)).to_json())
+        return Probe.from_json(self.known[key])
+
+    def _keep(self, key: str, value: Any) -> None:
+        self.known[key] = value
+        self.report(key, value)

@@ -1,0 +1,219 @@
+"""Filters, split, data card and the driver.
+
+The prober here runs tasks in this process: what is composed in these tests is the project's own code.  Its times are
+made up from the operators, so that the results do not depend on the machine; whether a task runs is real.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections import Counter
+from itertools import pairwise
+from random import Random
+
+import pytest
+import torch
+
+from cuda_agent.config import Synthesis
+from cuda_agent.sandbox.wire import Probe
+from cuda_agent.synthesis import filters
+from cuda_agent.synthesis.compose import as_task
+from cuda_agent.synthesis.family import combination, sample_task
+from cuda_agent.synthesis.filters import Refused, SourceFilter, check_compiled, check_eager, yields
+from cuda_agent.synthesis.similarity import SimilarityIndex
+from cuda_agent.synthesis.split import heldout_combinations, is_heldout, ops_combination
+from cuda_agent.synthesis.synthesize import synthesize
+from tests.synthesis.test_similarity import CODE, RENAMED
+
+GOOD = Probe(deterministic=True, eager_seconds=1e-3, compile_seconds=8e-4)
+SMALL = Synthesis(train=4, heldout=6, catalogue=3, max_candidates=20)
+
+
+class InProcess:
+    """Probes for real on the meta device (shapes and errors), with times drawn from the task's digest."""
+
+    def __init__(self, die_after: int | None = None) -> None:
+        self.calls: list[tuple[str, bool]] = []
+        self.die_after = die_after
+
+    async def probe(self, task, compile=True):
+        if self.die_after is not None and len(self.calls) >= self.die_after:
+            raise KeyboardInterrupt
+        self.calls.append((task.digest, compile))
+        names: dict = {}
+        try:
+            with torch.device("meta"), torch.no_grad():
+                exec(task.code, names)
+                names["Model"](*names["get_init_inputs"]()).eval()(*names["get_inputs"]())
+        except Exception as error:
+            return Probe(error=f"Traceback\n{error}")
+        chance = hashlib.sha256(task.digest.encode()).digest()[0]
+        return Probe(
+            deterministic=chance != 0,
+            constant=chance == 1,
+            indistinguishable=chance == 2,
+            eager_seconds=2e-2 if chance < 30 else 1e-3,
+            compile_seconds=1e-3 if compile else None,
+        )
+
+
+def make(config=SMALL, seed=0, prober=None, **more):
+    sampler = more.pop("family_sampler", sample_task)
+    return asyncio.run(
+        synthesize(config, seed, prober or InProcess(), family_sampler=sampler, family_combination=combination, **more)
+    )
+
+
+def test_as_many_tasks_of_each_kind_as_asked_for():
+    seen = []
+    tasks, card = make(progress=lambda done, total: seen.append((done, total)))
+    kinds = Counter((task.family, task.split) for task in tasks)
+    assert kinds == {("teacher", "train"): 4, ("teacher", "heldout"): 6, ("catalogue", "heldout"): 3}
+    assert card["short"] == {} and seen[-1] == (13, 13)
+    assert len({task.name for task in tasks}) == len({task.digest for task in tasks}) == 13
+
+
+def test_heldout_combinations_are_their_own_and_never_trained_on():
+    tasks, _ = make(Synthesis(train=20, heldout=20, catalogue=0, max_candidates=60))
+    family = [task for task in tasks if task.family == "teacher"]
+    train = {combination(task) for task in family if task.split == "train"}
+    heldout = [combination(task) for task in family if task.split == "heldout"]
+    assert len(set(heldout)) == len(heldout) == 20
+    assert not train & set(heldout)
+    assert heldout_combinations(family, combination) == set(heldout)
+
+
+def test_training_tasks_of_the_catalogue_keep_away_from_held_out_combinations():
+    tasks, _ = make(Synthesis(train=8, heldout=3, catalogue=5, catalogue_share=0.5, max_candidates=40))
+    own = [task for task in tasks if task.family == "catalogue"]
+    assert Counter(task.split for task in own) == {"train": 4, "heldout": 5}
+    train = {ops_combination(task) for task in own if task.split == "train"}
+    assert not train & {ops_combination(task) for task in own if task.split == "heldout"}
+
+
+def test_the_same_seed_gives_the_same_set_and_another_seed_another():
+    assert make() == make()
+    assert make()[0] != make(seed=1)[0]
+
+
+def test_a_killed_synthesis_goes_on_without_repeating_a_probe():
+    whole = InProcess()
+    expected = make(prober=whole)
+    kept: dict = {}
+    first = InProcess(die_after=7)
+    with pytest.raises(KeyboardInterrupt):
+        make(prober=first, report=lambda key, value: kept.update({key: json.loads(json.dumps(value))}))
+    assert len(kept) == 7
+    second = InProcess()
+    assert make(prober=second, known=kept) == expected
+    assert first.calls + second.calls == whole.calls
+
+
+def test_what_a_composer_wrote_is_kept_when_it_does_not_repeat_itself():
+    class Scribe:
+        repeatable = False
+
+        def __init__(self):
+            self.written = 0
+
+        async def compose(self, rng):
+            self.written += 1
+            size = f"{self.written}{id(self)}"
+            return as_task(CODE.replace("* 0.5", f"* 0.{size}").replace("gelu", "silu"), "torch#3")
+
+    config = Synthesis(train=1, heldout=1, catalogue=1, max_candidates=20)
+    kept: dict = {}
+    composer = Scribe()
+    tasks, _ = make(
+        config, composer=composer, report=lambda key, value: kept.update({key: json.loads(json.dumps(value))})
+    )
+    again = Scribe()
+    assert make(config, composer=again, known=kept)[0] == tasks
+    assert composer.written and not again.written
+
+
+def test_no_more_candidates_are_compiled_than_allowed_and_the_card_says_what_is_missing():
+    prober = InProcess()
+    tasks, card = make(Synthesis(train=5, heldout=5, catalogue=5, max_candidates=6), prober=prober)
+    assert sum(compiled for _, compiled in prober.calls) == 6 >= len(tasks)
+    assert sum(card["short"].values()) == 15 - len(tasks)
+
+
+def test_a_family_of_one_task_ends_and_is_short():
+    tasks, card = make(family_sampler=lambda rng: sample_task(Random(3)))
+    assert sum(task.family == "teacher" for task in tasks) <= 1
+    assert card["yield"]["teacher"][2]["dropped"] > 10  # new bytes
+    assert card["short"]
+
+
+def test_the_card_is_plain_json_and_adds_up():
+    tasks, card = make()
+    assert json.loads(json.dumps(card)) == card
+    for split in ("by_split", "by_family", "by_data_source", "by_family_and_split"):
+        assert sum(card[split].values()) == len(tasks) == sum(card["eager_ms"]["counts"])
+    for family, rows in card["yield"].items():
+        assert [row["filter"] for row in rows] == list(filters.FILTERS)
+        assert all(row["entered"] == row["passed"] + row["dropped"] for row in rows)
+        assert all(above["passed"] == below["entered"] for above, below in pairwise(rows))
+        assert rows[-1]["passed"] == card["by_family"][family]
+    assert card["ops"] == Counter(op for task in tasks for op in task.ops)
+
+
+def test_what_resembles_the_evaluation_set_is_dropped(tmp_path):
+    free, _ = make()
+    for task in free:
+        (tmp_path / f"{task.name}.py").write_text(task.code)
+    tasks, card = make(SMALL.model_copy(update={"evaluation_set": str(tmp_path)}))
+    assert not {task.digest for task in tasks} & {task.digest for task in free}
+    assert card["evaluation_set"]["tasks"] == 13 and card["evaluation_set"]["largest_similarity"] == 1.0
+    dropped = {row["filter"]: row["dropped"] for rows in card["yield"].values() for row in rows}
+    assert dropped["unlike the evaluation set"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"error": "Traceback\nValueError: x"}, "runs in eager"),
+        ({"eager_seconds": None}, "runs in eager"),
+        ({"deterministic": False}, "deterministic"),
+        ({"constant": True}, "not constant"),
+        ({"indistinguishable": True}, "distinguishable"),
+        ({"eager_seconds": 1e-6}, "time window"),
+        ({"eager_seconds": 1.0}, "time window"),
+    ],
+)
+def test_the_published_filters_on_a_probe(change, name):
+    check_eager(GOOD, (1e-4, 5e-3))
+    with pytest.raises(Refused) as refused:
+        check_eager(Probe(**(GOOD.__dict__ | change)), (1e-4, 5e-3))
+    assert refused.value.filter == name
+
+
+def test_what_does_not_compile_is_refused_with_its_last_line():
+    check_compiled(GOOD)
+    with pytest.raises(Refused, match="compiles: Unsupported"):
+        check_compiled(Probe(error="a\nUnsupported\n", deterministic=True, eager_seconds=1e-3))
+
+
+def test_copies_and_renamed_copies_are_refused():
+    source = SourceFilter(SimilarityIndex([]), 0.9)
+    source.check(as_task(CODE, ""))
+    with pytest.raises(Refused, match="new bytes"):
+        source.check(as_task(CODE, ""))
+    with pytest.raises(Refused, match="new structure"):
+        source.check(as_task(RENAMED, ""))
+    source.check(as_task(CODE.replace("N = 16", "N = 32"), ""))
+
+
+def test_yields_chain():
+    rows = yields(Counter({"runs in eager": 3, "composed": 1}), passed=6)
+    assert rows[0]["entered"] == 10 and rows[-1]["passed"] == 6
+
+
+def test_the_split_depends_on_seed_and_combination_alone():
+    sides = [is_heldout(f"c{number}", 0, 0.3) for number in range(2000)]
+    assert sides == [is_heldout(f"c{number}", 0, 0.3) for number in range(2000)]
+    assert 500 < sum(sides) < 700
+    assert sides != [is_heldout(f"c{number}", 1, 0.3) for number in range(2000)]
+    assert not any(is_heldout(f"c{number}", 0, 0.0) for number in range(50))
+    assert all(is_heldout(f"c{number}", 0, 1.0) for number in range(50))

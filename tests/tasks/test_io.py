@@ -1,0 +1,103 @@
+"""Task sets on disk."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cuda_agent.tasks.io import TaskError, import_tasks, read_any, read_kernelbench, read_ops6k, read_tasks, write_tasks
+from cuda_agent.tasks.task import Task
+
+CODE = """import torch
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return torch.relu(x)
+def get_inputs():
+    return [torch.randn({})]
+def get_init_inputs():
+    return []
+"""
+
+
+def task(name: str, size: int = 2) -> Task:
+    return Task(name, CODE.format(size), ("torch.relu",), "torch#1", "teacher", "heldout")
+
+
+def parquet(path, **columns):
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def test_written_tasks_read_back_equal(tmp_path):
+    tasks = [task("a"), task("b", 3)]
+    write_tasks(tmp_path / "set", tasks)
+    assert read_tasks(tmp_path / "set") == tasks == read_any(tmp_path / "set")
+
+
+def test_an_empty_set_reads_back_empty(tmp_path):
+    write_tasks(tmp_path, [])
+    assert read_tasks(tmp_path) == []
+
+
+def test_names_must_be_unique(tmp_path):
+    with pytest.raises(TaskError, match="not unique: a"):
+        write_tasks(tmp_path, [task("a"), task("a", 3)])
+
+
+@pytest.mark.parametrize("ops", [[["torch.relu"]], [json.dumps(["torch.relu"])], ["torch.relu"]])
+def test_ops6k_takes_lists_and_json_lists(tmp_path, ops):
+    path = parquet(tmp_path / "data.parquet", ops=ops, data_source=["torch#1"], code=[CODE.format(2)])
+    (read,) = read_ops6k(path)
+    assert (read.ops, read.data_source, read.name) == (("torch.relu",), "torch#1", "ops6k-0000")
+
+
+def test_ops6k_refuses_ops_of_another_form(tmp_path):
+    path = parquet(tmp_path / "data.parquet", ops=['{"a": 1}'], data_source=["torch#1"], code=["x"])
+    with pytest.raises(TaskError, match="row 0: ops"):
+        read_ops6k(path)
+
+
+def test_kernelbench_levels_become_families_in_natural_order(tmp_path):
+    for name in ("level1/10_b.py", "level1/2_a.py", "level2/1_c.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(CODE.format(4))
+    tasks = read_kernelbench(tmp_path)
+    assert [t.name for t in tasks] == ["level1/2_a", "level1/10_b", "level2/1_c"]
+    assert [t.family for t in tasks] == ["level1", "level1", "level2"]
+    assert {t.split for t in tasks} == {"heldout"} and tasks[0].ops == ("torch.relu",)
+    assert [t.name for t in read_kernelbench(tmp_path / "level2")] == ["1_c"]
+
+
+def test_import_recomputes_ops_and_drops_copies(tmp_path):
+    path = parquet(
+        tmp_path / "data.parquet",
+        ops=[["nn.Linear"], ["nn.Linear"], ["torch.relu"]],
+        data_source=["torch#1"] * 3,
+        code=[CODE.format(2), CODE.format(2), "no task"],
+    )
+    tasks = import_tasks(path, tmp_path / "out")
+    assert [t.ops for t in tasks] == [("torch.relu",)] and read_tasks(tmp_path / "out") == tasks
+
+
+def test_import_of_one_file(tmp_path):
+    (tmp_path / "model.py").write_text(CODE.format(2))
+    assert [t.name for t in import_tasks(tmp_path / "model.py", tmp_path / "out")] == ["model"]
+
+
+def test_what_cannot_be_read_is_said_plainly(tmp_path):
+    (tmp_path / "text.parquet").write_text("hello")
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "empty").mkdir()
+    small = parquet(tmp_path / "small.parquet", code=["x"])
+    for source, message in [
+        (tmp_path / "nowhere", "no such file or folder"),
+        (tmp_path / "text.parquet", "not a parquet file"),
+        (tmp_path / "broken.py", "line 1: syntax error"),
+        (tmp_path / "empty", "no task files"),
+        (small, "no column ops, data_source; it has code"),
+    ]:
+        with pytest.raises(TaskError, match=message):
+            import_tasks(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
