@@ -95,7 +95,7 @@ def plan(spec: Spec, choices: Choices) -> str:
     arguments = ["in0", *(["in1"] if spec.binary else []), *(["tmp"] if _workspace(spec, choices) else []), "out0"]
     arguments += ["in0.shape[0]", "in0.shape[1]"] if spec.ending else ["in0.numel"]
     node = {"kernel": KERNEL, "function": "fused", "grid": choices.grid, "args": arguments}
-    workspaces = {"workspaces": {"tmp": {"size": "in0.numel", "dtype": "float32"}}}
+    workspaces = {"workspaces": {"tmp": {"size": "in0.numel"}}}
     return json.dumps((workspaces if "tmp" in arguments else {}) | {"nodes": [node]}) + "\n"
 
 
