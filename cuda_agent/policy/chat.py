@@ -118,7 +118,7 @@ class Chat:
         whole = self._render([_user("?"), message])
         if not whole.startswith(before):
             raise ValueError("the chat template opens a turn otherwise than it writes one: cannot encode written turns")
-        return self._encode(whole[len(before) : whole.rindex(self._end)]) + [self.end_id]
+        return [*self._encode(whole[len(before) : whole.rindex(self._end)]), self.end_id]
 
     def parse(
         self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] | None = None

@@ -3,6 +3,7 @@
 Not here: the value model (``training``), engines, and anything that knows what a conversation says.
 """
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -49,3 +50,97 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
         chat_template=TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+
+
+def new_policy(config: Policy, tokenizer: Any, seed: int) -> Any:
+    """A Qwen3 causal model with tied embeddings and random weights (a function of ``seed``), float32, in eval mode."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    if config.hidden % config.heads or config.heads % config.kv_heads:
+        raise ValueError("policy.hidden must be a multiple of policy.heads, and that of policy.kv_heads")
+    architecture = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.hidden // config.heads,
+        max_position_embeddings=config.context,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(architecture).float().eval()
+
+
+def save_policy(model: Any, tokenizer: Any, folder: Path | str) -> None:
+    """Model, tokenizer and chat template as a Hugging Face folder, which any server can load."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def load_policy(folder: Path | str) -> tuple[Any, Any]:
+    """(model, tokenizer) of a Hugging Face folder; a name of the hub works where the hub can be reached.
+
+    The model comes in float32 and eval mode.  ``PolicyError`` says what is missing or does not fit together."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    path = Path(folder)
+    if path.exists():
+        _check_files(path)
+    elif str(folder).count("/") != 1 or str(folder).startswith((".", "/", "~")):
+        raise PolicyError(f"there is no folder {folder}")
+    try:
+        AutoConfig.from_pretrained(folder)
+    except Exception as error:
+        raise PolicyError(f"{folder}: its config.json cannot be used: {error}") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        raise PolicyError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
+    if not getattr(tokenizer, "chat_template", None):
+        raise PolicyError(f"{folder}: its tokenizer has no chat template (an instruction-tuned model is needed)")
+    model = load_model(folder)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise PolicyError(f"{folder}: the tokenizer has {len(tokenizer)} entries, the model only {rows} embeddings")
+    return model, tokenizer
+
+
+def load_model(folder: Path | str) -> Any:
+    """The causal model of a Hugging Face folder, float32, eval mode; ``PolicyError`` when any weight is missing or has
+    another shape (the library would only fill it with noise)."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", output_loading_info=True)
+    except Exception as error:
+        raise PolicyError(f"{folder}: its weights cannot be loaded as a causal model: {error}") from error
+    for kind in ("missing_keys", "mismatched_keys"):
+        if keys := sorted(map(str, report.get(kind, []))):
+            raise PolicyError(f"{folder}: {kind.replace('_', ' ')}: {', '.join(keys[:5])} ({len(keys)} in all)")
+    return model.eval()
+
+
+def _check_files(path: Path) -> None:
+    """What a folder must hold, checked before the library's own, vaguer errors; all that is missing is named."""
+    if not path.is_dir():
+        raise PolicyError(f"{path} is not a folder")
+    missing = []
+    if not (path / "config.json").exists():
+        missing.append("no config.json")
+    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        missing.append("no tokenizer (tokenizer.json)")
+    indexes = [*path.glob("*.safetensors.index.json"), *path.glob("pytorch_model.bin.index.json")]
+    if indexes:
+        shards = set(json.loads(indexes[0].read_text())["weight_map"].values())
+        if absent := sorted(shard for shard in shards if not (path / shard).exists()):
+            missing.append(f"no weight shards {', '.join(absent)}")
+    elif not [*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]:
+        missing.append("no weights (model.safetensors)")
+    if missing:
+        raise PolicyError(f"{path} is no usable policy: {'; '.join(missing)}")
