@@ -1,9 +1,9 @@
 """How alike two tasks are, by structure.
 
-The measure: class ``Model`` is parsed, its names are made anonymous (imported names keep their full path, so that
+The measure: the class ``Model`` is parsed, its names are made anonymous (imported names keep their full path, so that
 ``F.relu`` and ``torch.nn.functional.relu`` agree), constants keep only their type, docstrings go; then the multisets of
 all subtrees of height one and more are compared: Dice's coefficient, 2 |A and B| / (|A| + |B|).  It is symmetric, lies
-in [0, 1], and is 1 for the same structure under other variable names.  Comparing subtree multisets is the old idea of clone
+in [0, 1], and is 1 for the same structure under other variable names.  Comparing subtrees is the old idea of clone
 detection on syntax trees (Baxter et al., 1998); the published set used a ready-made tool on the same class.
 ``duplicate_key`` is stricter: same structure *and* same constants and shapes anywhere in the file.
 Not covered: different code for the same function (``x * x`` and ``torch.square(x)`` are unlike).
