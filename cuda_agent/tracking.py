@@ -1,9 +1,9 @@
 """What a run says of itself: metrics, progress and notes.
 
-The stage's side (``FileTracker``) writes three files into a folder; they travel with checkpoints, so after a resume they
-say exactly what the checkpoint knew.  The host's side (``Mirror``) copies them into MLflow from a background thread
-that compares what should be there with what is, so losing MLflow for a while, or for good, neither stops nor slows a run,
-and a retry lands in the same MLflow run.
+The stage's side (``FileTracker``) writes three files into a folder; they travel with checkpoints, so after a resume
+they say exactly what the checkpoint knew.  The host's side (``Mirror``) copies them into MLflow from a background
+thread that compares what should be there with what is: losing MLflow for a while, or for good, neither stops nor
+slows a run, and a retry lands in the same MLflow run.
 
     metrics.jsonl    {"step": 3, "reward": 1.25, ...} a line; a later line of the same (key, step) replaces the value
     notes.jsonl      {"text": ...} a line
@@ -50,8 +50,11 @@ class FileTracker:
         )
 
     def note(self, text: str) -> None:
-        if {"text": text} not in list(_lines(self._folder / "notes.jsonl")):
+        if text not in self.notes():
             self._append("notes.jsonl", {"text": text})
+
+    def notes(self) -> list[str]:
+        return read_notes(self._folder / "notes.jsonl")
 
     def save(self, folder: Path) -> None:
         """Writes metrics, one line a step, and notes into ``folder``."""
@@ -110,7 +113,7 @@ def _replace(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-# MLflow ----------------------------------------------------------------------------------------------------------------
+# MLflow ---------------------------------------------------------------------------------------------------------------
 
 # A run of MLflow is found again by these tags, so a second process of the same run writes into the same place.
 RUN_TAG, STAGE_TAG = "cuda_agent.run", "cuda_agent.stage"
@@ -142,9 +145,9 @@ class _Sent:
 class Mirror:
     """Copies the entries of one workflow into MLflow: one experiment a pipeline, a parent run, one child run a stage.
 
-    ``update(stage, ...)`` states what should be there (stage ``None``: the parent) and returns at once.  ``close`` waits
-    at most ``timeout`` seconds for the last copy and says whether everything arrived.  ``trouble`` is called once, from
-    the thread, with a line for the person who watches."""
+    ``update(stage, ...)`` states what should be there (stage ``None``: the parent) and returns at once.  ``close``
+    waits at most ``timeout`` seconds for the last copy and says whether everything arrived.  ``trouble`` is called
+    once, from the thread, with a line for the person who watches."""
 
     def __init__(
         self, uri: str, experiment: str, run: str, artifacts: Path | None, trouble: Callable[[str], None]
@@ -250,6 +253,7 @@ def _client(uri: str) -> Any:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if uri.startswith("sqlite:///"):

@@ -1,0 +1,115 @@
+"""Checkpoints of one stage, keyed by its cache key: the two newest are kept, each visible as a whole or not at all.
+
+    checkpoints/<stage>/<key>/<step>-<nonce>.json     {"step", "files": {path: {"sha256", "size"}}}, written last
+    checkpoints/<stage>/<key>/<step>-<nonce>/<path>   the files
+
+Metrics and notes travel inside, so a resumed stage says of itself exactly what the checkpoint knew.  A checkpoint that
+is not what it was written as is noted and removed, and the one before is tried.
+
+What it does not cover: what a stage puts into its checkpoint; errors of reading it are the stage's own.
+"""
+
+import json
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cuda_agent.storage import Store, StoreDamaged, file_sha256
+from cuda_agent.tracking import FileTracker
+
+KEEP = 2
+_OWN = ".stage"  # folder inside a checkpoint: metrics, notes, clock
+
+
+class StageCheckpoints:
+    """See ``stages.context.Checkpoints``.  ``seconds`` and ``resumed`` go on over attempts."""
+
+    def __init__(self, store: Store, stage: str, key: str, scratch: Path, tracker: FileTracker) -> None:
+        self._store, self._prefix, self._scratch, self._tracker = store, f"checkpoints/{stage}/{key}", scratch, tracker
+        self._began, self._before = time.monotonic(), 0.0
+        self.resumed: list[int] = []
+
+    @property
+    def seconds(self) -> float:
+        """Time that went into what is there now, all attempts together, repeated work not counted."""
+        return self._before + time.monotonic() - self._began
+
+    def save(self, step: int, write: Callable[[Path], None]) -> None:
+        name = f"{step:08d}-{secrets.token_hex(4)}"
+        with tempfile.TemporaryDirectory(dir=self._scratch) as temporary:
+            folder = Path(temporary)
+            write(folder)
+            self._tracker.save(folder / _OWN)
+            clock = {"seconds": self.seconds, "resumed": self.resumed}
+            (folder / _OWN / "clock.json").write_text(json.dumps(clock))
+            files = {}
+            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+                relative = path.relative_to(folder).as_posix()
+                self._store.put_file(f"{self._prefix}/{name}/{relative}", path)
+                files[relative] = {"sha256": file_sha256(path), "size": path.stat().st_size}
+        self._store.put(f"{self._prefix}/{name}.json", json.dumps({"step": step, "files": files}).encode())
+        self._prune(name)
+
+    def load(self, read: Callable[[Path], None]) -> int | None:
+        for entry in reversed(self._entries()):
+            with tempfile.TemporaryDirectory(dir=self._scratch) as temporary:
+                folder = Path(temporary)
+                try:
+                    step = self._download(entry, folder)
+                except StoreDamaged as error:
+                    self._remove(entry)
+                    self._tracker.note(f"checkpoint {entry} was damaged and is not used: {error}")
+                    continue
+                damaged = self._tracker.notes()
+                self._tracker.restore(folder / _OWN)
+                for text in damaged:
+                    self._tracker.note(text)
+                clock = json.loads((folder / _OWN / "clock.json").read_text())
+                shutil.rmtree(folder / _OWN)
+                self._before, self._began = clock["seconds"], time.monotonic()
+                self.resumed = [*clock["resumed"], step]
+                read(folder)
+                return step
+        return None
+
+    def clear(self) -> None:
+        """Removes them all: the stage is done."""
+        for key in self._store.list(self._prefix):
+            self._store.delete(key)
+
+    def _entries(self) -> list[str]:
+        """Names of complete checkpoints, oldest first; of the same step, the one written last is last."""
+        times = self._store.sizes(self._prefix)
+        found = [key for key in times if key.endswith(".json") and key.count("/") == self._prefix.count("/") + 1]
+        found.sort(key=lambda key: (key.rsplit("/", 1)[1].split("-")[0], times[key][1]))
+        return [key.rsplit("/", 1)[1].removesuffix(".json") for key in found]
+
+    def _download(self, entry: str, folder: Path) -> int:
+        try:
+            index = json.loads(self._store.get(f"{self._prefix}/{entry}.json"))
+            step, files = int(index["step"]), dict(index["files"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreDamaged(f"its index cannot be read ({error})") from error
+        for relative, facts in files.items():
+            target = folder / relative
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._store.get_file(f"{self._prefix}/{entry}/{relative}", target, facts["sha256"])
+        return step
+
+    def _prune(self, newest: str) -> None:
+        entries = [entry for entry in self._entries() if entry != newest]
+        for entry in entries[: max(0, len(entries) - (KEEP - 1))]:
+            self._remove(entry)
+        kept = {newest, *entries[-(KEEP - 1) :]}
+        for key in self._store.list(self._prefix):  # files of a save that never finished
+            if key.removeprefix(self._prefix + "/").split("/")[0].removesuffix(".json") not in kept:
+                self._store.delete(key)
+
+    def _remove(self, entry: str) -> None:
+        """The index first: without it, the rest is not a checkpoint."""
+        self._store.delete(f"{self._prefix}/{entry}.json")
+        for key in self._store.list(f"{self._prefix}/{entry}"):
+            self._store.delete(key)

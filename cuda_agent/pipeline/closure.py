@@ -1,0 +1,166 @@
+"""What decides whether a stage's result can be used again: its code, its environment, its device.
+
+The code version is a hash over the stage's import closure: every module of the package that it imports, directly or
+not, at the top or inside a function, or names in a string (``python -m cuda_agent.sandbox.judge``), and the data files
+beside them (skill text, templates, C++ sources; a file named like a module belongs to that module alone).  Found by
+reading syntax trees, so nothing is imported and a lookup takes milliseconds.
+
+What it does not cover: module names put together at run time, data outside the folders of the modules, and the code of
+other packages, which their versions stand for.
+"""
+
+import ast
+import functools
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from cuda_agent.storage import canonical_json
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "pyarrow")
+_NO_DATA = (".py", ".pyc", ".pyi")
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+def code_version(module: str) -> str:
+    """sha256 over names and bytes of all files of ``module``'s closure."""
+    digest = hashlib.sha256()
+    for name, path in sorted(closure_files(module).items()):
+        digest.update(f"{name}\0{_file_digest(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def closure_files(module: str) -> dict[str, Path]:
+    """Name relative to the top package's folder -> file."""
+    root = _root(module.split(".")[0])
+    files: dict[str, Path] = {}
+    for name in closure_modules(module):
+        path = _source(name)
+        assert path is not None
+        files[path.relative_to(root.parent).as_posix() if path.is_relative_to(root.parent) else name] = path
+        if path.parent != root:  # the data of a room belong to whoever touches the room
+            for data in path.parent.rglob("*"):
+                if not data.is_file() or data.suffix in _NO_DATA or "__pycache__" in data.parts:
+                    continue
+                if data.with_suffix(".py") == path or not data.with_suffix(".py").exists():
+                    files[f"{name.rpartition('.')[0]}/{data.relative_to(path.parent).as_posix()}"] = data
+    return files
+
+
+def closure_modules(module: str) -> set[str]:
+    """Every module of ``module``'s own package and of ``cuda_agent`` that importing and running it can import."""
+    tops = {module.split(".")[0], "cuda_agent"}
+    seen: set[str] = set()
+    front = [module]
+    while front:
+        name = front.pop()
+        if name in seen or (path := _source(name)) is None:
+            continue
+        seen.add(name)
+        parents = [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)]
+        front += [other for other in [*parents, *_imports(path, name)] if other.split(".")[0] in tops]
+    if module not in seen:
+        raise ModuleNotFoundError(f"no source of {module}")
+    return seen
+
+
+@functools.cache
+def environment_digest() -> str:
+    """Of the image when one is set (CUDA_AGENT_IMAGE_DIGEST), else of Python, machine and the packages that matter."""
+    if image := os.environ.get("CUDA_AGENT_IMAGE_DIGEST"):
+        return image
+    versions: dict[str, str] = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "absent"
+    here = {"python": platform.python_version(), "machine": platform.machine(), "system": sys.platform}
+    return hashlib.sha256(canonical_json(here | versions).encode()).hexdigest()
+
+
+@functools.cache
+def device_name(device: str) -> str:
+    """The device that times were taken on: processor, number of its cores and compiler, or GPU and driver."""
+    if device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        return _first_line_of(query) or "no GPU"
+    return f"{_cpu_model()}, {os.cpu_count()} cores, {_first_line_of(['g++', '--version']) or 'no g++'}"
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _first_line_of(command: list[str]) -> str | None:
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+        return lines[0].strip() if lines else None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+@functools.cache
+def _root(top: str) -> Path:
+    spec = find_spec(top)
+    if spec is None or not (spec.submodule_search_locations or spec.origin):
+        raise ModuleNotFoundError(f"no package {top}")
+    return (
+        Path(next(iter(spec.submodule_search_locations)))
+        if spec.submodule_search_locations
+        else Path(spec.origin or "")
+    )
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module or package, without importing it; None when there is none."""
+    top, *rest = module.split(".")
+    root = _root(top)
+    if root.suffix == ".py":
+        return root if not rest else None
+    path = root.joinpath(*rest)
+    for candidate in (path / "__init__.py", path.with_name(path.name + ".py")):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+@functools.cache
+def _imports(path: Path, module: str) -> tuple[str, ...]:
+    return tuple(_imported(ast.parse(path.read_bytes()), module, path.name == "__init__.py"))
+
+
+def _imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+    """Every dotted name that an import statement anywhere in the file may load; some are no modules."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                depth = node.level - 1 if is_package else node.level
+                package = module.split(".")[: len(module.split(".")) - depth]
+                base = ".".join([*package, *filter(None, [node.module])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _DOTTED.fullmatch(node.value):
+            yield node.value
+
+
+@functools.cache
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

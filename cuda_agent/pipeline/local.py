@@ -1,0 +1,390 @@
+"""The local executor: the graph on one machine, a process a stage.
+
+    prepare:  store the configuration, choose the run (the newest unfinished one of this configuration, or a new one)
+    a stage:  key -> made already? then no process starts; else run, and on exit code 75 run again after a pause
+    the end:  fetch the report, say how it ended
+
+Kill it, or a stage, at any moment: whatever was not committed does not exist, and the next call goes on from the newest
+checkpoints.  Stages run one at a time, or side by side with ``run.parallel_stages``; one that takes times runs alone.
+
+What it does not cover: what happens inside a stage's process (``stage_main``), other machines, and the screen
+(``watch`` gets the state of all stages a few times a second).
+"""
+
+import contextlib
+import json
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.config import Config, ConfigError, flat, freeze
+from cuda_agent.pipeline import runs
+from cuda_agent.pipeline.graph import STAGES, STAGES_INPUT, Stage, ancestors, check
+from cuda_agent.pipeline.manifest import (
+    Identity,
+    Manifest,
+    config_entry,
+    find_result,
+    identify,
+    is_whole,
+    make_stages_folder,
+    manifest_entry,
+    publish,
+    read_manifest,
+    resolve_inputs,
+)
+from cuda_agent.pipeline.spawn import PRELOAD, Spawner
+from cuda_agent.pipeline.stage_main import TABLE, Order
+from cuda_agent.stages.context import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_RETRY
+from cuda_agent.storage import Store, StoreError, absolute_uri, open_store
+from cuda_agent.tracking import Mirror, read_metrics, read_notes, read_progress
+
+GRACE = 60.0  # seconds a stage has for its checkpoint after SIGTERM
+
+
+@dataclass
+class StageView:
+    """What a screen shows of one stage."""
+
+    name: str
+    weight: float
+    state: str = "waiting"  # waiting, running, retry, cached, done, failed
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+    rates: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    attempt: int = 0
+    began: float = 0.0  # monotonic
+    seconds: float = 0.0  # of the finished stage
+    message: str = ""
+
+
+@dataclass
+class Outcome:
+    run: str
+    code: int
+    stage: str = ""
+    message: str = ""
+    report: Path | None = None  # folder
+    log: Path | None = None  # of the stage that failed
+    resumed: bool = False
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+
+
+def run_pipeline(
+    config: Config,
+    *,
+    new: bool = False,
+    stages: Sequence[Stage] = STAGES,
+    table: str = TABLE,
+    watch: Callable[[str, list[StageView]], None] = lambda run, views: None,
+    preload: tuple[str, ...] = PRELOAD,
+    pause: float = 2.0,
+) -> Outcome:
+    """Runs all stages and returns how it ended; raises nothing for what a person can mend.
+
+    ``table`` names ``stages`` for the processes (``module:NAME``).  ``pause`` is the first wait before a stage is tried
+    again, in seconds; it doubles."""
+    check(stages)
+    outcome = Outcome(run="", code=EXIT_BUG)
+    try:
+        with _prepare(config, new) as (store, home, run, sha256, resumed):
+            outcome.run, outcome.resumed = run.name, resumed
+            execution = _Execution(config, sha256, store, home, run, stages, table, watch, pause, outcome)
+            execution.run(preload)
+    except StoreError as error:
+        outcome.code, outcome.message = EXIT_RETRY, str(error)
+    except ConfigError as error:
+        outcome.code, outcome.message = EXIT_CONFIG, str(error)
+    return outcome
+
+
+@contextlib.contextmanager
+def _prepare(config: Config, new: bool) -> Iterator[tuple[Store, Path, runs.Run, str, bool]]:
+    if config.run.store.startswith("memory:"):
+        raise ConfigError("run.store: expected a folder or s3://bucket/prefix; memory:// ends with one process.")
+    text, sha256 = freeze(config)
+    store = open_store(config.run.store)
+    home = runs.local_home(config.run.store)
+    with (
+        runs.try_lock(runs.lock_path(home, store, sha256)) as free,
+        runs.try_lock(home / "locks" / "gc", shared=True) as no_gc,
+    ):
+        if not free:
+            running = runs.newest_unfinished(store, sha256)
+            name = running.name if running else "a run"
+            raise StoreError(f"{name} of this configuration is under way on this machine. Wait for it, or stop it.")
+        if not no_gc:
+            raise StoreError("`cuda-agent gc` is under way on this store. Wait for it to end.")
+        store.create(config_entry(sha256), text.encode())
+        run = None if new else runs.newest_unfinished(store, sha256)
+        resumed = run is not None
+        yield store, home, run or runs.create_run(store, config, sha256), sha256, resumed
+
+
+class _Execution:
+    """The state of one call."""
+
+    def __init__(
+        self,
+        config: Config,
+        sha256: str,
+        store: Store,
+        home: Path,
+        run: runs.Run,
+        stages: Sequence[Stage],
+        table: str,
+        watch: Callable[[str, list[StageView]], None],
+        pause: float,
+        outcome: Outcome,
+    ) -> None:
+        self.config, self.sha256, self.store, self.home, self.run_record = config, sha256, store, home, run
+        self.stages, self.table, self.watch, self.pause, self.outcome = stages, table, watch, pause, outcome
+        self.scratch = home / "work" / run.name
+        self.done: dict[str, Manifest] = outcome.manifests
+        self.running: dict[str, Stage] = {}
+        self.again_at: dict[str, float] = {}
+        self.views = {stage.name: StageView(stage.name, stage.weight) for stage in stages}
+        self.stopping = False
+        self.mirror: Mirror | None = None
+        self.mirrored = 0.0
+
+    def run(self, preload: tuple[str, ...]) -> None:
+        spawner = Spawner(preload)
+        self._open_mirror()
+        try:
+            with _signals(lambda: self._stop(spawner)):
+                self._loop(spawner)
+            if self.outcome.code == EXIT_DONE:
+                self._fetch_report()
+            runs.end_run(self.store, self.run_record, self.outcome.code, self.outcome.stage, self.outcome.message)
+        except BaseException as error:
+            self.outcome.code = EXIT_RETRY if isinstance(error, (StoreError, KeyboardInterrupt)) else EXIT_BUG
+            raise
+        finally:
+            spawner.close()
+            self._close_mirror()
+            if self.outcome.code == EXIT_DONE:
+                shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _loop(self, spawner: Spawner) -> None:
+        self.outcome.code = EXIT_DONE
+        killed_at = 0.0
+        while True:
+            progressed = False
+            for stage in self.stages:
+                if self._may_start(stage):
+                    self._serve_or_start(stage, spawner)
+                    progressed = True
+            self._show()
+            if progressed:
+                continue
+            if not self.running:
+                if self.outcome.code != EXIT_DONE or self.stopping or len(self.done) == len(self.stages):
+                    return
+                time.sleep(0.05)
+            for name, code in spawner.wait(0.1).items():
+                self._ended(self.running.pop(name), code)
+                if self.outcome.code != EXIT_DONE:
+                    self._stop(spawner)
+            if self.stopping and self.running:
+                killed_at = killed_at or time.monotonic() + GRACE
+                if time.monotonic() > killed_at:
+                    for name in self.running:
+                        spawner.signal(name, signal.SIGKILL)
+
+    def _may_start(self, stage: Stage) -> bool:
+        if stage.name in self.done or stage.name in self.running or self.stopping or self.outcome.code != EXIT_DONE:
+            return False
+        if any(above not in self.done for above in self._needs(stage)):
+            return False
+        if time.monotonic() < self.again_at.get(stage.name, 0.0):
+            return False
+        if not self.running:
+            return True
+        beside = [*self.running.values(), stage]
+        return self.config.run.parallel_stages and not any(other.timing for other in beside)
+
+    def _needs(self, stage: Stage) -> list[str]:
+        """The stages above it, near and far when it reads what they all said."""
+        return ancestors(self.stages, stage.name) if STAGES_INPUT in stage.inputs.values() else [*stage.upstream]
+
+    def _identity(self, stage: Stage) -> Identity:
+        inputs = resolve_inputs(self.store, stage, self.done)
+        for name, source in stage.inputs.items():
+            if source == STAGES_INPUT:
+                with tempfile.TemporaryDirectory() as temporary:
+                    make_stages_folder(self.store, self.stages, stage, self.config, self.done, Path(temporary))
+                    inputs[name] = self.store.put_folder(Path(temporary))
+        return identify(stage, self.config, inputs)
+
+    def _serve_or_start(self, stage: Stage, spawner: Spawner) -> None:
+        view = self.views[stage.name]
+        result = find_result(self.store, self.run_record.name, self._identity(stage))
+        if result is not None:
+            publish(self.store, self.run_record.name, result)
+            self._finish(stage, result, "cached")
+            return
+        folder = self.scratch / stage.name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        order = Order(
+            store=absolute_uri(self.config.run.store),
+            config=self.sha256,
+            run=self.run_record.name,
+            stage=stage.name,
+            scratch=str(folder),
+            local=str(self.home),
+            table=self.table,
+        )
+        spawner.start(stage.name, order.to_json(), folder / "log.txt")
+        self.running[stage.name] = stage
+        view.state, view.began, view.attempt = "running", time.monotonic(), view.attempt + 1
+
+    def _ended(self, stage: Stage, code: int) -> None:
+        view, folder = self.views[stage.name], self.scratch / stage.name
+        self._read(view)
+        log = folder / "log.txt"
+        with contextlib.suppress(StoreError, FileNotFoundError):
+            self.store.put_file(f"runs/{self.run_record.name}/{stage.name}/log.txt", log)
+        if code == EXIT_DONE:
+            manifest = read_manifest(self.store, manifest_entry(self.run_record.name, stage.name))
+            assert manifest is not None, "a stage that exits 0 has written its manifest"
+            self._finish(stage, manifest, "done")
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        view.message = _outcome_message(folder) or f"stage {stage.name} was killed or crashed (exit code {code})"
+        if code == EXIT_RETRY and not self.stopping and view.attempt <= self.config.run.retries:
+            for above in stage.upstream:  # an input that proved damaged is made again
+                if not is_whole(self.store, self.done[above]):
+                    self.views[above].notes.append("its result is damaged and is made again")
+                    self.views[above].state = "waiting"
+                    del self.done[above]
+            self.again_at[stage.name] = time.monotonic() + self.pause * 2 ** (view.attempt - 1)
+            view.state = "retry"
+            return
+        view.state = "retry" if self.stopping and code == EXIT_RETRY else "failed"
+        if self.outcome.code == EXIT_DONE:
+            self.outcome.code = code if code > 0 else EXIT_BUG
+            self.outcome.stage, self.outcome.message, self.outcome.log = stage.name, view.message, log
+        self._mirror_stage(stage.name, status="KILLED" if code == EXIT_RETRY else "FAILED")
+
+    def _finish(self, stage: Stage, manifest: Manifest, state: str) -> None:
+        self.done[stage.name] = manifest
+        view = self.views[stage.name]
+        view.state, view.seconds, view.done = state, manifest.seconds, view.total
+        if self.mirror:
+            with tempfile.TemporaryDirectory() as temporary:
+                self.store.get_folder(manifest.metrics, Path(temporary))
+                metrics = read_metrics(Path(temporary) / "metrics.jsonl")
+                view.notes = view.notes or read_notes(Path(temporary) / "notes.jsonl")
+            tags = {"key": manifest.key, "made by": manifest.run, "seconds": str(manifest.seconds)}
+            self._mirror_stage(stage.name, metrics=metrics, status="FINISHED", tags=tags)
+
+    def _stop(self, spawner: Spawner) -> None:
+        """SIGTERM to all stages; they write a checkpoint and exit 75."""
+        if not self.stopping:
+            self.stopping = True
+            if self.outcome.code == EXIT_DONE:
+                self.outcome.code, self.outcome.message = EXIT_RETRY, "Stopped. The same command goes on from here."
+            for name in self.running:
+                spawner.signal(name, signal.SIGTERM)
+
+    def _read(self, view: StageView) -> None:
+        folder = self.scratch / view.name
+        view.notes = read_notes(folder / "notes.jsonl")
+        if progress := read_progress(folder / "progress.json"):
+            view.done, view.total, view.unit = progress["done"], progress["total"], progress["unit"]
+            view.rates = progress["rates"]
+
+    def _show(self) -> None:
+        for name in self.running:
+            self._read(self.views[name])
+        if self.running and time.monotonic() - self.mirrored > 1.0:
+            self.mirrored = time.monotonic()
+            for name in self.running:
+                self._mirror_stage(name, metrics=read_metrics(self.scratch / name / "metrics.jsonl"), status="RUNNING")
+        self.watch(self.run_record.name, list(self.views.values()))
+
+    def _fetch_report(self) -> None:
+        report = self.done.get("report")
+        if report:
+            self.outcome.report = fetch_report(self.store, self.home, self.run_record.name, report)
+
+    # MLflow
+
+    def _open_mirror(self) -> None:
+        uri = self.config.run.mlflow or f"sqlite:///{self.home / 'mlflow.db'}"
+        if uri == "off":
+            return
+        artifacts = self.home / "mlflow-artifacts" if uri.startswith("sqlite:") else None
+        first = next(iter(self.views.values()))
+        self.mirror = Mirror(uri, self.config.run.pipeline, self.run_record.name, artifacts, first.notes.append)
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        resolved = self.scratch / "config.json"
+        resolved.write_text(json.dumps(self.config.model_dump(mode="json"), indent=1))
+        tags = {"config": self.sha256, "store": self.store.uri}
+        self.mirror.update(None, params=flat(self.config), tags=tags, artifacts=[resolved])
+
+    def _mirror_stage(self, name: str, **facts: Any) -> None:
+        if self.mirror:
+            stage = next(row for row in self.stages if row.name == name)
+            settings = {k: v for k, v in flat(self.config).items() if k.split(".")[0] in stage.config}
+            self.mirror.update(name, params=settings, **facts)
+
+    def _close_mirror(self) -> None:
+        if self.mirror is None:
+            return
+        status = {EXIT_DONE: "FINISHED", EXIT_RETRY: "KILLED"}.get(self.outcome.code, "FAILED")
+        report = [self.outcome.report] if self.outcome.report else []
+        self.mirror.update(None, status=status, artifacts=report)
+        if not self.mirror.close(timeout=30.0):
+            first = next(iter(self.views.values()))
+            first.notes.append("MLflow did not take everything; the metrics are in the store.")
+            self.watch(self.run_record.name, list(self.views.values()))
+
+
+def fetch_report(store: Store, home: Path, run: str, manifest: Manifest) -> Path:
+    """Puts a run's report into a local folder and returns it."""
+    folder = home / "reports" / run
+    shutil.rmtree(folder, ignore_errors=True)
+    store.get_folder(next(iter(manifest.outputs.values())), folder)
+    return folder
+
+
+def _outcome_message(folder: Path) -> str:
+    try:
+        return json.loads((folder / "outcome.json").read_text())["message"]
+    except (FileNotFoundError, json.JSONDecodeError):
+        return ""
+
+
+@contextlib.contextmanager
+def _signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM, SIGHUP and Ctrl-C stop the run in order; the second one at once (``KeyboardInterrupt``)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen = 0
+
+    def handle(number: int, frame: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > 1:
+            raise KeyboardInterrupt
+        stop()
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,163 @@
+"""Manifests, cache keys and the layout of the store: what was made, by what, from what.
+
+    cas/<sha256>                          bytes by content (``storage``)
+    configs/<sha256>.json                 frozen configurations
+    cache/<stage>/<key>.json              the manifest of whoever made it first; created only if absent, written last
+    checkpoints/<stage>/<key>/            ``checkpoints``
+    runs/<run>/run.json, end.json         who runs, and how it last ended
+    runs/<run>/<stage>/manifest.json      what this run uses of this stage
+    runs/<run>/<stage>/log.txt            what its last attempt printed
+
+What it does not cover: the order in which things are written (``stage_main``, ``local``).
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.config import Config, section_values
+from cuda_agent.pipeline.closure import code_version, device_name, environment_digest
+from cuda_agent.pipeline.graph import STAGES_INPUT, Stage, ancestors
+from cuda_agent.storage import Store, canonical_json
+from cuda_agent.tracking import read_metrics, write_metrics
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One finished stage.  Digests name folders of the store.  ``seconds`` is the time that went into the result, over
+    all attempts, repeated work not counted."""
+
+    stage: str
+    run: str  # who made it
+    key: str
+    code: str  # version of the stage's import closure
+    environment: str
+    device: str | None
+    config: str  # sha256 of the whole configuration
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+    metrics: str  # folder of metrics.jsonl and notes.jsonl
+    seconds: float
+    finished: str  # ISO 8601, UTC
+    resumed: list[int] = field(default_factory=list)  # checkpoint steps it went on from
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Manifest":
+        return cls(**json.loads(data))
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Everything that decides a stage's result, and its hash: the cache key."""
+
+    stage: str
+    code: str
+    environment: str
+    config: dict[str, Any]
+    inputs: dict[str, str]
+    device: str | None
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(canonical_json(asdict(self)).encode()).hexdigest()
+
+
+def identify(stage: Stage, config: Config, inputs: dict[str, str]) -> Identity:
+    """``inputs``: name -> digest."""
+    return Identity(
+        stage=stage.name,
+        code=code_version(stage.module),
+        environment=environment_digest(),
+        config=section_values(config, stage.config),
+        inputs=inputs,
+        device=device_name(config.sandbox.device) if stage.timing else None,
+    )
+
+
+def cache_entry(stage: str, key: str) -> str:
+    return f"cache/{stage}/{key}.json"
+
+
+def manifest_entry(run: str, stage: str) -> str:
+    return f"runs/{run}/{stage}/manifest.json"
+
+
+def config_entry(sha256: str) -> str:
+    return f"configs/{sha256}.json"
+
+
+def read_manifest(store: Store, key: str) -> Manifest | None:
+    """None when absent."""
+    return Manifest.from_bytes(store.get(key)) if store.exists(key) else None
+
+
+def is_whole(store: Store, manifest: Manifest) -> bool:
+    """Whether everything the manifest promises is there."""
+    return all(store.has_folder(digest) for digest in [*manifest.outputs.values(), manifest.metrics])
+
+
+def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
+    """A finished result of this identity: of the cache, or of this run when it died before it wrote the cache entry."""
+    cached = read_manifest(store, cache_entry(identity.stage, identity.key))
+    if cached and is_whole(store, cached):
+        return cached
+    own = read_manifest(store, manifest_entry(run, identity.stage))
+    return own if own and own.key == identity.key and is_whole(store, own) else None
+
+
+def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
+    """Manifest, then cache entry.  When somebody published the same key first, theirs counts."""
+    entry = cache_entry(manifest.stage, manifest.key)
+    store.put(manifest_entry(run, manifest.stage), manifest.to_bytes())
+    if not store.create(entry, manifest.to_bytes()):
+        theirs = Manifest.from_bytes(store.get(entry))
+        if theirs != manifest:
+            if is_whole(store, theirs):
+                store.put(manifest_entry(run, manifest.stage), theirs.to_bytes())
+                return theirs
+            store.put(entry, manifest.to_bytes())
+    return manifest
+
+
+def resolve_inputs(store: Store, stage: Stage, done: dict[str, Manifest]) -> dict[str, str]:
+    """Name -> digest, from the manifests of the stages above; without what ``stages_folder`` makes."""
+    return {
+        name: done[source.split(".")[0]].outputs[source.split(".")[1]]
+        for name, source in stage.inputs.items()
+        if source != STAGES_INPUT
+    }
+
+
+def make_stages_folder(
+    store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest], folder: Path
+) -> None:
+    """Fills ``folder`` with what the stages above said of themselves, and the configuration (without ``run``).
+
+    With the model clock, what only says how long things took is left out, so that two runs give the same bytes."""
+    timeless = config.sandbox.clock == "model"
+    for name in ancestors(stages, stage.name):
+        target = folder / name
+        manifest = done[name]
+        store.get_folder(manifest.metrics, target)
+        facts = asdict(manifest)
+        for volatile in ("run", "config", "finished", "resumed", "metrics", *(("seconds",) if timeless else ())):
+            facts.pop(volatile)
+        (target / "manifest.json").write_text(json.dumps(facts, indent=1, sort_keys=True))
+        if timeless:
+            metrics = {
+                step: {key: value for key, value in values.items() if "second" not in key}
+                for step, values in read_metrics(target / "metrics.jsonl").items()
+            }
+            for file in ("metrics.jsonl", "notes.jsonl"):
+                (target / file).unlink()
+            write_metrics(target / "metrics.jsonl", metrics)
+            (target / "notes.jsonl").write_text("")
+    values = config.model_dump(mode="json")
+    values.pop("run")
+    (folder / "config.json").write_text(json.dumps(values, indent=1, sort_keys=True))
