@@ -41,7 +41,7 @@ def similarity(left: str, right: str) -> float:
 
 
 class SimilarityIndex:
-    """Compares one source with many: (references x subtrees) counts as one matrix, 0.3 ms a query, nearly all of it parsing."""
+    """Compares one source with many through one matrix of (references x subtrees) counts: 0.3 ms a query at 250."""
 
     def __init__(self, references: Sequence[tuple[str, str]]) -> None:
         """``references`` are (name, source)."""
