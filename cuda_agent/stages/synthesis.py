@@ -1,0 +1,66 @@
+"""``synthesis``: operator catalogue -> ``tasks`` (train, held-out) and their data card.
+
+Every candidate is executed in the sandbox only, which keeps its probes by content: a kill loses at most the probe in
+flight.  Only the answers of a model that writes tasks are kept in the checkpoint slot.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.sandbox.client import LocalSandbox
+from cuda_agent.stages.context import BadConfiguration, StageContext, TryAgain
+from cuda_agent.synthesis.family import combination, sample_task
+from cuda_agent.synthesis.synthesize import synthesize
+from cuda_agent.synthesis.writer import WriterUnavailable
+from cuda_agent.tasks.io import TaskError, write_tasks
+
+KNOWN = "known.json"
+
+
+def run(ctx: StageContext) -> None:
+    try:
+        asyncio.run(_run(ctx))
+    except WriterUnavailable as error:
+        raise TryAgain(str(error)) from error
+    except TaskError as error:
+        raise BadConfiguration(str(error)) from error
+
+
+async def _run(ctx: StageContext) -> None:
+    config = ctx.config
+    known: dict[str, Any] = {}
+    ctx.checkpoints.load(lambda folder: known.update(json.loads((folder / KNOWN).read_text())))
+
+    def report(key: str, value: Any) -> None:
+        known[key] = value
+        if key.startswith("candidate/"):
+            ctx.checkpoints.save(len(known), lambda folder: _write(folder / KNOWN, known))
+        if ctx.should_stop():
+            raise TryAgain(f"stopped after {len(known)} probes")
+
+    async with LocalSandbox(config.sandbox, ctx.cache) as sandbox:
+        tasks, card = await synthesize(
+            config.synthesis,
+            config.seed,
+            sandbox,
+            family_sampler=sample_task,
+            family_combination=combination,
+            device=config.sandbox.device,
+            threads=config.sandbox.threads,
+            progress=lambda done, total: ctx.tracker.progress(done, total, unit="tasks"),
+            known=known,
+            report=report,
+        )
+    if not any(task.split == "train" for task in tasks):
+        raise BadConfiguration(f"No task passed the filters of synthesis. What they refused: {card['yield']}")
+    for kind, missing in card["short"].items():
+        ctx.tracker.note(f"synthesis is {missing} short of {kind} tasks: candidates or compilations ran out")
+    folder = ctx.outputs["tasks"]
+    write_tasks(folder, tasks)
+    _write(folder / "card.json", card)
+
+
+def _write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1, sort_keys=True))
