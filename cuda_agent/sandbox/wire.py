@@ -169,7 +169,7 @@ class Probe:
 
 # Frames between the judge and a worker: 8 bytes, then JSON.  A call on prepared buffers is the 8 bytes alone.
 
-_HEAD = struct.Struct("<BBHI")
+HEAD = struct.Struct("<BBHI")
 FRAME_LIMIT = 1 << 24  # bytes of one frame's body
 
 
@@ -182,7 +182,7 @@ class Frame(NamedTuple):
 
 def send_frame(sock: socket.socket, kind: str, body: Any = None, slot: int = 0, fds: Sequence[int] = ()) -> None:
     payload = b"" if body is None else json.dumps(body).encode()
-    data = _HEAD.pack(ord(kind), slot, 0, len(payload)) + payload
+    data = HEAD.pack(ord(kind), slot, 0, len(payload)) + payload
     sent = socket.send_fds(sock, [data], fds) if fds else 0
     sock.sendall(data[sent:])
 
@@ -192,13 +192,13 @@ def receive_frame(sock: socket.socket, max_fds: int = 0) -> Frame:
     the peer does not speak the format."""
     fds: list[int] = []
     if max_fds:
-        head, fds, _, _ = socket.recv_fds(sock, _HEAD.size, max_fds)
+        head, fds, _, _ = socket.recv_fds(sock, HEAD.size, max_fds)
     else:
-        head = sock.recv(_HEAD.size)
-    head += _exactly(sock, _HEAD.size - len(head)) if head else b""
+        head = sock.recv(HEAD.size)
+    head += _exactly(sock, HEAD.size - len(head)) if head else b""
     if not head:
         raise ConnectionError("the other side is gone")
-    kind, slot, _, length = _HEAD.unpack(head)
+    kind, slot, _, length = HEAD.unpack(head)
     if length > FRAME_LIMIT:
         raise ValueError(f"a frame of {length} bytes")
     try:
