@@ -1,0 +1,285 @@
+"""The file tools of a workspace: Read, Write, Edit, MultiEdit and Glob in one folder, and what the folder holds.
+
+Everything in the folder may be hostile (links, FIFOs, huge or binary files, a million names), so every path is resolved
+and every read is bounded.  Refusals are ``Refused`` with one short line for the model.  This runs inside the jailed
+workspace process while no shell does; standard library only.  Not covered: the shell, Grep, and the walls (``jail``).
+"""
+
+import fnmatch
+import hashlib
+import os
+import posixpath
+import stat
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+FILE_BYTES = 256 << 10  # of one file that is read, written or handed over
+TOTAL_BYTES = 1 << 20  # of all files handed over
+FILES = 200  # handed over
+ENTRIES = 5000  # looked at in one walk
+DEPTH = 12
+READ_LINES = 2000
+
+
+class Refused(Exception):
+    """A tool's error: its message is the tool's result."""
+
+
+class Folder:
+    """``root`` is an existing folder; ``protected`` maps names in it to the text they must keep (``None``: must not
+    exist).  A file that exists must have been read, written or edited here before it may be changed, and must not have
+    changed since."""
+
+    def __init__(self, root: str, protected: dict[str, str | None]) -> None:
+        if any("/" in name for name in protected):
+            raise ValueError("only files at the top of the folder can be protected")
+        self.root = os.path.realpath(root)
+        self._discarded = 0
+        self.protected = protected
+        self._seen: dict[str, bytes] = {}  # path -> sha256 of the content that the agent knows
+
+    # -------------------------------------------------------------------------------------------------------- tools
+
+    def read(self, path: str, offset: int = 1, limit: int = READ_LINES) -> str:
+        """The text of a file, or ``limit`` of its lines from line ``offset`` (from 1)."""
+        name, text = self._known_text(path)
+        self._seen[name] = _digest(text)
+        lines = text.splitlines(keepends=True)
+        first = max(offset, 1) - 1
+        part = "".join(lines[first : first + min(max(limit, 1), READ_LINES)])
+        return part or "(empty)"
+
+    def write(self, path: str, content: str) -> str:
+        name = self._writable(path)
+        if os.path.lexists(os.path.join(self.root, name)):
+            self._must_know(name)
+        self._store(name, content)
+        return "ok"
+
+    def edit(self, path: str, old_string: str, new_string: str, replace_all: bool = False) -> str:
+        edit = {"old_string": old_string, "new_string": new_string, "replace_all": replace_all}
+        return self.multi_edit(path, [edit])
+
+    def multi_edit(self, path: str, edits: list[dict[str, Any]]) -> str:
+        """All edits in order, or none of them."""
+        name = self._writable(path)
+        text = self._must_know(name)
+        if not edits:
+            raise Refused("edits is empty")
+        for number, edit in enumerate(edits, 1):
+            where = f"edit {number}: " if len(edits) > 1 else ""
+            old, new = edit["old_string"], edit["new_string"]
+            count = text.count(old) if old else 0
+            if count == 0:
+                raise Refused(f"{where}old_string not found in {name}")
+            if old == new:
+                raise Refused(f"{where}old_string and new_string are the same")
+            if count > 1 and not edit.get("replace_all"):
+                raise Refused(f"{where}old_string occurs {count} times in {name}")
+            text = text.replace(old, new)
+            if len(text) > FILE_BYTES:
+                raise Refused(f"{name} would be larger than {FILE_BYTES} bytes")
+        self._store(name, text)
+        return "ok"
+
+    def glob(self, pattern: str, path: str = ".") -> str:
+        """Paths that match (``**`` spans folders), sorted, one a line."""
+        base = self.resolve(path)
+        prefix = "" if base == "." else base + "/"
+        parts = tuple(part for part in pattern.split("/") if part not in ("", "."))
+        if len(parts) > DEPTH:
+            raise Refused("the pattern is too deep")
+        names = (name for name, _ in self._walk(base))
+        found = sorted(name for name in names if _matches(tuple(name[len(prefix) :].split("/")), parts))
+        return "\n".join(found) or "(no matches)"
+
+    # ------------------------------------------------------------------------------------------- the folder as a whole
+
+    def fill(self, files: dict[str, str]) -> None:
+        """Put the first files; the agent does not know them yet."""
+        for path, content in files.items():
+            self._store(self.resolve(path), content)
+        self._seen.clear()
+
+    def restore(self) -> list[str]:
+        """Give protected files their content back; returns which had been changed."""
+        changed = []
+        for name, content in self.protected.items():
+            path = os.path.join(self.root, name)
+            try:
+                intact = not os.path.lexists(path) if content is None else self._text(name) == content
+            except Refused:
+                intact = False
+            if not intact:
+                changed.append(name)
+                self._discard(path)
+                if content is not None:
+                    self._store(name, content)
+        return changed
+
+    def collect(self) -> dict[str, str]:
+        """The folder's regular UTF-8 files within the limits, shallow ones first, protected files as they must be."""
+        kept = {name: content for name, content in self.protected.items() if content is not None}
+        files, total = dict(kept), sum(map(len, kept.values()))
+        for name, size in sorted(self._walk("."), key=lambda item: (item[0].count("/"), item[0])):
+            if name in self.protected or size is None or size > FILE_BYTES or total + size > TOTAL_BYTES:
+                continue
+            try:
+                files[name] = self._text(name)
+            except Refused:
+                continue
+            total += size
+            if len(files) >= FILES:
+                break
+        return files
+
+    # ------------------------------------------------------------------------------------------------------------ paths
+
+    def resolve(self, path: str) -> str:
+        """The path relative to the folder, links followed."""
+        if not isinstance(path, str) or not path or len(path) > 1024 or "\0" in path or not path.isprintable():
+            raise Refused("not a path")
+        if path == "~" or path.startswith("~/"):
+            path = path[2:] or "."
+        full = os.path.realpath(os.path.join(self.root, path))
+        if full != self.root and not full.startswith(self.root + "/"):
+            raise Refused(f"{path} is outside the work folder")
+        return posixpath.relpath(full, self.root)
+
+    def _writable(self, path: str) -> str:
+        name = self.resolve(path)
+        if name in self.protected:
+            raise Refused(f"{name} is protected")
+        if os.path.isdir(os.path.join(self.root, name)):
+            raise Refused(f"{name} is a folder")
+        return name
+
+    def _must_know(self, name: str) -> str:
+        _, text = self._known_text(name)
+        if name not in self._seen:
+            raise Refused(f"read {name} first")
+        if self._seen[name] != _digest(text):
+            raise Refused(f"{name} has changed: read it again")
+        return text
+
+    def _known_text(self, path: str) -> tuple[str, str]:
+        name = self.resolve(path)
+        return name, self._text(name)
+
+    def _text(self, name: str) -> str:
+        try:
+            descriptor = os.open(
+                os.path.join(self.root, name), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+            )
+        except FileNotFoundError:
+            raise Refused(f"{name} does not exist") from None
+        except OSError as error:
+            raise Refused(f"{name}: {error.strerror}") from None
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise Refused(f"{name} is not a file")
+            data = file.read(FILE_BYTES + 1)
+        if len(data) > FILE_BYTES:
+            raise Refused(f"{name} is larger than {FILE_BYTES} bytes")
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            raise Refused(f"{name} is not text") from None
+
+    def _store(self, name: str, content: str) -> None:
+        """Atomically: another file of the same folder takes the name."""
+        try:
+            data = content.encode()
+        except UnicodeEncodeError:
+            raise Refused("the content is not text") from None
+        if len(data) > FILE_BYTES:
+            raise Refused(f"the content is larger than {FILE_BYTES} bytes")
+        path = os.path.join(self.root, name)
+        new = path + ".new~"
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            self._discard(new)
+            with open(new, "xb") as file:
+                file.write(data)
+            os.replace(new, path)
+        except OSError as error:
+            raise Refused(f"{name}: {error.strerror}") from None
+        self._seen[name] = _digest(content)
+
+    def _discard(self, path: str) -> None:
+        """Whatever is at ``path`` goes; a folder, which may be bottomless, only goes out of the way."""
+        if os.path.isdir(path) and not os.path.islink(path):
+            self._discarded += 1
+            os.rename(path, f"{self.root}.discarded{self._discarded}")
+        elif os.path.lexists(path):
+            os.unlink(path)
+
+    def _walk(self, base: str) -> Iterator[tuple[str, int | None]]:
+        """(path, size or ``None`` when it is no regular file) of everything below ``base``, folder by folder."""
+        pending, looked = deque([(base, 0)]), 0
+        while pending:
+            folder, depth = pending.popleft()
+            try:
+                entries = list(_some(os.path.join(self.root, folder), ENTRIES - looked))
+            except OSError:
+                continue
+            looked += len(entries)
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                name = posixpath.normpath(f"{folder}/{entry.name}")
+                try:
+                    info = entry.stat(follow_symlinks=False)
+                    name.encode()
+                except (OSError, UnicodeEncodeError):
+                    continue
+                if stat.S_ISDIR(info.st_mode):
+                    if depth < DEPTH:
+                        pending.append((name, depth + 1))
+                else:
+                    yield name, info.st_size if stat.S_ISREG(info.st_mode) else None
+
+
+def disk_use(root: str, limit: int) -> int:
+    """Bytes on disk below ``root``, an entry counting at least 4 KiB; stops where the sum exceeds ``limit``."""
+    total, pending = 0, [root]
+    while pending and total <= limit:
+        try:
+            with os.scandir(pending.pop()) as scan:
+                for entry in scan:
+                    total += max(entry.stat(follow_symlinks=False).st_blocks * 512, 4096)
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+                    if total > limit:
+                        break
+        except OSError:
+            continue
+    return total
+
+
+def _some(path: str, count: int) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(path) as scan:
+        for _, entry in zip(range(max(count, 0)), scan, strict=False):
+            yield entry
+
+
+def _matches(names: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+    """Whether a path matches, part by part; ``**`` stands for any number of folders."""
+    reachable = {0}  # how much of the pattern may be used up
+    for name in names:
+        reachable = _skip(reachable, pattern)
+        reachable = {at if pattern[at] == "**" else at + 1 for at in reachable if at < len(pattern) and (
+            pattern[at] == "**" or fnmatch.fnmatchcase(name, pattern[at])
+        )}  # fmt: skip
+    return len(pattern) in _skip(reachable, pattern)
+
+
+def _skip(reachable: set[int], pattern: tuple[str, ...]) -> set[int]:
+    result = set(reachable)
+    for at in range(len(pattern)):
+        if at in result and pattern[at] == "**":
+            result.add(at + 1)
+    return result
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
