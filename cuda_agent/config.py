@@ -137,7 +137,11 @@ class Ppo(Section):
     actor_lambda: float | None = Field(None, ge=0, le=1, description="none: length-adaptive, 1 - 1/(0.05 n)")
     critic_lambda: Share = 1.0
     critic_warmup: int = Field(0, ge=0, description="first steps that train the critic alone")
+    old_logprobs: Literal["engine", "trainer"] = Field(
+        "engine", description="denominator of the ratio; trainer: recomputed, needs two optimizer steps a batch or more"
+    )
     importance_cap: float = Field(2.0, gt=0, description="truncation of trainer/engine importance weights")
+    value_clip: float | None = Field(None, gt=0, description="values may move this far in one batch; none: no clipping")
     max_grad_norm: float = Field(1.0, gt=0)
     batch_tokens: Positive = Field(8192, description="tokens of one packed forward pass")
     context: Positive = Field(1024, description="most tokens of one episode")
@@ -284,7 +288,11 @@ def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
 def restricted(config: Config, sections: Sequence[str]) -> Config:
     """The same configuration with every other section absent (reading one raises AttributeError), so that a stage
     cannot depend on what is not part of its cache key."""
-    return Config.model_construct(**{name: getattr(config, name) for name in ("seed", *sections)})
+    part = config.model_copy()
+    for name in Config.model_fields:
+        if name not in ("seed", *sections):
+            del part.__dict__[name]
+    return part
 
 
 def key_paths() -> dict[str, FieldInfo]:

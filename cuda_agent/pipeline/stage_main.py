@@ -96,15 +96,11 @@ def run_stage(order: Order) -> int:
         code, message = EXIT_CONFIG, str(error)
     except StoreError as error:
         code, message = EXIT_RETRY, str(error)
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        code = EXIT_RETRY if full else EXIT_BUG
-        message = f"No room left on this machine: {error}. Free some space; the same command goes on." if full else ""
-    except BaseException:
-        code = EXIT_BUG
-    if code == EXIT_BUG and not message:
+    except BaseException as error:
+        code, message = EXIT_BUG, f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            code, message = EXIT_RETRY, f"No room left on this machine: {error}. Free some; the same command goes on."
         traceback.print_exc()
-        message = traceback.format_exc(limit=-1).strip().splitlines()[-1]
     sys.stdout.flush()
     sys.stderr.flush()
     try:

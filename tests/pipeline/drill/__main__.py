@@ -1,0 +1,18 @@
+"""``python -m drill <store> [overrides]``: the whole run in a process of its own, to be killed."""
+
+import sys
+
+from cuda_agent.config import compose
+from cuda_agent.pipeline.local import run_pipeline
+from drill import table
+
+if __name__ == "__main__":
+    outcome = run_pipeline(
+        compose([f"run.store={sys.argv[1]}", "run.mlflow=off", *sys.argv[2:]]),
+        stages=table.STAGES,
+        table=table.NAME,
+        preload=(),
+        pause=0.05,
+    )
+    print(outcome.run, outcome.code, outcome.message)
+    sys.exit(outcome.code)

@@ -1,0 +1,32 @@
+"""What really happened, beyond what the executor says: one line an event in a file that survives kills, and orders that
+a test leaves for a stage ("misbehave")."""
+
+from pathlib import Path
+
+
+def write(cache: Path, line: str) -> None:
+    with open(cache / "journal.txt", "a") as file:
+        file.write(line + "\n")
+
+
+def read(cache: Path) -> list[str]:
+    path = cache / "journal.txt"
+    return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
+def misbehave(cache: Path, stage: str, how: str, times: int = 1) -> None:
+    cache.mkdir(parents=True, exist_ok=True)
+    (cache / f"misbehave-{stage}").write_text(f"{how} {times}")
+
+
+def asked(cache: Path, stage: str) -> str:
+    """How the stage shall misbehave now, if at all."""
+    path = cache / f"misbehave-{stage}"
+    if not path.exists():
+        return ""
+    how, times = path.read_text().split()
+    if int(times) > 1:
+        path.write_text(f"{how} {int(times) - 1}")
+    else:
+        path.unlink()
+    return how

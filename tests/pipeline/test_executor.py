@@ -1,0 +1,280 @@
+"""The executor on a graph of small stages, in real processes, with real kills."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from drill import journal, table
+
+from cuda_agent.config import Config
+from cuda_agent.pipeline import local, runs
+from cuda_agent.pipeline.local import run_pipeline
+from cuda_agent.pipeline.manifest import cache_entry
+from cuda_agent.storage import open_store
+from cuda_agent.tracking import read_metrics
+
+
+def settings(tmp_path: Path, epochs: int = 8, **sections) -> Config:
+    values = {"run": {"store": str(tmp_path / "store"), "mlflow": "off"}, "critic": {"epochs": epochs}}
+    for name, changes in sections.items():
+        values[name] = values.get(name, {}) | changes
+    return Config.model_validate(values)
+
+
+def execute(config: Config, **options):
+    return run_pipeline(config, stages=table.STAGES, table=table.NAME, preload=(), pause=0.05, **options)
+
+
+def outputs(outcome) -> dict[str, dict[str, str]]:
+    return {name: manifest.outputs for name, manifest in outcome.manifests.items()}
+
+
+def steps(cache: Path) -> list[int]:
+    return [int(line.split()[1]) for line in journal.read(cache) if line.startswith("step")]
+
+
+def logged(tmp_path: Path, outcome, stage: str = "train"):
+    folder = tmp_path / f"said-{outcome.run}-{stage}"
+    open_store(tmp_path / "store").get_folder(outcome.manifests[stage].metrics, folder)
+    return read_metrics(folder / "metrics.jsonl")
+
+
+@pytest.fixture
+def cache(tmp_path):
+    (tmp_path / "cache").mkdir()
+    return tmp_path / "cache"
+
+
+def test_a_whole_run_makes_every_artifact_with_its_lineage(tmp_path, cache):
+    views = []
+    outcome = execute(settings(tmp_path), watch=lambda run, stages: views.append({v.name: v.state for v in stages}))
+    assert (outcome.code, outcome.message) == (0, "")
+    assert journal.read(cache)[0] == "make"
+    train = outcome.manifests["train"]
+    assert train.inputs == {"numbers": outcome.manifests["make"].outputs["numbers"]}
+    assert train.device is None and outcome.manifests["side"].device
+    assert all(len(x) == 64 for x in (train.code, train.environment, train.config, train.key))
+    assert outcome.report and (outcome.report / "report.html").exists()
+    said = json.loads((outcome.report / "stages.json").read_text())
+    assert set(said) == {"config.json"} | {
+        f"{stage}/{file}"
+        for stage in ("make", "train", "side")
+        for file in ("metrics.jsonl", "notes.jsonl", "manifest.json")
+    }
+    assert views[-1] == dict.fromkeys(("make", "train", "side", "report"), "done")
+    store = open_store(tmp_path / "store")
+    assert not store.list("checkpoints"), "a finished stage needs none"
+    assert runs.list_runs(store)[0].status == "done"
+
+
+def test_the_second_run_is_served_from_the_cache_without_a_process(tmp_path, cache, monkeypatch):
+    first = execute(settings(tmp_path))
+    events = journal.read(cache)
+
+    def refuse(*_):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(local.Spawner, "start", refuse)
+    second = execute(settings(tmp_path))
+    assert second.code == 0 and second.run != first.run and not second.resumed
+    assert outputs(second) == outputs(first) and journal.read(cache) == events
+    assert [run.status for run in runs.list_runs(open_store(tmp_path / "store"))] == ["done", "done"]
+
+
+def test_a_changed_section_reruns_only_who_reads_it_and_what_follows(tmp_path, cache):
+    execute(settings(tmp_path, epochs=3))
+    before = len(journal.read(cache))
+    changed = execute(settings(tmp_path, epochs=4))
+    assert changed.code == 0
+    assert [line for line in journal.read(cache)[before:] if not line.startswith("step")] == ["train", "report"]
+
+
+def test_a_change_that_leaves_an_output_alike_stops_there(tmp_path, cache):
+    execute(settings(tmp_path, epochs=3))
+    before = len(journal.read(cache))
+    execute(settings(tmp_path, epochs=3, collect={"samples": 6}))  # the default, so the same configuration
+    assert len(journal.read(cache)) == before
+
+
+@pytest.mark.parametrize("how", ["die-before-save", "die-after-save"])
+def test_a_stage_killed_in_the_middle_goes_on_and_counts_no_step_twice(tmp_path, cache, how):
+    journal.misbehave(cache, "train", how)
+    outcome = execute(settings(tmp_path))
+    assert outcome.code == 0
+    assert len(steps(cache)) <= 8 + 1, "at most one step is repeated"
+    assert list(logged(tmp_path, outcome)) == list(range(8))
+    assert sum(values["tokens"] for values in logged(tmp_path, outcome).values()) == 80
+    assert len(outcome.manifests["train"].resumed) == 1
+    whole = execute(settings(tmp_path / "other"))
+    assert outputs(whole)["train"] == outputs(outcome)["train"]
+
+
+@pytest.mark.parametrize("place", ["step 0", "step 4", "side"])
+def test_the_whole_run_killed_goes_on_with_the_same_run(tmp_path, cache, place):
+    drill = Path(__file__).parent
+    command = [sys.executable, "-m", "drill", str(tmp_path / "store"), "critic.epochs=8", "sandbox.clock=model"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(drill), str(drill.parents[1])])}
+    victim = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while place not in journal.read(cache) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.wait()
+    second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert second.returncode == 0, second.stdout + second.stderr
+    store = open_store(tmp_path / "store")
+    assert len(runs.list_runs(store)) == 1
+    assert len(steps(cache)) <= 8 + 1
+    found = runs.run_manifests(store, runs.list_runs(store)[0], table.STAGES)
+    whole = execute(settings(tmp_path / "whole", sandbox={"clock": "model"}))
+    assert {name: manifest.outputs for name, manifest in found.items()} == outputs(whole)
+    assert {name: manifest.key for name, manifest in found.items()} == {n: m.key for n, m in whole.manifests.items()}
+
+
+def test_sigterm_writes_a_checkpoint_and_the_run_can_go_on(tmp_path, cache):
+    drill = Path(__file__).parent
+    command = [sys.executable, "-m", "drill", str(tmp_path / "store"), "critic.epochs=200"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(drill), str(drill.parents[1])])}
+    running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(steps(cache)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    running.send_signal(signal.SIGTERM)
+    said, _ = running.communicate(timeout=60)
+    assert running.returncode == 75 and "same command" in said
+    store = open_store(tmp_path / "store")
+    (run,) = runs.list_runs(store)
+    assert run.status == "interrupted"
+    newest = max(key for key in store.list("checkpoints") if key.endswith(".json") and "/state" not in key)
+    assert f"{steps(cache)[-1]:08d}" in newest
+
+
+def test_new_starts_another_run_and_the_unfinished_one_is_left(tmp_path, cache):
+    journal.misbehave(cache, "make", "gate")
+    first = execute(settings(tmp_path))
+    again = execute(settings(tmp_path), new=True)
+    assert first.code == 79 and again.code == 0 and first.run != again.run and not again.resumed
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [("gate", 79, "below 0.2"), ("config", 78, "no tokenizer"), ("bug", 1, "ZeroDivisionError")],
+)
+def test_a_stage_that_ends_badly_is_not_tried_again_and_says_why(tmp_path, cache, how, code, words):
+    journal.misbehave(cache, "make", how)
+    outcome = execute(settings(tmp_path))
+    assert (outcome.code, outcome.stage) == (code, "make")
+    assert words in outcome.message and "Traceback" not in outcome.message
+    assert journal.read(cache) == ["make"]
+    resumed = execute(settings(tmp_path))
+    assert resumed.code == 0 and resumed.resumed and resumed.run == outcome.run
+
+
+def test_try_again_is_retried_as_often_as_configured(tmp_path, cache):
+    journal.misbehave(cache, "make", "retry", times=2)
+    assert execute(settings(tmp_path, run={"retries": 2})).code == 0
+    assert journal.read(cache).count("make") == 3
+
+
+def test_after_the_last_retry_the_run_ends_with_75(tmp_path, cache):
+    journal.misbehave(cache, "make", "retry", times=5)
+    outcome = execute(settings(tmp_path, run={"retries": 1}))
+    assert outcome.code == 75 and "device was lost" in outcome.message
+    assert journal.read(cache) == ["make", "make"]
+
+
+def test_a_stage_that_forgets_an_output_is_a_bug(tmp_path, cache):
+    journal.misbehave(cache, "make", "forgetful")
+    outcome = execute(settings(tmp_path))
+    assert outcome.code == 1 and "without writing numbers" in outcome.message
+
+
+def test_a_second_run_of_the_same_configuration_says_that_one_is_under_way(tmp_path, cache):
+    config = settings(tmp_path)
+    answers = []
+
+    def watch(run, views):
+        if not answers:
+            answers.append(execute(config))
+
+    assert execute(config, watch=watch).code == 0
+    assert answers[0].code == 75 and "under way" in answers[0].message
+
+
+def test_siblings_run_side_by_side_only_when_asked_and_never_beside_one_that_times(tmp_path, cache):
+    together = []
+
+    def watch(run, views):
+        together.append({view.name for view in views if view.state == "running"})
+
+    assert execute(settings(tmp_path, run={"parallel_stages": True}), watch=watch).code == 0
+    assert {"train", "side"} not in together
+
+
+def test_a_damaged_artifact_is_noticed_and_made_again(tmp_path, cache):
+    first = execute(settings(tmp_path))
+    store = open_store(tmp_path / "store")
+    tree = store.tree(first.manifests["make"].outputs["numbers"])
+    blob = tmp_path / "store" / "cas" / tree["n.txt"]["sha256"]
+    size = blob.stat().st_size
+    blob.chmod(0o644)
+    blob.write_bytes(b"x" * size)  # bytes rot, the size stays
+    second = execute(settings(tmp_path, epochs=3))
+    assert second.code == 0
+    assert journal.read(cache).count("make") == 2
+    assert outputs(second)["make"] == outputs(first)["make"]
+
+
+def test_a_missing_artifact_behind_a_cache_entry_is_made_again(tmp_path, cache):
+    first = execute(settings(tmp_path))
+    store = open_store(tmp_path / "store")
+    store.delete(f"cas/{first.manifests['side'].outputs['total']}")
+    second = execute(settings(tmp_path))
+    assert second.code == 0 and outputs(second) == outputs(first)
+    assert journal.read(cache).count("side") == 2
+
+
+def test_a_run_that_died_between_manifest_and_cache_entry_repeats_nothing(tmp_path, cache):
+    journal.misbehave(cache, "make", "retry")
+    execute(settings(tmp_path, run={"retries": 0}))
+    outcome = execute(settings(tmp_path, run={"retries": 0}))
+    store = open_store(tmp_path / "store")
+    store.delete(cache_entry("train", outcome.manifests["train"].key))
+    store.delete(f"runs/{outcome.run}/end.json")
+    before = len(steps(cache))
+    again = execute(settings(tmp_path, run={"retries": 0}))
+    assert again.run == outcome.run and again.code == 0 and len(steps(cache)) == before
+    assert store.exists(cache_entry("train", outcome.manifests["train"].key))
+
+
+def test_a_store_that_is_not_reachable_is_one_clear_message(tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setenv("CUDA_AGENT_HOME", str(tmp_path))
+    outcome = execute(settings(tmp_path, run={"store": "s3://bucket/prefix"}))
+    assert outcome.code == 75 and "does not answer" in outcome.message and "Traceback" not in outcome.message
+
+
+def test_memory_is_no_store_for_a_run(tmp_path):
+    outcome = execute(settings(tmp_path, run={"store": "memory://"}))
+    assert outcome.code == 78 and "run.store" in outcome.message
+
+
+def test_model_clock_leaves_no_times_in_what_the_report_reads(tmp_path, cache):
+    one = execute(settings(tmp_path, sandbox={"clock": "model"}))
+    other = execute(settings(tmp_path / "other", sandbox={"clock": "model"}))
+    assert outputs(one) == outputs(other)
+    said = json.loads((one.report / "stages.json").read_text())
+    assert "tokens_per_second" not in said["train/metrics.jsonl"] and '"tokens"' in said["train/metrics.jsonl"]
+
+
+def test_losing_mlflow_never_stops_a_run(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(local.Mirror, "close", lambda self, timeout: False)
+    config = settings(tmp_path, run={"mlflow": "http://127.0.0.1:9"})
+    assert execute(config).code == 0
