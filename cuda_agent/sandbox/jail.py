@@ -30,7 +30,9 @@ SYSTEM_READ = (
     "/dev/null", "/dev/zero", "/dev/urandom", "/proc/cpuinfo", "/proc/meminfo", "/sys/devices/system/cpu",
 )  # fmt: skip
 SYSTEM_EXECUTE = ("/usr", "/bin", "/lib", "/lib64")
-_FIRST_UID = 1_000_000  # a worker's own user is this plus its process id: nobody else's, so its process limit is its own
+_FIRST_UID = (
+    1_000_000  # a worker's own user is this plus its process id: nobody else's, so its process limit is its own
+)
 
 
 class JailError(RuntimeError):
@@ -83,7 +85,9 @@ def prove(required: Iterable[str], folder: Path) -> dict[str, str]:
     may be written for the child to steal."""
     unknown = set(required) - set(WALLS)
     if unknown:
-        raise JailError(f"sandbox.required_walls: no such wall: {', '.join(sorted(unknown))} (there are {', '.join(WALLS)})")
+        raise JailError(
+            f"sandbox.required_walls: no such wall: {', '.join(sorted(unknown))} (there are {', '.join(WALLS)})"
+        )
     canary = folder / "canary"
     canary.write_text("secret")
     canary.chmod(0o644)
@@ -106,7 +110,7 @@ def prove(required: Iterable[str], folder: Path) -> dict[str, str]:
 # ---------------------------------------------------------------------------------------------------- user and limits
 
 _PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS, _PR_GET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 8, 38, 39, 22
-_CAP_DAC_READ_SEARCH = 2
+_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, _CAP_DAC_READ_SEARCH = 47, 2, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -155,13 +159,21 @@ def _become_own_user(policy: Policy) -> None:
         return  # a user namespace that maps few ids; the proof reports the missing wall
     if policy.read_any:
         header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-        capabilities = (ctypes.c_uint32 * 6)(1 << _CAP_DAC_READ_SEARCH, 1 << _CAP_DAC_READ_SEARCH, 0, 0, 0, 0)
-        _libc_call("capset", header, capabilities)
+        bit = 1 << _CAP_DAC_READ_SEARCH
+        _libc_call("capset", header, (ctypes.c_uint32 * 6)(bit, bit, bit, 0, 0, 0))
+        _libc_call("prctl", _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, _CAP_DAC_READ_SEARCH, 0, 0)  # survives exec
 
 
 # ----------------------------------------------------------------------------------------------------------- Landlock
 
-_FILE_EXECUTE, _FILE_WRITE, _FILE_READ, _DIR_READ, _TRUNCATE, _IOCTL_DEV = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
+_FILE_EXECUTE, _FILE_WRITE, _FILE_READ, _DIR_READ, _TRUNCATE, _IOCTL_DEV = (
+    1 << 0,
+    1 << 1,
+    1 << 2,
+    1 << 3,
+    1 << 14,
+    1 << 15,
+)
 _RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 _ON_FILES = _FILE_EXECUTE | _FILE_WRITE | _FILE_READ | _TRUNCATE | _IOCTL_DEV
 
@@ -194,7 +206,7 @@ def _landlock(policy: Policy) -> None:
 
 class _PathBeneath(ctypes.Structure):
     _pack_ = 1
-    _fields_ = [("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32)]  # noqa: RUF012
+    _fields_ = [("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32)]
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
@@ -294,7 +306,7 @@ def filter_program(machine: str, processes: bool, pid: int) -> list[_Instruction
 
 
 class _Filter(ctypes.Structure):
-    _fields_ = [("count", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]  # noqa: RUF012
+    _fields_ = [("count", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
 def _seccomp(processes: bool) -> None:

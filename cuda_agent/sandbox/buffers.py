@@ -1,0 +1,128 @@
+"""Memory that the judge shares with its workers: sealed, laid out in slots, poisoned before every call.
+
+Inputs and weights lie in an area that only the judge can write (sealed against every later writable map); outputs in one
+that the worker writes and the judge copies from.  Shapes and dtypes are the task's; arrays here are NumPy's, with bfloat16
+as its 16 raw bits.  Not covered: what the values mean (``check`` compares them).
+"""
+
+import fcntl
+import math
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from cuda_agent.sandbox.wire import TaskSpec, Tensor
+
+Array = numpy.ndarray[Any, Any]
+DTYPES = {
+    "float32": "f4", "float64": "f8", "float16": "f2", "bfloat16": "u2", "int64": "i8", "int32": "i4", "int16": "i2",
+    "int8": "i1", "uint8": "u1", "bool": "u1", "complex64": "c8", "complex128": "c16",
+}  # fmt: skip
+_ALIGN = 64
+_F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1033, 1, 2, 4, 16
+
+
+def byte_count(tensor: Tensor) -> int:
+    return math.prod(tensor.shape) * numpy.dtype(DTYPES[tensor.dtype]).itemsize
+
+
+class Area:
+    """``size`` bytes of shared memory.  ``descriptor`` goes to the worker; ``read_only``: the worker cannot write it."""
+
+    def __init__(self, size: int, read_only: bool) -> None:
+        self.size = max(size, mmap.PAGESIZE)
+        self.descriptor = os.memfd_create("area", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, self.size)
+        self._map = mmap.mmap(self.descriptor, self.size)
+        seals = _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL | (_SEAL_FUTURE_WRITE if read_only else 0)
+        fcntl.fcntl(self.descriptor, _F_ADD_SEALS, seals)
+        self.bytes: Array = numpy.frombuffer(self._map, numpy.uint8)
+
+    def view(self, offset: int, tensor: Tensor) -> Array:
+        count = byte_count(tensor)
+        return self.bytes[offset : offset + count].view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+
+    def close(self) -> None:
+        del self.bytes
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # a view is still held; the map goes with it
+        os.close(self.descriptor)
+
+
+@dataclass
+class Slot:
+    inputs: list[int]  # offsets in the input area
+    outputs: list[int]  # offsets in the output area
+
+
+class Buffers:
+    """Both areas of one worker.  ``values``: extra room in the output area where a reference worker leaves inputs and
+    weights for the judge to copy."""
+
+    def __init__(self, spec: TaskSpec, slots: int, values: bool = False) -> None:
+        self.spec = spec
+        self._in_size = self._out_size = 0
+        weights = list(spec.weights.values())
+        self.weights = [] if values else [self._place(t, written=False) for t in weights]
+        self.slots = [
+            Slot(
+                [self._place(t, written=False) for t in spec.inputs],
+                [self._place(t, written=True) for t in spec.outputs],
+            )
+            for _ in range(slots)
+        ]
+        self.value_inputs = [self._place(t, written=True) for t in spec.inputs] if values else []
+        self.value_weights = [self._place(t, written=True) for t in weights] if values else []
+        self.input_area = Area(self._in_size, read_only=True)
+        self.output_area = Area(self._out_size, read_only=False)
+
+    def _place(self, tensor: Tensor, written: bool) -> int:
+        """An aligned offset after a gap of random width, so that addresses differ from one candidate to the next."""
+        start = (self._out_size if written else self._in_size) + _ALIGN * secrets.randbelow(16)
+        end = start + -(-byte_count(tensor) // _ALIGN) * _ALIGN
+        if written:
+            self._out_size = end
+        else:
+            self._in_size = end
+        return start
+
+    @property
+    def layout(self) -> list[dict[str, list[int]]]:
+        return [{"in": slot.inputs, "out": slot.outputs} for slot in self.slots]
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [self.input_area.descriptor, self.output_area.descriptor]
+
+    def fill(self, slot: int, inputs: Sequence[Array]) -> None:
+        """New values for the inputs; poison in the outputs: large odd numbers in every dtype, other ones each time."""
+        for offset, tensor, values in zip(self.slots[slot].inputs, self.spec.inputs, inputs, strict=True):
+            self.input_area.view(offset, tensor)[...] = values
+        pattern = bytes(0x60 + secrets.randbelow(16) for _ in range(8))
+        word = numpy.frombuffer(pattern, numpy.uint64)[0]
+        for offset, tensor in zip(self.slots[slot].outputs, self.spec.outputs, strict=True):
+            end = offset + -(-byte_count(tensor) // 8) * 8
+            self.output_area.bytes[offset:end].view(numpy.uint64)[...] = word
+
+    def outputs(self, slot: int) -> list[Array]:
+        """A copy of what the worker wrote."""
+        offsets = self.slots[slot].outputs
+        return [self.output_area.view(o, t).copy() for o, t in zip(offsets, self.spec.outputs, strict=True)]
+
+    def set_weights(self, weights: Sequence[Array]) -> None:
+        for offset, tensor, values in zip(self.weights, self.spec.weights.values(), weights, strict=True):
+            self.input_area.view(offset, tensor)[...] = values
+
+    def values(self, offsets: Sequence[int], tensors: Sequence[Tensor]) -> list[Array]:
+        return [self.output_area.view(o, t).copy() for o, t in zip(offsets, tensors, strict=True)]
+
+    def close(self) -> None:
+        self.input_area.close()
+        self.output_area.close()

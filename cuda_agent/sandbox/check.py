@@ -1,0 +1,82 @@
+"""Comparing a candidate's outputs with the oracle's: pure functions on NumPy arrays.
+
+The tolerance is absolute and relative, as published, except that its absolute part shrinks with the magnitude of the
+expected values: an output of a few millionths is not matched by zeros.  Integers and booleans must be equal.  Shapes and
+dtypes need no check: the buffers have the task's.
+"""
+
+from collections.abc import Sequence
+
+import numpy
+
+from cuda_agent.sandbox.buffers import Array
+from cuda_agent.sandbox.wire import Tensor
+
+_CHUNK = 1 << 20  # values compared at a time: bounds the memory of a comparison
+
+
+def mismatch(
+    expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float
+) -> tuple[str, float]:
+    """What is wrong with ``actual`` (empty: nothing), and the largest absolute difference among finite values."""
+    largest = 0.0
+    for index, (want, have, tensor) in enumerate(zip(expected, actual, tensors, strict=True)):
+        message, difference = _compare(real(want, tensor.dtype).ravel(), real(have, tensor.dtype).ravel(), tolerance)
+        largest = max(largest, difference)
+        if message:
+            return f"output {index}{list(tensor.shape)}: {message}", largest
+    return "", largest
+
+
+def real(values: Array, dtype: str) -> Array:
+    """Raw buffer values as numbers that NumPy can compare."""
+    if dtype == "bfloat16":
+        return (values.astype(numpy.uint32) << 16).view(numpy.float32)
+    if dtype in ("complex64", "complex128"):
+        return values.view(values.real.dtype)
+    return values
+
+
+def _compare(want: Array, have: Array, tolerance: float) -> tuple[str, float]:
+    if want.dtype.kind in "iu":
+        wrong = numpy.flatnonzero(want != have)
+        if not wrong.size:
+            return "", 0.0
+        first = int(wrong[0])
+        difference = float(numpy.abs(want[wrong].astype(numpy.float64) - have[wrong].astype(numpy.float64)).max())
+        return (
+            f"{wrong.size} of {want.size} values differ, first at {first}: {have[first]} instead of {want[first]}",
+            difference,
+        )
+    wide = numpy.float32 if want.dtype.itemsize <= 4 else numpy.float64
+    finite = want[numpy.isfinite(want)]
+    with numpy.errstate(all="ignore"):
+        scale = (
+            min(1.0, float(numpy.sqrt(numpy.mean(numpy.square(finite, dtype=numpy.float64))))) if finite.size else 1.0
+        )
+        largest, wrong_count, first = 0.0, 0, -1
+        for start in range(0, want.size, _CHUNK):
+            w = want[start : start + _CHUNK].astype(wide, copy=False)
+            h = have[start : start + _CHUNK].astype(wide, copy=False)
+            difference = numpy.abs(w - h)
+            good = difference <= tolerance * scale + tolerance * numpy.abs(w)  # false where either is NaN or infinite
+            if not good.all():
+                special = ~numpy.isfinite(w) | ~numpy.isfinite(h)
+                good = numpy.where(special, (w == h) | (numpy.isnan(w) & numpy.isnan(h)), good)
+                difference = numpy.where(special, 0, difference)
+                bad = numpy.flatnonzero(~good)
+                if bad.size and first < 0:
+                    first = start + int(bad[0])
+                wrong_count += bad.size
+            largest = max(largest, float(difference.max(initial=0)))
+    if wrong_count:
+        return (
+            f"{wrong_count} of {want.size} values are off by more than the tolerance {tolerance:g}, "
+            f"first at {first}: {have[first]:.6g} instead of {want[first]:.6g}"
+        ), largest
+    return "", largest
+
+
+def same(first: Sequence[Array], second: Sequence[Array]) -> bool:
+    """Bit for bit."""
+    return all(a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True))

@@ -1,0 +1,275 @@
+"""The client of the sandbox: what stages and the command line call.
+
+``LocalSandbox`` runs everything on this machine: it builds solutions, hands them to judge processes, and caches verdicts
+by content.  Concurrency is bounded here (builds in parallel, timing alone); an infrastructure fault is retried once in a
+fresh judge and is never charged to the candidate.  Nothing that a model wrote runs in this process.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.config import Sandbox
+from cuda_agent.sandbox import build, extension, plan
+from cuda_agent.sandbox.wire import (
+    Mode,
+    Probe,
+    Solution,
+    TaskError,
+    TaskSpec,
+    ToolResult,
+    Verdict,
+    receive_frame,
+    send_frame,
+)  # fmt: skip
+from cuda_agent.tasks.task import Task
+
+_HERE = Path(__file__).parent
+
+
+class SandboxUnready(RuntimeError):
+    """The sandbox cannot start here: a required wall or the compiler is missing; the message says which."""
+
+
+class LocalSandbox:
+    """An async context manager.  ``cache`` survives runs and is shared by the processes of this machine."""
+
+    def __init__(self, config: Sandbox, cache: Path) -> None:
+        if config.device != "cpu":
+            raise SandboxUnready("sandbox.device=cuda is not available here yet; use sandbox.device=cpu")
+        self.config = config
+        self.cache = Path(cache).absolute() / "sandbox"
+        self.lease_folder = Path(cache).absolute() / "lease"
+        self._scratch: Path | None = None
+        self._judges: list[_JudgeHandle] = []
+        self._specs: dict[str, TaskSpec] = {}
+
+    async def __aenter__(self) -> "LocalSandbox":
+        self.cache.mkdir(parents=True, exist_ok=True)
+        self._scratch = Path(tempfile.mkdtemp(prefix="cuda-agent-"))
+        self._scratch.chmod(0o711)
+        config = self.config
+        self._builder = build.Builder(
+            self.cache / "builds", self._scratch, self.lease_folder, config.build_seconds, config.memory_mb
+        )
+        settings = {
+            "threads": config.threads, "checks": config.checks, "tolerance": config.tolerance,
+            "timed_calls": config.timed_calls, "run_seconds": config.run_seconds, "memory_mb": config.memory_mb,
+            "clock": config.clock, "required_walls": list(config.required_walls), "cache": str(self.cache),
+            "scratch": str(self._scratch), "lease": str(self.lease_folder),
+        }  # fmt: skip
+        self._judges = [_JudgeHandle(settings, self._scratch) for _ in range(min(2, os.cpu_count() or 1))]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for judge in self._judges:
+            await asyncio.to_thread(judge.close)
+        if self._scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick") -> Verdict:
+        """The verdict of ``solution``.  Raises ``TaskError`` when the task itself cannot be run, ``SandboxUnready`` when
+        the sandbox cannot start."""
+        if mode != "quick":
+            raise SandboxUnready("mode strict is not available here yet")
+        if solution.lane == "python":
+            return self._refusal(solution, mode, "build_error", "the python lane is not available on cpu")
+        file = self._verdict_file(task, solution, mode)
+        if (found := _read_json(file)) is not None:
+            verdict = Verdict.from_json(found)
+            verdict.cached = self.config.clock == "real"
+            return verdict
+        for attempt in (1, 2):
+            try:
+                verdict = await self._evaluate(task, solution, mode)
+                break
+            except _JudgeLost as lost:
+                verdict = self._refusal(solution, mode, "infra", str(lost))
+                if attempt == 2:
+                    return verdict
+        await asyncio.to_thread(_write_json, file, verdict.to_json())
+        return verdict
+
+    async def _evaluate(self, task: Task, solution: Solution, mode: Mode) -> Verdict:
+        clock = asyncio.get_running_loop().time
+        judge = self._judge(task)
+        spec = await self.spec(task)
+        begin = clock()
+        try:
+            load, read = await self._prepare(solution, spec)
+        except (plan.PlanError, build.BuildError, extension.ExtensionError) as error:
+            return self._refusal(solution, mode, "build_error", str(error))
+        built = clock() - begin
+        request = {
+            "task": {"digest": task.digest, "code": task.code}, "lane": solution.lane, "mode": mode, "load": load,
+            "read": read, "files": solution.files,
+        }  # fmt: skip
+        verdict = Verdict.from_json(await judge.ask("E", request))
+        if self.config.clock == "real":
+            verdict.phases = {"build": built} | verdict.phases
+        return verdict
+
+    async def _prepare(self, solution: Solution, spec: TaskSpec) -> tuple[dict[str, Any], list[str]]:
+        """Build: what the worker is told to load, and the paths it must be able to read."""
+        if solution.lane == "extension":
+            return await extension.prepare(solution.files, spec, self._builder)
+        program = plan.compile_plan(solution.files, spec)
+        runtime = await self._builder.library({"runtime.cpp": (_HERE / "runtime.cpp").read_text()}, "runtime.cpp")
+        load = program.to_json() | {"runtime": str(runtime), "library": None}
+        if program.trampoline:
+            sources = {name: text for name, text in solution.files.items() if name != "plan.json"}
+            library = await self._builder.library(sources | {"trampoline.cpp": program.trampoline}, "trampoline.cpp")
+            load["library"] = str(library)
+        return load, [path for path in (load["runtime"], load["library"]) if path]
+
+    async def spec(self, task: Task) -> TaskSpec:
+        """Shapes, dtypes and plain values of a task.  Raises ``TaskError``."""
+        if task.digest not in self._specs:
+            request = {"task": {"digest": task.digest, "code": task.code}}
+            self._specs[task.digest] = TaskSpec.from_json(await self._judge(task).ask("S", request))
+        return self._specs[task.digest]
+
+    async def probe(self, task: Task, compile: bool = True) -> Probe:
+        """Run a task without a solution.  What is wrong with it is in ``Probe.error``."""
+        request = {"task": {"digest": task.digest, "code": task.code}, "compile": compile}
+        for attempt in (1, 2):
+            try:
+                return Probe.from_json(await self._judge(task).ask("P", request))
+            except _JudgeLost as lost:
+                if attempt == 2:
+                    return Probe(error=f"infrastructure: {lost}")
+        raise AssertionError
+
+    @contextlib.asynccontextmanager
+    async def workspace(
+        self,
+        files: dict[str, str],
+        protected: frozenset[str],
+        commands: Callable[[str, list[str], dict[str, str]], Awaitable[ToolResult]],
+    ) -> AsyncIterator[Any]:
+        """A jailed work folder; see ``workspace.open_workspace``."""
+        from cuda_agent.sandbox.workspace import open_workspace
+
+        async with open_workspace(files, protected, commands, self.config) as workspace:
+            yield workspace
+
+    def _judge(self, task: Task) -> "_JudgeHandle":
+        """Always the same judge for a task: it keeps it prepared."""
+        return self._judges[int(task.digest, 16) % len(self._judges)]
+
+    def _refusal(self, solution: Solution, mode: Mode, status: Any, message: str) -> Verdict:
+        return Verdict(status, solution.lane, mode, "cpu", self.config.clock, message)
+
+    def _verdict_file(self, task: Task, solution: Solution, mode: Mode) -> Path:
+        settings = self.config.model_dump(exclude={"required_walls", "lane"})
+        machine = build.processor() if self.config.clock == "real" else ""
+        key = json.dumps([task.digest, solution.digest, mode, settings, machine, _code_version()])
+        name = hashlib.sha256(key.encode()).hexdigest()
+        return self.cache / "verdicts" / name[:2] / f"{name}.json"
+
+
+class _JudgeLost(Exception):
+    """The judge process is gone or broken: our fault."""
+
+
+class _JudgeHandle:
+    """A judge process, started at the first request and again after a loss; answers one request at a time."""
+
+    def __init__(self, settings: dict[str, Any], scratch: Path) -> None:
+        self._settings = settings
+        self._scratch = scratch
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._turn = asyncio.Lock()
+
+    async def ask(self, kind: str, body: dict[str, Any]) -> Any:
+        """Raises ``TaskError``, ``SandboxUnready`` or ``_JudgeLost``."""
+        async with self._turn:
+            return await asyncio.shield(asyncio.to_thread(self._ask, kind, body))
+
+    def _ask(self, kind: str, body: dict[str, Any]) -> Any:
+        with self._lock:
+            try:
+                if self._process is None:
+                    self._start()
+                send_frame(self._socket, kind, body)
+                answer = receive_frame(self._socket)
+            except (OSError, ValueError) as error:
+                self._stop()
+                raise _JudgeLost(f"the judge was lost: {error}; {self._last_words()}") from None
+            if answer.kind == "!":
+                raise TaskError(answer.body["message"])
+            return answer.body
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        package = str(_HERE.parents[1])
+        environment = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "PYTHONPATH": package}
+        environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        with open(self._scratch / "judge.log", "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "cuda_agent.sandbox.judge", str(theirs.fileno())],
+                env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
+            )  # fmt: skip
+        theirs.close()
+        self._socket = ours
+        send_frame(ours, "C", self._settings)
+        answer = receive_frame(ours)
+        if answer.kind == "!":
+            self._stop()
+            raise SandboxUnready(answer.body["message"])
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            return " ".join((self._scratch / "judge.log").read_text(errors="replace").splitlines()[-1:])
+        return ""
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._socket.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        with self._lock:
+            self._stop()
+
+
+@lru_cache
+def _code_version() -> str:
+    """Hash of the sandbox's own code: a verdict of other code is not this code's verdict."""
+    digest = hashlib.sha256()
+    for path in sorted(_HERE.glob("*")):
+        if path.suffix in (".py", ".cpp", ".h") and not path.name.startswith("workspace"):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _write_json(file: Path, data: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+        json.dump(data, new)
+    os.replace(new.name, file)

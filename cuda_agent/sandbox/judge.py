@@ -1,0 +1,346 @@
+"""The judge: trusted; owns seeds, buffers, clock and verdict, and imports neither task nor solution.
+
+``python -m cuda_agent.sandbox.judge FD`` answers one request at a time over a socket: the spec of a task, a verdict of a
+solution, a probe of a task.  A candidate is checked on fresh secret inputs first; then it is timed by this process's own
+clock, from the request to the answer and minus the empty call (measured before the candidate is loaded), interleaved
+with an eager anchor.  Randomly chosen timed calls are audited.  Only this file decides a status.
+
+Not covered: building (the client has it done before), the caches of verdicts, and a candidate that spends less time in
+calls that it takes for timed: checked, timed and audited calls look the same from inside.
+"""
+
+import contextlib
+import ctypes
+import random
+import secrets
+import socket
+import statistics
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from cuda_agent.lease import Lease
+from cuda_agent.sandbox import check, cost, jail
+from cuda_agent.sandbox.buffers import Array, Buffers, byte_count
+from cuda_agent.sandbox.prepared import Entry, Prepared, Settings, Workshop
+from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError
+from cuda_agent.sandbox.wire import Probe, TaskError, Verdict, receive_frame, send_frame
+
+_MOST_PREPARED = 24  # tasks kept ready, least recently used first out
+_SLOTS_BYTES = 64 << 20  # three slots for what is smaller, two for the rest
+_NULL_CALLS = 7
+_FEWEST_TIMED = 4
+_DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
+_AUDITED = 1 / 3  # share of the timed calls whose outputs are checked
+_STATUS = {"timeout": "timeout", "crash": "crash", "memory": "crash", "threads": "crash", "protocol": "crash"}
+
+
+class Refused(Exception):
+    """Ends an evaluation: the candidate's fault."""
+
+    def __init__(self, status: Any, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Judge:
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._lease = Lease(Path(settings.lease))
+        self._workshop = Workshop(settings)
+        self._prepared: OrderedDict[str, Prepared] = OrderedDict()
+
+    def prove(self) -> dict[str, str]:
+        return jail.prove(self.settings.required_walls, Path(self.settings.scratch))
+
+    def prepared(self, task: dict[str, str]) -> Prepared:
+        digest = task["digest"]
+        found = self._prepared.pop(digest, None)
+        if found is not None and not found.oracle.alive:
+            found.close()
+            found = None
+        if found is None:
+            found = Prepared(task["code"], digest, self._workshop)
+        self._prepared[digest] = found
+        while len(self._prepared) > _MOST_PREPARED:
+            self._prepared.popitem(last=False)[1].close()
+        return found
+
+    def spec(self, request: dict[str, Any]) -> dict[str, Any]:
+        return self.prepared(request["task"]).spec.to_json()
+
+    # ---------------------------------------------------------------------------------------------------------- verdict
+
+    def evaluate(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The verdict of a built solution, as JSON."""
+        prepared = self.prepared(request["task"])
+        prepared.measure(compile=True)
+        verdict = Verdict("ok", request["lane"], request["mode"], "cpu", self.settings.clock)  # type: ignore[arg-type]
+        verdict.eager_seconds, verdict.compile_seconds = prepared.baselines.eager, prepared.baselines.compile
+        trial = Trial(self, prepared, request, verdict)
+        try:
+            trial.start()
+            trial.check()
+            if self.settings.clock == "model":
+                verdict.seconds = trial.cost()
+            else:
+                trial.time()
+        except Refused as refusal:
+            verdict.status, verdict.message = refusal.status, str(refusal)
+        finally:
+            trial.close()
+            prepared.rotate()
+        if self.settings.clock == "model":
+            verdict.phases = {}
+        return verdict.to_json()
+
+    # ------------------------------------------------------------------------------------------------------------ probe
+
+    def probe(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What running the task shows, as JSON; never raises for the task's sake."""
+        try:
+            return self._probe(request["task"], request["compile"]).to_json()
+        except TaskError as error:
+            return Probe(error=str(error)).to_json()
+
+    def _probe(self, task: dict[str, str], compile: bool) -> Probe:
+        prepared = self.prepared(task)
+        spec, tolerance = prepared.spec, self.settings.tolerance
+        first, second = prepared.entry(prepared.base), prepared.entry(prepared.base + 1)
+        with self._lease.working():
+            again = prepared.oracle.outputs(first.inputs)
+        probe = Probe(
+            deterministic=not check.mismatch(first.outputs, again, spec.outputs, tolerance)[0],
+            constant=any(_constant(a, t.dtype) for a, t in zip(first.outputs, spec.outputs, strict=True)),
+            indistinguishable=not check.mismatch(first.outputs, second.outputs, spec.outputs, tolerance)[0],
+            inputs=list(spec.inputs),
+            outputs=list(spec.outputs),
+            parameter_count=spec.parameter_count,
+        )
+        prepared.measure(compile)
+        probe.eager_seconds, probe.compile_seconds = prepared.baselines.eager, prepared.baselines.compile
+        if compile:
+            probe.error = prepared.baselines.compile_error
+        return probe
+
+    def close(self) -> None:
+        for prepared in self._prepared.values():
+            prepared.close()
+        self._workshop.close()
+
+
+class Trial:
+    """One candidate worker, from start to the last timed call."""
+
+    def __init__(self, judge: Judge, prepared: Prepared, request: dict[str, Any], verdict: Verdict) -> None:
+        self._settings = judge.settings
+        self._lease = judge._lease
+        self._workshop = judge._workshop
+        self._prepared = prepared
+        self._request = request
+        self._verdict = verdict
+        self._next = prepared.base
+        self._null = 0.0
+        self._worker: Worker | None = None
+        spec = prepared.spec
+        size = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs))
+        self._buffers = Buffers(spec, slots=3 if size <= _SLOTS_BYTES else 2)
+        self._buffers.set_weights(prepared.oracle.weights)
+        self._seen: list[list[Array]] = []  # outputs of earlier calls: a later call must not give them again
+
+    def start(self) -> None:
+        """Fork, time the empty call, load."""
+        begin = time.perf_counter()
+        request, buffers = self._request, self._buffers
+        options = {
+            "role": "candidate", "lane": request["lane"], "spec": buffers.spec.to_json(), "layout": buffers.layout,
+            "weights": buffers.weights, "sources": ["model_new.py"],
+        }  # fmt: skip
+        with self._lease.working():
+            self._worker = self._workshop.start(options, buffers.descriptors, tuple(request["read"]))
+        self._worker.seconds = self._settings.run_seconds
+        if self._settings.clock == "real":
+            inputs = self._prepared.entry(self._next).inputs
+            with self._lease.timing(), self._judged():
+                self._null = statistics.median(self._timed(inputs, kind="N")[0] for _ in range(_NULL_CALLS))
+        try:
+            with self._lease.working(), self._judged("while it was loaded"):
+                self._worker.call("L", request["load"])
+        except WorkerError as error:
+            raise Refused("build_error", str(error)) from None
+        self._verdict.phases["start"] = time.perf_counter() - begin
+
+    def check(self) -> None:
+        begin = time.perf_counter()
+        for number in range(self._settings.checks):
+            entry = self._take()
+            with self._lease.working():
+                outputs = self._call(entry.inputs, f"in check {number + 1}")
+                self._compare(entry, outputs, f"check {number + 1} of {self._settings.checks}")
+            self._verdict.checks += 1
+        self._verdict.phases["check"] = time.perf_counter() - begin
+
+    def cost(self) -> float:
+        request, spec, threads = self._request, self._prepared.spec, self._settings.threads
+        if request["lane"] == "plan":
+            return cost.plan(request["load"], spec, request["files"], threads)
+        return cost.extension(spec, request["files"], threads)
+
+    def time(self) -> None:
+        """Time as few calls as tell whether the candidate is 5 % faster, against an interleaved eager anchor."""
+        begin = time.perf_counter()
+        prepared, verdict = self._prepared, self._verdict
+        audited = {i for i in range(self._settings.timed_calls) if random.SystemRandom().random() < _AUDITED}
+        audited.add(secrets.randbelow(_FEWEST_TIMED))
+        audited = set(sorted(audited)[: max(1, prepared.pool_size - self._settings.checks)])
+        entries = {i: self._take() for i in sorted(audited)}
+        others = [prepared.entry(prepared.base + i).inputs for i in range(min(3, prepared.pool_size))]
+        results: list[tuple[Entry, list[Array]]] = []
+        eager: list[float] = []
+        with self._lease.timing():
+            empty = statistics.median(prepared.oracle.seconds(others[0], null=True) for _ in range(3))
+            prepared.oracle.seconds(others[-1])
+            for number in range(self._settings.timed_calls):
+                if number in entries:
+                    with self._judged("in a timed call"):
+                        seconds, outputs = self._timed(entries[number].inputs)
+                    results.append((entries[number], outputs))
+                else:
+                    with self._judged("in a timed call"):
+                        seconds, _ = self._timed(_rolled(others[number % len(others)], self._prepared.spec.inputs))
+                verdict.samples.append(max(seconds - self._null, 1e-7))
+                if number % 2 == 0:
+                    eager.append(max(prepared.oracle.seconds(others[number % len(others)]) - empty, 1e-7))
+                if number + 1 >= _FEWEST_TIMED and self._clear(verdict.samples, eager):
+                    break
+            baseline = prepared.baselines.eager or 0.0
+            if baseline and abs(statistics.median(eager) / baseline - 1) > _DRIFT:
+                for extra in range(2):
+                    eager.append(max(prepared.oracle.seconds(others[extra % len(others)]) - empty, 1e-7))
+                drift = statistics.median(eager) / baseline
+                verdict.eager_seconds = baseline * drift
+                if verdict.compile_seconds is not None:
+                    verdict.compile_seconds *= drift
+        with self._lease.working():
+            for entry, outputs in results:
+                self._compare(entry, outputs, "an audit of a timed call", audit=True)
+        verdict.seconds = statistics.median(verdict.samples)
+        verdict.phases["time"] = time.perf_counter() - begin
+
+    def _clear(self, samples: Sequence[float], eager: Sequence[float]) -> bool:
+        """Whether more calls could still change what is more than 5 % faster than what."""
+        mine, anchor = statistics.median(samples), statistics.median(eager)
+        spread = statistics.median(abs(s - mine) for s in samples) / mine
+        spread += statistics.median(abs(s - anchor) for s in eager) / anchor
+        base = self._prepared.baselines
+        rivals = [anchor]
+        if base.compile is not None and base.eager:
+            rivals.append(base.compile * anchor / base.eager)
+        return all(abs(mine / (0.95 * rival) - 1) > 0.03 + 2 * spread for rival in rivals)
+
+    # ------------------------------------------------------------------------------------------------------------ calls
+
+    def _take(self) -> Entry:
+        """The next inputs that this candidate has not seen."""
+        entry = self._prepared.entry(self._next)
+        self._next += 1
+        return entry
+
+    def _timed(self, inputs: Sequence[Array], kind: str = "R") -> tuple[float, list[Array]]:
+        assert self._worker
+        slot = secrets.randbelow(len(self._buffers.slots))
+        self._buffers.fill(slot, inputs)
+        seconds = self._worker.timed(kind, slot)
+        return seconds, self._buffers.outputs(slot)
+
+    def _call(self, inputs: Sequence[Array], when: str) -> list[Array]:
+        with self._judged(when):
+            return self._timed(inputs)[1]
+
+    @contextlib.contextmanager
+    def _judged(self, when: str = "") -> Any:
+        try:
+            yield
+        except WorkerDied as death:
+            raise Refused(_STATUS[death.reason], f"the solution {death} {when}".strip()) from None
+        except WorkerError as error:
+            if when == "while it was loaded":
+                raise
+            raise Refused("crash", f"{error} {when}".strip()) from None
+
+    def _compare(self, entry: Entry, outputs: list[Array], when: str, audit: bool = False) -> None:
+        prepared, verdict = self._prepared, self._verdict
+        message, error = check.mismatch(entry.outputs, outputs, prepared.spec.outputs, self._settings.tolerance)
+        verdict.max_error = max(error, verdict.max_error or 0.0)
+        if message:
+            stale = any(check.same(outputs, earlier) for earlier in self._seen)
+            if stale or audit:
+                what = "the outputs of an earlier call were given again" if stale else "the outputs are wrong"
+                raise Refused("cheat", f"{when}: {what}: {message}")
+            raise Refused("wrong", f"{when}: {message}")
+        if len(self._seen) < 2:
+            self._seen.append(outputs)
+
+    def close(self) -> None:
+        if self._worker:
+            self._worker.kill()
+        self._buffers.close()
+
+
+def _rolled(inputs: Sequence[Array], tensors: Sequence[Any]) -> list[Array]:
+    """The same values in other places: fresh contents from the same domain, without an oracle."""
+    rolled = []
+    for values, tensor in zip(inputs, tensors, strict=True):
+        axis = next((i for i, extent in enumerate(values.shape) if extent > 1), None)
+        if axis is None or not tensor.dtype.startswith(("float", "bfloat")):
+            rolled.append(values)
+            continue
+        shift = 1 + secrets.randbelow(values.shape[axis] - 1)
+
+        rolled.append(numpy.roll(values, shift, axis))
+    return rolled
+
+
+def _constant(values: Array, dtype: str) -> bool:
+    """One value only (outputs of one number are not judged by this), or nothing finite."""
+
+    flat = check.real(values, dtype).ravel()
+    if flat.dtype.kind == "f" and flat.size and not numpy.isfinite(flat).any():
+        return True
+    return flat.size > 1 and bool((flat == flat[0]).all())
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody of the same user reads this memory
+    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # die with the client
+    client = socket.socket(fileno=int(sys.argv[1]))
+    fields = receive_frame(client).body
+    judge = Judge(Settings(**(fields | {"required_walls": tuple(fields["required_walls"])})))
+    try:
+        breaches = judge.prove()
+    except jail.JailError as error:
+        send_frame(client, "!", {"kind": "jail", "message": str(error)})
+        return
+    send_frame(client, "=", {"breaches": breaches, "torch": judge._workshop.torch})
+    handlers = {"E": judge.evaluate, "P": judge.probe, "S": judge.spec}
+    while True:
+        try:
+            frame = receive_frame(client)
+        except ConnectionError:
+            judge.close()
+            return
+        try:
+            answer = handlers[frame.kind](frame.body)
+        except TaskError as error:
+            send_frame(client, "!", {"kind": "task", "message": str(error)})
+        else:
+            send_frame(client, "=", answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""A prepared task: its reference worker, a rotating secret pool of inputs with the oracle's outputs, and its baselines.
+
+A candidate pays only for itself: spec, weights, pool and baselines are here already.  The judge chooses every seed; the
+reference worker only turns seeds into values.  Under the model clock seeds and pool are fixed, so that two runs agree
+bit for bit.  Not covered: candidates.
+"""
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.lease import Lease
+from cuda_agent.sandbox import build, cost, jail
+from cuda_agent.sandbox.buffers import Array, Buffers, byte_count
+from cuda_agent.sandbox.processes import WarmParent, Worker, WorkerDied, WorkerError
+from cuda_agent.sandbox.wire import TaskError, TaskSpec
+
+_POOL_BYTES = 256 << 20  # most memory for one task's pool
+_SPARE = 4  # entries of a pool beyond the checks: for audits of timed calls
+_COMPILE_SECONDS = 120.0
+_BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4
+_COMPILE_IMPORTS = ("torch._dynamo", "torch._inductor.compile_fx", "torch._inductor.codegen.cpp_wrapper_cpu")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What judge and pool need of the configuration, and where they may put things."""
+
+    threads: int
+    checks: int
+    tolerance: float
+    timed_calls: int
+    run_seconds: float
+    memory_mb: int
+    clock: str
+    required_walls: tuple[str, ...]
+    cache: str  # survives; only trusted processes write it
+    scratch: str  # private folders of workers
+    lease: str
+
+
+@dataclass
+class Entry:
+    index: int
+    inputs: list[Array]
+    outputs: list[Array]
+
+
+@dataclass
+class Baselines:
+    """Seconds per call, medians; ``None`` where they were not measured."""
+
+    eager: float | None = None
+    compile: float | None = None
+    compile_error: str = ""
+    compile_tried: bool = False
+
+
+class Workshop:
+    """Starts jailed workers: keeps the warm parents and the private folders."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._log = Path(settings.scratch) / "workers.log"
+        self._plain = WarmParent(settings.threads, self._log)
+        self._compiling: WarmParent | None = None
+        self._compiling_home: Path | None = None
+        self._ready = False
+
+    @property
+    def torch(self) -> str:
+        if not self._ready:
+            self._plain.wait_ready()
+            self._ready = True
+        return self._plain.torch
+
+    def start(self, options: dict[str, Any], fds: list[int] | None = None, read: tuple[str, ...] = ()) -> Worker:
+        assert self.torch
+        return self._start(self._plain, options, fds or [], read)
+
+    def _start(
+        self,
+        parent: WarmParent,
+        options: dict[str, Any],
+        fds: list[int],
+        read: tuple[str, ...],
+        home: Path | None = None,
+    ) -> Worker:
+        import sys
+
+        settings = self.settings
+        policy = jail.Policy(
+            read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix, *read),
+            write=(str(home),) if home else (),
+            execute=(*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix) if home else (),
+            memory_mb=2 * settings.memory_mb,  # virtual; what is really used is the watchdog's business
+            file_mb=256 if home else 0,
+            cpu_seconds=600 if home else int(settings.run_seconds * settings.threads * 4) + 60,
+            read_any=True,
+        )
+        options = {
+            "threads": settings.threads,
+            "folder": str(home or settings.scratch),
+            "sources": ["model.py"],
+        } | options
+        return Worker(parent, options, policy, settings.memory_mb, fds)
+
+    @contextmanager
+    def compiling(self) -> Iterator[Worker]:
+        """A reference worker that may run the C++ compiler, in a private folder that is gone afterwards."""
+        if self._compiling is None:
+            self._compiling = WarmParent(self.settings.threads, self._log, _COMPILE_IMPORTS)
+            self._compiling.wait_ready()
+        home = Path(tempfile.mkdtemp(prefix="compile-", dir=self.settings.scratch))
+        environment = {"TMPDIR": str(home), "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"), "HOME": str(home)}
+        options = {"role": "reference", "environment": environment}
+        worker = self._start(self._compiling, options, [], (), home)
+        try:
+            yield worker
+        finally:
+            worker.kill()
+            shutil.rmtree(home, ignore_errors=True)
+
+    def close(self) -> None:
+        self._plain.close()
+        if self._compiling:
+            self._compiling.close()
+
+
+class Oracle:
+    """A reference worker of one task with its buffers.  Every failure of the task is a ``TaskError``."""
+
+    def __init__(self, worker: Worker, code: str, weights_seed: int, settings: Settings) -> None:
+        self._worker = worker
+        self._limit = settings.run_seconds
+        self._buffers: Buffers | None = None
+        self.spec = TaskSpec.from_json(self._ask("T", {"code": code, "seed": weights_seed}))
+        size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs, *self.spec.weights.values()))
+        if size > settings.memory_mb << 20:
+            raise TaskError(f"the task's tensors take {size >> 20} MB, more than the limit of {settings.memory_mb} MB")
+        self._buffers = buffers = Buffers(self.spec, slots=2, values=True)
+        layout = {"layout": buffers.layout, "values": buffers.value_inputs, "weights": buffers.value_weights}
+        self._ask("M", layout, fds=buffers.descriptors)
+        self.weights = buffers.values(buffers.value_weights, list(self.spec.weights.values()))
+
+    @property
+    def alive(self) -> bool:
+        return self._worker.alive
+
+    def inputs(self, seed: int) -> list[Array]:
+        self._ask("G", {"seed": seed})
+        assert self._buffers
+        return self._buffers.values(self._buffers.value_inputs, self.spec.inputs)
+
+    def outputs(self, inputs: list[Array]) -> list[Array]:
+        assert self._buffers
+        self._buffers.fill(0, inputs)
+        self._ask("R", slot=0)
+        return self._buffers.outputs(0)
+
+    def seconds(self, inputs: list[Array], null: bool = False) -> float:
+        """One timed call (``null``: of nothing), buffers refilled before the clock starts."""
+        assert self._buffers
+        slot = secrets.randbelow(2)
+        self._buffers.fill(slot, inputs)
+        self._worker.seconds = self._limit
+        with _of_the_task():
+            return self._worker.timed("N" if null else "R", slot)
+
+    def compile(self, inputs: list[Array]) -> None:
+        """Calls are the compiled model's from here on.  ``WorkerError`` when torch.compile fails."""
+        assert self._buffers
+        self._buffers.fill(0, inputs)
+        self._worker.seconds = _COMPILE_SECONDS
+        self._worker.call("C", {}, slot=0)
+
+    def count(self, inputs: list[Array]) -> tuple[int, int]:
+        """Operators of one call and the bytes they touch."""
+        assert self._buffers
+        self._buffers.fill(0, inputs)
+        answer = self._ask("O", slot=0)
+        return int(answer["operators"]), int(answer["bytes"])
+
+    def _ask(self, kind: str, body: Any = None, slot: int = 0, fds: list[int] | None = None) -> Any:
+        self._worker.seconds = self._limit
+        with _of_the_task():
+            return self._worker.call(kind, body, slot, fds or ())
+
+    def close(self) -> None:
+        self._worker.kill()
+        if self._buffers:
+            self._buffers.close()
+
+
+@contextmanager
+def _of_the_task() -> Iterator[None]:
+    try:
+        yield
+    except (WorkerError, WorkerDied) as error:
+        raise TaskError(f"the task {error}" if isinstance(error, WorkerDied) else str(error)) from None
+
+
+class Prepared:
+    """One task, ready for candidates."""
+
+    def __init__(self, code: str, digest: str, workshop: Workshop) -> None:
+        settings = workshop.settings
+        self._fixed = settings.clock == "model"
+        self._secret = digest.encode() if self._fixed else secrets.token_bytes(16)
+        self._settings = settings
+        self._workshop = workshop
+        self._code = code
+        self._digest = digest
+        self._lease = Lease(Path(settings.lease))
+        worker = workshop.start({"role": "reference"})
+        try:
+            with self._lease.working():
+                self.oracle = Oracle(worker, code, self._seed(-1), settings)
+        except BaseException:
+            worker.kill()
+            raise
+        self.spec = self.oracle.spec
+        size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs))
+        self._pool: list[Entry | None] = [None] * max(2, min(settings.checks + _SPARE, _POOL_BYTES // max(1, size)))
+        self.base = 0
+        self.baselines = self._load()
+
+    @property
+    def pool_size(self) -> int:
+        return len(self._pool)
+
+    def rotate(self) -> None:
+        """Retire one entry: the next evaluation sees a new one."""
+        if not self._fixed:
+            self.base += 1
+
+    def entry(self, index: int) -> Entry:
+        """Inputs and oracle outputs number ``index``; made when the pool does not hold them."""
+        place = index % len(self._pool)
+        entry = self._pool[place]
+        if entry is None or entry.index != index:
+            with self._lease.working():
+                inputs = self.oracle.inputs(self._seed(index))
+                entry = self._pool[place] = Entry(index, inputs, self.oracle.outputs(inputs))
+        return entry
+
+    def _seed(self, index: int) -> int:
+        return int.from_bytes(hmac.digest(self._secret, str(index).encode(), "sha256")[:7])
+
+    def measure(self, compile: bool) -> None:
+        """Fill in the baselines that are missing; with the model clock they are costs."""
+        if self._fixed:
+            counts = self.oracle.count(self.entry(0).inputs)
+            self.baselines.eager = cost.eager(*counts, self._settings.threads)
+            self.baselines.compile = cost.compiled(self.spec, *counts, self._settings.threads)
+            self.baselines.compile_tried = True
+            return
+        if self.baselines.eager is None:
+            self.baselines.eager = self._median(self.oracle, _BASELINE_CALLS)
+            self._save()
+        if compile and not self.baselines.compile_tried:
+            self._measure_compile()
+            self._save()
+
+    def _measure_compile(self) -> None:
+        inputs = self.entry(self.base).inputs
+        with self._workshop.compiling() as worker:
+            with self._lease.working():
+                oracle = Oracle(worker, self._code, self._seed(-1), self._settings)
+                try:
+                    oracle.compile(inputs)
+                except (WorkerError, WorkerDied) as error:
+                    self.baselines.compile_error = f"torch.compile: {error}"
+            if not self.baselines.compile_error:
+                self.baselines.compile = self._median(oracle, _BASELINE_CALLS)
+            oracle.close()
+        self.baselines.compile_tried = True
+
+    def _median(self, oracle: Oracle, calls: int) -> float:
+        """Median seconds of one call of the reference, the empty call subtracted."""
+        entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
+        with self._lease.timing():
+            for inputs in entries[:2]:
+                oracle.seconds(inputs)
+            null = statistics.median(oracle.seconds(entries[i % len(entries)], null=True) for i in range(7))
+            samples: list[float] = []
+            end = time.monotonic() + _BASELINE_SECONDS
+            while len(samples) < 3 or (len(samples) < calls and time.monotonic() < end):
+                samples.append(oracle.seconds(entries[len(samples) % len(entries)]))
+        return max(statistics.median(samples) - null, 1e-7)
+
+    def _file(self) -> Path:
+        key = json.dumps([self._digest, self._workshop.torch, build.processor(), self._settings.threads])
+        return Path(self._settings.cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+    def _load(self) -> Baselines:
+        if self._fixed:
+            return Baselines()
+        try:
+            return Baselines(**json.loads(self._file().read_text()))
+        except (OSError, ValueError, TypeError):
+            return Baselines()
+
+    def _save(self) -> None:
+        file = self._file()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+            json.dump(vars(self.baselines), new)
+        os.replace(new.name, file)
+
+    def close(self) -> None:
+        self.oracle.close()

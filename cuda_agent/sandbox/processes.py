@@ -1,0 +1,209 @@
+"""The judge's handles of untrusted processes: the warm parent, and its workers with their watchdog.
+
+A worker that overruns its time, memory or threads is killed here, by the judge, who waits for it in short steps and
+looks at it between them; nothing depends on the worker's cooperation.  Not covered: what is asked of a worker, and what
+its answers mean.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.sandbox import jail
+from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
+
+_STEP_MS = 20  # how often a worker that is waited for is looked at
+_MOST_THREADS = 64
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_PACKAGE = Path(__file__).resolve().parents[2]
+
+
+class WorkerDied(Exception):
+    """``reason`` is one of timeout, memory, threads, crash, protocol."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class WorkerError(Exception):
+    """The untrusted code raised; the worker lives."""
+
+
+class WarmParent:
+    """The process that imported torch and forks workers.  ``imports``: further modules that it imports first."""
+
+    def __init__(self, threads: int, log: Path, imports: Sequence[str] = ()) -> None:
+        ours, theirs = socket.socketpair()
+        environment = {
+            "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent", "PYTHONPATH": str(_PACKAGE),
+            "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0",
+            "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": str(threads),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1", "USER": "worker", "LOGNAME": "worker",
+        }  # fmt: skip
+        with open(log, "ab") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "cuda_agent.sandbox.worker", str(theirs.fileno()), *imports],
+                env=environment, cwd="/", stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
+                pass_fds=[theirs.fileno()], close_fds=True,
+            )  # fmt: skip
+        theirs.close()
+        self._socket = ours
+        self.torch = ""
+
+    def wait_ready(self) -> None:
+        answer = receive_frame(self._socket).body
+        if answer["threads"] != 1:
+            raise RuntimeError(f"the warm parent has {answer['threads']} threads: its children could hang")
+        self.torch = answer["torch"]
+
+    def fork(self, options: dict[str, Any], fds: Sequence[int]) -> int:
+        send_frame(self._socket, "F", options, fds=fds)
+        return int(receive_frame(self._socket).body["pid"])
+
+    def reap(self, pid: int) -> int:
+        """The exit code of a worker that is dead or dying; negative: the signal."""
+        send_frame(self._socket, "W", {"pid": pid})
+        return int(receive_frame(self._socket).body["status"])
+
+    def close(self) -> None:
+        self._socket.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        self._process.kill()
+        self._process.wait()
+
+
+class Worker:
+    """One jailed process.  ``seconds`` is what it may still spend running; waiting for it is what is counted."""
+
+    def __init__(
+        self, parent: WarmParent, options: dict[str, Any], policy: jail.Policy, memory_mb: int, fds: Sequence[int] = ()
+    ) -> None:
+        self._parent = parent
+        self._memory_mb = memory_mb
+        self._socket, theirs = socket.socketpair()
+        self.seconds = 0.0
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        try:
+            self.pid = parent.fork(options | {"policy": asdict(policy)}, [theirs.fileno(), *fds])
+        finally:
+            theirs.close()
+        self.alive = True
+        self._private = self._private_bytes()
+
+    def call(self, kind: str, body: Any = None, slot: int = 0, fds: Sequence[int] = ()) -> Any:
+        """One request and its answer.  ``WorkerError``: the untrusted code raised.  ``WorkerDied``: it is gone."""
+        try:
+            send_frame(self._socket, kind, body, slot, fds)
+        except OSError:
+            raise self._died("crash") from None
+        return self._answer()
+
+    def timed(self, kind: str, slot: int) -> float:
+        """Seconds from the request to the answer, by the judge's clock."""
+        start = time.perf_counter()
+        try:
+            send_frame(self._socket, kind, slot=slot)
+        except OSError:
+            raise self._died("crash") from None
+        if not self._poll.poll(_STEP_MS):
+            self._wait()
+        end = time.perf_counter()
+        self._answer()
+        return end - start
+
+    def _answer(self) -> Any:
+        self._wait()
+        self._socket.settimeout(1.0)  # an answer is short: one that stops in the middle is none
+        try:
+            frame: Frame = receive_frame(self._socket)
+        except ConnectionError:
+            raise self._died("crash") from None
+        except (ValueError, TimeoutError):
+            raise self._died("protocol") from None
+        finally:
+            self._socket.settimeout(None)
+        if frame.kind == "!":
+            message = frame.body.get("message", "") if isinstance(frame.body, dict) else ""
+            raise WorkerError(str(message)[:2000])
+        if frame.kind != "=":
+            raise self._died("protocol")
+        return frame.body
+
+    def _wait(self) -> None:
+        while True:
+            start = time.perf_counter()
+            ready = self._poll.poll(_STEP_MS)
+            self.seconds -= time.perf_counter() - start
+            self.watch()
+            if ready:
+                return
+            if self.seconds <= 0:
+                raise self._died("timeout")
+
+    def watch(self) -> None:
+        """Kill it when it uses too much."""
+        if self._private_bytes() - self._private > self._memory_mb << 20:
+            raise self._died("memory")
+        if self._threads() > _MOST_THREADS:
+            raise self._died("threads")
+
+    def _private_bytes(self) -> int:
+        try:
+            fields = Path(f"/proc/{self.pid}/statm").read_text().split()
+        except OSError:
+            return 0
+        return (int(fields[1]) - int(fields[2])) * _PAGE
+
+    def _threads(self) -> int:
+        try:
+            return int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[17])
+        except OSError:
+            return 0
+
+    def _died(self, reason: str) -> WorkerDied:
+        status = self.kill(wait=0.2 if reason == "crash" else 0.0)
+        if reason == "crash":
+            text = f"ended itself (exit {status})" if status >= 0 else f"was ended by {signal.Signals(-status).name}"
+            if status == -signal.SIGSEGV:
+                text += " (an address out of bounds, or a write to an input)"
+            return WorkerDied(reason, text)
+        return WorkerDied(
+            reason,
+            {
+                "timeout": "did not finish in time",
+                "memory": f"used more than {self._memory_mb} MB",
+                "threads": f"started more than {_MOST_THREADS} threads",
+                "protocol": "answered nonsense",
+            }[reason],
+        )
+
+    def kill(self, wait: float = 0.0) -> int:
+        """End it, after up to ``wait`` seconds for it to end by itself; gives the exit code (negative: signal)."""
+        if not self.alive:
+            return 0
+        self.alive = False
+        deadline = time.monotonic() + wait
+        while time.monotonic() < deadline and not self._is_zombie():
+            time.sleep(0.001)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self._socket.close()
+        return self._parent.reap(self.pid)
+
+    def _is_zombie(self) -> bool:
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        except OSError:
+            return True
