@@ -152,6 +152,8 @@ class Ppo(Section):
             raise ValueError(f"batch ({self.batch}) must be a multiple of samples ({self.samples})")
         if self.batch < self.minibatches:
             raise ValueError(f"batch ({self.batch}) must not be smaller than minibatches ({self.minibatches})")
+        if self.old_logprobs == "trainer" and self.minibatches * self.epochs < 2:
+            raise ValueError("old_logprobs=trainer with one optimizer step a batch: the ratio would always be 1")
         return self
 
 
