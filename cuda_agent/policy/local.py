@@ -342,7 +342,7 @@ def draw(logits: Tensor, noise: Tensor, temperatures: Sequence[float]) -> tuple[
     if any(t != 1.0 for t in temperatures):
         logits = logits / torch.tensor([t or 1.0 for t in temperatures], device=logits.device)[:, None]
     logprobs = torch.log_softmax(logits, -1)
-    cumulative = logprobs.double().exp_().cumsum_(-1)
+    cumulative = logprobs.exp().double().cumsum_(-1)
     ids = torch.searchsorted(cumulative, noise[:, None] * cumulative[:, -1:], right=True)
     ids = ids.clamp_(max=logits.shape[-1] - 1)
     if 0.0 in temperatures:

@@ -19,9 +19,10 @@ class PolicyError(ValueError):
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
-    """A byte-level BPE tokenizer of ``vocab`` entries, trained on ``texts`` (messages' contents, without chat markup).
+    """A byte-level BPE tokenizer trained on ``texts`` (messages' contents, without chat markup).
 
-    Any text can be encoded (256 entries are the bytes) and decodes to itself.  Chat markup costs one token a piece.
+    It has ``vocab`` entries, fewer when the texts hold no more pairs; ``ValueError`` when bytes and markup do not fit.
+    Any text can be encoded and decodes to itself; chat markup costs one token a piece.
     Returns a ``PreTrainedTokenizerFast`` with the chat template set."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
