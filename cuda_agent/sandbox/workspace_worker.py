@@ -5,12 +5,12 @@ worker for every workspace, and cleans up behind it: folder, and whatever the sh
 jail around itself, then serves its client over one socket.  Each shell command runs in a jail inside that jail: it
 cannot reach its worker, ``/proc``, or anything but the workspace's folder and read-only system folders.
 
-``compile``, ``verify`` and ``profile`` are small scripts on the shell's PATH.  They hand their request to the worker through
-a FIFO, the worker passes it to the client over the open call, and the answer returns the same way.
+``compile``, ``verify`` and ``profile`` are small scripts on the shell's PATH.  They hand their request to the worker
+through a FIFO, the worker passes it to the client over the open call, and the answer returns the same way.
 
 Not covered: what those commands do, background commands (whatever still runs when a command returns is killed), process
-substitution in the shell (``<(...)`` needs ``/proc``), and machines whose Landlock cannot confine signals (ABI below 6),
-where a shell of the same user may kill its own worker.
+substitution in the shell (``<(...)`` needs ``/proc``), and machines whose Landlock cannot confine signals (ABI below
+6), where a shell of the same user may kill its own worker.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from cuda_agent.sandbox import jail
@@ -85,13 +86,13 @@ def main() -> None:
     while True:
         strays = [pid for pid in _children(os.getpid()) if pid not in helpers and pid not in workers.values()]
         _kill(strays)
-        ready, _, _ = select.select([control, wake], [], [], 0.05 if strays or closed else None)
+        ready, _, _ = select.select([control.fileno(), wake], [], [], 0.05 if strays or closed else None)
         if wake in ready:
             _drain(wake)
         for pid in _reap():
             helpers.discard(pid)
             workers = {number: worker for number, worker in workers.items() if worker != pid}
-        if control in ready:
+        if control.fileno() in ready:
             try:
                 frame = receive_frame(control, max_fds=1)
             except ConnectionError:
@@ -100,7 +101,7 @@ def main() -> None:
             folder = f"{root}/{number}"
             if frame.kind == "O":
                 os.mkdir(folder, 0o700)
-                workers[number] = _fork(lambda fds=frame.fds, folder=folder: _worker(fds[0], folder))
+                workers[number] = _fork(partial(_worker, frame.fds[0], folder))
             elif number in workers:
                 _kill([workers[number]])
                 closed.add(number)
@@ -110,7 +111,7 @@ def main() -> None:
                 os.close(descriptor)
         for number in closed - workers.keys():
             closed.discard(number)
-            helpers.add(_fork(lambda folder=f"{root}/{number}": _remove(folder)))
+            helpers.add(_fork(partial(_remove, f"{root}/{number}")))
     deadline = time.monotonic() + 10
     while (left := _children(os.getpid())) and time.monotonic() < deadline:
         _kill(left)
@@ -179,7 +180,7 @@ def _worker(descriptor: int, folder: str) -> None:
     session.serve()
 
 
-# --------------------------------------------------------------------------------------------------------------- session
+# -------------------------------------------------------------------------------------------------------------- session
 
 
 class Session:
@@ -264,8 +265,8 @@ _PARAMETERS: dict[str, dict[str, str]] = {  # a name that ends in "?" may be lef
 
 
 def checked(tool: str, arguments: Any, parameters: dict[str, str] | None = None) -> dict[str, Any]:
-    """The arguments of a call, of the right types; ``Refused`` names what is wrong.  Text such as "3" and "true" counts as
-    the number or truth value it spells, because calls in XML carry text only."""
+    """The arguments of a call, of the right types; ``Refused`` names what is wrong.  Text such as "3" and "true"
+    counts as the number or truth value it spells, because calls in XML carry text only."""
     parameters = parameters or _PARAMETERS.get(tool)
     if parameters is None:
         raise Refused(f"there is no tool {tool[:40]!r}")
@@ -309,7 +310,7 @@ def _typed(tool: str, name: str, kind: str, value: Any) -> Any:
     return [checked("todo", item, {"content": _STRING, "status": _STRING, "id?": _STRING}) for item in value]
 
 
-# ----------------------------------------------------------------------------------------------------------------- shell
+# ---------------------------------------------------------------------------------------------------------------- shell
 
 
 @dataclass
@@ -384,7 +385,7 @@ class Shell:
         asks, used, killed, code = 0, 0.0, "", None
         last = looked = time.monotonic()
         try:
-            streams = [self.client, requests, self.wake, out_read, state_read]
+            streams = [self.client.fileno(), requests, self.wake, out_read, state_read]
             while code is None:
                 ready, _, _ = select.select(streams, [], [], _WAITING_TICK if waiting else _MEMORY_TICK)
                 now = time.monotonic()
@@ -397,7 +398,7 @@ class Shell:
                 if self.wake in ready:
                     _drain(self.wake)
                 code = _reap().get(pid)
-                if self.client in ready:
+                if self.client.fileno() in ready:
                     frame = receive_frame(self.client)
                     if frame.kind == "a" and waiting and frame.slot == self.asked % 256:
                         self._answer(waiting.pop(0)[0], frame)
@@ -514,7 +515,7 @@ def _records(pending: bytearray, data: bytes) -> Iterable[list[str]]:
             yield fields[:20]
 
 
-# ------------------------------------------------------------------------------------------------------------- processes
+# ------------------------------------------------------------------------------------------------------------ processes
 
 
 def cut(text: str, limit: int) -> str:

@@ -1,0 +1,137 @@
+"""What a policy is shown of a task, and how its one-shot answer is read.
+
+Two styles.  "full" spells out everything, for models that can read.  "compact" is for a policy that is small and
+trained on this form: a word that says which game is played, and the task's source without what every task has.  Both
+are made from the task's code alone; nothing is executed.
+
+Not covered: token ids (``policy.chat``) and the work folder (``loop``).
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from cuda_agent.agent.skill import skill_text
+from cuda_agent.agent.tools import TOOLS, Style
+from cuda_agent.sandbox.wire import Lane
+from cuda_agent.tasks.task import Task
+
+__all__ = ["TOOLS", "agent_messages", "compact_source", "one_shot_messages", "parse_answer", "write_answer"]
+
+_FENCE = re.compile(r"^```(\w+) ([\w./-]+)\n(.*?)^```[ \t]*$", re.M | re.S)
+_ANSWER_BYTES, _ANSWER_FILES = 1 << 20, 64
+
+_ONE_SHOT = """You write fast kernels. Answer with the files of your solution, each in a fenced block whose first line
+names language and path, like this:
+```cpp kernels/fused.cpp
+...
+```
+```json plan.json
+...
+```
+You have one answer and no tools.
+"""
+_AGENT = """You write fast kernels, working alone in a folder with tools. `model.py` is the problem and `SKILL.md` the
+rules, which are repeated here. When you are done, answer without calling a tool: the files in the folder are then
+judged.
+"""
+
+
+def one_shot_messages(task: Task, style: Style, lane: Lane = "plan", device: str = "cpu") -> list[dict[str, Any]]:
+    """System and user message of the game without tools."""
+    if style == "compact":
+        return _messages("answer", compact_source(task.code))
+    return _messages(f"{_ONE_SHOT}\n{skill_text(lane, device)}", f"```python model.py\n{task.code.rstrip()}\n```")
+
+
+def agent_messages(task: Task, style: Style, lane: Lane = "plan", device: str = "cpu") -> list[dict[str, Any]]:
+    """System and user message of the game with tools."""
+    if style == "compact":
+        return _messages("agent", compact_source(task.code))
+    user = f"Optimise the model in `model.py`:\n```python\n{task.code.rstrip()}\n```"
+    return _messages(f"{_AGENT}\n{skill_text(lane, device)}", user)
+
+
+def parse_answer(text: str) -> dict[str, str]:
+    """The files of a one-shot answer: fenced blocks whose info string is a language and a path.  A path that leaves the
+    folder is dropped, of two blocks with one path the last counts, a fence that is not closed is no file."""
+    files: dict[str, str] = {}
+    for match in _FENCE.finditer(text[: 4 * _ANSWER_BYTES]):
+        path, content = match[2], match[3]
+        inside = not path.startswith("/") and ".." not in path.split("/") and path not in ("model.py", "SKILL.md")
+        if inside and len(content) <= _ANSWER_BYTES and (path in files or len(files) < _ANSWER_FILES):
+            files[path] = content
+    return files
+
+
+def write_answer(files: dict[str, str]) -> str:
+    """The inverse of ``parse_answer``."""
+    language = {"cpp": "cpp", "cu": "cuda", "json": "json", "py": "python"}
+    return "\n".join(
+        f"```{language.get(path.rpartition('.')[2], 'text')} {path}\n{text.rstrip()}\n```"
+        for path, text in files.items()
+    )
+
+
+def compact_source(code: str) -> str:
+    """The task in few tokens: imports, docstrings, comments, empty constructors and annotations go, one blank indents,
+    and functions that only return something are written as ``name: what``.  Code of another form is kept as it is."""
+    try:
+        return "\n".join(_short_parts(_Shorten().visit(ast.parse(code))))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return code
+
+
+def _short_parts(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == "Model":
+            yield from (_unparsed(item).replace("(self, ", "(", 1) for item in node.body)
+        elif isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs"):
+            only = node.body[0] if len(node.body) == 1 else None
+            if isinstance(only, ast.Return) and only.value is not None:
+                if not (node.name == "get_init_inputs" and ast.unparse(only.value) in ("[]", "()")):
+                    yield f"{node.name.removeprefix('get_')}: {ast.unparse(only.value)}"
+            else:
+                yield _unparsed(node)
+        elif not isinstance(node, ast.Import | ast.ImportFrom):
+            yield _unparsed(node)
+
+
+class _Shorten(ast.NodeTransformer):
+    """Drops what says nothing about the computation."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
+        self.generic_visit(node)
+        body = [item for item in _without_docstring(node.body) if not _calls_super(item)]
+        if node.name == "__init__" and not body:
+            return None
+        node.body, node.returns = body or [ast.Pass()], None
+        for argument in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
+            argument.annotation = None
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        self.generic_visit(node)
+        node.body = _without_docstring(node.body) or [ast.Pass()]
+        return node
+
+
+def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
+    first = body[0] if body else None
+    text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    return body[1:] if text else body
+
+
+def _calls_super(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and re.fullmatch(r"super\(.*?\)\.__init__\(\)", ast.unparse(node)) is not None
+
+
+def _unparsed(node: ast.stmt) -> str:
+    """With one blank for four.  What ``ast`` writes has no line breaks inside strings once docstrings are gone."""
+    text = re.sub(r"^(?: {4})+", lambda match: match[0][::4], ast.unparse(node), flags=re.M)
+    return text.removeprefix("def ") if isinstance(node, ast.FunctionDef) else text
+
+
+def _messages(system: str, user: str) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": user}]

@@ -1,0 +1,82 @@
+"""The rules of the game, in words: what SKILL.md in the work folder says, by lane and device.
+
+Text only.  The sandbox enforces what is written here, and more; nothing depends on a model believing it.
+"""
+
+from cuda_agent.sandbox.wire import Lane
+
+_GOAL = """# Make this PyTorch model fast
+
+`model.py` defines `Model`, `get_inputs()` and `get_init_inputs()`. Write a solution that computes what `Model.forward`
+computes, as fast as you can{device}. It is timed against eager PyTorch and against `torch.compile`: being more than 5 %
+faster than both is the least to aim for, and more is better.
+
+## What counts
+1. Correct: for inputs that you have not seen, drawn as `get_inputs()` draws them, every output has the shape and
+   dtype of the reference and agrees within 1e-2 absolute plus 1e-2 relative. A wrong solution scores below any slow
+   one.
+2. Fast: the time of one call, with fresh inputs every call.
+The files in the folder when you stop are what is judged.
+
+## Not allowed
+- Changing `model.py` or this file; they are restored.
+- Calling PyTorch, or another library's operators, to do the work.
+- Keeping results from one call to the next, reading inputs of another call, doing less work when timed, or looking for
+  the clock or the checker. Such a solution counts as a failure.
+
+## Commands (in Bash)
+- `compile` builds what is in the folder and prints the first errors.
+- `verify` builds it and checks the outputs.
+- `profile` builds, checks and times it, and prints how many times faster it is than eager and than `torch.compile`.
+There is no network, and the folder's own address differs from run to run: use relative paths. Temporary files go to
+`$TMPDIR`.
+
+## How to work
+1. Read `model.py`. Note shapes, dtypes, how many bytes must be read and written, and how much arithmetic there is.
+2. Write the simplest correct solution, and `verify` it.
+3. Improve one thing at a time, and `profile` after each: first do less work (algebra, fusing every pass over memory
+   into one), then use the hardware (contiguous access, vectors, all cores, cache tiles), then tune sizes.
+4. Go back when a change does not pay. Leave only the final files.
+"""
+
+_PLAN = """
+## The form of a solution: `plan.json` and `kernels/*.cpp`
+`plan.json` lists nodes that run in order; kernels are C++ functions that get a block's number, the number of blocks,
+and then the arguments of the node:
+```json
+{"nodes": [{"kernel": "kernels/fused.cpp", "function": "fused", "grid": 8, "args": ["in0", "out0", "in0.numel"]}]}
+```
+```cpp
+#include <cmath>
+void fused(long block, long grid, const float* x, float* y, long n) {
+  for (long i = n * block / grid; i < n * (block + 1) / grid; i++) y[i] = std::sqrt(std::fabs(x[i]));
+}
+```
+- Buffers: `in0`, `in1`, ... are the inputs (contiguous), `out0`, ... the outputs, `"w:<name>"` a weight by its name
+  in the state_dict, `init0`, ... the plain numbers that `get_init_inputs()` returns. Workspaces of your own:
+  `"workspaces": {"tmp": {"size": "in0.numel", "dtype": "float32", "init": 0}}`.
+- `grid`, sizes and number arguments are integers or expressions such as `"in0.shape[0] // 4"`, `"cdiv(in0.numel,
+  1024)"`, `min`, `max`, `select(condition, a, b)`. Plain numbers arrive as `long` (integers) or `double`.
+- Blocks run in any order, spread over the threads; a node begins when the one before has ended.
+- `{"memset": "out0", "value": 0}` is a node too. `"function": "fused<8>"` names a template. Conditions that shapes
+  must meet go into `"guards": ["in0.shape[1] % 8 == 0"]`.
+- Built with `g++ -O3 -march=native -ffast-math -std=c++17`.
+"""
+
+_EXTENSION = """
+## The form of a solution: `model_new.py` and `kernels/`
+`model_new.py` defines `class ModelNew` with the signature and the parameter names of `Model` (the state_dict is
+loaded into it); its forward calls functions of the module `cuda_extension` only. `kernels/*.cpp` hold the kernels and
+`kernels/*_binding.cpp` their bindings.
+"""
+
+_PYTHON = """
+## The form of a solution: `model_new.py`
+One file that defines `class ModelNew` with the signature and the parameter names of `Model`. Its verdict is advisory.
+"""
+
+
+def skill_text(lane: Lane = "plan", device: str = "cpu") -> str:
+    """The whole of SKILL.md."""
+    on = " on the CPU of this machine" if device == "cpu" else " on its GPU"
+    return _GOAL.replace("{device}", on) + {"plan": _PLAN, "extension": _EXTENSION, "python": _PYTHON}[lane]

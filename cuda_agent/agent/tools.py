@@ -1,0 +1,157 @@
+"""What the agent's tools are: their schemas, what compile, verify and profile say of a verdict, and which files count.
+
+Pure functions and one table.  ``describe`` is used by the loop and by those who write dialogues beforehand, so that the
+text is the same.  Not covered: running the tools (``sandbox.workspace``).
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from cuda_agent.sandbox.wire import Lane, Solution, Verdict
+
+Style = Literal["compact", "full"]
+COMMANDS = ("compile", "verify", "profile")
+
+_COMPACT_MESSAGE = 100  # characters of a build error in compact style
+_COMPILER = re.compile(r"^(\S+?):(\d+):(?:\d+:)? (?:fatal )?error: (.+)$", re.M)
+
+
+def describe(verdict: Verdict, command: str, style: Style) -> str:
+    """What ``command`` (compile, verify or profile) prints.  The compact form depends on nothing but the kind of the
+    mistake, the first build error, or the two ratios: few tokens, and the same in every run that has the same times."""
+    if verdict.status == "build_error":
+        return f"build error: {first_error(verdict.message) if style == 'compact' else verdict.message}"
+    if command == "compile":
+        return "compile: ok"
+    if verdict.status != "ok":
+        return f"{command}: {verdict.status}" + (f": {verdict.message}" if style == "full" and verdict.message else "")
+    if command == "verify":
+        return "verify: ok" if style == "compact" else f"verify: ok ({verdict.checks} checks passed)"
+    against = {"eager": verdict.speedup_eager, "compile": verdict.speedup_compile}
+    ratios = [f"{_ratio(value)}x {name}" for name, value in against.items() if value is not None]
+    text = f"profile: {' '.join(ratios)}"
+    if style == "full" and verdict.clock == "real":
+        times = {"solution": verdict.seconds, "eager": verdict.eager_seconds, "torch.compile": verdict.compile_seconds}
+        text += "\n" + "\n".join(f"{name}: {value * 1e6:.1f} us" for name, value in times.items() if value is not None)
+    return text
+
+
+def failed(verdict: Verdict, command: str) -> bool:
+    """Whether ``command`` exits with 1."""
+    return verdict.status == "build_error" or (command != "compile" and verdict.status != "ok")
+
+
+def first_error(message: str) -> str:
+    """The compiler's first error as ``path:line: what``, or the first line of another message."""
+    if found := _COMPILER.search(message):
+        message = f"{found[1]}:{found[2]}: {found[3]}"
+    return (message.splitlines() or [""])[0][:_COMPACT_MESSAGE]
+
+
+def solution_of(files: Mapping[str, str], lane: Lane) -> Solution:
+    """The files that answer the task: notes, scripts and the task itself are none."""
+    entry = "plan.json" if lane == "plan" else "model_new.py"
+    return Solution(
+        lane,
+        {
+            path: text
+            for path, text in files.items()
+            if path == entry or (lane != "python" and path.startswith("kernels/"))
+        },
+    )
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}" if value < 2 else f"{value:.1f}" if value < 10 else f"{value:.0f}"
+
+
+def _tool(name: str, description: str, parameters: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": parameters, "required": required}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+def _text(description: str) -> dict[str, str]:
+    return {"type": "string", "description": description}
+
+
+_PATH = _text("path relative to the work folder")
+_EDIT = {
+    "old_string": _text("text to replace; must occur exactly once unless replace_all is set"),
+    "new_string": _text("text to put in its place"),
+    "replace_all": {"type": "boolean", "description": "replace every occurrence"},
+}
+TOOLS: list[dict[str, Any]] = [
+    _tool(
+        "Bash",
+        "Run a command in bash. The current folder and exported variables last from call to call; everything else that "
+        "the command started ends with it. There is no network. compile, verify and profile are commands here.",
+        {"command": _text("the command"), "timeout": {"type": "number", "description": "seconds before it is killed"}},
+        ["command"],
+    ),
+    _tool(
+        "Read",
+        "Read a text file.",
+        {
+            "path": _PATH,
+            "offset": {"type": "integer", "description": "first line, from 1"},
+            "limit": {"type": "integer", "description": "number of lines"},
+        },
+        ["path"],
+    ),
+    _tool(
+        "Write",
+        "Write a whole file. A file that exists must have been read first.",
+        {"path": _PATH, "content": _text("the whole content")},
+        ["path", "content"],
+    ),
+    _tool(
+        "Edit",
+        "Replace text in a file that was read or written before.",
+        {"path": _PATH, **_EDIT},
+        ["path", "old_string", "new_string"],
+    ),
+    _tool(
+        "MultiEdit",
+        "Make several replacements in one file, in order: all of them or none.",
+        {
+            "path": _PATH,
+            "edits": {
+                "type": "array",
+                "items": {"type": "object", "properties": _EDIT, "required": ["old_string", "new_string"]},
+            },
+        },
+        ["path", "edits"],
+    ),
+    _tool(
+        "Glob",
+        "List files by pattern, such as kernels/*.cpp or **/*.json.",
+        {"pattern": _text("the pattern"), "path": _text("folder to start from")},
+        ["pattern"],
+    ),
+    _tool(
+        "Grep",
+        "Search files for an extended regular expression; prints path:line:text.",
+        {"pattern": _text("the expression"), "path": _PATH, "glob": _text("only files whose name matches")},
+        ["pattern"],
+    ),
+    _tool(
+        "TodoWrite",
+        "Note what is left to do; replaces the previous list.",
+        {
+            "todos": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {
+                        "content": _text("what to do"),
+                        "status": {"type": "string", "enum": ["pending", "in_progress", "completed"]},
+                    },
+                    "required": ["content", "status"],
+                },
+            }
+        },
+        ["todos"],
+    ),
+]
+TOOL_NAMES = frozenset(tool["function"]["name"] for tool in TOOLS)
