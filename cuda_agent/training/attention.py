@@ -1,0 +1,124 @@
+"""Causal attention inside packed rows: every sequence attends to itself alone, and no mask is ever built.
+
+``register`` makes it known to transformers under ``NAME``; any model that uses its attention interface can then run it
+(``model.set_attn_implementation(NAME)``), given ``segment_lengths`` with the forward call.  On a CPU short segments go
+through blocked matrix products that skip what lies above the diagonal and share the keys between the query heads of a
+group; the rest goes through ``scaled_dot_product_attention``, one call a segment.
+Does not cover: sliding windows, soft-capping, sinks, dropout, key-value caches (``supports`` says which models can do
+without).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NAME = "packed"
+BLOCK = 128  # query rows of one blocked product
+LONGEST = 2048  # tokens of a segment whose probabilities (half of length squared a head) are kept for the backward pass
+
+
+def register() -> None:
+    """Tell transformers of this attention; calling it again changes nothing."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _packed_attention)
+
+
+def supports(config: Any) -> bool:
+    """Whether a model of this (transformers) configuration has plain causal attention in every layer."""
+    text = config.get_text_config()
+    layers = set(getattr(text, "layer_types", None) or ["full_attention"])
+    plain = getattr(text, "attn_logit_softcapping", None) is None and layers == {"full_attention"}
+    return plain and not (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True))
+
+
+def _packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [1, heads, tokens, size]
+    key: Tensor,  # [1, kv_heads, tokens, size]
+    value: Tensor,  # [1, kv_heads, tokens, size]
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    *,
+    segment_lengths: Sequence[int] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Returns [1, tokens, heads, size], as transformers wants it."""
+    if query.shape[0] != 1 or attention_mask is not None:
+        raise ValueError("packed attention takes one row and no mask")
+    lengths = tuple(segment_lengths or (query.shape[2],))
+    if sum(lengths) != query.shape[2]:
+        raise ValueError(f"segments of {sum(lengths)} tokens in a row of {query.shape[2]}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if device == "cpu" and max(lengths) <= LONGEST:
+        return _Blocked.apply(query[0], key[0], value[0], scale, lengths)[None], None
+    parts = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    ]
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+class _Blocked(torch.autograd.Function):
+    """query [heads, tokens, size], key and value [kv_heads, tokens, size] -> [tokens, heads, size]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: tuple[int, ...]) -> Tensor:
+        heads, tokens, size = query.shape
+        groups = key.shape[0]
+        above = torch.ones(BLOCK, BLOCK, dtype=torch.bool).triu_(1)
+        grouped = query.view(groups, heads // groups, tokens, size)
+        out = torch.empty(tokens, heads, size, dtype=query.dtype)
+        grouped_out = out.view(tokens, groups, heads // groups, size)
+        kept = []
+        for first, start, stop in _blocks(lengths):
+            q = grouped[:, :, start:stop].reshape(groups, -1, size)
+            scores = torch.baddbmm(q.new_empty(()), q, key[:, first:stop].transpose(1, 2), beta=0, alpha=scale)
+            diagonal = scores.view(groups, -1, stop - start, stop - first)[..., start - first :]
+            diagonal.masked_fill_(above[: stop - start, : stop - start], float("-inf"))
+            probabilities = torch.softmax(scores, -1)
+            mixed = torch.bmm(probabilities, value[:, first:stop])
+            grouped_out[start:stop] = mixed.view(groups, -1, stop - start, size).permute(2, 0, 1, 3)
+            kept.append(probabilities)
+        ctx.save_for_backward(query, key, value, out, *kept)
+        ctx.scale, ctx.lengths = scale, lengths
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (d_out,) = gradients
+        query, key, value, out, *kept = ctx.saved_tensors
+        heads, tokens, size = query.shape
+        groups = key.shape[0]
+        grouped = query.view(groups, heads // groups, tokens, size)
+        d_query = torch.empty(groups, heads // groups, tokens, size, dtype=query.dtype)
+        d_key, d_value = torch.zeros_like(key), torch.zeros_like(value)
+        grouped_d_out = d_out.view(tokens, groups, heads // groups, size)
+        inner = (d_out * out).sum(-1).view(tokens, groups, heads // groups)
+        for probabilities, (first, start, stop) in zip(kept, _blocks(ctx.lengths), strict=True):
+            q = grouped[:, :, start:stop].reshape(groups, -1, size)
+            d_mixed = grouped_d_out[start:stop].permute(1, 2, 0, 3).reshape(groups, -1, size)
+            d_value[:, first:stop].baddbmm_(probabilities.transpose(1, 2), d_mixed)
+            d_scores = torch.bmm(d_mixed, value[:, first:stop].transpose(1, 2))
+            d_scores.sub_(inner[start:stop].permute(1, 2, 0).reshape(groups, -1, 1)).mul_(probabilities)
+            d_q = torch.baddbmm(q.new_empty(()), d_scores, key[:, first:stop], beta=0, alpha=ctx.scale)
+            d_query[:, :, start:stop] = d_q.view(groups, -1, stop - start, size)
+            d_key[:, first:stop].baddbmm_(d_scores.transpose(1, 2), q, alpha=ctx.scale)
+        return d_query.view(heads, tokens, size), d_key, d_value, None, None
+
+
+def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first token of the segment, first and last+1 query token of the block) of all blocks of a row."""
+    blocks, first = [], 0
+    for length in lengths:
+        end = first + length
+        blocks += [(first, start, min(start + BLOCK, end)) for start in range(first, end, BLOCK)]
+        first = end
+    return blocks

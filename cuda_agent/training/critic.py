@@ -1,0 +1,68 @@
+"""The critic: a value for every state of an episode, from a trunk that starts as a copy of the policy.
+
+In a folder: the trunk in Hugging Face format and ``value_head.safetensors``.  The head stays in float32 whatever the
+trunk computes in.  Which state belongs to which token is not decided here (``packing.before_sampled``).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+HEAD = "value_head.safetensors"
+
+
+class Critic(nn.Module):
+    def __init__(self, trunk: Any) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = nn.Linear(trunk.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    @property
+    def config(self) -> Any:
+        return self.trunk.config
+
+    def values(self, states: Tensor) -> Tensor:
+        """Last hidden states [n, hidden] -> float32 [n]."""
+        return self.head(states.float())[:, 0]
+
+
+def critic_from_policy(folder: Path | str, expected_reward: float = 0.0) -> Critic:
+    """A critic whose trunk is the policy's in ``folder`` and which values every state at ``expected_reward``."""
+    critic = Critic(_trunk(folder))
+    nn.init.constant_(critic.head.bias, expected_reward)
+    return critic
+
+
+def save_critic(critic: Critic, folder: Path | str) -> None:
+    critic.trunk.save_pretrained(folder)
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in critic.head.named_parameters()}, _head(folder)
+    )
+
+
+def load_critic(folder: Path | str) -> Critic:
+    """Raises ValueError when ``folder`` holds no critic."""
+    if not _head(folder).is_file():
+        raise ValueError(f"{folder} is no critic: {HEAD} is missing")
+    critic = Critic(_trunk(folder))
+    try:
+        critic.head.load_state_dict(load_file(_head(folder)))
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{_head(folder)} does not fit its trunk or is damaged: {error}") from None
+    return critic
+
+
+def _head(folder: Path | str) -> Path:
+    return Path(folder) / HEAD
+
+
+def _trunk(folder: Path | str) -> Any:
+    from transformers import AutoModel
+
+    return AutoModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True)

@@ -1,0 +1,93 @@
+"""Losses over sampled tokens and the log-probabilities that they need.
+
+Every loss takes flat tensors (one entry a sampled token of one row) and ``total``, the number of sampled tokens of the
+whole minibatch: the losses of its rows then add up to the mean over its tokens, however they were packed.
+The metrics returned beside a loss add up the same way, but for those named ``*_max``, of which the largest counts.
+Pure functions on tensors.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+Metrics = dict[str, Tensor]
+
+
+def token_logprobs(
+    states: Tensor, ids: Tensor, project: Callable[[Tensor], Tensor], chunk: int, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Natural log-probability of ``ids`` and the entropy of the distribution they came from, both float32 [n].
+
+    states [n, hidden] are those before the tokens (``packing.before_sampled``), ids int64 [n]; ``project`` maps states
+    to logits [.., vocabulary].  At most ``chunk`` rows of logits exist at a time; with more than one chunk the backward
+    pass computes them again.  The entropy carries no gradient.
+    """
+    if not len(ids):
+        return states.new_zeros(0, dtype=torch.float32), states.new_zeros(0, dtype=torch.float32)
+
+    def one(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs = (project(states).float() / temperature).log_softmax(-1)
+        with torch.no_grad():
+            entropy = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(-1, ids[:, None])[:, 0], entropy
+
+    parts = list(zip(states.split(chunk), ids.split(chunk), strict=True))
+    if len(parts) == 1 or not torch.is_grad_enabled():
+        done = [one(*part) for part in parts]
+    else:
+        done = [checkpoint(one, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    return torch.cat([logprobs for logprobs, _ in done]), torch.cat([entropy for _, entropy in done])
+
+
+def sft_loss(logprobs: Tensor, total: int) -> Tensor:
+    """Mean negative log-likelihood of the tokens to imitate."""
+    return -logprobs.sum() / total
+
+
+def ppo_loss(
+    logprobs: Tensor,  # of the policy as it is now; carries the gradient
+    old: Tensor,  # denominator of the ratio: the engine's, or the trainer's own from before the first minibatch
+    engine: Tensor,  # the engine's, under which the tokens were sampled
+    advantages: Tensor,
+    total: int,
+    clip_low: float,
+    clip_high: float,
+    importance_cap: float,
+) -> tuple[Tensor, Metrics]:
+    """Clipped surrogate of PPO with an asymmetric range, mean over tokens.  All tensors float32 [n].
+
+    Where ``old`` is not ``engine``, each token is weighted by min(old / engine, importance_cap), without gradient, to
+    correct for the engine having sampled from slightly other probabilities.
+    """
+    ratio = (logprobs - old).clamp(-20, 20).exp()  # a token that became e^20 times likelier must not end the run
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    weight = (old - engine).exp().clamp(max=importance_cap).detach()
+    loss = -(weight * surrogate).sum() / total
+    with torch.no_grad():
+        drift = (logprobs - engine).clamp(-20, 20)
+        metrics = {
+            "ratio_mean": ratio.sum() / total,
+            "ratio_max": ratio.max() if len(ratio) else ratio.new_zeros(()),
+            "clip_low": ((ratio < 1 - clip_low) & (advantages < 0)).sum() / total,
+            "clip_high": ((ratio > 1 + clip_high) & (advantages > 0)).sum() / total,
+            "kl": (drift.exp() - 1 - drift).sum() / total,  # of the engine's policy to ours, the k3 estimator
+            "engine_gap": drift.abs().sum() / total,
+            "importance_mean": weight.sum() / total,
+        }
+    return loss, metrics
+
+
+def value_loss(
+    values: Tensor, targets: Tensor, total: int, old: Tensor | None = None, clip: float | None = None
+) -> Tensor:
+    """Half the mean squared error; with ``clip``, the worse of it and that of the value held within ``clip`` of
+    ``old``.  All tensors float32 [n]."""
+    error = (values - targets).square()
+    if clip is not None:
+        if old is None:
+            raise ValueError("value clipping needs the old values")
+        held = old + (values - old).clamp(-clip, clip)
+        error = torch.maximum(error, (held - targets).square())
+    return 0.5 * error.sum() / total

@@ -1,0 +1,154 @@
+"""Episodes as tensors, and packing: many sequences side by side in rows of at most a fixed number of tokens.
+
+A ``Batch`` keeps what belongs to sampled tokens (log-probabilities, and later advantages and values) in flat tensors,
+sequence after sequence; a ``Row`` knows which entries of these are its own (``tokens``) and where in the row they were
+sampled (``sampled``).  ``before_sampled`` is the one place where "the token at t is predicted from the state at t - 1"
+is written down: log-probabilities and values are both taken through it.
+Pure: no model, no input or output.  Does not decide which episodes are trained on beyond ``trainable``.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from cuda_agent.policy.episode import Episode
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One sequence to train on.  ``mask`` is true where the token was sampled by the policy (or is to be imitated)."""
+
+    ids: Tensor  # int64 [length]
+    mask: Tensor  # bool [length]; false at 0, since nothing precedes the first token
+    logprobs: Tensor  # float32 [sampled tokens], of the engine; zeros for imitation
+    reward: float = 0.0  # belongs to the last sampled token
+
+    def __len__(self) -> int:
+        return self.ids.numel()
+
+
+def tokens_of(ids: Sequence[int], mask: Sequence[int]) -> Tokens:
+    """A sequence to imitate where ``mask`` is 1.  A mask that is 1 on the first token is cleared there."""
+    chosen = torch.tensor(mask, dtype=torch.bool)
+    if len(ids) != len(mask) or not len(ids):
+        raise ValueError(f"a sequence of {len(ids)} tokens with a mask of {len(mask)}")
+    chosen[0] = False
+    return Tokens(torch.tensor(ids, dtype=torch.int64), chosen, torch.zeros(int(chosen.sum())))
+
+
+def tokens_of_episode(episode: Episode) -> Tokens:
+    """Raises ValueError for an episode without a reward, or one that begins with a sampled token."""
+    if episode.reward is None:
+        raise ValueError(f"episode {episode.id} has no reward: it is to be dropped, not trained on")
+    mask = torch.tensor(episode.mask, dtype=torch.bool)
+    if mask[0]:
+        raise ValueError(f"episode {episode.id} begins with a sampled token, which nothing predicts")
+    logprobs = torch.tensor(episode.logprobs, dtype=torch.float32)[mask]
+    return Tokens(torch.tensor(episode.ids, dtype=torch.int64), mask, logprobs, float(episode.reward))
+
+
+def trainable(episodes: Iterable[Episode]) -> list[Episode]:
+    """Episodes with a reward (``None`` means that the fault was ours) in which the policy sampled something."""
+    return [episode for episode in episodes if episode.reward is not None and any(episode.mask)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Sequences side by side; ``positions`` begin at 0 in each of them."""
+
+    ids: Tensor  # int64 [length]
+    positions: Tensor  # int64 [length]
+    lengths: tuple[int, ...]  # of the sequences, in row order
+    sampled: Tensor  # int64 [n], where in the row the sampled tokens are
+    tokens: Tensor  # int64 [n], which entries of the batch's flat tensors they are
+
+    def to(self, device: torch.device | str) -> "Row":
+        moved = [tensor.to(device) for tensor in (self.ids, self.positions, self.sampled, self.tokens)]
+        return Row(moved[0], moved[1], self.lengths, moved[2], moved[3])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences in their given order; flat tensors have one entry a sampled token of all of them."""
+
+    sequences: tuple[Tokens, ...]
+    counts: tuple[int, ...]  # sampled tokens of each sequence
+    logprobs: Tensor  # float32 [sampled tokens], of the engine
+    rewards: Tensor  # float32 [sequences]
+
+    def __len__(self) -> int:
+        """Sampled tokens."""
+        return self.logprobs.numel()
+
+    def rows(self, row_tokens: int, chosen: Sequence[int] | None = None) -> list[Row]:
+        """The chosen sequences (all by default) in rows of at most ``row_tokens``."""
+        picked = range(len(self.sequences)) if chosen is None else chosen
+        offsets = torch.tensor((0, *self.counts)).cumsum(0).tolist()
+        packed = pack([len(self.sequences[i]) for i in picked], row_tokens)
+        return [_row([(self.sequences[picked[i]], offsets[picked[i]]) for i in row]) for row in packed]
+
+    def padded(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """A flat tensor as [sequences, longest] and the mask of its real entries."""
+        parts = flat.split(self.counts)
+        mask = torch.arange(max(self.counts)) < torch.tensor(self.counts)[:, None]
+        return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True), mask
+
+
+def batch_of(sequences: Iterable[Tokens]) -> Batch:
+    kept = tuple(sequences)
+    if not kept:
+        raise ValueError("a batch without sequences")
+    counts = tuple(int(sequence.mask.sum()) for sequence in kept)
+    rewards = torch.tensor([sequence.reward for sequence in kept], dtype=torch.float32)
+    return Batch(kept, counts, torch.cat([sequence.logprobs for sequence in kept]), rewards)
+
+
+def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+    """Indices of the sequences of each row: first-fit decreasing, equal lengths in their given order.
+
+    Raises ValueError when a sequence is longer than a row.
+    """
+    if lengths and max(lengths) > row_tokens:
+        raise ValueError(f"a sequence of {max(lengths)} tokens does not fit a row of {row_tokens}")
+    rows: list[list[int]] = []
+    free: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        number = next((number for number, room in enumerate(free) if lengths[index] <= room), len(rows))
+        if number == len(rows):
+            rows.append([])
+            free.append(row_tokens)
+        rows[number].append(index)
+        free[number] -= lengths[index]
+    return rows
+
+
+def _row(sequences: Sequence[tuple[Tokens, int]]) -> Row:
+    """``sequences`` come with the offset of their sampled tokens in the flat tensors."""
+    ids = torch.cat([sequence.ids for sequence, _ in sequences])
+    positions = torch.cat([torch.arange(len(sequence)) for sequence, _ in sequences])
+    sampled = torch.cat([sequence.mask for sequence, _ in sequences]).nonzero()[:, 0]
+    tokens = torch.cat([offset + torch.arange(int(sequence.mask.sum())) for sequence, offset in sequences])
+    return Row(ids, positions, tuple(len(sequence) for sequence, _ in sequences), sampled, tokens)
+
+
+def before_sampled(states: Tensor, row: Row) -> Tensor:
+    """states [length, size] of a row -> [n, size]: for each sampled token the state from which it is predicted and
+    valued, that of the token before it.  No gradient reaches any other state directly."""
+    return states[row.sampled - 1]
+
+
+def dense_mask(lengths: Sequence[int]) -> Tensor:
+    """bool [length, length] of a row: true where the query (first index) may look at the key: same sequence, not later.
+    What the packed attention does without a mask; for models that need one, and for tests."""
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return (segment[:, None] == segment[None]) & torch.ones(len(segment), len(segment), dtype=torch.bool).tril()
+
+
+def split_evenly(order: Sequence[int], parts: int) -> list[list[int]]:
+    """``order`` in at most ``parts`` runs whose sizes differ by at most one; no run is empty."""
+    parts = min(parts, len(order))
+    edges = [len(order) * part // parts for part in range(parts + 1)] if parts else [0]
+    return [list(order[start:stop]) for start, stop in pairwise(edges)]

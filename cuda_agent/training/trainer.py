@@ -1,0 +1,214 @@
+"""One trainer for imitation, value pretraining and PPO: a model, its optimizer, and rows of packed sequences.
+
+A ``Trainer`` wraps one model (a causal language model or a ``Critic``) and knows how to take an optimizer step and how
+to save and restore itself; what is learnt from the rows is said by its callers (``recipes``).  Master weights are
+float32; ``precision="bf16"`` computes the trunk, and only it, in bfloat16.  Only the states before sampled tokens are
+ever projected to the vocabulary, a chunk at a time.  The same seed, threads and data give the same weights.
+Does not cover: several devices, low-rank adapters, models with routers or caches of their own.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_model, save_model
+from torch import Tensor
+
+from cuda_agent.lease import Lease
+from cuda_agent.training import attention, losses
+from cuda_agent.training.critic import Critic
+from cuda_agent.training.losses import Metrics
+from cuda_agent.training.packing import Batch, Row, batch_of, before_sampled, tokens_of
+
+LOGITS = {"cpu": 2**24, "cuda": 2**27}  # most numbers of one chunk of logits
+
+
+class CorruptCheckpoint(ValueError):
+    """A checkpoint that is incomplete, damaged or of another model; nothing of it was loaded."""
+
+
+class Trainer:
+    """``row_tokens`` bounds one forward and backward pass (on a CPU about 4,096 is fastest, whatever the batch);
+    every sequence must fit into it."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        row_tokens: int = 4096,
+        max_grad_norm: float = 1.0,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        device: str = "cpu",
+        precision: Literal["fp32", "bf16"] = "fp32",
+        gradient_checkpointing: bool = False,
+        lease: Lease | None = None,
+    ) -> None:
+        self.model = model.to(device)
+        self.row_tokens, self.max_grad_norm = row_tokens, max_grad_norm
+        self.device, self.precision, self.lease = torch.device(device), precision, lease
+        self.step = 0  # optimizer steps taken
+        self.seconds = 0.0  # spent in steps; a schedule by time goes on from here after a resume
+        trunk = self.trunk
+        _without_dropout(trunk)
+        model.train(gradient_checkpointing)
+        if gradient_checkpointing:
+            trunk.gradient_checkpointing_enable({"use_reentrant": False})
+        matrices = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim >= 2]
+        others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=1e-8, fused=True)
+        attention.register()
+        self._packed = attention.supports(trunk.config)
+        _check_rows(self)
+
+    @property
+    def trunk(self) -> Any:
+        return self.model.trunk if isinstance(self.model, Critic) else self.model.base_model
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around one micro-step: holds the lease, and lends the model its packed attention (others who use the model in
+        this process find it as they left it)."""
+        with self.lease.working() if self.lease else nullcontext():
+            usual = self.trunk.config._attn_implementation
+            if self._packed:
+                self.trunk.set_attn_implementation(attention.NAME)
+            try:
+                yield
+            finally:
+                if self._packed:
+                    self.trunk.set_attn_implementation(usual)
+
+    def states(self, row: Row) -> Tensor:
+        """[n, hidden] before the row's sampled tokens.  Inside ``working`` only; the row is on the trainer's device."""
+        extra = {"segment_lengths": row.lengths} if self._packed else {}
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            hidden = self.trunk(
+                input_ids=row.ids[None], position_ids=row.positions[None], use_cache=False, **extra
+            ).last_hidden_state
+        return before_sampled(hidden[0], row).float()
+
+    def logprobs(self, row: Row, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the row's sampled tokens and the entropies there, float32 [n]."""
+        head = self.model.get_output_embeddings()
+        chunk = max(1, LOGITS[self.device.type] // head.weight.shape[0])
+        return losses.token_logprobs(self.states(row), row.ids[row.sampled], head, chunk, temperature)
+
+    def values(self, row: Row) -> Tensor:
+        """Values of the states before the row's sampled tokens, float32 [n]."""
+        return self.model.values(self.states(row))
+
+    def flat(self, batch: Batch, of_row: Callable[[Row], Tensor]) -> Tensor:
+        """``of_row`` (a tensor [n] of a row) over a whole batch without gradients: float32 [sampled tokens], on the
+        CPU, in the order of the batch."""
+        out = torch.zeros(len(batch))
+        with torch.no_grad():
+            for row in batch.rows(self.row_tokens):
+                with self.working():
+                    out[row.tokens] = of_row(row.to(self.device)).float().cpu()
+        return out
+
+    def update(
+        self, rows: Sequence[Row], lr: float, loss_of: Callable[[Row], tuple[Tensor, Metrics]]
+    ) -> dict[str, float]:
+        """One optimizer step on the sum of the rows' losses.  Returns the loss, its metrics and the gradient norm.
+
+        A step whose gradient is not finite is not taken; ``skipped`` is then 1."""
+        metrics: dict[str, float] = {"loss": 0.0}
+        self.optimizer.zero_grad(set_to_none=True)
+        for row in rows:
+            with self.working():
+                loss, measured = loss_of(row.to(self.device))
+                loss.backward()
+                metrics["loss"] += float(loss.detach())
+                for name, value in measured.items():
+                    known = metrics.get(name, 0.0)
+                    metrics[name] = max(known, float(value)) if name.endswith("_max") else known + float(value)
+        with self.working():
+            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm))
+            if math.isfinite(norm):
+                for group in self.optimizer.param_groups:
+                    group["lr"] = lr
+                self.optimizer.step()
+        self.step += 1
+        return metrics | {"grad_norm": norm if math.isfinite(norm) else 0.0, "skipped": float(not math.isfinite(norm))}
+
+    def save(self, folder: Path) -> None:
+        """Model, optimizer, random state and step into ``folder``, which exists."""
+        save_model(self.model, str(folder / "model.safetensors"))
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "step": self.step,
+            "seconds": self.seconds,
+        }
+        torch.save(state, folder / "trainer.pt")
+        digests = {name: _digest(folder / name) for name in ("model.safetensors", "trainer.pt")}
+        (folder / "checkpoint.json").write_text(json.dumps(digests, indent=1))
+
+    def load(self, folder: Path) -> None:
+        """Go on from what ``save`` wrote.  Raises CorruptCheckpoint and then has changed nothing, unless the checkpoint
+        is sound but of another model."""
+        try:
+            for name, digest in json.loads((folder / "checkpoint.json").read_text()).items():
+                if _digest(folder / name) != digest:
+                    raise CorruptCheckpoint(
+                        f"{folder / name} is damaged: its digest is not the one noted when it was saved"
+                    )
+            state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+            load_model(self.model, str(folder / "model.safetensors"), device=str(self.device))
+            self.optimizer.load_state_dict(state["optimizer"])
+        except CorruptCheckpoint:
+            raise
+        except (OSError, ValueError, KeyError, AttributeError, RuntimeError, SafetensorError) as error:
+            raise CorruptCheckpoint(f"{folder} is no checkpoint of this model: {error}") from error
+        torch.set_rng_state(state["random"])
+        self.step, self.seconds = state["step"], state["seconds"]
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _without_dropout(model: torch.nn.Module) -> None:
+    """A ratio of probabilities means something only when the same weights give the same probabilities."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010
+
+
+def _check_rows(trainer: Trainer) -> None:
+    """Proves on a few tokens what the whole trainer relies on: two sequences in a row do not see each other, and the
+    output layer alone makes the logits.  Raises ValueError with what does not hold for this model."""
+    vocabulary = trainer.trunk.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    pair = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (5, 7)]
+    batch = batch_of([tokens_of(ids, [1] * len(ids)) for ids in pair])
+    (together,) = batch.rows(12)
+    apart = [batch.rows(12, [number])[0] for number in (0, 1)]
+    with torch.no_grad(), trainer.working():
+        packed = trainer.states(together.to(trainer.device)).cpu()
+        single = [trainer.states(row.to(trainer.device)).cpu() for row in apart]
+    by_token = torch.empty_like(packed)
+    by_token[together.tokens] = packed
+    size = packed.square().mean().sqrt()
+    worst = (by_token - torch.cat(single)).abs().max() / size
+    if worst > (0.1 if trainer.precision == "bf16" else 1e-2):
+        raise ValueError(f"sequences packed into one row see each other in this model (states differ by {worst:.2g})")
+    if isinstance(trainer.model, Critic):
+        return
+    with torch.no_grad():
+        logits = trainer.model(input_ids=apart[0].ids[None].to(trainer.device)).logits[0, :-1].float().cpu()
+        ours = trainer.model.get_output_embeddings()(single[0].to(trainer.device)).float().cpu()
+    if (logits - ours).abs().max() > (0.1 if trainer.precision == "bf16" else 1e-2) * logits.square().mean().sqrt():
+        raise ValueError("this model does more to its logits than its output layer (scaling or capping): not supported")
