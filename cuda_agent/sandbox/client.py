@@ -34,6 +34,7 @@ from cuda_agent.sandbox.wire import (
     receive_frame,
     send_frame,
 )  # fmt: skip
+from cuda_agent.sandbox.workspace import Workspace, Workspaces
 from cuda_agent.tasks.task import Task
 
 _HERE = Path(__file__).parent
@@ -54,6 +55,7 @@ class LocalSandbox:
         self.lease_folder = Path(cache).absolute() / "lease"
         self._scratch: Path | None = None
         self._judges: list[_JudgeHandle] = []
+        self._workspaces = Workspaces()
         self._specs: dict[str, TaskSpec] = {}
 
     async def __aenter__(self) -> "LocalSandbox":
@@ -74,6 +76,7 @@ class LocalSandbox:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self._workspaces.close()
         for judge in self._judges:
             await asyncio.to_thread(judge.close)
         if self._scratch:
@@ -158,11 +161,9 @@ class LocalSandbox:
         files: dict[str, str],
         protected: frozenset[str],
         commands: Callable[[str, list[str], dict[str, str]], Awaitable[ToolResult]],
-    ) -> AsyncIterator[Any]:
-        """A jailed work folder; see ``workspace.open_workspace``."""
-        from cuda_agent.sandbox.workspace import open_workspace
-
-        async with open_workspace(files, protected, commands, self.config) as workspace:
+    ) -> AsyncIterator[Workspace]:
+        """A jailed work folder; see ``workspace``."""
+        async with self._workspaces.open(files, protected, commands) as workspace:
             yield workspace
 
     def _judge(self, task: Task) -> "_JudgeHandle":

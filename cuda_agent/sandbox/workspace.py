@@ -38,7 +38,7 @@ class WorkspaceLost(Exception):
 
 
 class Workspaces:
-    """The warm parent of workspaces.  Entered once, used by many; workspaces are opened concurrently.
+    """The warm parent of workspaces, started by ``async with`` or with the first one, used by many at once.
 
     Its folders lie in a folder of their own in the system's temporary directory and go with it, also when this process
     is killed."""
@@ -58,7 +58,7 @@ class Workspaces:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._stop()
+        await self.close()
 
     @asynccontextmanager
     async def open(
@@ -97,7 +97,7 @@ class Workspaces:
         async with self._lock:
             if self._process is not None and self._process.returncode is None:
                 return
-            await self._stop()
+            await self.close()
             self._folder = tempfile.mkdtemp(prefix="cuda-agent-workspaces-")
             os.chmod(self._folder, 0o711)  # a workspace's own user passes through to its own folder, and sees no other
             self._control, theirs = socket.socketpair()
@@ -120,7 +120,8 @@ class Workspaces:
                 raise WorkspaceLost("the parent of workspaces did not start in time") from None
             self._control.setblocking(True)
 
-    async def _stop(self) -> None:
+    async def close(self) -> None:
+        """Ends every workspace."""
         if self._control is not None:
             self._control.close()
             self._control = None
