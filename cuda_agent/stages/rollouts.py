@@ -6,6 +6,7 @@ Not here: training (``ppo``), scoring (``scores``), and what an episode is (``ag
 
 import hashlib
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,13 +16,16 @@ from typing import Any, Literal
 from cuda_agent.agent.loop import Settings, run_episode, run_many, run_single
 from cuda_agent.lease import Lease
 from cuda_agent.policy.chat import Chat
-from cuda_agent.policy.episode import Episode
+from cuda_agent.policy.episode import Episode, read_episodes, write_episodes
 from cuda_agent.policy.local import LocalEngine
 from cuda_agent.policy.model import load_policy
 from cuda_agent.sandbox.client import LocalSandbox
-from cuda_agent.stages.context import StageContext
+from cuda_agent.stages.context import StageContext, TryAgain
+from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
+from cuda_agent.training.recipes import episode_metrics
 
+EPISODES = "episodes.jsonl"
 Kind = Literal["single", "agent"]
 
 
@@ -48,7 +52,7 @@ class Rollouts:
         kind: Kind,
         on_done: Callable[[int, int], None] | None = None,
     ) -> list[Episode]:
-        """``samples`` episodes a task, in the order of ``tasks``; ids are ``label/task/sample`` and decide the seeds."""
+        """``samples`` episodes a task, in the order of ``tasks``; ids, ``label/task/sample``, decide the seeds."""
         run = run_single if kind == "single" else run_episode
         names = [(task, f"{label}/{task.name}/{sample}") for task in tasks for sample in range(samples)]
         done = 0
@@ -82,6 +86,7 @@ async def open_rollouts(
     settings = Settings(
         lane=config.sandbox.lane,
         style=style,
+        device=config.sandbox.device,
         turns=turns,
         turn_tokens=config.agent.turn_tokens,
         tool_tokens=config.agent.tool_tokens,
@@ -124,20 +129,32 @@ def draw(tasks: Sequence[Task], count: int, seed: int, step: int) -> list[Task]:
     return drawn
 
 
-def batch_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """What a batch of episodes says of the policy: infrastructure faults are counted, and left out of the rates."""
-    kept = [episode for episode in episodes if episode.reward is not None]
-    if not kept:
-        return {"episodes": 0.0, "dropped": float(len(episodes))}
-    rewards = [episode.reward or 0.0 for episode in kept]
-    share = 1.0 / len(kept)
-    return {
-        "episodes": float(len(kept)),
-        "dropped": float(len(episodes) - len(kept)),
-        "reward": sum(rewards) * share,
-        "pass_rate": sum(reward > 0 for reward in rewards) * share,
-        "faster_than_eager": sum(reward >= 2 for reward in rewards) * share,
-        "faster_than_compile": sum(reward >= 3 for reward in rewards) * share,
-        "response_tokens": sum(sum(episode.mask) for episode in kept) * share,
-        "turns": sum(max(episode.turns, default=0) + 1 for episode in kept) * share,
-    }
+async def play_rounds(
+    ctx: StageContext, split: Literal["train", "heldout"], rounds: int, *, turns: int, temperature: float
+) -> tuple[list[Task], list[Episode]]:
+    """Plays the policy of ``ctx`` in the agent loop on its tasks of ``split``, ``rounds`` times one episode a task,
+    with a checkpoint after each round.  Returns the tasks and all episodes."""
+    tasks = [task for task in read_tasks(ctx.inputs["tasks"]) if task.split == split]
+    episodes: list[Episode] = []
+    start = ctx.checkpoints.load(lambda folder: episodes.extend(read_episodes(folder / EPISODES))) or 0
+
+    def save(folder: Path) -> None:
+        write_episodes(folder / EPISODES, episodes)
+
+    def show(done: int, total: int) -> None:
+        ctx.tracker.progress(len(episodes) + done, rounds * total, unit="episodes")
+
+    context = ctx.config.policy.context
+    async with open_rollouts(
+        ctx, ctx.inputs["policy"], turns=turns, context=context, temperature=temperature
+    ) as rollouts:
+        for number in range(start, rounds):
+            began = time.monotonic()
+            played = await rollouts.play(tasks, 1, f"{split}/{number}", "agent", show)
+            episodes += played
+            rate = len(played) / (time.monotonic() - began)
+            ctx.tracker.log(number, episode_metrics(played) | {"episodes_per_second": rate})
+            ctx.checkpoints.save(number + 1, save)
+            if ctx.should_stop():
+                raise TryAgain(f"stopped after round {number + 1} of {rounds}")
+    return tasks, episodes

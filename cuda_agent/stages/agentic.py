@@ -1,0 +1,17 @@
+"""``agentic``: tasks, policy, critic -> ``policy``, ``critic``: multi-turn PPO in the sandbox (paper, section 3.3,
+stage 4), from the policy of rejection fine-tuning and the pretrained critic."""
+
+import asyncio
+
+from cuda_agent.policy.model import save_policy
+from cuda_agent.stages.context import StageContext
+from cuda_agent.stages.learning import improve
+from cuda_agent.training.critic import load_critic, save_critic
+
+
+def run(ctx: StageContext) -> None:
+    model, tokenizer, critic = asyncio.run(
+        improve(ctx, ctx.config.agentic, "agent", ctx.inputs["policy"], lambda: load_critic(ctx.inputs["critic"]))
+    )
+    save_policy(model, tokenizer, ctx.outputs["policy"])
+    save_critic(critic, ctx.outputs["critic"])

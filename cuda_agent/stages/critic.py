@@ -1,0 +1,70 @@
+"""``critic``: episodes, policy -> ``critic``: value pretraining on all episodes, good and bad, with a terminal
+reward and gamma 1 (paper, section 3.3, stage 3).  Its gate is the explained variance on tasks whose episodes it never
+saw."""
+
+import hashlib
+
+from cuda_agent.policy.episode import Episode, read_episodes
+from cuda_agent.stages.context import NotGoodEnough, StageContext, TryAgain
+from cuda_agent.stages.learning import make_trainer
+from cuda_agent.stages.rollouts import EPISODES
+from cuda_agent.training.critic import critic_from_policy, save_critic
+from cuda_agent.training.packing import trainable
+from cuda_agent.training.recipes import value_epoch, value_quality
+
+
+def run(ctx: StageContext) -> None:
+    settings = ctx.config.critic
+    episodes = trainable(read_episodes(ctx.inputs["episodes"] / EPISODES))
+    if not episodes:
+        raise NotGoodEnough("critic: no collected episode has a reward, so there is nothing to learn values from.")
+    training, heldout = split_by_task(episodes, settings.heldout, ctx.config.seed)
+    mean = sum(episode.reward or 0.0 for episode in training) / len(training)
+    trainer = make_trainer(
+        ctx,
+        critic_from_policy(ctx.inputs["policy"], mean),
+        row_tokens=settings.batch_tokens,
+        longest=max(len(episode.ids) for episode in episodes),
+        max_grad_norm=1.0,
+    )
+    start = ctx.checkpoints.load(trainer.load) or 0
+    for epoch in range(start, settings.epochs):
+        metrics = value_epoch(
+            trainer,
+            training,
+            lr=settings.lr,
+            batch_tokens=settings.batch_tokens,
+            gae_lambda=settings.gae_lambda,
+            seed=ctx.config.seed,
+            epoch=epoch,
+        )
+        quality = value_quality(trainer, heldout)
+        ctx.tracker.log(epoch, metrics | {f"heldout_{name}": value for name, value in quality.items()})
+        ctx.tracker.progress(epoch + 1, settings.epochs, unit="epochs")
+        ctx.checkpoints.save(epoch + 1, trainer.save)
+        if ctx.should_stop():
+            raise TryAgain(f"stopped after epoch {epoch + 1} of {settings.epochs}")
+    explained = value_quality(trainer, heldout)["explained_variance"]
+    if explained < settings.min_explained_variance:
+        text = (
+            f"critic: held-out explained variance is {explained:.2f}, below {settings.min_explained_variance} "
+            "(critic.min_explained_variance)"
+        )
+        if settings.gate == "stop":
+            raise NotGoodEnough(f"{text}. More episodes (collect.samples) or epochs (critic.epochs) may help.")
+        ctx.tracker.note(text)
+    save_critic(trainer.model, ctx.outputs["critic"])
+
+
+def split_by_task(episodes: list[Episode], share: float, seed: int) -> tuple[list[Episode], list[Episode]]:
+    """(training, held-out): about ``share`` of the tasks are held out, at least one where there are two."""
+
+    def rank(task: str) -> str:
+        return hashlib.sha256(f"{seed}/{task}".encode()).hexdigest()
+
+    tasks = sorted({episode.task for episode in episodes}, key=rank)
+    count = min(max(1, round(share * len(tasks))), len(tasks) - 1)
+    chosen = set(tasks[:count])
+    if not chosen:  # a single task: its episodes serve for both, and the gate says little
+        return episodes, episodes
+    return [e for e in episodes if e.task not in chosen], [e for e in episodes if e.task in chosen]

@@ -1,0 +1,125 @@
+"""What the stages that train share: a trainer as the configuration wants it, supervised training with checkpoints, and
+the PPO loop of ``warmup`` and ``agentic``.
+
+Not here: the algorithms (``training``), and playing episodes (``rollouts``).
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.config import Ppo
+from cuda_agent.lease import Lease
+from cuda_agent.stages.context import StageContext, TryAgain
+from cuda_agent.stages.rollouts import Kind, draw, open_rollouts, seed_of
+from cuda_agent.tasks.io import read_tasks
+from cuda_agent.training.critic import Critic
+from cuda_agent.training.recipes import ppo_update
+from cuda_agent.training.trainer import Trainer
+
+COST = 0.1  # a supervised step is checkpointed when that takes at most this share of the time since the last one
+
+
+def make_trainer(ctx: StageContext, model: Any, *, row_tokens: int, longest: int, max_grad_norm: float) -> Trainer:
+    """``longest``: tokens of the longest sequence, which must fit into a row."""
+    import torch
+
+    torch.set_num_threads(ctx.config.policy.threads)
+    return Trainer(
+        model,
+        row_tokens=max(row_tokens, longest),
+        max_grad_norm=max_grad_norm,
+        lease=Lease(ctx.cache),
+    )
+
+
+def supervise(ctx: StageContext, trainer: Trainer, steps: Iterator[dict[str, float]], unit: str = "steps") -> None:
+    """Takes every step of ``steps`` (``training.recipes.sft``): logs, shows progress, checkpoints, stops when asked.
+    The caller has restored ``trainer`` from the checkpoint slot before it made the iterator."""
+    saved = time.monotonic()
+    cost = 0.0
+    for metrics in steps:
+        fraction = metrics.pop("progress")
+        ctx.tracker.log(trainer.step, metrics)
+        ctx.tracker.progress(round(1000 * fraction), 1000, unit="‰", tokens_per_second=metrics["tokens_per_second"])
+        stopping = ctx.should_stop()
+        if stopping or cost <= COST * (time.monotonic() - saved):
+            began = time.monotonic()
+            ctx.checkpoints.save(trainer.step, trainer.save)
+            saved = time.monotonic()
+            cost = saved - began
+        if stopping:
+            raise TryAgain(f"stopped after step {trainer.step}")
+
+
+async def improve(
+    ctx: StageContext,
+    settings: Ppo,
+    kind: Kind,
+    policy: Path,
+    make_critic: Callable[[], Critic],
+) -> tuple[Any, Any, Critic]:
+    """PPO: play a batch, learn from it, serve what was learnt; checkpointed after every step.
+
+    Returns (model, tokenizer, critic)."""
+    config = ctx.config
+    tasks = [task for task in read_tasks(ctx.inputs["tasks"]) if task.split == "train"]
+    async with open_rollouts(
+        ctx,
+        policy,
+        turns=config.agent.turns,
+        context=settings.context,
+        temperature=config.agent.temperature,
+    ) as rollouts:
+        sizes: dict[str, Any] = {
+            "row_tokens": settings.batch_tokens,
+            "longest": settings.context,
+            "max_grad_norm": settings.max_grad_norm,
+        }
+        actor = make_trainer(ctx, rollouts.model, **sizes)
+        critic = make_trainer(ctx, make_critic(), **sizes)
+
+        def save(folder: Path) -> None:
+            for name, trainer in (("actor", actor), ("critic", critic)):
+                (folder / name).mkdir()
+                trainer.save(folder / name)
+
+        def load(folder: Path) -> None:
+            actor.load(folder / "actor")
+            critic.load(folder / "critic")
+
+        start = ctx.checkpoints.load(load) or 0
+        await rollouts.engine.update_from(actor.model, start)
+        for step in range(start, settings.steps):
+            began = time.monotonic()
+            batch = draw(tasks, settings.batch // settings.samples, config.seed, step)
+            episodes = await rollouts.play(batch, settings.samples, f"{ctx.name}/{step}", kind)
+            played = time.monotonic() - began
+            metrics = ppo_update(
+                actor,
+                critic,
+                episodes,
+                settings,
+                seed=seed_of(config.seed, f"{ctx.name}/{step}") % 2**31,
+                train_actor=step >= settings.critic_warmup,
+                temperature=config.agent.temperature,
+            )
+            await rollouts.engine.update_from(actor.model, step + 1)
+            seconds = time.monotonic() - began
+            sampled = sum(sum(episode.mask) for episode in episodes)
+            ctx.tracker.log(
+                step,
+                metrics
+                | {
+                    "rollout_seconds": played,
+                    "step_seconds": seconds,
+                    "sampled_tokens_per_second": sampled / played,
+                    "episodes_per_second": len(episodes) / played,
+                },
+            )
+            ctx.tracker.progress(step + 1, settings.steps, reward=metrics.get("reward", 0.0))
+            ctx.checkpoints.save(step + 1, save)
+            if ctx.should_stop():
+                raise TryAgain(f"stopped after step {step + 1} of {settings.steps}")
+        return rollouts.model, rollouts.tokenizer, critic.model

@@ -1,0 +1,42 @@
+"""``rft``: episodes, policy -> ``policy``: rejection fine-tuning (paper, section 3.3, stage 2).  Imitates the sampled
+tokens of the episodes that earned a positive reward and show no bad pattern (loops, malformed or invented tool calls).
+When none is left the policy is passed on as it is, and a note says so."""
+
+from cuda_agent.policy.episode import read_episodes
+from cuda_agent.policy.model import load_policy, save_policy
+from cuda_agent.stages.context import StageContext
+from cuda_agent.stages.learning import make_trainer, supervise
+from cuda_agent.stages.rollouts import EPISODES
+from cuda_agent.training.packing import tokens_of_episode, trainable
+from cuda_agent.training.recipes import sft
+
+
+def run(ctx: StageContext) -> None:
+    settings = ctx.config.rft
+    episodes = list(read_episodes(ctx.inputs["episodes"] / EPISODES))
+    kept = [e for e in trainable(episodes) if e.reward is not None and e.reward > 0 and not e.flags]
+    ctx.tracker.note(f"rft imitates {len(kept)} of {len(episodes)} episodes")
+    model, tokenizer = load_policy(ctx.inputs["policy"])
+    if kept:
+        sequences = [tokens_of_episode(episode) for episode in kept]
+        trainer = make_trainer(
+            ctx,
+            model,
+            row_tokens=settings.batch_tokens,
+            longest=max(map(len, sequences)),
+            max_grad_norm=settings.max_grad_norm,
+        )
+        ctx.checkpoints.load(trainer.load)
+        supervise(
+            ctx,
+            trainer,
+            sft(
+                trainer,
+                sequences,
+                batch_tokens=settings.batch_tokens,
+                lr=settings.lr,
+                seed=ctx.config.seed,
+                epochs=settings.epochs,
+            ),
+        )
+    save_policy(model, tokenizer, ctx.outputs["policy"])
