@@ -40,12 +40,14 @@ def adaptive_lambda(counts: Tensor, alpha: float = 0.05) -> Tensor:
     return (1 - 1 / (alpha * counts.clamp(min=1))).clamp(min=0.0)
 
 
-def whiten(advantages: Tensor, epsilon: float = 1e-8) -> Tensor:
+def whiten(advantages: Tensor, epsilon: float = 1e-6) -> Tensor:
     """float [sampled tokens of the whole batch] -> the same with mean 0 and (biased) standard deviation 1.
 
-    A batch whose advantages are all equal teaches nothing and becomes zeros."""
-    centred = advantages - advantages.mean()
-    return centred / (centred.square().mean().sqrt() + epsilon)
+    A batch whose advantages are all equal teaches nothing and becomes zeros; in single precision the rounding of the
+    mean would become the advantage."""
+    wide = advantages.double()
+    centred = wide - wide.mean()
+    return (centred / (centred.square().mean().sqrt() + epsilon)).to(advantages.dtype)
 
 
 def explained_variance(values: Tensor, targets: Tensor) -> float:

@@ -1,0 +1,400 @@
+"""The trainer on a tiny Qwen3: alignment, packing, where gradients go, checkpoints."""
+
+import pytest
+import torch
+from training_cases import VOCAB, random_episode, tiny_policy
+
+from cuda_agent.config import Ppo
+from cuda_agent.lease import Lease
+from cuda_agent.training import recipes
+from cuda_agent.training.critic import Critic, critic_from_policy, load_critic, save_critic
+from cuda_agent.training.packing import Row, batch_of, tokens_of, tokens_of_episode
+from cuda_agent.training.trainer import CorruptCheckpoint, Trainer
+
+
+def policy(**options) -> Trainer:
+    return Trainer(tiny_policy(), row_tokens=256, **options)
+
+
+def critic(**options) -> Trainer:
+    model = Critic(tiny_policy(1).model)
+    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
+    return Trainer(model, row_tokens=256, **options)
+
+
+def episodes(count: int, actor: Trainer | None = None):
+    """Random episodes; given an actor, with its own log-probabilities, as its engine would have written them."""
+    made = [random_episode(seed) for seed in range(count)]
+    if actor is not None:
+        batch = batch_of(tokens_of_episode(episode) for episode in made)
+        flat = iter(actor.flat(batch, lambda row: actor.logprobs(row)[0]).tolist())
+        for episode in made:
+            episode.logprobs = [next(flat) if sampled else 0.0 for sampled in episode.mask]
+    return made
+
+
+def test_logprobs_are_those_of_the_plain_model_one_sequence_at_a_time():
+    actor = policy()
+    batch = batch_of(tokens_of_episode(random_episode(seed)) for seed in range(6))
+    flat = actor.flat(batch, lambda row: actor.logprobs(row)[0])
+    plain = []
+    for sequence in batch.sequences:
+        with torch.no_grad():
+            logits = actor.model(input_ids=sequence.ids[None]).logits[0]
+        for position in sequence.mask.nonzero()[:, 0]:
+            plain.append(logits[position - 1].log_softmax(-1)[sequence.ids[position]])
+    assert torch.allclose(flat, torch.stack(plain), atol=1e-5)
+
+
+def test_values_are_taken_from_the_same_states_as_logprobs():
+    trainer = critic()
+    batch = batch_of(tokens_of_episode(random_episode(seed)) for seed in range(4))
+    flat = trainer.flat(batch, trainer.values)
+    plain = []
+    for sequence in batch.sequences:
+        with torch.no_grad():
+            states = trainer.trunk(input_ids=sequence.ids[None]).last_hidden_state[0]
+            plain.append(trainer.model.head(states)[sequence.mask.nonzero()[:, 0] - 1, 0])
+    assert torch.allclose(flat, torch.cat(plain), atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["packed", "masked"])
+def test_packed_and_unpacked_losses_and_gradients_are_equal(attention):
+    results = []
+    for row_tokens in (256, 80):  # many sequences a row; about one a row
+        actor, judge = policy(max_grad_norm=1e9), critic(max_grad_norm=1e9)
+        actor._packed = judge._packed = attention == "packed"
+        actor.row_tokens = judge.row_tokens = row_tokens
+        data = episodes(12)
+        batch = batch_of(tokens_of_episode(episode) for episode in data)
+        sft = recipes.sft_step(actor, batch, 0.0)["loss"]
+        update = recipes.ppo_update(actor, judge, data, Ppo(batch=12, samples=1, minibatches=1, actor_lr=1e-9), seed=0)
+        gradients = torch.cat([p.grad.flatten() for p in (*actor.model.parameters(), *judge.model.parameters())])
+        results.append((sft, update["loss"], update["critic_loss"], gradients))
+    for packed, unpacked in zip(results[0][:3], results[1][:3], strict=True):
+        assert packed == pytest.approx(unpacked, abs=1e-5)
+    assert torch.allclose(results[0][3], results[1][3], atol=1e-5)
+
+
+def states_gradient(actor: Trainer, batch) -> tuple[torch.Tensor, Row]:
+    """Gradient of the loss in the last hidden state of every token of the row."""
+    (row,) = batch.rows(actor.row_tokens)
+    seen = {}
+
+    def keep(_, __, output):
+        output.last_hidden_state.retain_grad()
+        seen["hidden"] = output.last_hidden_state
+
+    handle = actor.trunk.register_forward_hook(keep)
+    recipes.sft_step(actor, batch, 0.0)
+    handle.remove()
+    return seen["hidden"].grad[0], row
+
+
+def test_no_gradient_reaches_a_state_that_predicts_a_tool_or_prompt_token():
+    actor = policy()
+    batch = batch_of(tokens_of_episode(random_episode(seed)) for seed in range(5))
+    gradient, row = states_gradient(actor, batch)
+    predicting = torch.zeros(len(row.ids), dtype=torch.bool)
+    predicting[row.sampled - 1] = True
+    assert (gradient[~predicting] == 0).all()
+    assert (gradient[predicting].abs().sum(-1) > 0).all()
+
+
+def test_the_gradient_in_the_logits_is_exactly_zero_before_tool_tokens():
+    """The same with logits of every position: the trainer's loss is the masked loss, and its gradients are equal."""
+    actor = policy(max_grad_norm=1e9)
+    episode = random_episode(3)
+    batch = batch_of([tokens_of_episode(episode)])
+    recipes.sft_step(actor, batch, 0.0)
+    ours = [parameter.grad.clone() for parameter in actor.model.parameters()]
+
+    actor.model.zero_grad()
+    logits = actor.model(input_ids=torch.tensor([episode.ids])).logits[0]
+    logits.retain_grad()
+    mask = torch.tensor(episode.mask[1:], dtype=torch.bool)
+    picked = logits[:-1].log_softmax(-1).gather(-1, torch.tensor(episode.ids[1:])[:, None])[:, 0]
+    (-(picked * mask).sum() / mask.sum()).backward()
+    assert (logits.grad[:-1][~mask] == 0).all() and (logits.grad[-1] == 0).all()
+    for parameter, gradient in zip(actor.model.parameters(), ours, strict=True):
+        assert torch.allclose(parameter.grad, gradient, atol=1e-5)
+
+
+def test_what_a_tool_said_changes_nothing_before_it_and_sequences_of_a_row_do_not_see_each_other():
+    actor = policy()
+    pair = [random_episode(1), random_episode(2)]
+    batch = batch_of(tokens_of_episode(episode) for episode in pair)
+    before = actor.flat(batch, lambda row: actor.logprobs(row)[0])
+    tool = max(index for index, sampled in enumerate(pair[0].mask) if not sampled)
+    pair[0].ids[tool] = (pair[0].ids[tool] + 1) % VOCAB
+    after = actor.flat(batch_of(tokens_of_episode(e) for e in pair), lambda row: actor.logprobs(row)[0])
+    earlier = sum(pair[0].mask[:tool])
+    assert torch.equal(before[:earlier], after[:earlier])
+    assert not torch.equal(before[earlier : batch.counts[0]], after[earlier : batch.counts[0]])
+    assert torch.equal(before[batch.counts[0] :], after[batch.counts[0] :])
+
+
+def test_on_policy_the_first_minibatch_has_ratio_one_and_later_ones_do_not():
+    actor, judge = policy(), critic()
+    data = episodes(16, actor)
+    one = recipes.ppo_update(policy(), judge, data, Ppo(batch=16, minibatches=1, actor_lr=1e-2), seed=0)
+    assert one["ratio_max"] == pytest.approx(1, abs=1e-4) and one["engine_gap"] == pytest.approx(0, abs=1e-5)
+    assert one["clip_low"] == one["clip_high"] == 0
+    two = recipes.ppo_update(actor, critic(), data, Ppo(batch=16, minibatches=4, epochs=2, actor_lr=1e-2), seed=0)
+    assert two["ratio_max"] > 1.28 and two["clip_low"] + two["clip_high"] > 0 and two["kl"] > 0
+
+
+def test_clipping_changes_what_is_learnt_off_policy():
+    weights = []
+    for high in (0.28, 50.0):
+        actor = policy()
+        data = episodes(16, actor)
+        settings = Ppo(batch=16, minibatches=4, epochs=2, actor_lr=1e-2, clip_high=high)
+        recipes.ppo_update(actor, critic(), data, settings, seed=0)
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in actor.model.parameters()]))
+    assert not torch.equal(*weights)
+
+
+def test_recomputed_denominators_start_at_ratio_one_whatever_the_engine_said():
+    actor = policy()
+    data = episodes(8)  # the engine's log-probabilities are random: nothing like the actor's
+    settings = Ppo(batch=8, minibatches=2, actor_lr=1e-9, old_logprobs="trainer")
+    metrics = recipes.ppo_update(actor, critic(), data, settings, seed=0)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-3)
+    assert metrics["engine_gap"] > 0.5 and metrics["importance_mean"] != pytest.approx(1, abs=1e-2)
+
+
+def test_ppo_makes_rewarded_tokens_likelier():
+    actor, judge = policy(), critic()
+    data = episodes(24, actor)
+    for episode in data:
+        episode.reward = 3.0 if episode.ids[-1] % 2 else -1.0
+    batch = batch_of(tokens_of_episode(episode) for episode in data)
+    before = actor.flat(batch, lambda row: actor.logprobs(row)[0]).split(batch.counts)
+    for seed in range(5):
+        recipes.ppo_update(actor, judge, data, Ppo(batch=24, actor_lr=3e-3, critic_lr=1e-2), seed=seed)
+    after = actor.flat(batch, lambda row: actor.logprobs(row)[0]).split(batch.counts)
+    gains = [float((new - old).mean()) for new, old in zip(after, before, strict=True)]
+    good = [gain for gain, episode in zip(gains, data, strict=True) if episode.reward == 3.0]
+    bad = [gain for gain, episode in zip(gains, data, strict=True) if episode.reward == -1.0]
+    assert sum(good) / len(good) > sum(bad) / len(bad)
+
+
+def test_episodes_without_a_reward_are_dropped_and_counted():
+    actor, judge = policy(), critic()
+    data = episodes(6)
+    data[0].reward = data[4].reward = None
+    metrics = recipes.ppo_update(actor, judge, data, Ppo(batch=8), seed=0)
+    assert (metrics["episodes"], metrics["dropped"]) == (4, 2)
+    assert actor.step == judge.step == 2
+    for episode in data:
+        episode.reward = None
+    assert recipes.ppo_update(actor, judge, data, Ppo(batch=8), seed=0) == {"episodes": 0, "dropped": 6}
+    assert actor.step == 2
+
+
+def test_a_critic_that_warms_up_leaves_the_actor_alone():
+    actor, judge = policy(), critic()
+    before = [parameter.clone() for parameter in actor.model.parameters()]
+    recipes.ppo_update(actor, judge, episodes(6), Ppo(batch=8), seed=0, train_actor=False)
+    assert actor.step == 0 and judge.step == 2
+    assert all(torch.equal(new, old) for new, old in zip(actor.model.parameters(), before, strict=True))
+
+
+def test_reward_rates_follow_the_reward_ladder():
+    data = [random_episode(seed, reward) for seed, reward in enumerate([-1.0, 1.0, 2.0, 3.0])]
+    data[0].verdict = {"status": "wrong"}
+    metrics = recipes.episode_metrics(data)
+    assert metrics["reward"] == 1.25 and metrics["pass_rate"] == 0.75
+    assert metrics["faster_than_eager"] == 0.5 and metrics["faster_than_compile"] == 0.25
+
+
+@pytest.mark.parametrize("gae_lambda", [1.0, 0.95])
+def test_value_pretraining_explains_rewards_that_the_prompt_gives_away(gae_lambda):
+    judge = critic()
+    data = episodes(40)
+    for episode in data:
+        episode.ids[0] %= 2
+        episode.reward = 3.0 if episode.ids[0] else -1.0
+    assert recipes.value_quality(judge, data)["explained_variance"] < 0
+    for epoch in range(12):
+        recipes.value_epoch(judge, data, lr=1e-2, batch_tokens=512, gae_lambda=gae_lambda, seed=0, epoch=epoch)
+    assert recipes.value_quality(judge, data)["explained_variance"] > 0.5
+
+
+def memorise(trainer: Trainer, stop: int | None = None, **options) -> list[float]:
+    draw = torch.Generator().manual_seed(0)
+    data = [tokens_of(torch.randint(VOCAB, (20,), generator=draw).tolist(), [0] * 4 + [1] * 16) for _ in range(20)]
+    options = {"epochs": 4} | options
+    losses = []
+    for metrics in recipes.sft(trainer, data, batch_tokens=100, lr=1e-2, seed=3, **options):
+        losses.append(metrics["loss"])
+        if stop is not None and trainer.step == stop:
+            break
+    return losses
+
+
+def test_imitation_lowers_the_loss_and_the_same_seed_gives_the_same_losses():
+    first, second = memorise(policy()), memorise(policy())
+    assert first == second
+    assert len(first) == 16 and first[-1] < first[0] - 0.2
+
+
+def test_a_resumed_trainer_repeats_the_uninterrupted_run_exactly(tmp_path):
+    whole = memorise(policy())
+    cut = policy()
+    begun = memorise(cut, stop=7)
+    cut.save(tmp_path)
+    resumed = policy()
+    resumed.load(tmp_path)
+    assert resumed.step == 7
+    assert begun + memorise(resumed) == whole
+
+
+def test_ppo_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path):
+    def run(actor, judge, seeds):
+        return [
+            recipes.ppo_update(actor, judge, episodes(8), Ppo(batch=8), seed=seed)[name]
+            for seed in seeds
+            for name in ("loss", "critic_loss", "kl")
+        ]
+
+    whole = run(policy(), critic(), (0, 1, 2))
+    actor, judge = policy(), critic()
+    begun = run(actor, judge, (0,))
+    for trainer, name in ((actor, "actor"), (judge, "critic")):
+        (tmp_path / name).mkdir()
+        trainer.save(tmp_path / name)
+    again_actor, again_judge = policy(), critic()
+    again_actor.load(tmp_path / "actor")
+    again_judge.load(tmp_path / "critic")
+    assert begun + run(again_actor, again_judge, (1, 2)) == whole
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt", "checkpoint.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path, file, damage):
+    saved = policy()
+    memorise(saved, stop=2)
+    saved.save(tmp_path)
+    path = tmp_path / file
+    content = bytearray(path.read_bytes())
+    if damage == "lose":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    fresh = policy()
+    before = [parameter.clone() for parameter in fresh.model.parameters()]
+    with pytest.raises(CorruptCheckpoint):
+        fresh.load(tmp_path)
+    assert fresh.step == 0
+    assert all(torch.equal(new, old) for new, old in zip(fresh.model.parameters(), before, strict=True))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    policy().save(tmp_path)
+    with pytest.raises(CorruptCheckpoint):
+        Trainer(tiny_policy(layers=1), row_tokens=256).load(tmp_path)
+
+
+def test_a_gradient_that_is_not_finite_is_not_followed():
+    actor = policy()
+    before = [parameter.clone() for parameter in actor.model.parameters()]
+    batch = batch_of([tokens_of([1, 2, 3], [0, 1, 1])])
+
+    def broken(row):
+        return actor.logprobs(row)[0].sum() * float("nan"), {}
+
+    assert actor.update(batch.rows(8), 1e-2, broken)["skipped"] == 1
+    assert all(torch.equal(new, old) for new, old in zip(actor.model.parameters(), before, strict=True))
+
+
+def test_a_critic_comes_back_from_its_folder(tmp_path):
+    tiny_policy().save_pretrained(tmp_path / "policy")
+    model = critic_from_policy(tmp_path / "policy", 1.5)
+    judge = Trainer(model, row_tokens=256)
+    batch = batch_of(tokens_of_episode(random_episode(seed)) for seed in range(4))
+    assert torch.allclose(judge.flat(batch, judge.values), torch.tensor(1.5))
+    recipes.value_epoch(judge, episodes(10), lr=1e-2, batch_tokens=256, gae_lambda=1.0, seed=0, epoch=0)
+    save_critic(model, tmp_path / "critic")
+    loaded = Trainer(load_critic(tmp_path / "critic"), row_tokens=256)
+    assert torch.equal(judge.flat(batch, judge.values), loaded.flat(batch, loaded.values))
+    with pytest.raises(ValueError, match="is no critic"):
+        load_critic(tmp_path / "policy")
+
+
+def test_training_leaves_the_models_attention_as_it_was_and_goes_on_under_a_lease(tmp_path):
+    actor = policy(lease=Lease(tmp_path))
+    usual = actor.model.config._attn_implementation
+    memorise(actor, stop=1)
+    assert actor.model.config._attn_implementation == usual
+    assert actor.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3, do_sample=False).shape == (1, 6)
+
+
+def test_bfloat16_is_near_float32_and_its_master_weights_stay_float32():
+    batch = batch_of(tokens_of_episode(random_episode(seed)) for seed in range(4))
+    exact, short = policy(), policy(precision="bf16")
+    a, b = (trainer.flat(batch, lambda row, t=trainer: t.logprobs(row)[0]) for trainer in (exact, short))
+    assert 0 < (a - b).abs().max() < 0.1
+    recipes.sft_step(short, batch, 1e-3)
+    assert all(parameter.dtype == torch.float32 for parameter in short.model.parameters())
+
+
+def test_a_model_with_a_sliding_window_is_trained_through_its_own_masks():
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    model = MistralForCausalLM(
+        MistralConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            sliding_window=6,
+        )
+    )
+    actor = Trainer(model, row_tokens=256)
+    sequences = [tokens_of_episode(random_episode(seed)) for seed in range(3)]
+    flat = actor.flat(batch_of(sequences), lambda row: actor.logprobs(row)[0])
+    apart = [actor.flat(batch_of([sequence]), lambda row: actor.logprobs(row)[0]) for sequence in sequences]
+    assert not actor._packed
+    assert torch.allclose(flat, torch.cat(apart), atol=1e-5)
+
+
+def test_a_model_that_caps_its_logits_is_refused():
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    model = Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            final_logit_softcapping=0.05,
+        )
+    )
+    with pytest.raises(ValueError, match="more to its logits"):
+        Trainer(model, row_tokens=256)
+
+
+def test_the_rate_rises_then_falls_with_the_share_of_the_training_that_is_done():
+    for schedule in ("linear", "cosine"):
+        rates = [recipes.learning_rate(step / 100, 1.0, schedule, warmup=0.1) for step in range(101)]
+        assert rates[10] == 1.0 and rates[100] == pytest.approx(0)
+        assert rates[:11] == sorted(rates[:11]) and rates[10:] == sorted(rates[10:], reverse=True)
+    assert recipes.learning_rate(0.9, 1.0, "constant") == 1.0
+
+
+def test_time_ends_imitation_as_steps_do():
+    trainer = policy()
+    trainer.seconds = 10.0
+    assert memorise(trainer, max_seconds=5.0) == []
+    assert len(memorise(policy(), epochs=None, steps=3)) == 3
