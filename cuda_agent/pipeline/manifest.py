@@ -6,6 +6,7 @@
     checkpoints/<stage>/<key>/            ``checkpoints``
     runs/<run>/run.json, end.json         who runs, and how it last ended
     runs/<run>/<stage>/manifest.json      what this run uses of this stage
+    runs/<run>/<stage>/key                what it began to make
     runs/<run>/<stage>/log.txt            what its last attempt printed
 
 What it does not cover: the order in which things are written (``stage_main``, ``local``).
@@ -86,6 +87,10 @@ def cache_entry(stage: str, key: str) -> str:
 
 def manifest_entry(run: str, stage: str) -> str:
     return f"runs/{run}/{stage}/manifest.json"
+
+
+def key_entry(run: str, stage: str) -> str:
+    return f"runs/{run}/{stage}/key"
 
 
 def config_entry(sha256: str) -> str:

@@ -31,6 +31,7 @@ from cuda_agent.pipeline.manifest import (
     config_entry,
     find_result,
     identify,
+    key_entry,
     make_stages_folder,
     manifest_entry,
     publish,
@@ -49,6 +50,10 @@ from cuda_agent.stages.context import (
 )
 from cuda_agent.storage import Store, StoreError, open_store
 from cuda_agent.tracking import FileTracker
+
+# Errors of rooms below that name what a person gave wrong (a base without tokenizer, a file that is no task, a machine
+# without a wall).  By name: importing those rooms here would make every stage start as slowly as the slowest.
+_PERSONS_FAULT = ("PolicyError", "TaskError", "SandboxUnready", "JailError")
 
 TABLE = "cuda_agent.pipeline.graph:STAGES"
 
@@ -98,6 +103,8 @@ def run_stage(order: Order) -> int:
         code, message = EXIT_RETRY, str(error)
     except BaseException as error:
         code, message = EXIT_BUG, f"{type(error).__name__}: {error}"
+        if type(error).__name__ in _PERSONS_FAULT:
+            code, message = EXIT_CONFIG, str(error)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             code, message = EXIT_RETRY, f"No room left on this machine: {error}. Free some; the same command goes on."
         traceback.print_exc()
@@ -128,6 +135,7 @@ def _run(order: Order, scratch: Path, should_stop: Any) -> None:
             make_stages_folder(store, stages, stage, config, done, work / "made")
             inputs[name] = store.put_folder(work / "made")
     identity = identify(stage, config, inputs)
+    store.put(key_entry(order.run, stage.name), identity.key.encode())
     with _lock(Path(order.local) / "locks" / f"{stage.name}-{identity.key[:32]}", tracker, should_stop):
         if (result := find_result(store, order.run, identity)) is None:
             result = _make(order, store, config, stage, identity, tracker, work, should_stop)

@@ -1,0 +1,90 @@
+"""The game with tools for a model behind a text interface: same work folder, tools, budgets and judge as
+``loop.run_episode``.
+
+Its episodes are for measuring, not for training: the server keeps its token ids, so ``ids`` holds zeros and only their
+number, the server's own count, means something.
+"""
+
+import json
+from typing import Any
+
+from cuda_agent.agent.loop import Ended, Sandbox, Settings, _Play
+from cuda_agent.agent.prompt import agent_messages
+from cuda_agent.agent.skill import skill_text
+from cuda_agent.agent.tools import TOOLS, solution_of
+from cuda_agent.policy.chat import ToolCall
+from cuda_agent.policy.episode import Episode
+from cuda_agent.policy.served import Reply, ServedModel
+from cuda_agent.sandbox.workspace import Workspace
+from cuda_agent.tasks.task import Task
+
+CHARACTERS = 4  # a token, about: tool results are cut without the model's tokenizer
+
+
+async def run_visit(
+    task: Task, model: ServedModel, sandbox: Sandbox, settings: Settings, seed: int, episode_id: str
+) -> Episode:
+    """One episode.  Raises ``policy.served.ServedModelError`` when the address is lost."""
+    play = _Visit(model, task, sandbox, settings, seed, episode_id)
+    return await play.run(play.with_tools)
+
+
+class _Visit(_Play):
+    """Turns are messages here, not ids; workspace, judging and books are those of the loop."""
+
+    def __init__(
+        self, model: ServedModel, task: Task, sandbox: Sandbox, settings: Settings, seed: int, episode_id: str
+    ) -> None:
+        super().__init__("agent", task, None, None, sandbox, settings, seed, episode_id)  # type: ignore[arg-type]
+        self.model = model
+
+    async def with_tools(self) -> Ended:
+        settings = self.settings
+        self.messages = agent_messages(self.task, settings.style, settings.lane, settings.device)
+        files = {"model.py": self.task.code, "SKILL.md": skill_text(settings.lane, settings.device)}
+        async with self.sandbox.workspace(files, frozenset(files), self._command) as workspace:
+            ended = await self._talk(workspace)
+            self.files = dict(solution_of(await workspace.files(), settings.lane).files)
+        return ended
+
+    async def _talk(self, workspace: Workspace) -> Ended:
+        sent: list[dict[str, Any]] = [dict(message) for message in self.messages]
+        for turn in range(self.settings.turns):
+            room = min(self.settings.turn_tokens, self.settings.context - len(self.ids))
+            if room <= 0:
+                return "tokens"
+            reply = await self.model.chat(sent, TOOLS, room, self.settings.temperature, self.seed + turn)
+            self._append([0] * reply.tokens, 1, [0.0] * reply.tokens, 0, turn)
+            asked = [{"name": call["name"], "arguments": call["arguments"] or {}} for call in reply.calls]
+            self.messages.append({"role": "assistant", "content": reply.content, "tool_calls": asked})
+            if reply.cut:
+                return "tokens"
+            if not reply.calls:
+                return "answer"
+            sent.append(_as_sent(reply))
+            for call in reply.calls:
+                if call["arguments"] is None:
+                    self.flags.add("malformed_call")
+                    result = "error: the arguments are no JSON object"
+                else:
+                    result = await self._tool(workspace, ToolCall(call["name"], call["arguments"]))
+                self.messages.append({"role": "tool", "content": result})
+                sent.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        return "turns"
+
+    def _cut(self, text: str) -> str:
+        limit = self.settings.tool_tokens * CHARACTERS
+        return text if len(text) <= limit else f"{text[: limit // 2]}\n...\n{text[-(limit // 2) :]}"
+
+
+def _as_sent(reply: Reply) -> dict[str, Any]:
+    """The assistant's turn as the address wants it back."""
+    calls = [
+        {
+            "id": call["id"],
+            "type": "function",
+            "function": {"name": call["name"], "arguments": json.dumps(call["arguments"] or {})},
+        }
+        for call in reply.calls
+    ]
+    return {"role": "assistant", "content": reply.content, "tool_calls": calls}

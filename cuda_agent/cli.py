@@ -1,0 +1,436 @@
+"""The one command line: parses, calls, prints.
+
+Whatever a command needs is imported inside of it, so that ``--help`` answers at once.  Errors that a person can mend
+are one screen on stderr and an exit code: 75 try again, 78 wrong configuration or input, 79 a gate was missed.
+
+What it does not cover: any work of its own.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+app = typer.Typer(
+    name="cuda-agent",
+    help="Teach a language model to write fast GPU kernels, and put it to work.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+tasks_app = typer.Typer(help="Look at task sets, and import others'.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(tasks_app, name="tasks")
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[OVERRIDES]...", help="Hydra overrides, as in experiment=demo critic.lr=1e-4"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON for a program")]
+StoreOption = Annotated[
+    str, typer.Option("--store", envvar="CUDA_AGENT_STORE", help="a folder or s3://bucket/prefix, as in run.store")
+]
+STORE = ".cuda-agent/store"
+
+
+def main() -> None:
+    """The entry point."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(141)
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:
+            raise
+        print(f"cuda-agent: {error}", file=sys.stderr)
+        sys.exit(code)
+
+
+def _exit_code(error: Exception) -> int | None:
+    """Of an error that a person can mend; None for a bug, which keeps its traceback."""
+    name = type(error).__name__
+    if name in ("StoreUnavailable", "StoreFull", "StoreDamaged", "StoreError", "ServedModelError"):
+        return 75
+    if name in ("ConfigError", "TaskError", "PolicyError", "SandboxUnready", "JailError", "BenchmarkError"):
+        return 78
+    return getattr(error, "code", None) if name in ("BadConfiguration", "TryAgain", "NotGoodEnough") else None
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+@app.command(
+    epilog="Examples:  cuda-agent run experiment=demo     cuda-agent run experiment=smoke critic.lr=1e-4 --new",
+    rich_help_panel=None,
+)
+def run(
+    overrides: Overrides = None,
+    new: Annotated[bool, typer.Option("--new", help="start another run, even if one is unfinished")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the whole workflow on this machine.
+
+    Goes on with the newest unfinished run of the same configuration; stages that were made before come from the cache.
+    Ctrl-C stops in order: stages write a checkpoint, and the same command goes on from there.
+    """
+    from cuda_agent.config import compose
+
+    config = compose(overrides or [])
+    if sys.platform != "linux":
+        from cuda_agent.pipeline.doctor import unsupported
+
+        print(unsupported(), file=sys.stderr)
+    from cuda_agent.pipeline import screen
+    from cuda_agent.pipeline.local import run_pipeline
+
+    if as_json:
+        outcome = run_pipeline(config, new=new, watch=screen.plain(lambda line: print(line, file=sys.stderr)))
+    else:
+        with screen.watching() as watch:
+            outcome = run_pipeline(config, new=new, watch=watch)
+    report = str(outcome.report / "index.html") if outcome.report else None
+    if as_json:
+        stages = {
+            name: {"key": m.key, "outputs": m.outputs, "seconds": m.seconds} for name, m in outcome.manifests.items()
+        }
+        _print_json(
+            {
+                "run": outcome.run,
+                "code": outcome.code,
+                "stage": outcome.stage,
+                "message": outcome.message,
+                "resumed": outcome.resumed,
+                "report": report,
+                "stages": stages,
+            }
+        )
+    elif outcome.code == 0:
+        print(f"run {outcome.run} is done")
+        if report:
+            print(f"report: {report}")
+    if outcome.code:
+        where = f" in stage {outcome.stage}" if outcome.stage else ""
+        print(f"cuda-agent: {outcome.message}\n(exit code {outcome.code}{where})", file=sys.stderr)
+        if outcome.log and outcome.log.exists():
+            lines = outcome.log.read_text(errors="replace").splitlines()
+            if outcome.code == 1:
+                print("\n".join(f"  | {line[:160]}" for line in lines[-12:]), file=sys.stderr)
+            print(f"log: {outcome.log}", file=sys.stderr)
+        sys.exit(outcome.code)
+
+
+@app.command(epilog="Examples:  cuda-agent config experiment=paper     cuda-agent config critic.lr=1e-4 --json")
+def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Print the composed, validated configuration and the schedule it amounts to. Runs nothing."""
+    from cuda_agent.config import compose, freeze
+    from cuda_agent.pipeline.schedule import derived
+
+    composed = compose(overrides or [])
+    text, sha256 = freeze(composed)
+    schedule = derived(composed)
+    if as_json:
+        _print_json({"config": json.loads(text), "sha256": sha256, "schedule": schedule})
+        return
+    import yaml
+
+    print(
+        yaml.safe_dump(composed.model_dump(mode="json"), sort_keys=False, allow_unicode=True, default_flow_style=None)
+    )
+    print(f"sha256: {sha256}\n")
+    print(f"{'stage':18} {'samples':>10} {'tokens, most':>16} {'optimizer steps':>16} {'time':>8}")
+    for name, row in schedule["stages"].items():
+        numbers = f"{row['samples']:>10,} {row['tokens']:>16,} {row['optimizer_steps']:>16,}"
+        print(f"{name:18} {numbers} {_about(row['seconds']):>8}")
+    size = f"{schedule['parameters'] / 1e6:.2f}M parameters" if schedule["parameters"] else schedule["base"]
+    print(f"\n{size}; {schedule['optimizer_steps']:,} optimizer steps; on 2 CPU cores {_about(schedule['seconds'])}")
+
+
+def _about(seconds: float | None) -> str:
+    from cuda_agent.pipeline.screen import duration
+
+    return "unknown" if seconds is None else duration(seconds)
+
+
+@app.command(name="runs", epilog="Example:  cuda-agent runs --store s3://kernels/main")
+def list_all(store: StoreOption = STORE, as_json: AsJson = False) -> None:
+    """List the runs of a store, oldest first."""
+    from dataclasses import asdict
+
+    from cuda_agent.pipeline import runs
+    from cuda_agent.pipeline.graph import STAGES
+
+    opened, home = _open(store), runs.local_home(store)
+    rows = []
+    for record in runs.list_runs(opened):
+        done = [stage.name for stage in STAGES if opened.exists(f"runs/{record.name}/{stage.name}/manifest.json")]
+        running = record.code != 0 and runs.is_running(home, opened, record)
+        rows.append(asdict(record) | {"status": "running" if running else record.status, "stages": done})
+    if as_json:
+        _print_json(rows)
+        return
+    if not rows:
+        print(f"no runs in {opened.uri}; start one with: cuda-agent run experiment=demo")
+    for row in rows:
+        message = f"  {row['stage']}: {row['message'].splitlines()[0][:70]}" if row["message"] and row["code"] else ""
+        print(
+            f"{row['name']:24} {row['pipeline']:12} {row['status']:12} {len(row['stages']):>2}/{len(STAGES)} stages  "
+            f"{row['created'][:16]}  config {row['config'][:8]}{message}"
+        )
+
+
+def _open(store: str) -> Any:
+    """A store that exists: looking at runs makes no folder."""
+    from cuda_agent.storage import StoreUnavailable, local_folder, open_store
+
+    folder = local_folder(store)
+    if folder is not None and not folder.is_dir():
+        raise StoreUnavailable(f"There is no store at {folder}. Name one with --store, or start a run.")
+    return open_store(store)
+
+
+@app.command(epilog="Examples:  cuda-agent report last     cuda-agent report 20260801 --json")
+def report(
+    run: Annotated[str, typer.Argument(help="a run, the beginning of its name, or `last`")],
+    store: StoreOption = STORE,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch the report of a run and say where it lies; with --json print its data."""
+    from cuda_agent.config import ConfigError
+    from cuda_agent.pipeline import runs
+    from cuda_agent.pipeline.local import fetch_report
+    from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
+
+    opened = _open(store)
+    record = runs.find_run(opened, run)
+    manifest = read_manifest(opened, manifest_entry(record.name, "report"))
+    if manifest is None:
+        raise ConfigError(f"Run {record.name} has no report yet ({record.status}).")
+    folder = fetch_report(opened, runs.local_home(store), record.name, manifest)
+    print((folder / "report.json").read_text() if as_json else folder / "index.html")
+
+
+@app.command(epilog="Example:  cuda-agent diff 20260801-101500-1f2e last")
+def diff(
+    one: Annotated[str, typer.Argument(metavar="RUN")],
+    other: Annotated[str, typer.Argument(metavar="RUN")],
+    store: StoreOption = STORE,
+    as_json: AsJson = False,
+) -> None:
+    """Say what differs between two runs: configuration, code, environment, inputs, outputs."""
+    from cuda_agent.pipeline import runs
+    from cuda_agent.pipeline.graph import STAGES
+
+    opened = _open(store)
+    found = runs.diff(opened, runs.find_run(opened, one), runs.find_run(opened, other), STAGES)
+    if as_json:
+        _print_json(found)
+        return
+    print(" -> ".join(found["runs"]))
+    for key, (before, after) in found["config"].items():
+        print(f"  {key}: {before} -> {after}")
+    for stage, change in found["stages"].items():
+        if "only in" in change:
+            print(f"  {stage}: only in {change['only in']}")
+        else:
+            same = ", ".join(change["same outputs"]) or "none"
+            print(f"  {stage}: other {', '.join(change['differs in'])}; same outputs: {same}")
+    if not found["config"] and not found["stages"]:
+        print("  nothing differs")
+
+
+@app.command(epilog="Example:  cuda-agent evaluate tasks/relu_sum/model.py my-solution/ sandbox.threads=4")
+def evaluate(
+    task: Annotated[Path, typer.Argument(help="a model.py with Model, get_inputs and get_init_inputs")],
+    solution: Annotated[Path, typer.Argument(help="a folder: plan.json and kernels/, or model_new.py and kernels/")],
+    overrides: Overrides = None,
+    mode: Annotated[
+        Literal["quick", "strict"], typer.Option(help="quick: a training reward; strict: a number for people")
+    ] = "quick",
+    as_json: AsJson = False,
+) -> None:
+    """Check and time one solution of one task in the sandbox."""
+    import asyncio
+
+    from cuda_agent.config import compose
+    from cuda_agent.pipeline import evaluation, runs
+
+    settings = compose(overrides or [])
+    verdict = asyncio.run(
+        evaluation.evaluate(settings.sandbox, runs.local_home(settings.run.store) / "cache", task, solution, mode)
+    )
+    if as_json:
+        _print_json(verdict.to_json())
+    else:
+        print("\n".join(evaluation.verdict_lines(verdict)))
+    sys.exit(0 if verdict.status == "ok" else 75 if verdict.status == "infra" else 1)
+
+
+@tasks_app.command(
+    "show", epilog="Examples:  cuda-agent tasks show KernelBench/     cuda-agent tasks show tasks.parquet relu_sum-0003"
+)
+def tasks_show(
+    source: Annotated[Path, typer.Argument(help="a task set, an Ops-6K parquet, a KernelBench folder, one model.py")],
+    name: Annotated[str | None, typer.Argument(help="print the code of this task")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the tasks of a set, or print one."""
+    from dataclasses import asdict
+
+    from cuda_agent.tasks.io import TaskError, read_any
+
+    tasks = read_any(source)
+    if name is not None:
+        import difflib
+
+        chosen = next((task for task in tasks if task.name == name), None)
+        if chosen is None:
+            close = difflib.get_close_matches(name, [task.name for task in tasks], n=1)
+            raise TaskError(f"{source}: no task {name}." + (f" Did you mean {close[0]}?" if close else ""))
+        _print_json(asdict(chosen)) if as_json else print(chosen.code)
+    elif as_json:
+        _print_json([asdict(task) for task in tasks])
+    else:
+        for task in tasks:
+            print(f"{task.name:32} {task.split:8} {task.family:10} {task.data_source:14} {', '.join(task.ops)}")
+        print(f"{len(tasks)} tasks")
+
+
+@tasks_app.command("import", epilog="Example:  cuda-agent tasks import cuda_agent_ops_6k.parquet my-tasks/")
+def tasks_import(
+    source: Annotated[Path, typer.Argument(help="an Ops-6K parquet, a KernelBench folder, one model.py")],
+    folder: Annotated[Path, typer.Argument(help="where the task set goes")],
+    as_json: AsJson = False,
+) -> None:
+    """Read somebody else's tasks, drop what is no task or a duplicate, recompute their operators, write a task set."""
+    from cuda_agent.tasks.io import import_tasks
+
+    tasks = import_tasks(source, folder)
+    if as_json:
+        _print_json({"tasks": len(tasks), "folder": str(folder)})
+    else:
+        print(f"{len(tasks)} tasks in {folder / 'tasks.parquet'}")
+
+
+@app.command(epilog="Example:  cuda-agent gc --keep 5 --dry-run")
+def gc(
+    keep: Annotated[int, typer.Option(min=1, help="newest runs of each pipeline that stay")] = 10,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+    store: StoreOption = STORE,
+    as_json: AsJson = False,
+) -> None:
+    """Remove runs beyond the newest ones, and artifacts and checkpoints that no remaining run needs."""
+    from cuda_agent.pipeline import gc as collector
+    from cuda_agent.pipeline import runs
+    from cuda_agent.storage import StoreUnavailable
+
+    opened = _open(store)
+    with runs.try_lock(runs.local_home(store) / "locks" / "gc") as alone:
+        if not alone and not dry_run:
+            raise StoreUnavailable("A run is under way on this store. Collect when it has ended.")
+        what = collector.plan(opened, keep)
+        if not dry_run:
+            collector.collect(opened, what)
+    if as_json:
+        _print_json(what.to_json() | {"removed": not dry_run})
+        return
+    for name in what.runs:
+        print(f"run {name}")
+    verb = "would be removed" if dry_run else "removed"
+    print(f"{len(what.keys)} objects, {what.size / 2**20:.1f} MiB {verb}")
+
+
+@app.command(epilog="Example:  cuda-agent doctor --store s3://kernels/main")
+def doctor(
+    store: StoreOption = STORE,
+    mlflow: Annotated[str | None, typer.Option(help="tracking URI, as in run.mlflow")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine: a line a check, and for each ✗ what mends it."""
+    from cuda_agent.pipeline.doctor import examine
+    from cuda_agent.pipeline.runs import local_home
+
+    checks = []
+    for check in examine(store, mlflow or f"sqlite:///{local_home(store) / 'mlflow.db'}"):
+        checks.append(check)
+        if not as_json:
+            print(f"{'✓' if check.ok else '✗'} {check.name:12} {check.text}", flush=True)
+            if check.mend:
+                print(f"  {'':12} mend: {check.mend}", flush=True)
+    if as_json:
+        _print_json([check.to_json() for check in checks])
+    sys.exit(0 if all(check.ok for check in checks) else 1)
+
+
+@app.command(
+    epilog="Examples:  cuda-agent benchmark my-policy/ --tasks KernelBench/     "
+    "cuda-agent benchmark --base-url http://127.0.0.1:8000/v1 --model qwen3-coder --tasks KernelBench/"
+)
+def benchmark(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[POLICY] [OVERRIDES]...", help="a Hugging Face folder; Hydra overrides"),
+    ] = None,
+    base_url: Annotated[str | None, typer.Option(help="any OpenAI-compatible address instead of a policy")] = None,
+    model: Annotated[str | None, typer.Option(help="name of the model behind --base-url")] = None,
+    key_env: Annotated[str, typer.Option(help="environment variable that holds the key")] = "OPENAI_API_KEY",
+    tasks: Annotated[Path, typer.Option(help="a KernelBench folder or any task set")] = Path("tasks"),
+    output: Annotated[Path | None, typer.Option(help="folder for episodes and scores")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a policy, or any model behind an OpenAI-compatible address, on a task set: the paper's table.
+
+    Budgets are those of experiment=benchmark; overrides change them, as in evaluate.turns=20 sandbox.threads=4.
+    """
+    import asyncio
+
+    from cuda_agent.config import compose
+    from cuda_agent.pipeline import evaluation, runs
+
+    policies = [text for text in arguments or [] if "=" not in text]
+    overrides = [text for text in arguments or [] if "=" in text]
+    if not any(text.startswith("experiment=") for text in overrides):
+        overrides = ["experiment=benchmark", *overrides]
+    if len(policies) > 1:
+        raise evaluation.BenchmarkError(f"benchmark: expected one POLICY, got {' and '.join(policies)}.")
+    who = evaluation.Player(Path(policies[0]) if policies else None, base_url, model, key_env)
+    settings = compose(overrides)
+    cache = runs.local_home(settings.run.store) / "cache"
+    say = (lambda line: None) if as_json else (lambda line: print(line, file=sys.stderr))
+    scores = asyncio.run(evaluation.benchmark(settings, cache, who, tasks, output, say))
+    if as_json:
+        _print_json(scores.to_json())
+    else:
+        print("\n".join(evaluation.score_lines(scores)))
+
+
+@app.command(hidden=True)
+def stage(
+    name: str,
+    store: Annotated[str, typer.Option()],
+    config: Annotated[str, typer.Option(help="sha256 of a stored configuration")],
+    run: Annotated[str, typer.Option()],
+    scratch: Annotated[Path, typer.Option()] = Path(".cuda-agent/stage"),
+) -> None:
+    """Run one stage of a run, by hand or as a container step."""
+    from cuda_agent.pipeline.runs import local_home
+    from cuda_agent.pipeline.stage_main import Order, run_stage
+    from cuda_agent.storage import absolute_uri
+
+    order = Order(absolute_uri(store), config, run, name, str(scratch.absolute() / name), str(local_home(store)))
+    code = run_stage(order)
+    message = json.loads((scratch / name / "outcome.json").read_text())["message"]
+    if message:
+        print(message, file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

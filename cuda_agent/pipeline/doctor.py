@@ -1,0 +1,170 @@
+"""Does this machine have what it takes?  One line a check, and for what is missing the command that mends it.
+
+What it does not cover: whether a GPU's driver and toolkit fit together; clusters.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.config import Sandbox
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    ok: bool
+    text: str
+    mend: str = ""  # a command, or what to do
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def examine(store_uri: str, mlflow_uri: str) -> Iterator[Check]:
+    """All checks, one after the other; none raises."""
+    checks: list[tuple[str, Callable[[], Check]]] = [
+        ("system", _system),
+        ("python", _python),
+        ("memory", _memory),
+        ("processors", _processors),
+        ("torch", lambda: _package("torch", "pip install torch")),
+        ("transformers", lambda: _package("transformers", "pip install transformers")),
+        ("compiler", _compiler),
+        ("walls", _walls),
+        ("store", lambda: _store(store_uri)),
+        ("disk", lambda: _disk(store_uri)),
+        ("mlflow", lambda: _mlflow(mlflow_uri)),
+    ]
+    for name, check in checks:
+        try:
+            yield check()
+        except Exception as error:  # a check that breaks is a finding, not a crash
+            yield Check(name, False, f"could not be checked: {type(error).__name__}: {str(error).splitlines()[:1]}")
+
+
+def _system() -> Check:
+    text = f"{platform.system()} {platform.release()} on {platform.machine()}"
+    if sys.platform == "linux":
+        return Check("system", True, text)
+    return Check("system", False, unsupported(), "run it on Linux, or in a Linux container or virtual machine")
+
+
+def unsupported() -> str:
+    """What works on a system other than Linux."""
+    return (
+        f"{platform.system()}: reading runs, reports and configurations works here; whatever executes a kernel needs "
+        "Linux, whose walls (Landlock, seccomp) the sandbox is made of"
+    )
+
+
+def _python() -> Check:
+    ok = (3, 11) <= sys.version_info[:2] < (3, 13)
+    return Check("python", ok, platform.python_version(), "" if ok else "make PYTHON=python3.11 environment")
+
+
+def _memory() -> Check:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    limit = total
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        if os.path.exists(path) and (text := Path(path).read_text().strip()).isdigit():
+            limit = min(limit, int(text) / 2**30)
+    return Check("memory", limit >= 7.5, f"{limit:.1f} GiB", "" if limit >= 7.5 else "the demo needs 8 GiB")
+
+
+def _processors() -> Check:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    mend = "" if cores >= 2 else "set sandbox.threads=1 policy.threads=1, and expect twice the time"
+    return Check("processors", cores >= 2, f"{cores} cores", mend)
+
+
+def _package(name: str, mend: str) -> Check:
+    try:
+        return Check(name, True, version(name))
+    except PackageNotFoundError:
+        return Check(name, False, "not installed", mend)
+
+
+def _compiler() -> Check:
+    found = shutil.which("g++")
+    if found is None:
+        return Check("compiler", False, "no g++", "apt-get install g++   (dnf install gcc-c++)")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.cpp"
+        source.write_text('#include <cmath>\nextern "C" float f(float x) { return std::exp(x); }\n')
+        command = [
+            found,
+            "-O3",
+            "-march=native",
+            "-std=c++17",
+            "-shared",
+            "-fPIC",
+            "-o",
+            f"{folder}/probe.so",
+            str(source),
+        ]
+        built = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    line = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=20).stdout.splitlines()[0]
+    return Check(
+        "compiler", built.returncode == 0, line, "" if built.returncode == 0 else "apt-get install build-essential"
+    )
+
+
+def _walls() -> Check:
+    """Attacks the jail, as the sandbox does before it takes a first task."""
+    from cuda_agent.sandbox.jail import JailError, prove
+
+    required = Sandbox().required_walls
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        try:
+            weak = prove(required, Path(folder))
+        except JailError as error:
+            mend = "use a Linux kernel of 5.13 or newer with landlock in /sys/kernel/security/lsm"
+            return Check("walls", False, str(error).splitlines()[0], mend)
+    text = f"{', '.join(required)} hold against an attack"
+    return Check("walls", True, text + (f"; not needed and open: {', '.join(weak)}" if weak else ""))
+
+
+def _store(uri: str) -> Check:
+    from cuda_agent.storage import StoreError, open_store
+
+    try:
+        store = open_store(uri)
+        store.put("doctor/probe", b"x")
+        store.delete("doctor/probe")
+    except StoreError as error:
+        return Check("store", False, str(error).splitlines()[0], "check --store, its permissions and credentials")
+    return Check("store", True, store.uri)
+
+
+def _disk(uri: str) -> Check:
+    from cuda_agent.storage import local_folder
+
+    folder = local_folder(uri)
+    if folder is None:
+        return Check("disk", True, "not on this machine")
+    free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**30
+    return Check("disk", free >= 3, f"{free:.1f} GiB free", "" if free >= 3 else "cuda-agent gc")
+
+
+def _mlflow(uri: str) -> Check:
+    package = _package("mlflow", "pip install mlflow")
+    if not package.ok or uri == "off" or not uri.startswith("http"):
+        show = f"mlflow ui --backend-store-uri {uri}" if package.ok else ""
+        return Check("mlflow", package.ok, f"{package.text}; {show}" if show else package.text, package.mend)
+    import httpx
+
+    try:
+        httpx.get(uri.rstrip("/") + "/health", timeout=5).raise_for_status()
+    except httpx.HTTPError as error:
+        return Check("mlflow", False, f"{uri} does not answer ({error})", "start it, or run with run.mlflow=off")
+    return Check("mlflow", True, uri)

@@ -1,0 +1,212 @@
+"""One solution judged, and a policy or any model measured on a task set: what `evaluate` and `benchmark` do.
+
+What it does not cover: judging (``sandbox``), playing (``agent``), scoring (``stages.scores``), parsing a command line.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cuda_agent.config import Config, Sandbox
+from cuda_agent.sandbox.wire import Mode, Solution, Verdict
+from cuda_agent.tasks.io import TaskError, read_any, task_from_file
+
+LARGEST = 1 << 20  # bytes of one file of a solution
+SMALL_VOCABULARY = 8192  # entries; only a policy of our own, trained from scratch, has so few, and wants short prompts
+
+
+class BenchmarkError(Exception):
+    """What a person asked to measure cannot be measured; the message says why."""
+
+
+@dataclass(frozen=True)
+class Player:
+    """Who plays: a policy (Hugging Face folder) or a model behind an OpenAI-compatible address."""
+
+    policy: Path | None = None
+    base_url: str | None = None
+    model: str | None = None
+    key_env: str = "OPENAI_API_KEY"
+
+    def __post_init__(self) -> None:
+        if (self.policy is None) == (self.base_url is None):
+            raise BenchmarkError("benchmark: expected either a POLICY folder or --base-url, one of the two.")
+        if self.base_url is not None and not self.model:
+            raise BenchmarkError("benchmark: --base-url needs --model, the name under which the address serves it.")
+
+    @property
+    def name(self) -> str:
+        return self.model or (self.policy.name if self.policy else "")
+
+
+def read_solution(folder: Path, lane: Literal["plan", "extension", "python"]) -> Solution:
+    """The files of a solution folder: plan.json or model_new.py, and kernels/.  Raises TaskError that names what is
+    missing."""
+    if not folder.is_dir():
+        raise TaskError(f"{folder}: expected a folder with {_wanted(lane)}")
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if name not in ("plan.json", "model_new.py") and not name.startswith("kernels/"):
+            continue
+        if path.stat().st_size > LARGEST:
+            raise TaskError(f"{path}: larger than {LARGEST >> 20} MiB")
+        try:
+            files[name] = path.read_text()
+        except UnicodeDecodeError:
+            raise TaskError(f"{path}: is no text") from None
+    entry = "plan.json" if lane == "plan" else "model_new.py"
+    if entry not in files:
+        other = (
+            "extension" if entry == "plan.json" and "model_new.py" in files else "plan" if "plan.json" in files else ""
+        )
+        hint = f". It looks like lane {other}: add sandbox.lane={other}" if other else ""
+        raise TaskError(f"{folder}: no {entry}; lane {lane} needs {_wanted(lane)}{hint}")
+    return Solution(lane, files)
+
+
+def _wanted(lane: str) -> str:
+    return "plan.json and kernels/" if lane == "plan" else "model_new.py and kernels/"
+
+
+async def evaluate(settings: Sandbox, cache: Path, task: Path, solution: Path, mode: Mode) -> Verdict:
+    """The sandbox's verdict.  Raises TaskError for a task or a folder that is not one."""
+    from cuda_agent.sandbox.client import LocalSandbox
+
+    read, files = task_from_file(task), read_solution(solution, settings.lane)
+    async with LocalSandbox(settings, cache) as sandbox:
+        return await sandbox.evaluate(read, files, mode)
+
+
+def verdict_lines(verdict: Verdict) -> list[str]:
+    """For a person."""
+    lines = [f"{verdict.status}  (lane {verdict.lane}, device {verdict.device}, mode {verdict.mode})"]
+    if verdict.message:
+        lines.append(verdict.message)
+    if verdict.clock == "model":
+        lines.append("sandbox.clock=model: the times below are a deterministic cost, not measured")
+    for name, seconds, factor in (
+        ("solution", verdict.seconds, None),
+        ("eager", verdict.eager_seconds, verdict.speedup_eager),
+        ("torch.compile", verdict.compile_seconds, verdict.speedup_compile),
+    ):
+        if seconds is not None:
+            lines.append(
+                f"{name:14} {seconds * 1e6:10.1f} µs" + (f"   solution is {factor:.2f}x as fast" if factor else "")
+            )
+    if verdict.checks:
+        error = f", largest error {verdict.max_error:.2g}" if verdict.max_error is not None else ""
+        lines.append(f"{verdict.checks} checks passed{error}; reward {verdict.reward}")
+    return lines
+
+
+async def benchmark(
+    config: Config, cache: Path, player: Player, tasks: Path, output: Path | None, say: Callable[[str], None]
+) -> Any:
+    """Plays every task of the set ``evaluate.samples`` times and returns the ``stages.scores.Scores``; ``output`` gets
+    ``episodes.jsonl`` and ``scores.json``."""
+    from cuda_agent.policy.episode import write_episodes
+    from cuda_agent.sandbox.client import LocalSandbox
+    from cuda_agent.stages.rollouts import seed_of
+    from cuda_agent.stages.scores import score, write_scores
+
+    chosen = read_any(tasks)
+    done = 0
+    async with LocalSandbox(config.sandbox, cache) as sandbox, _opened(config, cache, player, sandbox) as play:
+
+        async def job(task: Any, name: str) -> Any:
+            nonlocal done
+            episode = await play(task, seed_of(config.seed, name), name)
+            done += 1
+            say(f"{done}/{len(chosen) * config.evaluate.samples} {task.name}: {episode.ended}, reward {episode.reward}")
+            return episode
+
+        from cuda_agent.agent.loop import run_many
+
+        names = [(task, f"benchmark/{task.name}/{n}") for n in range(config.evaluate.samples) for task in chosen]
+        jobs = [lambda task=task, name=name: job(task, name) for task, name in names]
+        episodes = await run_many(jobs, config.agent.concurrency, lockstep=config.sandbox.clock == "model")
+    scores = score(player.name, episodes, chosen, config.sandbox.clock, config.seed)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        write_episodes(output / "episodes.jsonl", episodes)
+        write_scores(output / "scores.json", scores)
+    return scores
+
+
+def _opened(config: Config, cache: Path, player: Player, sandbox: Any) -> AbstractAsyncContextManager[Any]:
+    return _served(config, player, sandbox) if player.base_url else _policy(config, cache, player, sandbox)
+
+
+@asynccontextmanager
+async def _policy(config: Config, cache: Path, player: Player, sandbox: Any) -> Any:
+    from cuda_agent.agent.loop import run_episode
+    from cuda_agent.lease import Lease
+    from cuda_agent.policy.chat import Chat
+    from cuda_agent.policy.local import LocalEngine
+    from cuda_agent.policy.model import load_policy
+
+    assert player.policy is not None
+    model, tokenizer = load_policy(player.policy)
+    settings = _settings(config, "compact" if len(tokenizer) <= SMALL_VOCABULARY else "full")
+    chat = Chat(tokenizer, settings.style)
+    engine = LocalEngine(model, threads=config.policy.threads, batch=config.policy.engine_batch, lease=Lease(cache))
+    try:
+        yield lambda task, seed, name: run_episode(task, engine, chat, sandbox, settings, seed, name)
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def _served(config: Config, player: Player, sandbox: Any) -> Any:
+    from cuda_agent.agent.visitor import run_visit
+    from cuda_agent.policy.served import ServedModel
+
+    assert player.base_url is not None and player.model is not None
+    async with ServedModel(player.base_url, player.model, player.key_env) as model:
+        settings = _settings(config, "full")
+        yield lambda task, seed, name: run_visit(task, model, sandbox, settings, seed, name)
+
+
+def _settings(config: Config, style: Literal["compact", "full"]) -> Any:
+    from cuda_agent.agent.loop import Settings
+
+    return Settings(
+        lane=config.sandbox.lane,
+        device=config.sandbox.device,
+        style=style,
+        turns=config.evaluate.turns,
+        turn_tokens=config.agent.turn_tokens,
+        tool_tokens=config.agent.tool_tokens,
+        context=config.policy.context,
+        temperature=config.evaluate.temperature,
+        deadline_seconds=config.agent.deadline_seconds,
+    )
+
+
+def score_lines(scores: Any) -> list[str]:
+    """The paper's table, final answer and best of the trajectory, a line a group."""
+    lines = [
+        f"{scores.policy}: {scores.episodes} episodes of {scores.tasks} tasks, {scores.infra} lost to faults of ours"
+    ]
+    if scores.clock == "model":
+        lines.append("sandbox.clock=model: times are a deterministic cost, not measured")
+    head = f"{'':28} {'pass':>7} {'> eager':>8} {'> compile':>10} {'x eager':>8} {'x compile':>10}"
+    for title, table in (("final answer", scores.final), ("best of trajectory", scores.best)):
+        lines += ["", title, head]
+        for row in [table.overall, *table.families]:
+            lines.append(
+                f"{row.group[:28]:28} {_share(row.passed):>7} {_share(row.faster_eager):>8} "
+                f"{_share(row.faster_compile):>10} {_factor(row.speedup_eager):>8} {_factor(row.speedup_compile):>10}"
+            )
+    return lines
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _factor(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"

@@ -1,0 +1,150 @@
+"""What a person sees while a run goes on: a live table on a terminal, plain lines elsewhere.
+
+What it does not cover: what is true (``local`` hands over the state of all stages), and how a run ended (``cli``).
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from cuda_agent.pipeline.local import StageView
+
+Watch = Callable[[str, list[StageView]], None]
+MARKS = {"waiting": "·", "running": "▶", "retry": "↻", "cached": "✓", "done": "✓", "failed": "✗"}
+STYLES = {
+    "waiting": "dim",
+    "running": "bold cyan",
+    "retry": "yellow",
+    "cached": "green",
+    "done": "green",
+    "failed": "red",
+}
+
+
+@contextmanager
+def watching() -> Iterator[Watch]:
+    """The right one for where the output goes."""
+    if sys.stdout.isatty():
+        with _live() as watch:
+            yield watch
+    else:
+        yield plain(print)
+
+
+def plain(write: Callable[[str], None], every: float = 15.0) -> Watch:
+    """A line when a stage changes its state, when it says something, and now and then how far it is."""
+    states: dict[str, str] = {}
+    said: dict[str, int] = {}
+    shown = time.monotonic()
+
+    def watch(run: str, views: list[StageView]) -> None:
+        nonlocal shown
+        if not states:
+            write(f"run {run}")
+        for view in views:
+            before, states[view.name] = states.get(view.name, "waiting"), view.state
+            for note in view.notes[said.get(view.name, 0) :]:
+                write(f"{view.name}: {note}")
+            said[view.name] = len(view.notes)
+            if before != view.state:
+                write(f"{view.name}: {_state(view)}")
+        if time.monotonic() - shown > every:
+            shown = time.monotonic()
+            for view in views:
+                if view.state == "running":
+                    write(f"{view.name}: {progress(view)} {_rates(view)} {_left(view)}".rstrip())
+
+    return watch
+
+
+@contextmanager
+def _live() -> Iterator[Watch]:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    drawn = 0.0
+    with Live(console=console, auto_refresh=False) as live:
+
+        def watch(run: str, views: list[StageView]) -> None:
+            nonlocal drawn
+            if time.monotonic() - drawn > 0.2 or all(view.state in ("done", "cached") for view in views):
+                drawn = time.monotonic()
+                live.update(_table(run, views, console.width), refresh=True)
+
+        yield watch
+
+
+def _table(run: str, views: list[StageView], width: int) -> Any:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    whole = sum(view.weight for view in views)
+    share = sum(view.weight * _share(view) for view in views) / whole
+    table = Table(title=f"{run}  {share:.0%}", title_justify="left", box=None, padding=(0, 1), expand=False)
+    for column in ("", "stage", "", "progress", "time", "left", "rates"):
+        table.add_column(column, justify="right" if column in ("progress", "time", "left") else "left", no_wrap=True)
+    for view in views:
+        style = STYLES[view.state]
+        bar = ProgressBar(total=1.0, completed=_share(view), width=20) if view.state == "running" else Text(view.state)
+        elapsed = view.seconds if view.state in ("done", "cached") else _elapsed(view)
+        table.add_row(
+            Text(MARKS[view.state], style=style),
+            Text(view.name, style=style),
+            bar,
+            progress(view) if view.state == "running" else "",
+            duration(elapsed) if elapsed else "",
+            _left(view) if view.state == "running" else "",
+            Text(_rates(view)[: max(10, width - 70)], style="dim") if view.state == "running" else "",
+        )
+        for note in view.notes[-2:]:
+            table.add_row("", Text(f"  {note}"[: max(20, width - 4)], style="yellow"))
+    return table
+
+
+def progress(view: StageView) -> str:
+    return f"{view.done}/{view.total} {view.unit}" if view.total else ""
+
+
+def duration(seconds: float) -> str:
+    """43 s, 2:05, 1:02:03."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _state(view: StageView) -> str:
+    if view.state in ("done", "cached"):
+        return f"{view.state} ({duration(view.seconds)})"
+    if view.state == "running":
+        return "running" if view.attempt < 2 else f"running, attempt {view.attempt}"
+    return f"{view.state}: {view.message}" if view.message else view.state
+
+
+def _share(view: StageView) -> float:
+    if view.state in ("done", "cached"):
+        return 1.0
+    return min(1.0, view.done / view.total) if view.total and view.state == "running" else 0.0
+
+
+def _elapsed(view: StageView) -> float:
+    return time.monotonic() - view.began if view.state == "running" else 0.0
+
+
+def _left(view: StageView) -> str:
+    """Time left at the pace since this attempt began."""
+    share = _share(view)
+    return f"{duration(_elapsed(view) * (1 - share) / share)} left" if 0.02 < share < 1 else ""
+
+
+def _rates(view: StageView) -> str:
+    return "  ".join(f"{_number(value)} {name.replace('_per_second', '/s')}" for name, value in view.rates.items())
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
