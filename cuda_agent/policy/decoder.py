@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cuda_agent.policy import native
+
 Job = tuple[int, int, Sequence[int]]  # row, position of the first new token, the new tokens
 
 
@@ -71,6 +73,8 @@ class DenseDecoder:
             angles = torch.outer(torch.arange(self.context, device=self.embed.device), rotary.inv_freq.float())
             self.rotations = torch.polar(torch.full_like(angles, float(rotary.attention_scaling)), angles)
             self.cache = self._new_cache(rows, min(256, self.context))
+        plain = self.embed.device.type == "cpu" and self.embed.dtype == torch.float32
+        self.native = native.library(self.head, self.heads // self.kv_heads) if plain else None
 
     @staticmethod
     def knows(model: Any) -> bool:
@@ -177,8 +181,10 @@ class DenseDecoder:
         return F.linear(self._norm(x[last]), self.unembed).float()
 
     def step(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
-        n, group = len(ids), self.heads // self.kv_heads
         self._reserve(longest + 1)
+        if self.native:
+            return self._native_step(ids, positions)
+        n, group = len(ids), self.heads // self.kv_heads
         length = min(-(-(longest + 1) // 16) * 16, self.cache.shape[3])
         device = ids.device
         seen = torch.arange(length, device=device) <= positions[:, None]
@@ -199,6 +205,28 @@ class DenseDecoder:
             )
             x = self._rest(layer, x, attended.reshape(n, -1))
         return F.linear(self._norm(x), self.unembed).float()
+
+    def _native_step(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The same arithmetic with everything between the matrix products in C++ (``step.cpp``)."""
+        lib, threads, n, eps = self.native, torch.get_num_threads(), len(ids), self.eps
+        x = self.embed[ids]
+        hidden, length = x.shape[1], self.cache.shape[3]
+        normed = torch.empty_like(x)
+        attended = x.new_empty(n, self.heads * self.head)
+        for index, layer in enumerate(self.layers):
+            lib.norm(x.data_ptr(), normed.data_ptr(), n, hidden, eps)
+            qkv = F.linear(normed, layer["qkv"], layer["bias"])
+            scale, cache = layer["scale"], self.cache[index]
+            pointers = (t.data_ptr() if t is not None else None for t in (qkv, scale, self.rotations, positions, cache))
+            lib.attend(*pointers, attended.data_ptr(), n, self.kv_heads, length, eps, threads)
+            x.addmm_(attended, layer["out"])
+            lib.norm(x.data_ptr(), normed.data_ptr(), n, hidden, eps)
+            gate_up = F.linear(normed, layer["gate_up"])
+            gated = x.new_empty(n, gate_up.shape[1] // 2)
+            lib.gated(gate_up.data_ptr(), gated.data_ptr(), n, gated.shape[1])
+            x.addmm_(gated, layer["down"])
+        lib.norm(x.data_ptr(), normed.data_ptr(), n, hidden, eps)
+        return F.linear(normed, self.unembed)
 
     def keep(self, row: int, length: int) -> Tensor:
         return self.cache[:, row, :, :length].clone()

@@ -1,0 +1,46 @@
+"""Compiles ``step.cpp`` for one model shape, where there is a C++ compiler.
+
+The library is built once a process in a temporary folder (about a second) and loaded from there; nothing is kept on
+disk, so nothing stale or foreign can ever be loaded.  Not here: a promise; without a compiler the decoder uses torch's
+operators and is slower.
+"""
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).parent / "step.cpp"
+# Sums may be reordered to be vectorized.  Not -ffast-math: at link time it would turn off denormals for the process.
+FLAGS = "-O3 -march=native -std=c++17 -shared -fPIC -fno-math-errno -fno-trapping-math -fno-signed-zeros"
+FLAGS += " -fassociative-math"
+
+
+@functools.cache
+def library(head: int, group: int) -> ctypes.CDLL | None:
+    """The functions of ``step.cpp`` for this size of a head and number of query heads a key head, or ``None``."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        return None
+    # Threads only beside a torch that brings GNU's OpenMP under its plain name: then the loader gives us that same one.
+    # Another copy would keep its own threads spinning beside torch's.
+    threads = ["-fopenmp"] if (Path(torch.__file__).parent / "lib" / "libgomp.so.1").exists() else []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "step.so"
+        shape = [f"-DHEAD={head}", f"-DGROUP={group}"]
+        command = [compiler, *FLAGS.split(), *shape, str(SOURCE), "-o", str(path), *threads]
+        if subprocess.run(command, capture_output=True).returncode:
+            return None
+        loaded = ctypes.CDLL(str(path))
+    pointer, number, real = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+    loaded.attend.argtypes = [*[pointer] * 6, *[number] * 3, real, ctypes.c_int]
+    loaded.norm.argtypes = [pointer, pointer, number, number, real]
+    loaded.gated.argtypes = [pointer, pointer, number, number]
+    for function in (loaded.attend, loaded.norm, loaded.gated):
+        function.restype = None
+    return loaded
