@@ -320,7 +320,7 @@ class _Lockstep:
     async def turn(self, index: int) -> None:
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((index, future))
-        self._release()
+        asyncio.get_running_loop().call_soon(self._release)  # not at once: the last to come must not go first
         await future
 
     def leave(self) -> None:
@@ -328,7 +328,7 @@ class _Lockstep:
             self._queued -= 1
         else:
             self._active -= 1
-        self._release()
+        asyncio.get_running_loop().call_soon(self._release)
 
     def _release(self) -> None:
         if self._waiting and len(self._waiting) == self._active:

@@ -1,0 +1,37 @@
+import asyncio
+
+import pytest
+from agent_cases import CODE, KERNEL, PLAN, TASK
+
+from cuda_agent.agent.prompt import agent_messages
+from cuda_agent.config import Sandbox
+from cuda_agent.policy.chat import Chat
+from cuda_agent.policy.model import train_tokenizer
+from cuda_agent.sandbox.client import LocalSandbox
+
+
+@pytest.fixture(scope="session")
+def chat():
+    texts = [
+        CODE,
+        KERNEL,
+        PLAN,
+        str(agent_messages(TASK, "compact")),
+        "verify: ok wrong build error profile: eager compile",
+    ]
+    return Chat(train_tokenizer(texts, 420), "compact")
+
+
+@pytest.fixture(scope="session")
+def loop():
+    """One event loop for all, so that the sandbox starts once."""
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="session")
+def sandbox(loop, tmp_path_factory):
+    sandbox = LocalSandbox(Sandbox(clock="model"), tmp_path_factory.mktemp("cache"))
+    loop.run(sandbox.__aenter__())
+    yield sandbox
+    loop.run(sandbox.__aexit__(None, None, None))
