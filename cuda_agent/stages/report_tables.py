@@ -36,7 +36,7 @@ def scores_section(data: Data, clock: str) -> str:
         return empty("No episode has been scored yet.")
     parts = [
         f'<p class="intro">{clock} Each task weighs the same. The final answer is what the agent left in its work '
-        "folder; the best of the trajectory is the best state that it went through, the rule of the published table. Small "
+        "folder; the best of the trajectory is the best state that it went through, the published table’s rule. Small "
         "figures are 95 % intervals over tasks.</p>"
     ]
     for i, group in enumerate(groups):
@@ -192,7 +192,7 @@ def _cell(key: str, value: float | None, interval: Sequence[float] | None) -> st
     rate = not key.startswith("speedup")
     say: Callable[[float | None], str] = share if rate else factor
     if value is None:
-        return "<td>–<small>none correct</small></td>"
+        return "<td>–</td>"
     said = ""
     if interval:
         low, high = interval
@@ -213,9 +213,9 @@ def _changes(data: Data, group: str) -> str:
         '<details><summary>Paired differences of the final answers</summary><div class="scroll" role="region" '
         'tabindex="0" aria-label="Paired differences"><table class="scores changes"><thead><tr>'
         f'<th scope="col">Policy</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-        '<p class="fine">On the tasks that both were scored on, resampled together. Rates: percentage points. Speed-ups: '
-        "ratio of the geometric means, each over its own "
-        "correct solutions. Bold: the interval excludes no change.</p></details>"
+        '<p class="fine">On the tasks that both were scored on, resampled together. Rates: percentage points. '
+        "Speed-ups: ratio of the geometric means, each over its own correct solutions. Bold: the interval excludes no "
+        "change.</p></details>"
     )
 
 
