@@ -24,14 +24,13 @@ _ANSWER_BYTES, _ANSWER_FILES = 1 << 20, 64
 
 _ONE_SHOT = """You write fast kernels. Answer with the files of your solution, each in a fenced block whose first line
 names language and path, like this:
-```cpp kernels/fused.cpp
-...
-```
-```json plan.json
-...
-```
-You have one answer and no tools.
+{example}You have one answer and no tools.
 """
+_EXAMPLES = {
+    "plan": "```cpp kernels/fused.cpp\n...\n```\n```json plan.json\n...\n```\n",
+    "extension": "```python model_new.py\n...\n```\n```cpp kernels/fused.cpp\n...\n```\n",
+    "python": "```python model_new.py\n...\n```\n",
+}
 _AGENT = """You write fast kernels, working alone in a folder with tools. `model.py` is the problem and `SKILL.md` the
 rules, which are repeated here. When you are done, answer without calling a tool: the files in the folder are then
 judged.
@@ -42,7 +41,8 @@ def one_shot_messages(task: Task, style: Style, lane: Lane = "plan", device: str
     """System and user message of the game without tools."""
     if style == "compact":
         return _messages("answer", compact_source(task.code))
-    return _messages(f"{_ONE_SHOT}\n{skill_text(lane, device)}", f"```python model.py\n{task.code.rstrip()}\n```")
+    system = f"{_ONE_SHOT.format(example=_EXAMPLES[lane])}\n{skill_text(lane, device)}"
+    return _messages(system, f"```python model.py\n{task.code.rstrip()}\n```")
 
 
 def agent_messages(task: Task, style: Style, lane: Lane = "plan", device: str = "cpu") -> list[dict[str, Any]]:
