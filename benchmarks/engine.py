@@ -3,7 +3,7 @@ same number of tokens, interleaved in one run so that other load hits both.
 
     python benchmarks/engine.py --batch 32 --prompt 200 --tokens 200 --threads 2 --rounds 5 --json engine.json
 
-Every prompt is a different one, and the engine's kept prefixes are dropped between rounds: no round profits from another.
+Every prompt is a different one, and the engine's kept prefixes are dropped between rounds: none profits from another.
 """
 
 import argparse

@@ -90,7 +90,7 @@ class DenseDecoder:
         plain = (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)
         return all(linear.bias is None for linear in plain)
 
-    def _layer(self, layer: Any) -> dict[str, Tensor | None]:
+    def _layer(self, layer: Any) -> dict[str, Any]:
         attention, mlp, half = layer.self_attn, layer.mlp, self.head // 2
         pairs = torch.stack([torch.arange(half), torch.arange(half) + half], 1).flatten().to(self.embed.device)
 
@@ -183,7 +183,7 @@ class DenseDecoder:
     def step(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         self._reserve(longest + 1)
         if self.native:
-            return self._native_step(ids, positions)
+            return self._native_step(self.native, ids, positions)
         n, group = len(ids), self.heads // self.kv_heads
         length = min(-(-(longest + 1) // 16) * 16, self.cache.shape[3])
         device = ids.device
@@ -206,9 +206,9 @@ class DenseDecoder:
             x = self._rest(layer, x, attended.reshape(n, -1))
         return F.linear(self._norm(x), self.unembed).float()
 
-    def _native_step(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def _native_step(self, lib: Any, ids: Tensor, positions: Tensor) -> Tensor:
         """The same arithmetic with everything between the matrix products in C++ (``step.cpp``)."""
-        lib, threads, n, eps = self.native, torch.get_num_threads(), len(ids), self.eps
+        threads, n, eps = torch.get_num_threads(), len(ids), self.eps
         x = self.embed[ids]
         hidden, length = x.shape[1], self.cache.shape[3]
         normed = torch.empty_like(x)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from cuda_agent.lease import Lease
-from cuda_agent.policy.decoder import Decoder, make_decoder, verify
+from cuda_agent.policy.decoder import Decoder, Job, make_decoder, verify
 from cuda_agent.policy.engine import Completion, SamplingParams
 from cuda_agent.policy.model import load_model
 
@@ -255,7 +255,8 @@ class LocalEngine:
         """Computes the prompts into new rows; float32 logits [joining, vocab] behind each."""
         leaders: dict[tuple[int, ...], int] = {}
         twins: list[tuple[int, int, int]] = []  # source row, row, length
-        jobs, picks = [], []
+        jobs: list[Job] = []
+        picks = []
         for row, request in enumerate(joining, len(self._active)):
             prompt = tuple(request.prompt)
             if prompt in leaders:

@@ -118,9 +118,10 @@ def load_model(folder: Path | str) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", output_loading_info=True)
     except Exception as error:
         raise PolicyError(f"{folder}: its weights cannot be loaded as a causal model: {error}") from error
+    model, report = loaded
     for kind in ("missing_keys", "mismatched_keys"):
         if keys := sorted(map(str, report.get(kind, []))):
             raise PolicyError(f"{folder}: {kind.replace('_', ' ')}: {', '.join(keys[:5])} ({len(keys)} in all)")

@@ -8,7 +8,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from cuda_agent.lease import Lease
-from cuda_agent.policy import local
+from cuda_agent.policy import local, native
 from cuda_agent.policy.decoder import DenseDecoder, GenericDecoder, make_decoder, verify
 from cuda_agent.policy.engine import SamplingParams
 from cuda_agent.policy.local import EngineError, LocalEngine, draw, uniforms
@@ -72,6 +72,22 @@ def test_every_decoder_agrees_with_its_model(model):
     decoder = make_decoder(model, 2)
     assert isinstance(decoder, GenericDecoder if model.config.model_type == "gpt2" else DenseDecoder)
     assert verify(decoder, model) < 1e-5
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_steps_agree_with_the_model_with_and_without_a_compiler(policy, monkeypatch, compiled):
+    if not compiled:
+        monkeypatch.setattr(native.shutil, "which", lambda name: None)
+        monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    decoder = DenseDecoder(policy, 2)
+    assert (decoder.native is not None) == compiled
+    assert verify(decoder, policy) < 1e-5
+
+
+def test_a_prompt_longer_than_the_cache_so_far_makes_it_grow(policy):
+    decoder = DenseDecoder(policy, 2)
+    decoder.cache = decoder.cache[:, :, :, :8].clone()
+    assert verify(decoder, policy) < 1e-5
 
 
 def test_logprobs_are_those_of_the_model(engine, policy):
