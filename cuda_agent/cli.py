@@ -27,7 +27,7 @@ app.add_typer(tasks_app, name="tasks")
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[OVERRIDES]...", help="Hydra overrides, as in experiment=demo critic.lr=1e-4"),
+    typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for a program")]
 StoreOption = Annotated[
@@ -68,8 +68,7 @@ def _print_json(value: Any) -> None:
 
 
 @app.command(
-    epilog="Examples:  cuda-agent run experiment=demo     cuda-agent run experiment=smoke critic.lr=1e-4 --new",
-    rich_help_panel=None,
+    epilog="\b\nExamples:\n  cuda-agent run experiment=demo\n  cuda-agent run experiment=smoke critic.lr=1e-4 --new",
 )
 def run(
     overrides: Overrides = None,
@@ -127,7 +126,7 @@ def run(
         sys.exit(outcome.code)
 
 
-@app.command(epilog="Examples:  cuda-agent config experiment=paper     cuda-agent config critic.lr=1e-4 --json")
+@app.command(epilog="\b\nExamples:\n  cuda-agent config experiment=paper\n  cuda-agent config critic.lr=1e-4 --json")
 def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print the composed, validated configuration and the schedule it amounts to. Runs nothing."""
     from cuda_agent.config import compose, freeze
@@ -159,7 +158,7 @@ def _about(seconds: float | None) -> str:
     return "unknown" if seconds is None else duration(seconds)
 
 
-@app.command(name="runs", epilog="Example:  cuda-agent runs --store s3://kernels/main")
+@app.command(name="runs", epilog="\b\nExample:\n  cuda-agent runs --store s3://kernels/main")
 def list_all(store: StoreOption = STORE, as_json: AsJson = False) -> None:
     """List the runs of a store, oldest first."""
     from dataclasses import asdict
@@ -196,7 +195,7 @@ def _open(store: str) -> Any:
     return open_store(store)
 
 
-@app.command(epilog="Examples:  cuda-agent report last     cuda-agent report 20260801 --json")
+@app.command(epilog="\b\nExamples:\n  cuda-agent report last\n  cuda-agent report 20260801 --json")
 def report(
     run: Annotated[str, typer.Argument(help="a run, the beginning of its name, or `last`")],
     store: StoreOption = STORE,
@@ -217,7 +216,7 @@ def report(
     print((folder / "report.json").read_text() if as_json else folder / "index.html")
 
 
-@app.command(epilog="Example:  cuda-agent diff 20260801-101500-1f2e last")
+@app.command(epilog="\b\nExample:\n  cuda-agent diff 20260801-101500-1f2e last")
 def diff(
     one: Annotated[str, typer.Argument(metavar="RUN")],
     other: Annotated[str, typer.Argument(metavar="RUN")],
@@ -246,7 +245,7 @@ def diff(
         print("  nothing differs")
 
 
-@app.command(epilog="Example:  cuda-agent evaluate tasks/relu_sum/model.py my-solution/ sandbox.threads=4")
+@app.command(epilog="\b\nExample:\n  cuda-agent evaluate tasks/relu_sum/model.py my-solution/ sandbox.threads=4")
 def evaluate(
     task: Annotated[Path, typer.Argument(help="a model.py with Model, get_inputs and get_init_inputs")],
     solution: Annotated[Path, typer.Argument(help="a folder: plan.json and kernels/, or model_new.py and kernels/")],
@@ -274,7 +273,8 @@ def evaluate(
 
 
 @tasks_app.command(
-    "show", epilog="Examples:  cuda-agent tasks show KernelBench/     cuda-agent tasks show tasks.parquet relu_sum-0003"
+    "show",
+    epilog="\b\nExamples:\n  cuda-agent tasks show KernelBench/\n  cuda-agent tasks show tasks.parquet relu_sum-0003",
 )
 def tasks_show(
     source: Annotated[Path, typer.Argument(help="a task set, an Ops-6K parquet, a KernelBench folder, one model.py")],
@@ -303,7 +303,7 @@ def tasks_show(
         print(f"{len(tasks)} tasks")
 
 
-@tasks_app.command("import", epilog="Example:  cuda-agent tasks import cuda_agent_ops_6k.parquet my-tasks/")
+@tasks_app.command("import", epilog="\b\nExample:\n  cuda-agent tasks import cuda_agent_ops_6k.parquet my-tasks/")
 def tasks_import(
     source: Annotated[Path, typer.Argument(help="an Ops-6K parquet, a KernelBench folder, one model.py")],
     folder: Annotated[Path, typer.Argument(help="where the task set goes")],
@@ -319,7 +319,7 @@ def tasks_import(
         print(f"{len(tasks)} tasks in {folder / 'tasks.parquet'}")
 
 
-@app.command(epilog="Example:  cuda-agent gc --keep 5 --dry-run")
+@app.command(epilog="\b\nExample:\n  cuda-agent gc --keep 5 --dry-run")
 def gc(
     keep: Annotated[int, typer.Option(min=1, help="newest runs of each pipeline that stay")] = 10,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
@@ -347,7 +347,7 @@ def gc(
     print(f"{len(what.keys)} objects, {what.size / 2**20:.1f} MiB {verb}")
 
 
-@app.command(epilog="Example:  cuda-agent doctor --store s3://kernels/main")
+@app.command(epilog="\b\nExample:\n  cuda-agent doctor --store s3://kernels/main")
 def doctor(
     store: StoreOption = STORE,
     mlflow: Annotated[str | None, typer.Option(help="tracking URI, as in run.mlflow")] = None,
@@ -370,13 +370,13 @@ def doctor(
 
 
 @app.command(
-    epilog="Examples:  cuda-agent benchmark my-policy/ --tasks KernelBench/     "
-    "cuda-agent benchmark --base-url http://127.0.0.1:8000/v1 --model qwen3-coder --tasks KernelBench/"
+    epilog="\b\nExamples:\n  cuda-agent benchmark my-policy/ --tasks KernelBench/\n"
+    "  cuda-agent benchmark --base-url http://127.0.0.1:8000/v1 --model qwen3-coder --tasks KernelBench/"
 )
 def benchmark(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[POLICY] [OVERRIDES]...", help="a Hugging Face folder; Hydra overrides"),
+        typer.Argument(metavar="POLICY|OVERRIDE", help="a Hugging Face folder; Hydra overrides"),
     ] = None,
     base_url: Annotated[str | None, typer.Option(help="any OpenAI-compatible address instead of a policy")] = None,
     model: Annotated[str | None, typer.Option(help="name of the model behind --base-url")] = None,

@@ -261,7 +261,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
 def validate(values: Any) -> Config:
     """Raises ConfigError with one line a mistake."""
     try:
-        return Config.model_validate(values)
+        return Config.model_validate_json(json.dumps(values), strict=True)  # strict: true is no number, "3" neither
     except ValidationError as error:
         mistakes = {tuple(str(part) for part in problem["loc"][:2]): problem for problem in reversed(error.errors())}
         raise ConfigError("\n".join(_explain(problem) for problem in list(mistakes.values())[:8])) from error

@@ -1,0 +1,123 @@
+"""Configuration: composition, validation, freezing, and what a person is told about a mistake."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from cuda_agent.config import Config, ConfigError, compose, flat, freeze, key_paths, load, restricted
+from cuda_agent.pipeline.graph import STAGES, check
+from cuda_agent.pipeline.schedule import derived, parameter_count
+
+
+@pytest.mark.parametrize("name", ["smoke", "demo", "single_gpu", "paper", "benchmark"])
+def test_every_experiment_composes_validates_and_survives_freezing(name):
+    config = compose([f"experiment={name}"])
+    assert load(*freeze(config)) == config
+    assert derived(config)["stages"]["agentic"]["optimizer_steps"] > 0
+
+
+def test_paper_carries_the_published_hyper_parameters():
+    c = compose(["experiment=paper"])
+    for ppo, context in ((c.warmup, 32768), (c.agentic, 131072)):
+        assert (ppo.actor_lr, ppo.critic_lr, ppo.batch, ppo.minibatches, ppo.epochs) == (3e-6, 6e-6, 1024, 1, 1)
+        assert (ppo.clip_low, ppo.clip_high, ppo.gamma, ppo.actor_lambda, ppo.critic_lambda) == (
+            0.2,
+            0.28,
+            1,
+            0.95,
+            0.95,
+        )
+        assert ppo.context == context
+    assert (c.agentic.steps, c.agent.turns, c.evaluate.turns) == (150, 150, 200)
+    assert (c.critic.gate, c.critic.gae_lambda) == ("stop", 0.95)
+    assert (c.sandbox.device, c.sandbox.lane, c.sandbox.checks, c.sandbox.tolerance) == ("cuda", "extension", 5, 1e-2)
+    assert (c.synthesis.window_ms, c.synthesis.max_ops, c.synthesis.max_similarity) == ((1, 100), 5, 0.9)
+
+
+def test_smoke_is_repeatable_and_tiny():
+    config = compose(["experiment=smoke"])
+    assert config.sandbox.clock == "model" and parameter_count(config.policy) < 200_000
+
+
+def test_without_overrides_the_defaults_of_the_schema_hold():
+    assert compose() == Config()
+
+
+def test_overrides_win_over_the_experiment():
+    assert compose(["critic.lr=0.01", "experiment=demo"]).critic.lr == 0.01
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("critc.lr=1e-4", ["critc.lr", "critic.lr"]),
+        ("lr=1e-4", ["lr", "critic.lr"]),
+        ("+agent.turn=3", ["agent.turn", "agent.turns"]),
+        ("critic.lr=fast", ["critic.lr", "a number > 0 and < 1", "'fast'"]),
+        ("critic.lr=3", ["critic.lr", "> 0 and < 1", "3"]),
+        ("sandbox.lane=plann", ["sandbox.lane", "plan, extension, python"]),
+        ("agent.turns=2.5", ["agent.turns", "whole number"]),
+        ("policy={base: 3}", ["policy.base", "text or null"]),
+        ("experiment=demmo", ["demmo", "Did you mean demo?"]),
+        ("critic.lr=1e-4,1e-3", ["critic.lr", "sweep"]),
+        ("critic.lr", ["critic.lr", "key=value"]),
+        ("critic=3", ["critic", "critic.epochs"]),
+        ("warmup.samples=5", ["warmup", "batch (64) must be a multiple of samples (5)"]),
+        ("agentic.context=4096", ["agentic.context", "policy.context (1024)", "4096"]),
+        ("synthesis.window_ms=[5,1]", ["synthesis", "window_ms"]),
+        ("run.name=../x", ["run.name"]),
+        ("sandbox.threads=true", ["sandbox.threads"]),
+    ],
+)
+def test_a_mistake_is_told_with_path_expectation_and_nearest_name(override, said):
+    with pytest.raises(ConfigError) as error:
+        compose([override])
+    text = str(error.value)
+    assert all(words in text for words in said), text
+    assert len(text.splitlines()) < 20
+
+
+def test_several_mistakes_are_told_at_once():
+    with pytest.raises(ConfigError) as error:
+        compose(["critic.lr=7", "sandbox.device=tpu"])
+    assert "critic.lr" in str(error.value) and "sandbox.device" in str(error.value)
+
+
+def test_the_command_line_ends_with_78_and_no_traceback():
+    command = [sys.executable, "-m", "cuda_agent.cli", "run", "experiment=demo", "agentic.actor_lrr=1"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 78
+    assert "agentic.actor_lrr" in ended.stderr and "agentic.actor_lr?" in ended.stderr
+    assert "Traceback" not in ended.stderr and len(ended.stderr.splitlines()) < 20
+
+
+def test_a_changed_frozen_text_is_refused():
+    text, sha256 = freeze(Config())
+    with pytest.raises(ConfigError, match="changed"):
+        load(text.replace("16", "17", 1), sha256)
+
+
+def test_frozen_text_is_canonical():
+    text, _ = freeze(compose(["experiment=smoke"]))
+    assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))
+
+
+def test_a_stage_sees_only_its_sections():
+    part = restricted(Config(seed=3), ("critic", "policy"))
+    assert (part.seed, part.critic.epochs, part.policy.layers) == (3, Config().critic.epochs, 4)
+    with pytest.raises(AttributeError):
+        _ = part.agentic
+
+
+def test_every_key_has_one_path_and_the_flat_form_has_the_same():
+    leaves = {path for path in key_paths() if not any(other.startswith(path + ".") for other in key_paths())}
+    assert leaves == set(flat(Config()))
+
+
+def test_the_graph_is_sound_and_names_sections_that_exist():
+    check(STAGES)
+    for stage in STAGES:
+        assert set(stage.config) <= set(Config.model_fields)
+        assert "run" not in stage.config
