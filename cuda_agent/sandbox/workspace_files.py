@@ -103,8 +103,9 @@ class Folder:
         self._seen.clear()
 
     def restore(self) -> list[str]:
-        """Give protected files their content back; returns which had been changed."""
+        """Give protected files their content back and open the folder again; returns which had been changed."""
         changed = []
+        os.chmod(self.root, 0o700)
         for name, content in self.protected.items():
             path = os.path.join(self.root, name)
             try:
@@ -176,10 +177,14 @@ class Folder:
             raise Refused(f"{name} does not exist") from None
         except OSError as error:
             raise Refused(f"{name}: {error.strerror}") from None
-        with open(descriptor, "rb") as file:
+        try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise Refused(f"{name} is not a file")
-            data = file.read(FILE_BYTES + 1)
+            data = b""
+            while len(data) <= FILE_BYTES and (part := os.read(descriptor, FILE_BYTES + 1)):
+                data += part
+        finally:
+            os.close(descriptor)
         if len(data) > FILE_BYTES:
             raise Refused(f"{name} is larger than {FILE_BYTES} bytes")
         try:

@@ -213,6 +213,10 @@ class Session:
             return cut(getattr(self.files, method)(**values), self.limits.output_chars), False
         except Refused as refused:
             return self._presented(f"error: {refused}"), True
+        except ConnectionError:
+            raise
+        except (OSError, ValueError, RecursionError, MemoryError) as error:  # whatever a hostile folder provokes
+            return self._presented(f"error: {type(error).__name__}: {error}")[:500], True
 
     def _bash(self, command: str, timeout: float | None = None) -> tuple[str, bool]:
         if not command.strip():
@@ -477,6 +481,8 @@ class Shell:
     def _requests(self) -> int:
         """The FIFO that stubs write to, anew: the shell before may have left anything in its place."""
         path = f"{self.pipes}/requests"
+        for folder in (self.files.root, f"{self.folder}/tmp", self.pipes):
+            os.chmod(folder, 0o700)
         with contextlib.suppress(FileNotFoundError):
             os.rename(path, f"{self.folder}/tmp/{time.monotonic_ns()}")
         os.mkfifo(path, 0o600)

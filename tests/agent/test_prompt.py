@@ -111,12 +111,13 @@ def test_a_mistake_in_few_words_does_not_depend_on_the_inputs():
 
 def test_a_build_error_in_few_words_is_the_first_one():
     text = (
-        "kernels/fused.cpp: In function 'void f()':\nkernels/fused.cpp:3:12: error: 'u' was not declared\n"
+        "kernels/fused.cpp: In function 'void f()':\n"
+        "kernels/fused.cpp:3:12: error: 'u' was not declared in this scope\n"
         "    3 |   u = 1;\nkernels/fused.cpp:9:1: error: another"
     )
     for command in ("compile", "verify", "profile"):
         assert describe(verdict("build_error", text), command, "compact") == (
-            "build error: kernels/fused.cpp:3: 'u' was not declared"
+            "build error: kernels/fused.cpp:3: 'u' was not declared in this scope"
         )
         assert failed(verdict("build_error", text), command)
     assert describe(verdict("build_error", "there is no plan.json"), "verify", "compact") == (
@@ -124,7 +125,7 @@ def test_a_build_error_in_few_words_is_the_first_one():
     )
     column = "kernels/fused.cpp:3: error: 'u' was not declared in this scope"
     assert describe(verdict("build_error", column), "verify", "compact").endswith(
-        ".cpp:3: 'u' was not declared"
+        ".cpp:3: 'u' was not declared in this scope"
     )
 
 
