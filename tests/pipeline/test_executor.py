@@ -59,8 +59,8 @@ def test_a_whole_run_makes_every_artifact_with_its_lineage(tmp_path, cache):
     assert train.inputs == {"numbers": outcome.manifests["make"].outputs["numbers"]}
     assert train.device is None and outcome.manifests["side"].device
     assert all(len(x) == 64 for x in (train.code, train.environment, train.config, train.key))
-    assert outcome.report and (outcome.report / "report.html").exists()
-    said = json.loads((outcome.report / "stages.json").read_text())
+    assert outcome.report and (outcome.report / "index.html").exists()
+    said = json.loads((outcome.report / "report.json").read_text())
     assert set(said) == {"config.json"} | {
         f"{stage}/{file}"
         for stage in ("make", "train", "side")
@@ -252,6 +252,18 @@ def test_a_run_that_died_between_manifest_and_cache_entry_repeats_nothing(tmp_pa
     assert store.exists(cache_entry("train", outcome.manifests["train"].key))
 
 
+def test_a_full_disk_is_one_clear_message_and_nothing_is_lost(tmp_path, cache):
+    command = [sys.executable, "-m", "drill", str(tmp_path / "store"), "critic.epochs=3", "run.retries=0"]
+    drill = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(drill), str(drill.parents[1])])}
+    full = environment | {"DRILL_LARGEST_FILE": "300000"}
+    first = subprocess.run(command, env=full, capture_output=True, text=True, timeout=120)
+    assert first.returncode == 75 and "room" in first.stdout and "Traceback" not in first.stdout + first.stderr
+    second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert second.returncode == 0
+    assert first.stdout.split()[0] == second.stdout.split()[0], "the same run goes on"
+
+
 def test_a_store_that_is_not_reachable_is_one_clear_message(tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
@@ -270,7 +282,7 @@ def test_model_clock_leaves_no_times_in_what_the_report_reads(tmp_path, cache):
     one = execute(settings(tmp_path, sandbox={"clock": "model"}))
     other = execute(settings(tmp_path / "other", sandbox={"clock": "model"}))
     assert outputs(one) == outputs(other)
-    said = json.loads((one.report / "stages.json").read_text())
+    said = json.loads((one.report / "report.json").read_text())
     assert "tokens_per_second" not in said["train/metrics.jsonl"] and '"tokens"' in said["train/metrics.jsonl"]
 
 

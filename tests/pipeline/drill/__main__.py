@@ -1,5 +1,7 @@
 """``python -m drill <store> [overrides]``: the whole run in a process of its own, to be killed."""
 
+import os
+import resource
 import sys
 
 from cuda_agent.config import compose
@@ -7,6 +9,8 @@ from cuda_agent.pipeline.local import run_pipeline
 from drill import table
 
 if __name__ == "__main__":
+    if limit := os.environ.get("DRILL_LARGEST_FILE"):  # a full disk, as far as a process can tell
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
     outcome = run_pipeline(
         compose([f"run.store={sys.argv[1]}", "run.mlflow=off", *sys.argv[2:]]),
         stages=table.STAGES,

@@ -12,6 +12,6 @@ def run(ctx: StageContext) -> None:
         for path in sorted(ctx.inputs["stages"].rglob("*"))
         if path.is_file()
     }
-    page = ctx.outputs["report"] / "report.html"
+    page = ctx.outputs["report"] / "index.html"
     page.write_text((ctx.inputs["state"] / "state.txt").read_text() + (ctx.inputs["total"] / "total.txt").read_text())
-    (ctx.outputs["report"] / "stages.json").write_text(json.dumps(said))
+    (ctx.outputs["report"] / "report.json").write_text(json.dumps(said))

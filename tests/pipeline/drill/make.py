@@ -18,3 +18,4 @@ def run(ctx: StageContext) -> None:
     (ctx.outputs["numbers"] / "n.txt").write_text(f"{ctx.config.seed} {ctx.config.collect.samples}")
     (ctx.outputs["numbers"] / "deep").mkdir()
     (ctx.outputs["numbers"] / "deep" / "m.bin").write_bytes(bytes(range(256)))
+    (ctx.outputs["numbers"] / "large.bin").write_bytes(bytes(1 << 20))
