@@ -38,19 +38,19 @@ def code_version(module: str) -> str:
 
 
 def closure_files(module: str) -> dict[str, Path]:
-    """Name relative to the top package's folder -> file."""
-    root = _root(module.split(".")[0])
+    """Name, beginning with the package's, -> file."""
     files: dict[str, Path] = {}
     for name in closure_modules(module):
-        path = _source(name)
+        root, path = _root(name.split(".")[0]), _source(name)
         assert path is not None
-        files[path.relative_to(root.parent).as_posix() if path.is_relative_to(root.parent) else name] = path
-        if path.parent != root:  # the data of a room belong to whoever touches the room
-            for data in path.parent.rglob("*"):
-                if not data.is_file() or data.suffix in _NO_DATA or "__pycache__" in data.parts:
-                    continue
-                if data.with_suffix(".py") == path or not data.with_suffix(".py").exists():
-                    files[f"{name.rpartition('.')[0]}/{data.relative_to(path.parent).as_posix()}"] = data
+        files[path.relative_to(root.parent).as_posix()] = path
+        if path.parent in (root, root.parent):
+            continue
+        for data in path.parent.rglob("*"):  # the data of a room belong to whoever touches the room
+            if not data.is_file() or data.suffix in _NO_DATA or "__pycache__" in data.parts:
+                continue
+            if data.with_suffix(".py") == path or not data.with_suffix(".py").exists():
+                files[data.relative_to(root.parent).as_posix()] = data
     return files
 
 
