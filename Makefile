@@ -1,0 +1,63 @@
+# make demo | test | lint | benchmark: each first makes the environment when it is missing or the lock has changed.
+#
+#   PYTHON=python3.12   the interpreter to use (3.11 or newer; else the first that is found)
+#   CPU_TORCH=1         leave out the GPU libraries, for indexes that offer PyTorch's CPU build (see README.md)
+#
+# pip's own settings (PIP_INDEX_URL, pip.conf, ...) are honoured; nothing here names an index.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help environment demo test lint benchmark clean
+
+CORES := $(shell nproc 2>/dev/null || echo 2)
+BIN := .venv/bin
+PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+GPU_LINES := ^(nvidia-|cuda-|triton)
+WANTED := $(if $(CPU_TORCH),grep -Ev '$(GPU_LINES)' requirements.lock,cat requirements.lock)
+CURRENT := $(WANTED) | cmp -s - .venv/installed.lock && cmp -s pyproject.toml .venv/installed.toml
+
+help:
+	@echo "make demo       train a small model through every stage on this machine, and write a report"
+	@echo "make test       run the tests"
+	@echo "make lint       ruff, mypy and import-linter"
+	@echo "make benchmark  measure engine and trainer"
+
+environment:
+	@if $(CURRENT); then exit 0; fi; \
+	test -n "$(PYTHON)" || { echo "Needs Python 3.11 or newer: install it, or name it with PYTHON=..." >&2; exit 1; }; \
+	echo "Making .venv with $$($(PYTHON) --version): $$($(WANTED) | grep -c ==) packages, about\
+	$(if $(CPU_TORCH),0.5 GB to download and 2 GB,3 GB to download and 6 GB) on disk." ; \
+	echo "That takes 2 to 10 minutes on a fast line.$(if $(CPU_TORCH),, Without a GPU, see CPU_TORCH in README.md.)"; \
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv || \
+		{ echo "Could not make .venv; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }; \
+	$(WANTED) > .venv/wanted.lock; \
+	$(BIN)/python -m pip install --quiet --no-deps --disable-pip-version-check -r .venv/wanted.lock; \
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --disable-pip-version-check -e .; \
+	cp pyproject.toml .venv/installed.toml; mv .venv/wanted.lock .venv/installed.lock
+
+demo:
+	@if $(CURRENT); then echo "The environment is there; nothing to download."; fi
+	@echo "The demo runs for at most 12 minutes on 2 cores, with at most 8 GiB of memory, and without the network."
+	@command -v g++ >/dev/null || { echo "Needs a C++ compiler; on Debian and Ubuntu: apt-get install g++" >&2; exit 1; }
+	@$(MAKE) --no-print-directory environment
+	@$(BIN)/python -c 'import os, sys, sysconfig; \
+		sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || { \
+		echo "Needs Python's headers (torch.compile does); on Debian and Ubuntu: apt-get install python3-dev" >&2; exit 1; }
+	@$(BIN)/cuda-agent run experiment=demo
+
+test: environment
+	$(BIN)/python -m pytest -n $(CORES)
+
+lint: environment
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+benchmark: environment
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+clean:
+	rm -rf .venv
