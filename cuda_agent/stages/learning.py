@@ -30,7 +30,7 @@ def make_trainer(ctx: StageContext, model: Any, *, row_tokens: int, longest: int
         model,
         row_tokens=max(row_tokens, longest),
         max_grad_norm=max_grad_norm,
-        lease=Lease(ctx.cache),
+        lease=Lease(ctx.cache / "lease"),
     )
 
 

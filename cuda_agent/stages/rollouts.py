@@ -80,7 +80,7 @@ async def open_rollouts(
     config = ctx.config
     torch.set_num_threads(config.policy.threads)
     lockstep = config.sandbox.clock == "model"
-    lease = Lease(ctx.cache)
+    lease = Lease(ctx.cache / "lease")
     model, tokenizer = load_policy(policy)
     style: Literal["compact", "full"] = "compact" if config.policy.base is None else "full"
     settings = Settings(

@@ -1,0 +1,97 @@
+"""``bootstrap``: tasks -> ``policy``, the base that everything later starts from.
+
+With ``policy.base`` (a Hugging Face folder or name) it only prepares that model.  Without one it trains a small model
+from scratch on worked examples of the scripted teacher, which plays the part of pre-training: no example has an
+operator combination of a held-out task, a sample of them is verified in the sandbox, and no later stage consults the
+teacher.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from cuda_agent.policy.chat import Chat
+from cuda_agent.policy.model import PolicyError, load_policy, new_policy, save_policy, train_tokenizer
+from cuda_agent.sandbox.client import LocalSandbox
+from cuda_agent.sandbox.wire import Solution
+from cuda_agent.stages.context import BadConfiguration, StageContext
+from cuda_agent.stages.dialogues import Dialogue, corpus, texts
+from cuda_agent.stages.learning import make_trainer, supervise
+from cuda_agent.synthesis.family import combination
+from cuda_agent.synthesis.split import heldout_combinations
+from cuda_agent.synthesis.teacher import solve
+from cuda_agent.tasks.io import read_tasks
+from cuda_agent.tasks.task import Task
+from cuda_agent.training.packing import tokens_of
+from cuda_agent.training.recipes import sft, sft_loss_of
+
+HELDOUT = 100  # examples whose loss is reported and that are not trained on
+TOKENIZER = 1000  # examples that the tokenizer is made from
+
+
+def run(ctx: StageContext) -> None:
+    config = ctx.config
+    if config.policy.base is not None:
+        try:
+            model, tokenizer = load_policy(config.policy.base)
+            Chat(tokenizer)
+        except (PolicyError, ValueError) as error:
+            raise BadConfiguration(f"policy.base cannot be used: {error}") from error
+        save_policy(model, tokenizer, ctx.outputs["policy"])
+        return
+    family = [task for task in read_tasks(ctx.inputs["tasks"]) if task.family == "teacher"]
+    asyncio.run(verify_teacher(ctx, [task for task in family if task.split == "train"]))
+    model, tokenizer = pretrain(ctx, corpus(config.bootstrap, config.seed, heldout_combinations(family, combination)))
+    save_policy(model, tokenizer, ctx.outputs["policy"])
+
+
+async def verify_teacher(ctx: StageContext, tasks: Sequence[Task]) -> None:
+    """What the sandbox says of a sample of the teacher's solutions, on training tasks (their baselines are known)."""
+    count = ctx.config.bootstrap.verify if tasks else 0
+    if not count:
+        return
+    rng = random.Random(f"{ctx.config.seed}/verify")
+    async with LocalSandbox(ctx.config.sandbox, ctx.cache) as sandbox:
+        drawn = [tasks[index % len(tasks)] for index in range(count)]
+        verdicts = await asyncio.gather(
+            *(sandbox.evaluate(task, Solution("plan", solve(task, rng).files)) for task in drawn)
+        )
+    rewards = [verdict.reward for verdict in verdicts if verdict.reward is not None]
+    for task, verdict in zip(drawn, verdicts, strict=True):
+        if verdict.status != "ok":
+            ctx.tracker.note(
+                f"a solution of the teacher for {task.name} was refused: {verdict.status} {verdict.message}"
+            )
+    if rewards:
+        shares = {f"teacher_reward_{kind}": rewards.count(kind) / len(rewards) for kind in (-1, 1, 2, 3)}
+        ctx.tracker.log(0, {"teacher_verified": float(len(rewards))} | shares)
+
+
+def pretrain(ctx: StageContext, dialogues: Sequence[Dialogue]) -> tuple[object, object]:
+    """A tokenizer of the corpus and a new model that imitates it."""
+    settings, policy = ctx.config.bootstrap, ctx.config.policy
+    tokenizer = train_tokenizer(texts(dialogues[:TOKENIZER]), policy.vocab)
+    chat = Chat(tokenizer, "compact")
+    sequences = [tokens_of(*chat.encode_dialogue(dialogue)) for dialogue in dialogues]
+    short = [sequence for sequence in sequences if len(sequence) <= policy.context]
+    heldout, training = short[:HELDOUT], short[HELDOUT:]
+    model = new_policy(policy, tokenizer, ctx.config.seed)
+    trainer = make_trainer(
+        ctx, model, row_tokens=settings.batch_tokens, longest=max(map(len, short)), max_grad_norm=1.0
+    )
+    ctx.checkpoints.load(trainer.load)
+    supervise(
+        ctx,
+        trainer,
+        sft(
+            trainer,
+            training,
+            batch_tokens=settings.batch_tokens,
+            lr=settings.lr,
+            seed=ctx.config.seed,
+            steps=settings.steps,
+            max_seconds=settings.max_seconds,
+        ),
+    )
+    ctx.tracker.log(trainer.step, {"heldout_loss": sft_loss_of(trainer, heldout)})
+    return model, tokenizer
