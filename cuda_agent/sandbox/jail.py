@@ -244,6 +244,8 @@ _NUMBERS = {
         "quotactl": 179, "fanotify_init": 300, "syslog": 103, "vhangup": 153, "iopl": 172, "ioperm": 173,
         "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "tkill": 200, "kill": 62, "tgkill": 234, "prctl": 157,
         "clone": 56, "fork": 57, "vfork": 58, "execve": 59, "execveat": 322, "migrate_pages": 256, "move_pages": 279,
+        "prlimit64": 302, "sched_setaffinity": 203, "sched_setscheduler": 144, "sched_setparam": 142, "sched_setattr": 314,
+        "setpriority": 141, "ioprio_set": 251,
     },
     "aarch64": _SAME | {
         "socket": 198, "socketpair": 199, "connect": 203, "accept": 202, "accept4": 242, "bind": 200, "listen": 201,
@@ -257,14 +259,18 @@ _NUMBERS = {
         "quotactl": 60, "fanotify_init": 262, "syslog": 116, "vhangup": 58,
         "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "tkill": 130, "kill": 129, "tgkill": 131, "prctl": 167,
         "clone": 220, "execve": 221, "execveat": 281, "migrate_pages": 238, "move_pages": 239,
+        "prlimit64": 261, "sched_setaffinity": 122, "sched_setscheduler": 119, "sched_setparam": 118, "sched_setattr": 274,
+        "setpriority": 140, "ioprio_set": 30,
     },
 }  # fmt: skip
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_SPECIAL = {"clone", "clone3", "kill", "tgkill", "tkill", "prctl", "fork", "vfork", "execve", "execveat"}
+_OF_A_PROCESS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
+_SPECIAL = {"clone", "clone3", "kill", "tgkill", "tkill", "prctl", "fork", "vfork", "execve", "execveat", "setpriority"}
+_SPECIAL |= set(_OF_A_PROCESS)
 _NEW_NAMESPACES, _CLONE_THREAD = 0x7E020000, 0x00010000
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF opcodes on 32-bit words
-_NR, _ARCH, _ARG0 = 0, 4, 16  # offsets in struct seccomp_data (little-endian low halves)
+_NR, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24  # offsets in struct seccomp_data (little-endian low halves)
 
 _Instruction = tuple[int, int, int, int]  # opcode, jump if true, jump if false, operand
 
@@ -294,6 +300,9 @@ def filter_program(machine: str, processes: bool, pid: int) -> list[_Instruction
     allow = (_RETURN, 0, 0, _ALLOW)
     flags = (_LOAD, 0, 0, _ARG0)
     on("prctl", flags, (_EQUAL, 1, 0, _PR_SET_SECCOMP), (_EQUAL, 0, 1, _PR_SET_PDEATHSIG), refuse, allow)
+    for name in _OF_A_PROCESS:  # of oneself only: another process of the same user could be starved or killed
+        on(name, flags, (_EQUAL, 0, 1, 0), allow, refuse)
+    on("setpriority", flags, (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, _ARG1), (_EQUAL, 0, 1, 0), allow, refuse)
     if processes:
         on("clone", flags, (_ANY_BIT, 0, 1, _NEW_NAMESPACES), refuse, allow)
     else:
