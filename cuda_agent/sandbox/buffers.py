@@ -1,10 +1,11 @@
 """Memory that the judge shares with its workers: sealed, laid out in slots, poisoned before every call.
 
-Inputs and weights lie in an area that only the judge can write (sealed against every later writable map); outputs in one
-that the worker writes and the judge copies from.  Shapes and dtypes are the task's; arrays here are NumPy's, with bfloat16
-as its 16 raw bits.  Not covered: what the values mean (``check`` compares them).
+Inputs and weights lie in an area that only the judge can write (sealed against every later writable map); outputs in
+one that the worker writes and the judge copies from.  Shapes and dtypes are the task's; arrays here are NumPy's, with
+bfloat16 as its 16 raw bits.  Not covered: what the values mean (``check`` compares them).
 """
 
+import contextlib
 import fcntl
 import math
 import mmap
@@ -32,7 +33,7 @@ def byte_count(tensor: Tensor) -> int:
 
 
 class Area:
-    """``size`` bytes of shared memory.  ``descriptor`` goes to the worker; ``read_only``: the worker cannot write it."""
+    """``size`` bytes of shared memory; ``descriptor`` goes to the worker, who cannot write it if ``read_only``."""
 
     def __init__(self, size: int, read_only: bool) -> None:
         self.size = max(size, mmap.PAGESIZE)
@@ -49,10 +50,8 @@ class Area:
 
     def close(self) -> None:
         del self.bytes
-        try:
+        with contextlib.suppress(BufferError):  # a view is still held; the map goes with it
             self._map.close()
-        except BufferError:
-            pass  # a view is still held; the map goes with it
         os.close(self.descriptor)
 
 

@@ -1,9 +1,9 @@
 """The builder: C++ sources to a shared library, in the jail, cached by content.
 
-The key of a build is its sources, the flags, the compiler's version and the processor.  A header of a few common standard
-headers is precompiled once: most of a small kernel's build time is spent in ``<cmath>`` and ``<algorithm>``.  The
-compiler runs with limits on time, memory, processes and files; what it says is cut to the first errors, each with its
-source line.  Not covered: CUDA, and whether the library does anything sensible.
+The key of a build is its sources, the flags, the compiler's version and the processor.  A header of a few common
+standard headers is precompiled once: most of a small kernel's build time is spent in ``<cmath>`` and ``<algorithm>``.
+The compiler runs with limits on time, memory, processes and files; what it says is cut to the first errors, each with
+its source line.  Not covered: CUDA, and whether the library does anything sensible.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from pathlib import Path
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox import jail
 
-FLAGS = ("-O3", "-march=native", "-ffast-math", "-std=c++17", "-fPIC", "-pthread")
+FLAGS = ("-O3", "-march=native", "-ffast-math", "-std=c++17", "-fPIC", "-pthread", "-fopenmp-simd")
 _DIAGNOSTICS = ("-fmax-errors=3", "-fdiagnostics-color=never", "-fno-diagnostics-show-option", "-ftemplate-depth=256")
 _PRELUDE = "".join(f"#include <{name}>\n" for name in ("cmath", "algorithm", "cstdint", "cstring", "limits"))
 _LIBRARY_MB = 64
@@ -70,7 +70,7 @@ def processor() -> str:
 
 
 class Builder:
-    """``folder``: the cache.  ``scratch``: a folder that jailed users can reach.  At most ``parallel`` builds at once."""
+    """``folder``: the cache.  ``scratch``: a folder that jailed users can reach.  At most ``parallel`` builds run."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path, seconds: float, memory_mb: int, parallel: int = 2
@@ -98,10 +98,10 @@ class Builder:
                 self._toolchain = Toolchain(found.compiler, found.version, found.processor, str(home))
             return self._toolchain
 
-    async def library(self, files: Mapping[str, str], main: str, extra: Sequence[str] = ()) -> Path:
-        """The shared library of ``main``, one of ``files`` (which may include the others).  Raises ``BuildError``."""
+    async def library(self, files: Mapping[str, str], units: Sequence[str], extra: Sequence[str] = ()) -> Path:
+        """The shared library of ``units``, some of ``files`` (the others may be included).  Raises ``BuildError``."""
         tools = await self.toolchain()
-        parts = [tools.identity, main, *extra, *(f"{name}\0{files[name]}" for name in sorted(files))]
+        parts = [tools.identity, *units, *extra, *(f"{name}\0{files[name]}" for name in sorted(files))]
         key = hashlib.sha256("\0\0".join(parts).encode()).hexdigest()
         done, failed = self._folder / key[:2] / f"{key}.so", self._folder / key[:2] / f"{key}.error"
         if done.exists():
@@ -114,7 +114,7 @@ class Builder:
         self._under_way[key] = future
         try:
             command = [
-                tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, main,
+                tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,
                 "-shared", "-Wl,--no-undefined", "-o", "library.so",
             ]  # fmt: skip
             target = done.with_suffix("")

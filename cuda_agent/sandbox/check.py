@@ -1,8 +1,8 @@
 """Comparing a candidate's outputs with the oracle's: pure functions on NumPy arrays.
 
 The tolerance is absolute and relative, as published, except that its absolute part shrinks with the magnitude of the
-expected values: an output of a few millionths is not matched by zeros.  Integers and booleans must be equal.  Shapes and
-dtypes need no check: the buffers have the task's.
+expected values: an output of a few millionths is not matched by zeros.  Integers and booleans must be equal.  Shapes
+and dtypes need no check: the buffers have the task's.
 """
 
 from collections.abc import Sequence
@@ -54,25 +54,25 @@ def _compare(want: Array, have: Array, tolerance: float) -> tuple[str, float]:
         scale = (
             min(1.0, float(numpy.sqrt(numpy.mean(numpy.square(finite, dtype=numpy.float64))))) if finite.size else 1.0
         )
-        largest, wrong_count, first = 0.0, 0, -1
+        largest, wrong_count, first_wrong = 0.0, 0, -1
         for start in range(0, want.size, _CHUNK):
             w = want[start : start + _CHUNK].astype(wide, copy=False)
             h = have[start : start + _CHUNK].astype(wide, copy=False)
-            difference = numpy.abs(w - h)
-            good = difference <= tolerance * scale + tolerance * numpy.abs(w)  # false where either is NaN or infinite
+            off: Array = numpy.abs(numpy.subtract(w, h))
+            good = off <= tolerance * scale + tolerance * numpy.abs(w)  # false where either is NaN or infinite
             if not good.all():
                 special = ~numpy.isfinite(w) | ~numpy.isfinite(h)
                 good = numpy.where(special, (w == h) | (numpy.isnan(w) & numpy.isnan(h)), good)
-                difference = numpy.where(special, 0, difference)
+                off = numpy.where(special, 0, off)
                 bad = numpy.flatnonzero(~good)
-                if bad.size and first < 0:
-                    first = start + int(bad[0])
+                if bad.size and first_wrong < 0:
+                    first_wrong = start + int(bad[0])
                 wrong_count += bad.size
-            largest = max(largest, float(difference.max(initial=0)))
+            largest = max(largest, float(off.max(initial=0)))
     if wrong_count:
         return (
             f"{wrong_count} of {want.size} values are off by more than the tolerance {tolerance:g}, "
-            f"first at {first}: {have[first]:.6g} instead of {want[first]:.6g}"
+            f"first at {first_wrong}: {have[first_wrong]:.6g} instead of {want[first_wrong]:.6g}"
         ), largest
     return "", largest
 

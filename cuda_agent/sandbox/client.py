@@ -1,8 +1,8 @@
 """The client of the sandbox: what stages and the command line call.
 
-``LocalSandbox`` runs everything on this machine: it builds solutions, hands them to judge processes, and caches verdicts
-by content.  Concurrency is bounded here (builds in parallel, timing alone); an infrastructure fault is retried once in a
-fresh judge and is never charged to the candidate.  Nothing that a model wrote runs in this process.
+``LocalSandbox`` runs everything on this machine: it builds solutions, hands them to judge processes, and caches
+verdicts by content.  Concurrency is bounded here (builds in parallel, timing alone); an infrastructure fault is retried
+once in a fresh judge and is never charged to the candidate.  Nothing that a model wrote runs in this process.
 """
 
 import asyncio
@@ -83,8 +83,8 @@ class LocalSandbox:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick") -> Verdict:
-        """The verdict of ``solution``.  Raises ``TaskError`` when the task itself cannot be run, ``SandboxUnready`` when
-        the sandbox cannot start."""
+        """The verdict of ``solution``.  Raises ``TaskError`` when the task itself cannot be run, ``SandboxUnready``
+        when the sandbox cannot start."""
         if mode != "quick":
             raise SandboxUnready("mode strict is not available here yet")
         if solution.lane == "python":
@@ -129,11 +129,11 @@ class LocalSandbox:
         if solution.lane == "extension":
             return await extension.prepare(solution.files, spec, self._builder)
         program = plan.compile_plan(solution.files, spec)
-        runtime = await self._builder.library({"runtime.cpp": (_HERE / "runtime.cpp").read_text()}, "runtime.cpp")
+        runtime = await self._builder.library({"runtime.cpp": (_HERE / "runtime.cpp").read_text()}, ["runtime.cpp"])
         load = program.to_json() | {"runtime": str(runtime), "library": None}
         if program.trampoline:
             sources = {name: text for name, text in solution.files.items() if name != "plan.json"}
-            library = await self._builder.library(sources | {"trampoline.cpp": program.trampoline}, "trampoline.cpp")
+            library = await self._builder.library(sources | {"trampoline.cpp": program.trampoline}, ["trampoline.cpp"])
             load["library"] = str(library)
         return load, [path for path in (load["runtime"], load["library"]) if path]
 

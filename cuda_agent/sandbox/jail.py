@@ -6,8 +6,8 @@ also moves to a user of its own.  ``prove`` attacks every wall from inside a rea
 script too (``python jail.py POLICY PROGRAM ...``): that is how compilers and shells are started inside the walls.
 
 Standard library only.  What it does not cover: memory and thread overruns of a user that limits do not bind (the
-watchdogs of those who start workers do), side channels, bugs of the kernel itself.  There is no network, process or user
-namespace: restricted pods do not grant them.
+watchdogs of those who start workers do), side channels, bugs of the kernel itself.  There is no network, process or
+user namespace: restricted pods do not grant them.
 """
 
 import ctypes
@@ -23,6 +23,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 WALLS = ("no_new_privs", "landlock", "seccomp", "own_user")
 SYSTEM_READ = (
@@ -53,6 +54,12 @@ class Policy:
     own_user: bool = True  # as root: change to an ordinary user
     read_any: bool = False  # own user: let Landlock alone decide what can be read (Python may live in a closed home)
 
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Policy":
+        """The inverse of ``asdict`` and JSON, which turns tuples into lists."""
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return cls(**fields)
+
 
 def enter(policy: Policy) -> None:
     """Close the walls around the calling process, which must have one thread.  Irreversible.  Raises ``JailError``."""
@@ -69,13 +76,13 @@ def enter(policy: Policy) -> None:
 
 
 def narrow(policy: Policy) -> None:
-    """Inside a jail, a smaller one for what is started next: fewer paths, and no signals to those who stay outside.  The
-    other walls are inherited.  Irreversible.  Raises ``JailError``."""
+    """Inside a jail, a smaller one for what is started next: fewer paths, and no signals to those who stay outside.
+    The other walls are inherited.  Irreversible.  Raises ``JailError``."""
     _landlock(policy)
 
 
 def command(policy: Policy, program: Iterable[str]) -> list[str]:
-    """The argument list that runs ``program`` inside the walls.  The caller chooses environment, folder and descriptors."""
+    """The argument list that runs ``program`` in the jail; environment, folder and descriptors are the caller's."""
     return [sys.executable, "-I", "-S", __file__, json.dumps(asdict(policy)), *program]
 
 
@@ -251,9 +258,10 @@ _NUMBERS = {
         "socket": 198, "socketpair": 199, "connect": 203, "accept": 202, "accept4": 242, "bind": 200, "listen": 201,
         "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "unshare": 97, "setns": 268,
         "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "bpf": 280, "keyctl": 219, "add_key": 217,
-        "request_key": 218, "perf_event_open": 241, "userfaultfd": 282, "memfd_create": 279, "shmget": 194, "shmat": 196,
-        "msgget": 186, "semget": 190, "mq_open": 180, "kexec_load": 104, "kexec_file_load": 294, "init_module": 105,
-        "finit_module": 273, "delete_module": 106, "open_by_handle_at": 265, "name_to_handle_at": 264, "seccomp": 277,
+        "request_key": 218, "perf_event_open": 241, "userfaultfd": 282, "memfd_create": 279, "shmget": 194,
+        "shmat": 196, "msgget": 186, "semget": 190, "mq_open": 180, "kexec_load": 104, "kexec_file_load": 294,
+        "init_module": 105, "finit_module": 273, "delete_module": 106, "open_by_handle_at": 265,
+        "name_to_handle_at": 264, "seccomp": 277,
         "personality": 92, "acct": 89, "swapon": 224, "swapoff": 225, "reboot": 142, "settimeofday": 170,
         "clock_settime": 112, "adjtimex": 171, "clock_adjtime": 266, "sethostname": 161, "setdomainname": 162,
         "quotactl": 60, "fanotify_init": 262, "syslog": 116, "vhangup": 58,
@@ -384,8 +392,7 @@ def _main() -> None:
             breaches["own_user"] = "runs as the user of its judge"
         print(json.dumps(breaches), flush=True)
         os._exit(0)
-    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(sys.argv[1]).items()}
-    enter(Policy(**fields))
+    enter(Policy.from_json(json.loads(sys.argv[1])))
     try:
         os.execvp(sys.argv[2], sys.argv[2:])
     except OSError as failure:

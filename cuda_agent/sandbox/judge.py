@@ -1,9 +1,9 @@
 """The judge: trusted; owns seeds, buffers, clock and verdict, and imports neither task nor solution.
 
-``python -m cuda_agent.sandbox.judge FD`` answers one request at a time over a socket: the spec of a task, a verdict of a
-solution, a probe of a task.  A candidate is checked on fresh secret inputs first; then it is timed by this process's own
-clock, from the request to the answer and minus the empty call (measured before the candidate is loaded), interleaved
-with an eager anchor.  Randomly chosen timed calls are audited.  Only this file decides a status.
+``python -m cuda_agent.sandbox.judge FD`` answers one request at a time over a socket: the spec of a task, a verdict of
+a solution, a probe of a task.  A candidate is checked on fresh secret inputs first; then it is timed by this process's
+own clock, from the request to the answer and minus the empty call (measured before the candidate is loaded),
+interleaved with an eager anchor.  Randomly chosen timed calls are audited.  Only this file decides a status.
 
 Not covered: building (the client has it done before), the caches of verdicts, and a candidate that spends less time in
 calls that it takes for timed: checked, timed and audited calls look the same from inside.
@@ -167,7 +167,7 @@ class Trial:
         if self._settings.clock == "real":
             inputs = self._prepared.entry(self._next).inputs
             with self._lease.timing(), self._judged():
-                self._null = statistics.median(self._timed(inputs, kind="N")[0] for _ in range(_NULL_CALLS))
+                self._null = min(self._timed(inputs, kind="N")[0] for _ in range(_NULL_CALLS))
         try:
             with self._lease.working(), self._judged("while it was loaded"):
                 self._worker.call("L", request["load"])
@@ -203,7 +203,7 @@ class Trial:
         results: list[tuple[Entry, list[Array]]] = []
         eager: list[float] = []
         with self._lease.timing():
-            empty = statistics.median(prepared.oracle.seconds(others[0], null=True) for _ in range(3))
+            empty = min(prepared.oracle.seconds(others[0], null=True) for _ in range(4))
             prepared.oracle.seconds(others[-1])
             for number in range(self._settings.timed_calls):
                 if number in entries:
@@ -271,7 +271,7 @@ class Trial:
         except WorkerError as error:
             if when == "while it was loaded":
                 raise
-            raise Refused("crash", f"{error} {when}".strip()) from None
+            raise Refused("cheat" if error.cheat else "crash", f"{error} {when}".strip()) from None
 
     def _compare(self, entry: Entry, outputs: list[Array], when: str, audit: bool = False) -> None:
         prepared, verdict = self._prepared, self._verdict

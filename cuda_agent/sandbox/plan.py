@@ -1,8 +1,8 @@
 """The plan lane: reading ``plan.json``, and turning it into a program for the executor.
 
-``compile_plan`` is pure: it checks the plan against the task's shapes, evaluates every integer expression, and writes the
-C++ trampoline through which the executor calls the kernels.  Errors name the node.  Nothing is built or run here, and the
-keys that only ``cuda`` has (block, shared memory, cluster, library nodes) are refused on the CPU.
+``compile_plan`` is pure: it checks the plan against the task's shapes, evaluates every integer expression, and writes
+the C++ trampoline through which the executor calls the kernels.  Errors name the node.  Nothing is built or run here,
+and the keys that only ``cuda`` has (block, shared memory, cluster, library nodes) are refused on the CPU.
 """
 
 import ast

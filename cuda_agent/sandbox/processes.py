@@ -36,7 +36,9 @@ class WorkerDied(Exception):
 
 
 class WorkerError(Exception):
-    """The untrusted code raised; the worker lives."""
+    """The untrusted code raised; the worker lives.  ``cheat``: it broke a rule that the worker knows."""
+
+    cheat = False
 
 
 class WarmParent:
@@ -45,8 +47,8 @@ class WarmParent:
     def __init__(self, threads: int, log: Path, imports: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair()
         environment = {
-            "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent", "PYTHONPATH": str(_PACKAGE),
-            "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0",
+            "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
+            "PYTHONPATH": str(_PACKAGE), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0",
             "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": str(threads),
             "TORCHINDUCTOR_COMPILE_THREADS": "1", "USER": "worker", "LOGNAME": "worker",
         }  # fmt: skip
@@ -135,8 +137,10 @@ class Worker:
         finally:
             self._socket.settimeout(None)
         if frame.kind == "!":
-            message = frame.body.get("message", "") if isinstance(frame.body, dict) else ""
-            raise WorkerError(str(message)[:2000])
+            body = frame.body if isinstance(frame.body, dict) else {}
+            error = WorkerError(str(body.get("message", ""))[:2000])
+            error.cheat = bool(body.get("cheat"))
+            raise error
         if frame.kind != "=":
             raise self._died("protocol")
         return frame.body

@@ -1,12 +1,13 @@
 """The untrusted side: the warm parent and the workers it forks.
 
 ``python -m cuda_agent.sandbox.worker FD`` is the warm parent: it imports torch, starts no thread, runs no tensor
-operation, and forks a worker for every request of the judge.  A worker closes the jail around itself and then serves the
-judge over one socket: a *reference* worker runs the task's ``Model`` and ``get_inputs`` and may live on; a *candidate*
-worker runs one solution and dies.  Tensors cross in shared memory that the judge made: inputs map read-only.
+operation, and forks a worker for every request of the judge.  A worker closes the jail around itself and then serves
+the judge over one socket: a *reference* worker runs the task's ``Model`` and ``get_inputs`` and may live on; a
+*candidate* worker runs one solution and dies.  Tensors cross in shared memory that the judge made; inputs map
+read-only.
 
-Nothing a worker says is believed: seeds, buffers, clock and verdict are the judge's.  This module imports nothing of the
-package but its wire format and the jail.
+Nothing a worker says is believed: seeds, buffers, clock and verdict are the judge's.  This module imports nothing of
+the package but its wire format, the jail and its own side (``binding``, ``compiling``).
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -78,11 +80,12 @@ def _child(frame: Frame) -> None:
             low = descriptor + 1
         os.closerange(low, 4096)
         os.chdir(options["folder"])
-        os.environ.update(options.get("environment", {}))
+        environment = options.get("environment", {})
+        os.environ.update(environment)
+        tempfile.tempdir = environment.get("TMPDIR")  # the warm parent's choice was remembered
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
-        policy = {k: tuple(v) if isinstance(v, list) else v for k, v in options["policy"].items()}
-        jail.enter(jail.Policy(**policy))
+        jail.enter(jail.Policy.from_json(options["policy"]))
         channel = socket.socket(fileno=frame.fds[0])
         torch.set_num_threads(options["threads"])
         torch.set_grad_enabled(False)
@@ -236,7 +239,8 @@ class Worker:
             except MemoryError:
                 send_frame(self._channel, "!", {"message": "out of memory"})
             except BaseException as error:
-                send_frame(self._channel, "!", {"message": _explain(error, self._options["sources"])})
+                message = _explain(error, self._options["sources"])
+                send_frame(self._channel, "!", {"message": message, "cheat": type(error).__name__ == "Cheat"})
             else:
                 send_frame(self._channel, "=", answer)
 
@@ -290,7 +294,7 @@ class Reference(Worker):
         if not outputs:
             raise TypeError("forward() gives no tensor")
         self._state = {k: v for k, v in self._model.state_dict().items() if isinstance(v, torch.Tensor)}
-        self._spec = {
+        self._spec: dict[str, Any] = {
             "inputs": [_describe(t) for t in tensors],
             "outputs": [_describe(t) for t in outputs],
             "weights": {name: _describe(t) for name, t in self._state.items()},
@@ -341,10 +345,15 @@ class Reference(Worker):
         _store(self._last, self._slots.output_tensors(frame.slot))
 
     def compile(self, frame: Frame) -> None:
-        """From here on ``run`` calls the compiled model; ``{"eager": true}`` goes back."""
-        if frame.body and frame.body.get("eager"):
-            self._call = self._model
-            return
+        """From here on ``run`` calls the compiled model.  ``known``: where a warm-up left its answers, if it did."""
+        from cuda_agent.sandbox import compiling
+
+        home = Path(os.environ["TMPDIR"])
+        with contextlib.suppress(AttributeError):
+            if frame.body["known"]:
+                compiling.use(Path(frame.body["known"]), home)
+            else:
+                compiling.record(home)
         self._call = torch.compile(self._model)
         self.run(frame)
 
@@ -403,10 +412,10 @@ class Candidate(Worker):
         self._commands["R"] = lambda call: run(call.slot)
 
     def load_extension(self, frame: Frame) -> None:
-        from cuda_agent.sandbox.extension import load_module
+        from cuda_agent.sandbox.binding import OnlyTheExtension, load_module
 
         spec = self._options["spec"]
-        sys.modules["cuda_extension"] = load_module(frame.body["library"])
+        sys.modules["cuda_extension"] = load_module(frame.body["library"], frame.body["names"])
         module = _module("model_new", frame.body["code"], "model_new.py")
         if not hasattr(module, "ModelNew"):
             raise AttributeError("model_new.py defines no ModelNew")
@@ -415,7 +424,9 @@ class Candidate(Worker):
         arguments = spec["arguments"]
 
         def run(call: Frame) -> None:
-            results = _flatten(model(*_rebuild(arguments, self._slots.input_tensors(call.slot))))
+            given = _rebuild(arguments, self._slots.input_tensors(call.slot))
+            with OnlyTheExtension():
+                results = _flatten(model(*given))
             _store(results, self._slots.output_tensors(call.slot))
 
         self._commands["R"] = run

@@ -1,0 +1,77 @@
+"""``torch.compile`` inside the jail, without paying for the same preparation in every worker.
+
+On its first compilation in a process, TorchInductor finds out which vector instructions its builds may use (it builds
+and loads a test library for each) and precompiles its large header: most of that first compilation's time.  ``use``
+takes both answers from a folder that one trusted warm-up worker filled (``record``); everything else stays private to
+the worker.  The warm parent of compiling workers imports this module, and so torch's compiler.
+
+It reaches into torch's internals: where they are not as expected nothing is patched, and compiling is merely slower.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch._inductor.codecache as codecache
+import torch._inductor.cpu_vec_isa as cpu_vec_isa
+
+_FACTS, _HEADERS = "facts.json", "headers"
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _isa_key(isa: Any, code: str) -> str:
+    return _key(type(isa).__name__, isa.build_arch_flags(), code)
+
+
+def _header_key(header: str, command: str, options: dict[str, Any]) -> str:
+    """``command`` holds every flag but how hard to optimise."""
+    return _key(header, command, options.get("min_optimize"))
+
+
+def record(home: Path) -> None:
+    """From here on, keep the answers in ``home``."""
+    check_build, precompile = cpu_vec_isa.VecISA.check_build, codecache._precompile_header
+    facts: dict[str, dict[str, Any]] = {"isa": {}, "header": {}}
+
+    def note() -> None:
+        (home / _FACTS).write_text(json.dumps(facts))
+
+    def checked(self: Any, code: str) -> bool:
+        result = facts["isa"][_isa_key(self, code)] = bool(check_build(self, code))
+        note()
+        return result
+
+    def precompiled(header: str, command: str, **options: Any) -> str:
+        path = precompile(header, command, **options)
+        facts["header"][_header_key(header, command, options)] = os.path.relpath(path, home)
+        note()
+        return path
+
+    codecache._HEADER_DIR = str(home / _HEADERS)
+    codecache._HEADER_LOCK_DIR = str(home / "locks")
+    cpu_vec_isa.VecISA.check_build = checked  # type: ignore[method-assign]
+    codecache._precompile_header = precompiled  # type: ignore[assignment]
+
+
+def use(known: Path, home: Path) -> None:
+    """From here on, take the answers from ``known``; what is not known there is found out in ``home``."""
+    facts = json.loads((known / _FACTS).read_text())
+    check_build, precompile = cpu_vec_isa.VecISA.check_build, codecache._precompile_header
+
+    def checked(self: Any, code: str) -> bool:
+        answer = facts["isa"].get(_isa_key(self, code))
+        return bool(check_build(self, code)) if answer is None else bool(answer)
+
+    def precompiled(header: str, command: str, **options: Any) -> str:
+        path = facts["header"].get(_header_key(header, command, options))
+        return str(precompile(header, command, **options)) if path is None else str(known / path)
+
+    codecache._HEADER_DIR = str(home / _HEADERS)
+    codecache._HEADER_LOCK_DIR = str(home / "locks")
+    cpu_vec_isa.VecISA.check_build = checked  # type: ignore[method-assign]
+    codecache._precompile_header = precompiled  # type: ignore[assignment]
