@@ -53,8 +53,8 @@ def plain(write: Callable[[str], None], every: float = 15.0) -> Watch:
         if time.monotonic() - shown > every:
             shown = time.monotonic()
             for view in views:
-                if view.state == "running":
-                    write(f"{view.name}: {progress(view)} {_rates(view)} {_left(view)}".rstrip())
+                if view.state == "running" and view.total:
+                    write("  ".join(filter(None, [f"{view.name}: {progress(view)}", _rates(view), _left(view)])))
 
     return watch
 
