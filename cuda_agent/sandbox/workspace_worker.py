@@ -387,7 +387,7 @@ class Shell:
         output, state, request = _Output(self.limits.output_chars), bytearray(), bytearray()
         waiting: list[list[str]] = []  # requests of compile, verify, profile: the first one is being answered
         asks, used, killed, code = 0, 0.0, "", None
-        last = looked = time.monotonic()
+        last = looked = measured = time.monotonic()
         try:
             streams = [self.client.fileno(), requests, self.wake, out_read, state_read]
             while code is None:
@@ -417,7 +417,8 @@ class Shell:
                     if len(waiting) == 1:
                         self._ask(waiting)
                 if code is None and (used > seconds or now - looked > _MEMORY_TICK):
-                    killed, looked = self._overuse(used, seconds, now - looked > _DISK_TICK), now
+                    disk = now - measured > _DISK_TICK
+                    killed, looked, measured = self._overuse(used, seconds, disk), now, now if disk else measured
                     if killed:
                         break
         finally:
@@ -442,14 +443,14 @@ class Shell:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        os.chdir(self.files.root)
-        resource.setrlimit(resource.RLIMIT_CPU, (self.policy.cpu_seconds, self.policy.cpu_seconds))
-        jail.narrow(self.policy)
         try:
+            os.chdir(self.files.root)
+            resource.setrlimit(resource.RLIMIT_CPU, (self.policy.cpu_seconds, self.policy.cpu_seconds))
+            jail.narrow(self.policy)
             os.execve(program[0], program, self.environment)
-        except OSError as error:
-            os.write(2, f"{program[0]}: {error.strerror}\n".encode())
-            os._exit(127)
+        except (OSError, ValueError, jail.JailError) as error:
+            os.write(2, f"{program[0]}: {error}\n".encode())
+            os._exit(126)
 
     def _overuse(self, used: float, seconds: float, disk: bool) -> str:
         """Why the command must be killed, or nothing."""
@@ -516,7 +517,7 @@ def _records(pending: bytearray, data: bytes) -> Iterable[list[str]]:
     *records, rest = bytes(pending).split(b"\x1e")
     pending[:] = rest[-_REQUEST_BYTES:]
     for record in records:
-        fields = record.decode(errors="replace").strip("\x1f").split("\x1f")
+        fields = record.decode(errors="replace").removeprefix("\x1f").removesuffix("\x1f").split("\x1f")
         if len(fields) >= 2 and fields[0].isascii() and fields[0].isdigit() and fields[1] in COMMANDS:
             yield fields[:20]
 
