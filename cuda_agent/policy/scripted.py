@@ -1,7 +1,7 @@
 """ScriptedEngine: answers from a function instead of a model, for tests and drills of everything around an engine.
 
 Its log-probabilities are those of a given model (teacher forcing), or -1 for every token when there is none.
-Not here: sampling; the seed is ignored.
+Not here: sampling; the seed only reaches the function.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,11 +9,11 @@ from typing import Any
 
 from cuda_agent.policy.engine import Completion, SamplingParams
 
-Answer = Callable[[list[int]], str | Sequence[int]]
+Answer = Callable[[list[int], int], str | Sequence[int]]  # prompt ids, seed
 
 
 class ScriptedEngine:
-    """``answer(prompt ids)`` gives the turn: ids as they are, or text, which ``tokenizer`` encodes and the first stop
+    """``answer(prompt ids, seed)`` gives the turn: ids as they are, or text, which ``tokenizer`` encodes and the first stop
     id closes.  ``calls`` records the prompts in order; ``updates`` the (version, folder) served since."""
 
     def __init__(self, answer: Answer, tokenizer: Any = None, model: Any = None, version: int = 0) -> None:
@@ -27,7 +27,7 @@ class ScriptedEngine:
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
         prompt = list(prompt)
         self.calls.append(prompt)
-        answer = self._answer(prompt)
+        answer = self._answer(prompt, params.seed)
         if isinstance(answer, str):
             ids = [*self._tokenizer.encode(answer, add_special_tokens=False), *params.stop_ids[:1]]
         else:

@@ -19,8 +19,10 @@ from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.episode import Episode, read_episodes, write_episodes
 from cuda_agent.policy.local import LocalEngine
 from cuda_agent.policy.model import load_policy
+from cuda_agent.policy.scripted import ScriptedEngine
 from cuda_agent.sandbox.client import LocalSandbox
 from cuda_agent.stages.context import StageContext, TryAgain
+from cuda_agent.stages.drill import Script
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.recipes import episode_metrics
@@ -36,7 +38,7 @@ class Rollouts:
 
     model: Any
     tokenizer: Any
-    engine: Any
+    engine: LocalEngine | ScriptedEngine
     chat: Chat
     sandbox: LocalSandbox
     settings: Settings
@@ -96,7 +98,11 @@ async def open_rollouts(
     )
     chat = Chat(tokenizer, style)
     async with LocalSandbox(config.sandbox, ctx.cache) as sandbox:
-        engine = LocalEngine(model, threads=config.policy.threads, batch=config.policy.engine_batch, lease=lease)
+        engine: LocalEngine | ScriptedEngine
+        if config.policy.engine == "scripted":
+            engine = ScriptedEngine(Script(chat, read_tasks(ctx.inputs["tasks"])), tokenizer, model)
+        else:
+            engine = LocalEngine(model, threads=config.policy.threads, batch=config.policy.engine_batch, lease=lease)
         try:
             yield Rollouts(
                 model,
