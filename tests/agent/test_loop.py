@@ -9,7 +9,10 @@ import pytest
 from agent_cases import CODE, KERNEL, PLAN, PROFILE, TASK, VERIFY, WRITE_KERNEL, WRITE_PLAN, call, scripted, settings
 
 from cuda_agent.agent.loop import run_episode, run_many, run_single
+from cuda_agent.config import Policy
 from cuda_agent.policy.engine import Completion
+from cuda_agent.policy.local import LocalEngine
+from cuda_agent.policy.model import new_policy
 from cuda_agent.sandbox.wire import TaskError, Verdict
 from cuda_agent.sandbox.workspace import WorkspaceLost
 
@@ -293,3 +296,24 @@ def test_a_job_that_raises_ends_all(loop):
 
     with pytest.raises(RuntimeError, match="a bug"):
         loop.run(run_many([endless, broken], 2))
+
+
+def test_in_lockstep_a_sampling_engine_plays_the_same_episodes_again(loop, chat, sandbox):
+    """With the in-process engine and a random model, whose tokens and log-probabilities depend on its batches."""
+    config = Policy(layers=1, hidden=16, heads=2, kv_heads=1, intermediate=16, vocab=420, context=512)
+    model = new_policy(config, chat.tokenizer, seed=3)
+    budget = settings(turns=4, turn_tokens=24, context=400)
+
+    def once():
+        engine = LocalEngine(model, threads=1, batch=4)
+        jobs = [lambda n=n: run_episode(TASK, engine, chat, sandbox, budget, n, f"t/{n}") for n in range(6)]
+
+        async def inside():
+            try:
+                return await run_many(jobs, 4, lockstep=True)
+            finally:
+                await engine.close()
+
+        return [json.dumps(dataclasses.asdict(episode)) for episode in loop.run(inside())]
+
+    assert once() == once()
