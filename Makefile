@@ -27,7 +27,7 @@ help:
 environment:
 	@if $(CURRENT); then exit 0; fi; \
 	test -n "$(PYTHON)" || { echo "Needs Python 3.11 or newer: install it, or name it with PYTHON=..." >&2; exit 1; }; \
-	echo "Making .venv with $$($(PYTHON) --version): $$($(WANTED) | grep -c ==) packages, about\
+	echo "Making .venv with $$($(PYTHON) --version): $$($(WANTED) | grep -c ==) packages, about \
 	$(if $(CPU_TORCH),0.5 GB to download and 2 GB,3 GB to download and 6 GB) on disk." ; \
 	echo "That takes 2 to 10 minutes on a fast line.$(if $(CPU_TORCH),, Without a GPU, see CPU_TORCH in README.md.)"; \
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv || \

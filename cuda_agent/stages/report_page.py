@@ -27,25 +27,28 @@ from cuda_agent.stages.report_tables import FAMILIES, empty, operators_section, 
 
 Data = dict[str, Any]
 
-# (key, title, is a share, values the axis must include); what is logged and not named here follows after these.
+# (key, title, is a share, values the axis must include), in the order of the page.
 CURVES: tuple[tuple[str, str, bool, tuple[float | None, float | None]], ...] = (
     ("reward", "Reward", False, (None, None)),
     ("pass_rate", "Pass rate", True, (0, None)),
-    ("faster_than_eager", "More than 5 % faster than eager", True, (0, None)),
-    ("faster_than_compile", "More than 5 % faster than both", True, (0, None)),
-    ("loss", "Loss", False, (None, None)),
-    ("heldout_loss", "Held-out loss", False, (None, None)),
+    ("faster_than_eager", "Over 5 % faster than eager", True, (0, None)),
+    ("faster_than_compile", "Over 5 % faster than both", True, (0, None)),
     ("explained_variance", "Explained variance", False, (0, None)),
     ("heldout_explained_variance", "Explained variance, held out", False, (0, None)),
     ("entropy", "Entropy, nats a token", False, (0, None)),
-    ("kl", "KL to the engine, nats a token", False, (0, None)),
-    ("response_tokens", "Response length, tokens", False, (0, None)),
+    ("kl", "KL from the engine, nats a token", False, (0, None)),
+    ("response_length", "Response length, tokens", False, (0, None)),
+    ("loss", "Loss", False, (None, None)),
+    ("heldout_loss", "Loss, held out", False, (None, None)),
+    ("value_loss", "Value loss", False, (None, None)),
 )
+_PLAY = frozenset(key for key, *_ in CURVES[:9])
+_IMITATE = frozenset(("loss", "heldout_loss", "value_loss", "heldout_explained_variance"))
 _WORDS = {0: "No", 1: "One", 2: "Two", 3: "Three", 4: "Four"}
-LEARNING = (
-    ("One-shot PPO (warmup)", ("warmup",)),
-    ("Multi-turn PPO (agentic)", ("agentic",)),
-    ("Supervised stages", ("bootstrap", "rft", "critic")),
+LEARNING = (  # title, stages that share a grid, curves that are shown at once; the rest is folded away
+    ("One-shot PPO (warmup)", ("warmup",), _PLAY),
+    ("Multi-turn PPO (agentic)", ("agentic",), _PLAY),
+    ("Supervised stages", ("bootstrap", "rft", "critic"), _IMITATE),
 )
 LOWEST_EXPLAINED_VARIANCE = 0.2
 
@@ -130,11 +133,11 @@ def _clock(data: Data) -> str:
 def _curves(data: Data) -> str:
     by_name = {stage["name"]: _series(stage) for stage in data.get("stages", [])}
     parts = []
-    for title, names in LEARNING:
+    for title, names, shown in LEARNING:
         main, rest, warnings = [], [], []
         for name in names:
             series = by_name.get(name, {})
-            known = [key for key, *_ in CURVES if key in series]
+            known = [key for key, *_ in CURVES if key in series and key in shown]
             before = f"{name}: " if len(names) > 1 else ""
             main += [_figure(key, series[key], before) for key in known]
             rest += [_figure(key, series[key], before) for key in sorted(series) if key not in known]
@@ -205,7 +208,7 @@ def _kernel(kernel: Data, first: bool) -> str:
         ("torch.compile", verdict["compile_seconds"], factor(verdict["speedup_compile"]), ""),
         ("eager", verdict["eager_seconds"], factor(verdict["speedup_eager"]), ""),
     ]
-    shown = [(label, s, f"{duration(s)}{f' ({x} as long)' if x else ''}", css) for label, s, x, css in times if s]
+    shown = [(label, s, f"{duration(s)}{f' ({x})' if x else ''}", css) for label, s, x, css in times if s]
     sources = "".join(
         f'<figure class="source"><figcaption>{escape(path)}</figcaption>'
         f'<pre tabindex="0"><code>{_source(path, text)}</code></pre></figure>'
@@ -333,7 +336,7 @@ def _spent(data: Data) -> str:
 def _tokens(stage: Data) -> float:
     """Tokens that went through a stage: counted by its metrics each step, or sampled in its episodes."""
     steps = [entry["values"] for entry in stage["metrics"]]
-    return sum(v.get("tokens", v.get("episodes", 0.0) * v.get("response_tokens", 0.0)) for v in steps)
+    return sum(v.get("tokens", v.get("episodes", 0.0) * v.get("response_length", 0.0)) for v in steps)
 
 
 def _notes(data: Data) -> str:

@@ -9,6 +9,7 @@ from html import escape
 from typing import Any
 
 from cuda_agent.stages.report_charts import factor, interval_chart, share, stack_chart
+from cuda_agent.stages.scores import FEWEST_TASKS
 
 Data = dict[str, Any]
 
@@ -90,7 +91,8 @@ def summary(data: Data) -> str:
         f"<b>{share(passed['after'])}</b>, those of <b>{before}</b> on <b>{share(passed['before'])}</b>"
     )
     if not passed["interval"]:
-        return f"{text}. There are too few tasks for an interval."
+        why = "The two agree on every task" if passed["tasks"] >= FEWEST_TASKS else "Too few tasks for an interval"
+        return f"{text}. {why}."
     low, high = passed["interval"]
     verdict = (
         "That interval holds zero: these tasks cannot tell the two apart."
@@ -150,7 +152,7 @@ def _charts(policies: Sequence[Data], group: str) -> str:
         p["policy"]: Counter(o["final"]["status"] for o in p["outcomes"] if group in (o["family"], "overall"))
         for p in policies
     }
-    used = [status for status in STATUSES if any(c[status] for c in counts.values())]
+    used = [status for status in STATUSES if status == "ok" or any(c[status] for c in counts.values())]
     legend = "".join(f'<li><span class="chip s-{s}"></span>{s.replace("_", " ")}</li>' for s in used)
     rows = [(name, [(f"s-{status}", count[status]) for status in used]) for name, count in counts.items()]
     figures.append(

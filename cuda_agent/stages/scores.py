@@ -119,7 +119,8 @@ class Scores:
 @dataclass
 class Difference:
     """``after`` against ``before`` on the tasks that both were scored on: a difference of shares for rates, a ratio
-    for speed-ups.  ``interval`` is a paired bootstrap over tasks."""
+    for speed-ups.  ``interval`` is a paired bootstrap over tasks; ``None`` where there are too few, or where the two
+    agree on every one (resampling then yields no spread, which is not certainty)."""
 
     group: str
     metric: str
@@ -211,6 +212,7 @@ def compare(
         if values[0] is not None and values[1] is not None:
             change = values[1] / values[0] if ratio else values[1] - values[0]
         changes = sampled[1] / sampled[0] if ratio else sampled[1] - sampled[0]
+        agree = np.array_equal(a[metric], b[metric], equal_nan=True)
         found.append(
             Difference(
                 group=family or "overall",
@@ -219,7 +221,7 @@ def compare(
                 before=values[0],
                 after=values[1],
                 change=change,
-                interval=_percentiles(changes) if change is not None and len(common) >= FEWEST_TASKS else None,
+                interval=None if change is None or agree or len(common) < FEWEST_TASKS else _percentiles(changes),
             )
         )
     return found

@@ -130,7 +130,7 @@ def make_metrics(rng: random.Random, stage: str) -> dict[int, dict[str, float]]:
             entropy=curve(rng, 0.31, 0.2, 8, 0.01),
             kl=[abs(v) for v in curve(rng, 0.001, 0.004, 8, 0.0006)],
             explained_variance=curve(rng, 0.05, 0.34 if stage == "agentic" else 0.12, 8, 0.03),
-            response_tokens=curve(rng, 230, 190, 8, 6),
+            response_length=curve(rng, 230, 190, 8, 6),
             clip_high=[abs(v) for v in curve(rng, 0.01, 0.03, 8, 0.004)],
             episodes=[64.0] * 8,
             tokens_per_second=curve(rng, 2800, 2900, 8, 90),
@@ -140,11 +140,11 @@ def make_metrics(rng: random.Random, stage: str) -> dict[int, dict[str, float]]:
         return table(loss=curve(rng, 3.1, 0.2, steps, 0.03), tokens=[8192.0] * steps)
     if stage == "critic":
         return table(
-            loss=curve(rng, 0.9, 0.5, 4, 0.02),
+            value_loss=curve(rng, 0.9, 0.5, 4, 0.02),
             heldout_explained_variance=curve(rng, 0.0, 0.4, 4, 0.02),
             tokens=[9000.0] * 4,
         )
-    return {0: {"episodes": 30.0, "response_tokens": 210.0, "reward": 0.4}}
+    return {0: {"episodes": 30.0, "response_length": 210.0, "reward": 0.4}}
 
 
 def make_inputs(

@@ -136,6 +136,7 @@ def test_paired_differences_are_sharper_than_unpaired_and_have_the_right_sign():
     assert passed.interval[0] >= 0.0, "no task got worse, so a paired resample cannot be negative"
     same = compare(base, base)
     assert all(d.change == (1.0 if d.metric.startswith("speedup") else 0.0) for d in same)
+    assert all(d.interval is None for d in same), "no spread is not certainty"
 
 
 def test_paired_differences_use_common_tasks_only():
