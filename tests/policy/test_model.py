@@ -87,3 +87,11 @@ def test_a_tokenizer_larger_than_the_model_is_refused(broken):
     big.save_pretrained(broken)
     with pytest.raises(PolicyError, match="embeddings"):
         load_policy(broken)
+
+
+def test_a_line_may_be_one_token_and_its_numbers_stay_apart():
+    line = "    for (long i = block; i < n; i += grid) {\n"
+    tokenizer = train_tokenizer([line + f"    v = v + {i}.5f;\n" for i in range(40)], 600)
+    assert len(tokenizer.encode(line)) == 1
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode("    v = v + 12.5f;\n")]
+    assert pieces == ["    v = v +", " 12", ".", "5", "f;\n"]
