@@ -17,7 +17,8 @@ from cuda_agent.synthesis.family import CONSTANTS, ENDINGS, OPERATORS, UNARY, Sp
 from cuda_agent.tasks.task import Task
 
 KERNEL, PLAN = "kernels/fused.cpp", "plan.json"
-GRIDS: tuple[int | str, ...] = (1, 2, 8, "in0.shape[0]")
+ROWS = "in0.shape[0]"
+GRIDS: tuple[int | str, ...] = (1, 2, 8, ROWS)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,151 @@
+"""The corpus of ``bootstrap``: the teacher's solutions as conversations, in the very form that the policy will play.
+
+Prompts come from ``agent.prompt`` and tool results from ``agent.tools.describe`` (compact style), so nothing here
+spells out what another module says.  Results are written, not measured: a corpus of thousands needs no compiler.
+Verdicts are those that the sandbox gives (tests and ``bootstrap`` check that on a sample); the two ratios of
+``profile`` are drawn from what was measured for designs of this kind (``_ratios``), so they are right on average and no
+more than that.  What an agent does after a ratio is drawn without looking at it: judging by it is left to be learned.
+
+Not covered: training (``bootstrap``), and policies other than the small one made from scratch.
+"""
+
+import random
+from collections.abc import Collection
+from typing import Any
+
+from cuda_agent.agent.prompt import TOOLS, agent_messages, one_shot_messages, write_answer
+from cuda_agent.agent.tools import describe
+from cuda_agent.config import Bootstrap
+from cuda_agent.policy.chat import Chat
+from cuda_agent.sandbox.wire import Status, Verdict
+from cuda_agent.synthesis.family import Spec, combination, parse, sample_task
+from cuda_agent.synthesis.teacher import KERNEL, PLAN, ROWS, Choices, Worked, redesign, solve, spoil
+from cuda_agent.tasks.task import Task
+
+# role, content, and tool_calls of an assistant turn; "spoilt": True on a turn that is shown but must not be imitated
+Dialogue = list[dict[str, Any]]
+
+
+def corpus(settings: Bootstrap, seed: int, excluded: Collection[str]) -> list[Dialogue]:
+    """``settings.examples`` dialogues on fresh tasks, none of which has a combination in ``excluded``."""
+    rng = random.Random(f"corpus {seed}")
+    dialogues: list[Dialogue] = []
+    while len(dialogues) < settings.examples:
+        task = sample_task(rng)
+        if combination(task) in excluded:
+            continue
+        if rng.random() < settings.agent_share:
+            dialogues.append(episode(task, rng, rng.random() < settings.repair_share))
+        else:
+            dialogues.append(one_shot(task, rng))
+    return dialogues
+
+
+def texts(dialogues: Collection[Dialogue]) -> list[str]:
+    """Everything that is said in ``dialogues``, without chat markup: what a tokenizer is trained on."""
+    found = []
+    for message in (message for dialogue in dialogues for message in dialogue):
+        found += [
+            message["content"],
+            *(v for call in message.get("tool_calls", ()) for v in call["arguments"].values()),
+        ]
+    return [text for text in found if text]
+
+
+def encode(dialogue: Dialogue, chat: Chat) -> tuple[list[int], list[int]]:
+    """Token ids of a dialogue, and a mask that is 1 on what a policy is to imitate: all assistant turns but the spoilt
+    ones, whose mistakes are only there to be mended."""
+    ids, mask = chat.encode_dialogue(dialogue, TOOLS)
+    turns = [message for message in dialogue if message["role"] == "assistant"]
+    starts = [i for i, one in enumerate(mask) if one and not mask[i - 1]]
+    for turn, start in zip(turns, starts, strict=True):
+        if turn.get("spoilt"):
+            stop = mask.index(0, start)
+            mask[start:stop] = [0] * (stop - start)
+    return ids, mask
+
+
+def one_shot(task: Task, rng: random.Random) -> Dialogue:
+    """Prompt and answer of the game without tools."""
+    return [*one_shot_messages(task, "compact"), _says(write_answer(_stripped(solve(task, rng).files)))]
+
+
+def episode(task: Task, rng: random.Random, repair: bool) -> Dialogue:
+    """A game with tools: write and verify, mend a mistake if ``repair``, sometimes profile, sometimes try another
+    design, stop."""
+    worked, spec = solve(task, rng), parse(task)
+    mistake = spoil(task, worked, rng) if repair else None
+    written = _stripped(mistake.files if mistake else worked.files)
+    dialogue = agent_messages(task, "compact")
+    calls = [*(_call("Write", path=path, content=text) for path, text in written.items()), _bash("verify")]
+    if mistake is None:
+        dialogue += _turn(calls, _verdict("ok"), "verify")
+    else:
+        dialogue += _turn(calls, _verdict(mistake.status, mistake.message), "verify")
+        next(message for message in dialogue if message["role"] == "assistant")["spoilt"] = True
+        edit = _call("Edit", path=mistake.path, old_string=mistake.wrong, new_string=mistake.right)
+        dialogue += _turn([edit, _bash("verify")], _verdict("ok"), "verify")
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        dialogue += _turn([_bash("profile")], _verdict("ok", ratios=_ratios(spec, worked.choices, rng)), "profile")
+        if rng.random() < 0.5:
+            break
+        worked, calls = _another(task, worked, rng)
+        dialogue += _turn([*calls, _bash("verify")], _verdict("ok"), "verify")
+    return [*dialogue, _says("done")]
+
+
+def _another(task: Task, worked: Worked, rng: random.Random) -> tuple[Worked, list[dict[str, Any]]]:
+    """Another design that shows in the files, and the calls that write it."""
+    while True:
+        other = solve(task, rng, redesign(worked, rng))
+        before, after = _stripped(worked.files), _stripped(other.files)
+        calls = [
+            _call("Write", path=path, content=after[path]) for path in (KERNEL, PLAN) if after[path] != before[path]
+        ]
+        if calls:
+            return other, calls
+
+
+def _turn(calls: list[dict[str, Any]], verdict: Verdict, command: str) -> Dialogue:
+    """One assistant turn of ``calls``, the last of which is ``command``, and their results."""
+    results = ["ok"] * (len(calls) - 1) + [describe(verdict, command, "compact")]
+    return [
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *({"role": "tool", "content": result} for result in results),
+    ]
+
+
+def _says(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def _call(name: str, **arguments: str) -> dict[str, Any]:
+    return {"name": name, "arguments": arguments}
+
+
+def _bash(command: str) -> dict[str, Any]:
+    return _call("Bash", command=command)
+
+
+def _stripped(files: dict[str, str]) -> dict[str, str]:
+    return {path: text.rstrip() for path, text in files.items()}
+
+
+def _verdict(status: Status, message: str = "", ratios: tuple[float, float] | None = None) -> Verdict:
+    verdict = Verdict(status, lane="plan", mode="quick", device="cpu", clock="real", message=message)
+    if ratios:
+        verdict.seconds, verdict.eager_seconds, verdict.compile_seconds = 1e-3, ratios[0] * 1e-3, ratios[1] * 1e-3
+    return verdict
+
+
+def _ratios(spec: Spec, choices: Choices, rng: random.Random) -> tuple[float, float]:
+    """Speed against eager and against ``torch.compile`` as they were measured, by kind of design: medians and spread
+    over tasks of the family on idle machines; the same luck (what the chain costs) moves both."""
+    slower = 1.0
+    slower *= 1.9 if choices.number == "double" else 1
+    slower *= {1: 1.7, 2: 1.0, 8: 1.0, ROWS: 1.5}[choices.grid]
+    slower *= (1.1 if spec.ending else 7.0) if choices.order == "stride" else 1
+    slower *= 1.1 if choices.passes == "split" and (spec.ending or len(spec.chain) > 1) else 1
+    slower *= 1.1 if choices.moments == "two" and spec.ending in ("var", "layer_norm") else 1
+    luck = rng.lognormvariate(0, 0.35)
+    return 2.6 * luck * rng.lognormvariate(0, 0.4) / slower, 2.0 * luck * rng.lognormvariate(0, 0.2) / slower
