@@ -1,7 +1,8 @@
 """Where a stage's process comes from: a fork server that imported torch and transformers once and did nothing else.
 
 A stage starts in milliseconds instead of the seconds that its imports take.  The server never runs a tensor operation
-and starts no thread of its own, so a fork of it is as good as a fresh process.  Whoever dies takes what is below along:
+and starts no thread of its own (those that OpenBLAS starts on import, it restarts after a fork), so a fork of it is as
+good as a fresh process.  Whoever dies takes what is below along:
 server and stages ask the kernel for SIGKILL when their parent dies, and what a stage leaves behind is killed with its
 process group.
 
@@ -24,7 +25,7 @@ from typing import Any
 
 from cuda_agent.stages.context import EXIT_RETRY
 
-PRELOAD = ("torch", "transformers", "transformers.models.qwen3.modeling_qwen3", "pyarrow.parquet")
+PRELOAD = ("torch", "transformers", "transformers.models.qwen3.modeling_qwen3")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -107,7 +108,7 @@ def die_with_parent(parent: int) -> None:
 def serve(parent: int, preload: list[str]) -> None:
     """The server's loop: orders on stdin, ends of stages on stdout, a JSON object a line."""
     die_with_parent(parent)
-    for module in preload:
+    for module in (*preload, "cuda_agent.pipeline.stage_main"):
         importlib.import_module(module)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     read_end, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)

@@ -66,7 +66,7 @@ def test_a_whole_run_makes_every_artifact_with_its_lineage(tmp_path, cache):
         for stage in ("make", "train", "side")
         for file in ("metrics.jsonl", "notes.jsonl", "manifest.json")
     }
-    assert views[-1] == dict.fromkeys(("make", "train", "side", "report"), "done")
+    assert views[-1] == dict.fromkeys(("make", "train", "side", "twin", "report"), "done")
     store = open_store(tmp_path / "store")
     assert not store.list("checkpoints"), "a finished stage needs none"
     assert runs.list_runs(store)[0].status == "done"
@@ -206,14 +206,16 @@ def test_a_second_run_of_the_same_configuration_says_that_one_is_under_way(tmp_p
     assert answers[0].code == 75 and "under way" in answers[0].message
 
 
-def test_siblings_run_side_by_side_only_when_asked_and_never_beside_one_that_times(tmp_path, cache):
-    together = []
+@pytest.mark.parametrize("parallel", [True, False])
+def test_siblings_run_side_by_side_only_when_asked_and_never_beside_one_that_times(tmp_path, cache, parallel):
+    together = set()
 
     def watch(run, views):
-        together.append({view.name for view in views if view.state == "running"})
+        together.add(frozenset(view.name for view in views if view.state == "running"))
 
-    assert execute(settings(tmp_path, run={"parallel_stages": True}), watch=watch).code == 0
-    assert {"train", "side"} not in together
+    assert execute(settings(tmp_path, run={"parallel_stages": parallel}), watch=watch).code == 0
+    assert (frozenset({"train", "twin"}) in together) == parallel
+    assert all(len(names) == 1 for names in together if "side" in names)
 
 
 def test_a_damaged_artifact_is_noticed_and_made_again(tmp_path, cache):
