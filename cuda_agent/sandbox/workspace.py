@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from cuda_agent.sandbox.wire import FRAME_LIMIT, HEAD, ToolResult, send_frame
-from cuda_agent.sandbox.workspace_worker import Limits
+from cuda_agent.sandbox.workspace_shell import Limits
 
 Commands = Callable[[str, list[str], dict[str, str]], Awaitable[ToolResult]]
 """(compile, verify or profile; its arguments; the folder's files) -> what the command prints; an error exits with 1."""

@@ -14,7 +14,8 @@ import pytest
 
 from cuda_agent.sandbox.wire import ToolResult
 from cuda_agent.sandbox.workspace import ARGUMENT_BYTES, WorkspaceLost, Workspaces, open_workspace
-from cuda_agent.sandbox.workspace_worker import Limits, checked, cut
+from cuda_agent.sandbox.workspace_shell import Limits, cut
+from cuda_agent.sandbox.workspace_worker import checked
 
 FILES = {"model.py": "task\n", "SKILL.md": "rules\n", "kernels/a.cpp": "int x;\n"}
 PROTECTED = frozenset({"model.py", "SKILL.md"})
