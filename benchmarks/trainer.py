@@ -1,0 +1,142 @@
+"""Tokens a second of the trainer: imitation, value pretraining and PPO on a small Qwen3 trained from random episodes.
+
+    OMP_NUM_THREADS=2 python benchmarks/trainer.py [--json FILE] [--device cuda] [--row-tokens 4096] [--precision bf16]
+
+``plain`` is the same model through transformers alone: a padded batch, logits at every position, cross-entropy.
+Lengths are those of the demo: 300 to 600 tokens, a third of them sampled.  The best and the median of the repeats.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from cuda_agent.config import Ppo
+from cuda_agent.policy.episode import Episode
+from cuda_agent.training import recipes
+from cuda_agent.training.critic import Critic
+from cuda_agent.training.packing import batch_of, tokens_of_episode
+from cuda_agent.training.trainer import Trainer
+
+VOCAB = 1024
+
+
+def small_policy() -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def episodes(count: int) -> list[Episode]:
+    draw = random.Random(0)
+    made = []
+    for number in range(count):
+        length = draw.randint(300, 600)
+        mask = [0] * (length // 3) + [1] * (length // 6) + [0] * (length // 3)
+        mask += [1] * (length - len(mask))
+        made.append(
+            Episode(
+                id=str(number),
+                task="",
+                kind="agent",
+                ids=[draw.randrange(VOCAB) for _ in mask],
+                mask=mask,
+                logprobs=[-6.9 * sampled for sampled in mask],
+                versions=mask,
+                turns=mask,
+                reward=draw.choice([-1.0, 1.0, 2.0, 3.0]),
+                ended="answer",
+            )
+        )
+    return made
+
+
+def measure(tokens: int, repeats: int, step: Callable[[], Any], device: str) -> dict[str, float]:
+    step()
+    rates = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        rates.append(tokens / (time.perf_counter() - start))
+    return {"best": max(rates), "median": statistics.median(rates)}
+
+
+def plain_step(model: Any, data: list[Episode], device: str) -> None:
+    for start in range(0, len(data), 8):
+        part = data[start : start + 8]
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(e.ids) for e in part], batch_first=True).to(device)
+        labels = [torch.where(torch.tensor(e.mask) == 1, torch.tensor(e.ids), -100) for e in part]
+        target = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100).to(device)
+        attention = torch.nn.utils.rnn.pad_sequence([torch.ones(len(e.ids)) for e in part], batch_first=True).to(device)
+        model(input_ids=ids, attention_mask=attention.long(), labels=target, use_cache=False).loss.backward()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="also write the figures here")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--precision", default=None, choices=["fp32", "bf16"], help="default: both")
+    parser.add_argument("--row-tokens", type=int, default=4096)
+    parser.add_argument("--episodes", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+
+    data = episodes(options.episodes)
+    tokens = sum(len(episode.ids) for episode in data)
+    batch = batch_of(tokens_of_episode(episode) for episode in data)
+    settings = Ppo(batch=options.episodes, samples=1, minibatches=2)
+
+    def timed(step: Callable[[], Any]) -> dict[str, float]:
+        return measure(tokens, options.repeats, step, options.device)
+
+    model = small_policy().to(options.device)
+    figures = {"plain fp32": timed(lambda: plain_step(model, data, options.device))}
+    for precision in [options.precision] if options.precision else ["fp32", "bf16"]:
+        common = {"row_tokens": options.row_tokens, "device": options.device, "precision": precision}
+        actor, critic = Trainer(small_policy(), **common), Trainer(Critic(small_policy().model), **common)
+        figures[f"sft {precision}"] = timed(lambda actor=actor: recipes.sft_step(actor, batch, 1e-4))
+        figures[f"value {precision}"] = timed(
+            lambda critic=critic: recipes.value_epoch(
+                critic, data, lr=1e-4, batch_tokens=8192, gae_lambda=1.0, seed=0, epoch=0
+            )
+        )
+        figures[f"ppo {precision}"] = timed(
+            lambda actor=actor, critic=critic: recipes.ppo_update(actor, critic, data, settings, seed=0)
+        )
+
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{parameters / 1e6:.2f}M parameters, {tokens} tokens, {torch.get_num_threads()} threads, {options.device}")
+    print(f"{'':12}{'best':>12}{'median':>12}   tokens/s")
+    for name, figure in figures.items():
+        print(f"{name:12}{figure['best']:12,.0f}{figure['median']:12,.0f}")
+    if options.json:
+        about = {
+            "parameters": parameters,
+            "tokens": tokens,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        }
+        with open(options.json, "w") as file:
+            json.dump({**about, **vars(options), "tokens_per_second": figures}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
