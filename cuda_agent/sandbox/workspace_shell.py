@@ -2,8 +2,8 @@
 
 A command's output, time, memory, processes and disk are bounded, and nothing that it started outlives it.  The folder
 and the exported variables last from command to command.  ``compile``, ``verify`` and ``profile`` are small scripts on
-its PATH: they hand their request to the worker through a FIFO, the worker passes it to the client over the open call, and
-the answer returns the same way.  Everything that a shell can write to is read as if it lied.
+its PATH: they hand their request to the worker through a FIFO, the worker passes it to the client over the open call,
+and the answer returns the same way.  Everything that a shell can write to is read as if it lied.
 
 Not covered: background commands, process substitution (``<(...)`` needs ``/proc``), and machines whose Landlock cannot
 confine signals (ABI below 6), where a shell of the same user may kill its own worker.
