@@ -159,26 +159,30 @@ class DenseDecoder:
             seen = torch.arange(start + len(ids), device=device) <= positions[begin : begin + count, None]
             masks.append(seen if start else None)  # from position 0 on it is plainly causal
             begin += count
+        ends = torch.tensor([span.stop - 1 for span in spans], device=device)
         x = self.embed[tokens]
         for index, layer in enumerate(self.layers):
             qkv = self._qkv(layer, x, rotations)
             cache = self.cache[index]
             cache[rows, :, positions] = qkv[:, self.heads :]
             attended = torch.empty_like(qkv[:, : self.heads])
+            final = index == len(self.layers) - 1  # of it only the last token of each job is needed
             for (row, start, ids), span, mask in zip(jobs, spans, masks, strict=True):
                 both = cache[row : row + 1, :, : start + len(ids)]
+                asking = slice(span.stop - 1, span.stop) if final else span
                 out = F.scaled_dot_product_attention(
-                    qkv[span, : self.heads].transpose(0, 1)[None],
+                    qkv[asking, : self.heads].transpose(0, 1)[None],
                     both[:, : self.kv_heads],
                     both[:, self.kv_heads :],
-                    attn_mask=mask,
-                    is_causal=mask is None,
+                    attn_mask=None if final else mask,
+                    is_causal=mask is None and not final,
                     enable_gqa=True,
                 )
-                attended[span] = out[0].transpose(0, 1)
+                attended[asking] = out[0].transpose(0, 1)
+            if final:
+                x, attended = x[ends], attended[ends]
             x = self._rest(layer, x, attended.flatten(1))
-        last = torch.tensor([span.stop - 1 for span in spans], device=device)
-        return F.linear(self._norm(x[last]), self.unembed).float()
+        return F.linear(self._norm(x), self.unembed).float()
 
     def step(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         self._reserve(longest + 1)

@@ -16,7 +16,7 @@ Not here: several devices or processes, tokens as they come, top-p and its kin (
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -33,6 +33,7 @@ from cuda_agent.policy.model import load_model
 
 QUIET_PASSES = 8
 KEPT_TOKENS_PER_ROW = 1024  # what finished sequences may hold on to, times the rows of a batch
+PREFILL_TOKENS = 1024  # computed at once (a longer prompt whole): between passes the lease is let go
 PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # else 0.05; rounding alone makes 1e-6
 
 
@@ -227,11 +228,8 @@ class LocalEngine:
                 self._leave(row)
         ended: list[tuple[_Request, Any]] = []
         if joining:
-            with self._working():
-                started = time.perf_counter()
-                logits = self._join(joining)
-                ended = self._sample(logits, len(self._active) - len(joining))
-                self.counts.seconds += time.perf_counter() - started
+            logits = self._join(joining)
+            ended = self._sample(logits, len(self._active) - len(joining))
         if not self._active or ended:
             return ended
         device = self._device
@@ -269,7 +267,13 @@ class LocalEngine:
                 self.counts.reused += start
                 self.counts.prefilled += len(prompt) - start
             picks.append(leaders[prompt])
-        logits = self._decoder.prefill(jobs)
+        parts = []
+        for chunk in _chunks(jobs, PREFILL_TOKENS):
+            with self._working():
+                started = time.perf_counter()
+                parts.append(self._decoder.prefill(chunk))
+                self.counts.seconds += time.perf_counter() - started
+        logits = torch.cat(parts)
         for source, row, length in twins:
             self._decoder.copy(source, row, length)
         self._active += joining
@@ -326,6 +330,17 @@ class LocalEngine:
         if row < len(self._active):
             self._decoder.move(len(self._active), row, len(last.prompt) + len(last.ids))
             self._active[row] = last
+
+
+def _chunks(jobs: Sequence[Job], most: int) -> Iterator[Sequence[Job]]:
+    """Consecutive jobs of at most ``most`` tokens together, at least one job each."""
+    begin, tokens = 0, 0
+    for index, (_, _, ids) in enumerate(jobs):
+        if index > begin and tokens + len(ids) > most:
+            yield jobs[begin:index]
+            begin, tokens = index, 0
+        tokens += len(ids)
+    yield jobs[begin:]
 
 
 def uniforms(seed: int, position: int, count: int) -> np.ndarray:
