@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cuda_agent.tasks.inspect import recompute_ops
 from cuda_agent.tasks.task import Task
@@ -20,8 +21,9 @@ from cuda_agent.tasks.task import Task
 @dataclass(frozen=True)
 class Operator:
     """``torch`` maps the tensor ``x`` (and ``y``), ``cpp`` the scalar ``v`` (and ``w``, the same element of ``y``);
-    ``{c}`` is the constant.  ``value`` is the same function in Python, for the admission of chains (``_admissible``).
-    ``largest`` bounds |v|: beyond it the C++ form would overflow."""
+    ``{c}`` is the constant, one digit, so that copying it is copying one token.  ``value`` is the same function in
+    Python, for the admission of chains (``_admissible``).  ``largest`` bounds |v|: beyond it the C++ form would
+    overflow."""
 
     torch: str
     cpp: str
@@ -46,18 +48,23 @@ OPERATORS: dict[str, Operator] = {
     "abs": Operator("torch.abs(x)", "fabs(v)", lambda v, _: abs(v)),
     "neg": Operator("-x", "-v", lambda v, _: -v),
     "square": Operator("torch.square(x)", "v * v", lambda v, _: v * v, 60),
-    "cube": Operator("torch.pow(x, 3)", "v * v * v", lambda v, _: v**3, 15),
+    "sinh": Operator("torch.sinh(x)", "sinh(v)", lambda v, _: math.sinh(v), 7),
     "sqrt_abs": Operator("torch.sqrt(torch.abs(x))", "sqrt(fabs(v))", lambda v, _: math.sqrt(abs(v))),
-    "log1p_abs": Operator("torch.log1p(torch.abs(x))", "log(1 + fabs(v))", lambda v, _: math.log1p(abs(v))),
-    "reciprocal": Operator("1 / (1 + torch.square(x))", "1 / (1 + v * v)", lambda v, _: 1 / (1 + v * v)),
     "exp": Operator("torch.exp(x)", "exp(v)", lambda v, _: math.exp(v), 7),
     "tanh": Operator("torch.tanh(x)", "tanh(v)", lambda v, _: math.tanh(v)),
     "tanhshrink": Operator("F.tanhshrink(x)", "v - tanh(v)", lambda v, _: v - math.tanh(v)),
     "sigmoid": Operator("torch.sigmoid(x)", "1 / (1 + exp(-v))", lambda v, _: _sigmoid(v), 40),
     "silu": Operator("F.silu(x)", "v / (1 + exp(-v))", lambda v, _: v * _sigmoid(v), 40),
     "softplus": Operator("F.softplus(x)", "log(1 + exp(v))", lambda v, _: math.log1p(math.exp(v)), 18),
+    "logsigmoid": Operator("F.logsigmoid(x)", "-log(1 + exp(-v))", lambda v, _: -math.log1p(math.exp(-v)), 18),
     "mish": Operator("F.mish(x)", "v * tanh(log(1 + exp(v)))", lambda v, _: v * math.tanh(math.log1p(math.exp(v))), 18),
     "elu": Operator("F.elu(x)", "v > 0 ? v : exp(v) - 1", lambda v, _: v if v > 0 else math.expm1(v), 40),
+    "selu": Operator(
+        "F.selu(x)",
+        "1.0507010f * (v > 0 ? v : 1.6732632f * (exp(v) - 1))",
+        lambda v, _: 1.050701 * (v if v > 0 else 1.6732632 * math.expm1(v)),
+        40,
+    ),
     "gelu": Operator(
         "F.gelu(x)", "v * (1 + erf(v * 0.70710678f)) / 2", lambda v, _: v * (1 + math.erf(v / math.sqrt(2))) / 2
     ),
@@ -66,22 +73,24 @@ OPERATORS: dict[str, Operator] = {
     "cos": Operator("torch.cos(x)", "cos(v)", lambda v, _: math.cos(v), 60),
     "atan": Operator("torch.atan(x)", "atan(v)", lambda v, _: math.atan(v)),
     "softsign": Operator("F.softsign(x)", "v / (1 + fabs(v))", lambda v, _: v / (1 + abs(v))),
-    "relu6": Operator("F.relu6(x)", "fmin(fmax(v, 0.0f), 6.0f)", lambda v, _: min(max(v, 0.0), 6.0)),
+    "hardtanh": Operator("F.hardtanh(x)", "fmin(fmax(v, -1.0f), 1.0f)", lambda v, _: min(max(v, -1.0), 1.0)),
     "hardsigmoid": Operator(
         "F.hardsigmoid(x)", "fmin(fmax(v / 6 + 0.5f, 0.0f), 1.0f)", lambda v, _: min(max(v / 6 + 0.5, 0.0), 1.0)
     ),
     "hardswish": Operator(
         "F.hardswish(x)", "v * fmin(fmax(v / 6 + 0.5f, 0.0f), 1.0f)", lambda v, _: v * min(max(v / 6 + 0.5, 0.0), 1.0)
     ),
-    "leaky_relu": Operator("F.leaky_relu(x, {c})", "v > 0 ? v : v * {c}f", lambda v, c: v if v > 0 else v * c),
-    "clamp": Operator("torch.clamp(x, -{c}, {c})", "fmin(fmax(v, -{c}f), {c}f)", lambda v, c: min(max(v, -c), c)),
-    "softshrink": Operator(
-        "F.softshrink(x, {c})", "v - fmin(fmax(v, -{c}f), {c}f)", lambda v, c: v - min(max(v, -c), c)
+    "leaky_relu": Operator("F.leaky_relu(x, 0.{c})", "v > 0 ? v : v * 0.{c}f", lambda v, c: v if v > 0 else v * c / 10),
+    "clamp": Operator(
+        "torch.clamp(x, -0.{c}, 0.{c})", "fmin(fmax(v, -0.{c}f), 0.{c}f)", lambda v, c: min(max(v, -c / 10), c / 10)
     ),
-    "add": Operator("x + {c}", "v + {c}f", lambda v, c: v + c),
-    "sub": Operator("x - {c}", "v - {c}f", lambda v, c: v - c),
-    "mul": Operator("x * {c}", "v * {c}f", lambda v, c: v * c),
-    "div": Operator("x / {c}", "v / {c}f", lambda v, c: v / c),
+    "softshrink": Operator(
+        "F.softshrink(x, 0.{c})", "v - fmin(fmax(v, -0.{c}f), 0.{c}f)", lambda v, c: v - min(max(v, -c / 10), c / 10)
+    ),
+    "add": Operator("x + 0.{c}", "v + 0.{c}f", lambda v, c: v + c / 10),
+    "sub": Operator("x - 0.{c}", "v - 0.{c}f", lambda v, c: v - c / 10),
+    "mul": Operator("x * 0.{c}", "v * 0.{c}f", lambda v, c: v * c / 10),
+    "div": Operator("x / 0.{c}", "v / 0.{c}f", lambda v, c: v / c * 10),
     "add_y": Operator("x + y", "v + w", lambda v, w: v + w),
     "sub_y": Operator("x - y", "v - w", lambda v, w: v - w),
     "mul_y": Operator("x * y", "v * w", lambda v, w: v * w),
@@ -90,7 +99,7 @@ OPERATORS: dict[str, Operator] = {
 }
 UNARY = tuple(name for name, operator in OPERATORS.items() if not operator.binary)
 BINARY = tuple(name for name, operator in OPERATORS.items() if operator.binary)
-CONSTANTS = ("0.1", "0.2", "0.25", "0.3", "0.4", "0.5", "0.6", "0.75", "0.8", "1.5")
+CONSTANTS = ("2", "3", "4", "5", "6", "7", "8", "9")
 
 
 @dataclass(frozen=True)
@@ -186,6 +195,7 @@ def combination(task: Task) -> str:
     return ">".join(parse(task).names)
 
 
+@lru_cache(maxsize=256)
 def parse(task: Task) -> Spec:
     """Reads the specification back from the code.
 
@@ -218,7 +228,7 @@ def _parse_step(step: str) -> tuple[str, str | None]:
 
 def _pattern(template: str) -> re.Pattern[str]:
     before, *after = re.escape(template).split(re.escape("{c}"))
-    return re.compile(before + "".join((r"(?P<c>\d+\.\d+)" if i == 0 else r"(?P=c)") + s for i, s in enumerate(after)))
+    return re.compile(before + "".join((r"(?P<c>\d)" if i == 0 else r"(?P=c)") + s for i, s in enumerate(after)))
 
 
 _PATTERNS = {name: _pattern(operator.torch) for name, operator in OPERATORS.items()}

@@ -48,7 +48,7 @@ def test_every_operator_and_every_ending_occurs(tasks):
 def test_parse_inverts_make_task_for_every_operator_and_ending():
     for name, operator in OPERATORS.items():
         for ending in (None, *ENDINGS):
-            spec = Spec(((name, "0.25" if operator.has_constant else None),), ending, 64, 128)
+            spec = Spec(((name, "4" if operator.has_constant else None),), ending, 64, 128)
             assert parse(make_task(spec)) == spec
 
 
@@ -63,8 +63,8 @@ def test_the_combination_ignores_constants_and_shapes_but_not_order():
     def key(chain, ending=None, rows=64):
         return combination(make_task(Spec(chain, ending, rows, 128)))
 
-    assert key((("mul", "0.5"), ("relu", None))) == key((("mul", "1.5"), ("relu", None)), rows=32) == "mul>relu"
-    assert key((("relu", None), ("mul", "0.5"))) != key((("mul", "0.5"), ("relu", None)))
+    assert key((("mul", "5"), ("relu", None))) == key((("mul", "8"), ("relu", None)), rows=32) == "mul>relu"
+    assert key((("relu", None), ("mul", "5"))) != key((("mul", "5"), ("relu", None)))
     assert key((("mul_y", None),), "sum") == "mul_y>sum"
 
 
@@ -80,7 +80,7 @@ def test_at_most_one_second_input_and_shapes_within_bounds():
 def test_the_python_form_of_every_operator_is_what_torch_computes():
     for name in UNARY:
         operator = OPERATORS[name]
-        chain = ((name, "0.4" if operator.has_constant else None),)
+        chain = ((name, "4" if operator.has_constant else None),)
         # the points reach beyond what an operator allows only for those that would overflow
         expected = torch.tensor(chain_values(chain), dtype=torch.float64)
         points = torch.tensor([-5.2, -2.5, -1.5, -1.0, -0.6, -0.3, -0.1, 0.1, 0.3, 0.6, 1.0, 1.5, 2.5, 5.2]).double()

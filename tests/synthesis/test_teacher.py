@@ -26,7 +26,7 @@ def _cover() -> list[tuple[Spec, Choices]]:
     cases = []
     names = list(OPERATORS)
     for k in range(0, len(names), 2):  # two operators at a time, as they come: the C++ forms are what is tested
-        pair = tuple((name, "0.4" if OPERATORS[name].has_constant else None) for name in names[k : k + 2])
+        pair = tuple((name, "4" if OPERATORS[name].has_constant else None) for name in names[k : k + 2])
         if sum(OPERATORS[name].binary for name, _ in pair) == 2:
             cases += [(Spec((one,), None, 12, 40), rng.choice(DESIGNS)) for one in pair]
         else:
@@ -34,7 +34,7 @@ def _cover() -> list[tuple[Spec, Choices]]:
     for ending in ENDINGS:
         for passes, moments in itertools.product(("fused", "split"), ("one", "two")):
             design = replace(rng.choice(DESIGNS), passes=passes, moments=moments)
-            cases.append((Spec((("mul_y", None), ("add", "0.3")), ending, 12, 40), design))
+            cases.append((Spec((("mul_y", None), ("add", "3")), ending, 12, 40), design))
     return cases
 
 
@@ -109,7 +109,7 @@ def test_a_mistake_is_mended_by_its_own_edit(sampled):
 
 def test_choices_are_drawn_uniformly_and_show_in_the_files():
     rng = random.Random(6)
-    task = make_task(Spec((("tanh", None), ("mul", "0.5")), None, 64, 128))
+    task = make_task(Spec((("tanh", None), ("mul", "5")), None, 64, 128))
     texts = [solve(task, rng).files for _ in range(400)]
     doubles = sum("double v" in files[KERNEL] for files in texts)
     strides = sum("i += grid" in files[KERNEL] for files in texts)
