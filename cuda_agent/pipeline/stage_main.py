@@ -6,6 +6,7 @@ What it does not cover: which stage comes next and retries (``local``), and wher
 """
 
 import errno
+import faulthandler
 import fcntl
 import importlib
 import json
@@ -90,6 +91,7 @@ def run_stage(order: Order) -> int:
         stopped = True
 
     signal.signal(signal.SIGTERM, stop)
+    faulthandler.register(signal.SIGUSR1)  # `kill -USR1`: where is it?  The answer goes to the log.
     scratch = Path(order.scratch)
     scratch.mkdir(parents=True, exist_ok=True)
     code, message = EXIT_DONE, ""
