@@ -13,7 +13,7 @@ Answer = Callable[[list[int], int], str | Sequence[int]]  # prompt ids, seed
 
 
 class ScriptedEngine:
-    """``answer(prompt ids, seed)`` gives the turn: ids as they are, or text, which ``tokenizer`` encodes and the first stop
+    """``answer(prompt ids, seed)`` gives the turn: ids, or text, which ``tokenizer`` encodes and the first stop
     id closes.  ``calls`` records the prompts in order; ``updates`` the (version, folder) served since."""
 
     def __init__(self, answer: Answer, tokenizer: Any = None, model: Any = None, version: int = 0) -> None:

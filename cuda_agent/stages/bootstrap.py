@@ -25,7 +25,7 @@ from cuda_agent.tasks.task import Task
 from cuda_agent.training.packing import tokens_of
 from cuda_agent.training.recipes import sft, sft_loss_of
 
-HELDOUT = 100  # examples whose loss is reported and that are not trained on
+HELDOUT = 100  # most examples whose loss is reported and that are not trained on
 TOKENIZER = 1000  # examples that the tokenizer is made from
 
 
@@ -74,7 +74,10 @@ def pretrain(ctx: StageContext, dialogues: Sequence[Dialogue]) -> tuple[object, 
     chat = Chat(tokenizer, "compact")
     sequences = [tokens_of(*chat.encode_dialogue(dialogue)) for dialogue in dialogues]
     short = [sequence for sequence in sequences if len(sequence) <= policy.context]
-    heldout, training = short[:HELDOUT], short[HELDOUT:]
+    count = min(HELDOUT, len(short) // 10)
+    heldout, training = short[:count], short[count:]
+    if not training:
+        raise BadConfiguration(f"bootstrap: none of the examples fits policy.context ({policy.context} tokens)")
     model = new_policy(policy, tokenizer, ctx.config.seed)
     trainer = make_trainer(
         ctx, model, row_tokens=settings.batch_tokens, longest=max(map(len, short)), max_grad_norm=1.0
@@ -93,5 +96,6 @@ def pretrain(ctx: StageContext, dialogues: Sequence[Dialogue]) -> tuple[object, 
             max_seconds=settings.max_seconds,
         ),
     )
-    ctx.tracker.log(trainer.step, {"heldout_loss": sft_loss_of(trainer, heldout)})
+    if heldout:
+        ctx.tracker.log(trainer.step, {"heldout_loss": sft_loss_of(trainer, heldout)})
     return model, tokenizer

@@ -42,7 +42,7 @@ def run(ctx: StageContext) -> None:
         ctx.tracker.log(epoch, metrics | {f"heldout_{name}": value for name, value in quality.items()})
         ctx.tracker.progress(epoch + 1, settings.epochs, unit="epochs")
         ctx.checkpoints.save(epoch + 1, trainer.save)
-        if ctx.should_stop():
+        if ctx.should_stop() and epoch + 1 < settings.epochs:
             raise TryAgain(f"stopped after epoch {epoch + 1} of {settings.epochs}")
     explained = value_quality(trainer, heldout)["explained_variance"]
     if explained < settings.min_explained_variance:

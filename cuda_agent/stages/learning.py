@@ -120,6 +120,6 @@ async def improve(
             )
             ctx.tracker.progress(step + 1, settings.steps, reward=metrics.get("reward", 0.0))
             ctx.checkpoints.save(step + 1, save)
-            if ctx.should_stop():
+            if ctx.should_stop() and step + 1 < settings.steps:
                 raise TryAgain(f"stopped after step {step + 1} of {settings.steps}")
         return rollouts.model, rollouts.tokenizer, critic.model

@@ -161,6 +161,6 @@ async def play_rounds(
             rate = len(played) / (time.monotonic() - began)
             ctx.tracker.log(number, episode_metrics(played) | {"episodes_per_second": rate})
             ctx.checkpoints.save(number + 1, save)
-            if ctx.should_stop():
+            if ctx.should_stop() and number + 1 < rounds:
                 raise TryAgain(f"stopped after round {number + 1} of {rounds}")
     return tasks, episodes

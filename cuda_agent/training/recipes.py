@@ -71,6 +71,8 @@ def sft(
     """
     if (steps is None) == (epochs is None):
         raise ValueError("give either steps or epochs")
+    if not sequences:
+        raise ValueError("no sequences to imitate")
     lengths = [len(sequence) for sequence in sequences]
     batches = islice(_endless(lengths, batch_tokens, seed, epochs), steps)
     total = steps if steps is not None else sum(1 for _ in _endless(lengths, batch_tokens, seed, epochs))
