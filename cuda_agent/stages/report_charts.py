@@ -109,7 +109,7 @@ def interval_chart(
     percent: bool = False,
 ) -> str:
     """One row a policy: (label, class, value, interval); a dot, its interval and the value in words."""
-    width, row_height, left, right, top = 320, 30, 74, 62, 6
+    width, row_height, left, right, top = 320, 30, 74, 70, 6
     height = top + row_height * len(rows) + 24
     say: Callable[[float | None], str] = share if percent else factor
     known = [v for _, _, value, interval in rows for v in (value, *(interval or ())) if v is not None]
