@@ -3,7 +3,9 @@ same number of tokens, interleaved in one run so that other load hits both.
 
     python benchmarks/engine.py --batch 32 --prompt 200 --tokens 200 --threads 2 --rounds 5 --json engine.json
 
-Every prompt is a different one, and the engine's kept prefixes are dropped between rounds: none profits from another.
+``--samples`` gives how many completions each prompt gets: 1 lets the engine reuse nothing; in training it is 4 or more.
+The engine's kept prefixes are dropped between rounds, so that none profits from another.  ``--cpu-time`` counts the
+processor's time instead of the clock's, for a machine that others use too (compare with one thread only).
 """
 
 import argparse
@@ -13,6 +15,7 @@ import platform
 import random
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 import transformers
@@ -22,34 +25,44 @@ from cuda_agent.policy.engine import SamplingParams
 from cuda_agent.policy.local import LocalEngine
 from cuda_agent.policy.model import load_model, new_policy, train_tokenizer
 
+Clock = Callable[[], float]
 
-def engine_round(engine: LocalEngine, prompts: list[list[int]], tokens: int, seed: int) -> float:
+
+def engine_round(engine: LocalEngine, prompts: list[list[int]], tokens: int, seed: int, clock: Clock) -> float:
     async def everything() -> None:
         jobs = [engine.generate(p, SamplingParams(tokens, seed * 1000 + i)) for i, p in enumerate(prompts)]
         assert all(len(completion.ids) == tokens for completion in await asyncio.gather(*jobs))
 
     engine._kept.clear()
-    started = time.perf_counter()
+    started = clock()
     asyncio.run(everything())
-    return time.perf_counter() - started
+    return clock() - started
 
 
-def generate_round(model: torch.nn.Module, prompts: list[list[int]], tokens: int) -> float:
+def generate_round(model: torch.nn.Module, prompts: list[list[int]], tokens: int, clock: Clock) -> float:
     ids = torch.tensor(prompts, device=model.device)
     settings = {"do_sample": True, "top_k": 0, "top_p": 1.0, "eos_token_id": None}
-    started = time.perf_counter()
+    started = clock()
     with torch.inference_mode():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, **settings)
     assert out.shape[1] == len(prompts[0]) + tokens
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a causal model; default: a new one of the default configuration")
     parser.add_argument("--device", default="cpu")
-    for name, default in (("batch", 32), ("prompt", 200), ("tokens", 200), ("threads", 2), ("rounds", 5)):
+    for name, default in (
+        ("batch", 32),
+        ("prompt", 200),
+        ("tokens", 200),
+        ("threads", 2),
+        ("rounds", 5),
+        ("samples", 1),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--cpu-time", action="store_true", help="count processor seconds")
     parser.add_argument("--json", help="write the result here")
     args = parser.parse_args()
 
@@ -63,18 +76,24 @@ def main() -> None:
     model = model.to(args.device)
     engine = LocalEngine(model, args.threads, args.batch, device=args.device)
     rng = random.Random(0)
-    prompts = [[rng.randrange(model.config.vocab_size) for _ in range(args.prompt)] for _ in range(args.batch)]
+    prompts = [
+        prompt
+        for _ in range(args.batch // args.samples)
+        for prompt in [[rng.randrange(model.config.vocab_size) for _ in range(args.prompt)]] * args.samples
+    ]
 
+    clock = time.process_time if args.cpu_time else time.perf_counter
     seconds: dict[str, list[float]] = {"engine": [], "generate": []}
     for index in range(args.rounds + 1):  # the first round warms both up
-        seconds["engine"].append(engine_round(engine, prompts, args.tokens, index))
-        seconds["generate"].append(generate_round(model, prompts, args.tokens))
+        seconds["engine"].append(engine_round(engine, prompts, args.tokens, index, clock))
+        seconds["generate"].append(generate_round(model, prompts, args.tokens, clock))
     asyncio.run(engine.close())
 
-    sampled = args.batch * args.tokens
+    sampled = len(prompts) * args.tokens
     rates = {name: [sampled / s for s in values[1:]] for name, values in seconds.items()}
     ratio = statistics.median(e / g for e, g in zip(rates["engine"], rates["generate"], strict=True))
-    print(f"batch {args.batch}, prompt {args.prompt}, {args.tokens} tokens each, {args.threads} threads, {args.device}")
+    print(f"batch {len(prompts)}, {args.samples} of each prompt of {args.prompt}, {args.tokens} tokens each, ", end="")
+    print(f"{args.threads} threads, {args.device}, {'processor' if args.cpu_time else 'wall'} time")
     for name, values in rates.items():
         print(f"{name:10} {statistics.median(values):9,.0f} tokens/s   ({min(values):,.0f} to {max(values):,.0f})")
     print(f"engine / generate, median of rounds: {ratio:.2f}")

@@ -357,11 +357,11 @@ def draw(logits: Tensor, noise: Tensor, temperatures: Sequence[float]) -> tuple[
     that at temperature 1."""
     if any(t != 1.0 for t in temperatures):
         logits = logits / torch.tensor([t or 1.0 for t in temperatures], device=logits.device)[:, None]
-    logprobs = torch.log_softmax(logits, -1)
-    cumulative = logprobs.exp().double().cumsum_(-1)
+    probabilities = torch.softmax(logits, -1)
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     ids = torch.searchsorted(cumulative, noise[:, None] * cumulative[:, -1:], right=True)
     ids = ids.clamp_(max=logits.shape[-1] - 1)
     if 0.0 in temperatures:
         greedy = torch.tensor([t == 0.0 for t in temperatures], device=logits.device)[:, None]
         ids = torch.where(greedy, logits.argmax(-1, keepdim=True), ids)
-    return ids[:, 0].tolist(), logprobs.gather(-1, ids)[:, 0].tolist()
+    return ids[:, 0].tolist(), probabilities.gather(-1, ids)[:, 0].log().tolist()

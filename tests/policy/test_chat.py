@@ -1,3 +1,4 @@
+import copy
 import json
 
 import pytest
@@ -147,3 +148,48 @@ def test_a_tokenizer_without_a_template_is_refused(tokenizer):
     bare = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     with pytest.raises(ValueError, match="no chat template"):
         Chat(bare)
+
+
+# The habits of other houses' templates: tools spelled out, calls as JSON, thoughts dropped from all turns but the last;
+# and one that writes no text beside a call.
+HERMES = r"""
+{%- if tools %}{{- '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}
+        {{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}
+    {%- elif m.role == 'assistant' %}
+        {{- '<|im_start|>assistant\n' + ('<think>\n\n</think>\n\n' if loop.last else '') }}
+        {{- TEXT }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '\n<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+TOOLS = [{"type": "function", "function": {"name": "Bash", "description": "", "parameters": {"properties": {}}}}]
+
+
+@pytest.mark.parametrize("text", ["m.content", "m.content if not m.tool_calls else ''"])
+def test_other_templates_give_the_same_delta_whatever_came_before(tokenizer, text):
+    foreign = copy.deepcopy(tokenizer)
+    foreign.chat_template = HERMES.replace("TEXT", text)
+    chat = Chat(foreign, "full")
+    delta = "\n<|im_start|>user\n<tool_response>\nok\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert foreign.decode(chat.delta_ids(["ok"])) == delta
+    assert chat.stop_ids == (foreign.eos_token_id,)
+    messages = [{"role": "user", "content": "go"}]
+    assert "Bash" in foreign.decode(chat.prompt_ids(messages, TOOLS))
+    assert "Bash" not in foreign.decode(Chat(foreign, "compact").prompt_ids(messages, TOOLS))
+    calls = [{"name": "Bash", "arguments": {"command": 'echo "a"'}}]
+    turn = chat.turn_ids({"role": "assistant", "content": "", "tool_calls": calls})
+    assert chat.parse(turn)[1:] == ([ToolCall("Bash", {"command": 'echo "a"'})], False)
+
+
+def test_a_template_that_knows_no_tools_is_refused_when_tools_are_needed(tokenizer):
+    foreign = copy.deepcopy(tokenizer)
+    foreign.chat_template = HERMES.replace("TEXT", "m.content").replace("if tools", "if false")
+    with pytest.raises(ValueError, match="does not spell out tools"):
+        Chat(foreign, "full").prompt_ids([{"role": "user", "content": "go"}], TOOLS)

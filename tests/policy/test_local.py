@@ -263,17 +263,21 @@ def test_training_the_model_in_place_does_not_leak_into_the_engine(policy):
     asyncio.run(engine.close())
 
 
-def test_a_cancelled_request_frees_its_row(engine):
+def test_a_cancelled_request_frees_its_row(policy, tmp_path):
+    engine = LocalEngine(policy, threads=1, batch=4, lease=Lease(tmp_path))
+
     async def script():
-        jobs = [asyncio.ensure_future(engine.generate(p, SamplingParams(80, seed=0))) for p in prompts(4)]
-        await asyncio.sleep(0.01)
-        jobs[1].cancel()
+        with Lease(tmp_path).timing():  # holds the worker while all four are in the batch
+            jobs = [asyncio.ensure_future(engine.generate(p, SamplingParams(30, seed=0))) for p in prompts(4)]
+            await asyncio.sleep(0.02)
+            jobs[1].cancel()
         done = await asyncio.gather(*jobs, return_exceptions=True)
         return done, await engine.generate([1, 2], SamplingParams(3, seed=0))
 
     done, after = asyncio.run(script())
     assert [isinstance(result, asyncio.CancelledError) for result in done] == [False, True, False, False]
-    assert len(after.ids) == 3
+    assert len(after.ids) == 3 and engine.counts.sampled < 3 * 30 + 3 + 30
+    asyncio.run(engine.close())
 
 
 def test_the_context_is_a_limit(engine):
@@ -303,7 +307,7 @@ def test_a_closed_engine_refuses(policy):
 
     async def script():
         job = asyncio.ensure_future(engine.generate([1], SamplingParams(100, seed=0)))
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0)  # submitted; the batch is not closed yet
         await engine.close()
         with pytest.raises(asyncio.CancelledError):
             await job
