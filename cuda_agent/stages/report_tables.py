@@ -63,7 +63,7 @@ def operators_section(policies: Sequence[Data]) -> str:
         found = {policy: table.get(name) for policy, table in tables.items()}
         cells = "".join(_heat(row["passed"] if row else None) for row in found.values())
         tasks = max(row["tasks"] for row in found.values() if row)
-        speedup = found[last]["speedup_compile"] if found[last] else None
+        speedup = (found[last] or {}).get("speedup_compile")
         rows.append(f'<tr><th scope="row">{escape(name)}</th><td>{tasks}</td>{cells}<td>{factor(speedup)}</td></tr>')
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in tables)
     return (
