@@ -27,6 +27,12 @@ class Critic(nn.Module):
     def config(self) -> Any:
         return self.trunk.config
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.trunk.get_input_embeddings()
+
+    def get_output_embeddings(self) -> None:
+        return None
+
     def values(self, states: Tensor) -> Tensor:
         """Last hidden states [n, hidden] -> float32 [n]."""
         return self.head(states.float())[:, 0]

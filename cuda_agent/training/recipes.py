@@ -108,7 +108,7 @@ def sft_step(trainer: Trainer, batch: Batch, lr: float) -> dict[str, float]:
         logprobs, entropy = trainer.logprobs(row)
         return sft_loss(logprobs, len(batch)), {"entropy": entropy.sum() / len(batch)}
 
-    return trainer.update(batch.rows(trainer.row_tokens), lr, loss_of)
+    return trainer.update(batch, None, lr, loss_of)
 
 
 def sft_loss_of(trainer: Trainer, sequences: Sequence[Tokens]) -> float:
@@ -272,7 +272,7 @@ def _value_step(
         before = None if old is None else old[own].to(values.device)
         return value_loss(values, goals[own].to(values.device), total, before, clip), {}
 
-    return critic.update(batch.rows(critic.row_tokens, chosen), lr, loss_of)
+    return critic.update(batch, chosen, lr, loss_of)
 
 
 def _actor_step(
@@ -296,7 +296,7 @@ def _actor_step(
         )
         return loss, metrics | {"entropy": entropy.sum() / total}
 
-    return actor.update(batch.rows(actor.row_tokens, chosen), settings.actor_lr, loss_of)
+    return actor.update(batch, chosen, settings.actor_lr, loss_of)
 
 
 def _merged(steps: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -11,9 +11,10 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +28,8 @@ from cuda_agent.training.losses import Metrics
 from cuda_agent.training.packing import Batch, Row, batch_of, before_sampled, tokens_of
 
 LOGITS = {"cpu": 2**24, "cuda": 2**27}  # most numbers of one chunk of logits
+Result = TypeVar("Result")
+SMALL = 2**24  # parameters of a model whose gradients may be held once a thread
 
 
 class CorruptCheckpoint(ValueError):
@@ -34,8 +37,13 @@ class CorruptCheckpoint(ValueError):
 
 
 class Trainer:
-    """``row_tokens`` bounds one forward and backward pass (on a CPU about 4,096 is fastest, whatever the batch);
-    every sequence must fit into it."""
+    """``row_tokens`` bounds one forward and backward pass (on a CPU 2,048 to 4,096 is fastest, whatever the batch);
+    every sequence must fit into it.
+
+    On a CPU a small model computes as many rows side by side as torch had threads when the trainer was made, with one
+    thread each: that leaves no core waiting at the end of every small operation.  Gradients are added up in the order
+    of the rows.
+    """
 
     def __init__(
         self,
@@ -45,6 +53,7 @@ class Trainer:
         max_grad_norm: float = 1.0,
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
+        optimizer: Literal["adamw", "muon"] = "adamw",
         device: str = "cpu",
         precision: Literal["fp32", "bf16"] = "fp32",
         gradient_checkpointing: bool = False,
@@ -60,10 +69,10 @@ class Trainer:
         model.train(gradient_checkpointing)
         if gradient_checkpointing:
             trunk.gradient_checkpointing_enable({"use_reentrant": False})
-        matrices = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim >= 2]
-        others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=1e-8, fused=True)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizers = _optimizers(model, optimizer, weight_decay, betas)
+        small = self.device.type == "cpu" and sum(parameter.numel() for parameter in self.parameters) <= SMALL
+        self.workers = torch.get_num_threads() if small else 1
         attention.register()
         self._packed = attention.supports(trunk.config)
         _check_rows(self)
@@ -89,7 +98,9 @@ class Trainer:
     def states(self, row: Row) -> Tensor:
         """[n, hidden] before the row's sampled tokens.  Inside ``working`` only; the row is on the trainer's device."""
         extra = {"segment_lengths": row.lengths} if self._packed else {}
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+        with torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.precision == "bf16", cache_enabled=self.workers == 1
+        ):
             hidden = self.trunk(
                 input_ids=row.ids[None], position_ids=row.positions[None], use_cache=False, **extra
             ).last_hidden_state
@@ -109,42 +120,78 @@ class Trainer:
         """``of_row`` (a tensor [n] of a row) over a whole batch without gradients: float32 [sampled tokens], on the
         CPU, in the order of the batch."""
         out = torch.zeros(len(batch))
-        with torch.no_grad():
-            for row in batch.rows(self.row_tokens):
-                with self.working():
-                    out[row.tokens] = of_row(row.to(self.device)).float().cpu()
+
+        def fill(row: Row) -> None:
+            with torch.no_grad():
+                out[row.tokens] = of_row(row.to(self.device)).float().cpu()
+
+        for _ in self._side_by_side(fill, batch.rows(self.row_tokens, multiple=self.workers)):
+            pass
         return out
 
     def update(
-        self, rows: Sequence[Row], lr: float, loss_of: Callable[[Row], tuple[Tensor, Metrics]]
+        self, batch: Batch, chosen: Sequence[int] | None, lr: float, loss_of: Callable[[Row], tuple[Tensor, Metrics]]
     ) -> dict[str, float]:
-        """One optimizer step on the sum of the rows' losses.  Returns the loss, its metrics and the gradient norm.
+        """One optimizer step on the sum of the losses of the chosen sequences' rows (all sequences: None).  Returns the
+        loss, its metrics and the gradient norm.
 
         A step whose gradient is not finite is not taken; ``skipped`` is then 1."""
-        metrics: dict[str, float] = {"loss": 0.0}
-        self.optimizer.zero_grad(set_to_none=True)
-        for row in rows:
-            with self.working():
-                loss, measured = loss_of(row.to(self.device))
-                loss.backward()
-                metrics["loss"] += float(loss.detach())
-                for name, value in measured.items():
-                    known = metrics.get(name, 0.0)
-                    metrics[name] = max(known, float(value)) if name.endswith("_max") else known + float(value)
+
+        def backward(row: Row) -> tuple[Metrics, Sequence[Tensor | None]]:
+            loss, metrics = loss_of(row.to(self.device))
+            metrics = metrics | {"loss": loss.detach()}
+            if self.workers > 1:
+                return metrics, torch.autograd.grad(loss, self.parameters, allow_unused=True)
+            loss.backward()
+            return metrics, ()
+
+        for parameter in self.parameters:
+            parameter.grad = None
+        metrics: dict[str, float] = {}
+        for measured, gradients in self._side_by_side(
+            backward, batch.rows(self.row_tokens, chosen, multiple=self.workers)
+        ):
+            for parameter, gradient in zip(self.parameters, gradients, strict=False):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            for name, value in measured.items():
+                known = metrics.get(name, 0.0)
+                metrics[name] = max(known, float(value)) if name.endswith("_max") else known + float(value)
         with self.working():
-            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm))
+            norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm))
             if math.isfinite(norm):
-                for group in self.optimizer.param_groups:
-                    group["lr"] = lr
-                self.optimizer.step()
+                for optimizer in self.optimizers:
+                    for group in optimizer.param_groups:
+                        group["lr"] = lr
+                    optimizer.step()
         self.step += 1
         return metrics | {"grad_norm": norm if math.isfinite(norm) else 0.0, "skipped": float(not math.isfinite(norm))}
+
+    def _side_by_side(self, job: Callable[[Row], Result], rows: Sequence[Row]) -> Iterator[Result]:
+        """``job`` of every row, in their order, ``workers`` of them at a time, each time inside ``working``."""
+        if self.workers == 1:
+            for row in rows:
+                with self.working():
+                    result = job(row)
+                yield result
+            return
+
+        def alone(row: Row) -> Result:
+            torch.set_num_threads(1)  # of this thread, but also the default of threads that begin later
+            return job(row)
+
+        with ThreadPoolExecutor(self.workers) as pool:
+            for start in range(0, len(rows), self.workers):
+                with self.working():
+                    results = list(pool.map(alone, rows[start : start + self.workers]))
+                    torch.set_num_threads(torch.get_num_threads())  # and so this thread's becomes the default again
+                yield from results
 
     def save(self, folder: Path) -> None:
         """Model, optimizer, random state and step into ``folder``, which exists."""
         save_model(self.model, str(folder / "model.safetensors"))
         state = {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "random": torch.get_rng_state(),
             "step": self.step,
             "seconds": self.seconds,
@@ -164,7 +211,8 @@ class Trainer:
                     )
             state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
             load_model(self.model, str(folder / "model.safetensors"), device=str(self.device))
-            self.optimizer.load_state_dict(state["optimizer"])
+            for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(kept)
         except CorruptCheckpoint:
             raise
         except (OSError, ValueError, KeyError, AttributeError, RuntimeError, SafetensorError) as error:
@@ -176,6 +224,26 @@ class Trainer:
 def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _optimizers(
+    model: Any, name: Literal["adamw", "muon"], weight_decay: float, betas: tuple[float, float]
+) -> list[torch.optim.Optimizer]:
+    """AdamW for everything, or Muon (orthogonalised momentum, scaled to AdamW's step size so that one rate serves both)
+    for the matrices between the embeddings and AdamW for the rest.  Weights decay only where they are matrices."""
+    ends = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    inner = [p for p in trained if p.ndim == 2 and min(p.shape) > 1 and id(p) not in ends] if name == "muon" else []
+    taken = {id(parameter) for parameter in inner}
+    matrices = [p for p in trained if p.ndim >= 2 and id(p) not in taken]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)]
+    if inner:
+        optimizers.append(torch.optim.Muon(inner, lr=0.0, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
 
 
 def _without_dropout(model: torch.nn.Module) -> None:

@@ -13,6 +13,7 @@ from cuda_agent.training.packing import (
     before_sampled,
     dense_mask,
     pack,
+    pack_evenly,
     split_evenly,
     tokens_of,
     tokens_of_episode,
@@ -45,6 +46,22 @@ def test_each_sequence_is_in_the_first_row_that_had_room_when_its_turn_came(leng
                 expected[index] = row
                 break
     assert {index: number for number, row in enumerate(pack(lengths, budget)) for index in row} == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(LENGTHS, st.integers(50, 120), st.integers(1, 4))
+def test_even_rows_lose_nothing_and_come_in_multiples_where_there_are_enough_sequences(lengths, budget, multiple):
+    rows = pack_evenly(lengths, budget, multiple)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    assert all(row and sum(lengths[index] for index in row) <= budget for row in rows)
+    plain = len(pack(lengths, budget))
+    assert len(rows) <= -(-plain // multiple) * multiple
+
+
+def test_even_rows_are_even():
+    rows = pack_evenly([30] * 8, 200, 2)
+    assert [len(row) for row in rows] == [4, 4]
+    assert [len(row) for row in pack_evenly([30] * 9, 200, 4)] == [3, 3, 3]
 
 
 def test_a_sequence_longer_than_a_row_is_refused():

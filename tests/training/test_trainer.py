@@ -76,6 +76,21 @@ def test_packed_and_unpacked_losses_and_gradients_are_equal(attention):
     assert torch.allclose(results[0][3], results[1][3], atol=1e-5)
 
 
+def test_rows_side_by_side_give_the_same_steps_as_one_after_the_other_each_time():
+    results = []
+    for workers in (1, 3, 3):
+        actor, judge = policy(), critic()
+        actor.workers = judge.workers = workers
+        metrics = recipes.ppo_update(actor, judge, episodes(12), Ppo(batch=12, samples=1, actor_lr=1e-9), seed=0)
+        gradients = torch.cat([p.grad.flatten() for p in (*actor.parameters, *judge.parameters)])
+        results.append((metrics["loss"], metrics["critic_loss"], gradients))
+    one, several, again = results
+    assert several[:2] == pytest.approx(one[:2], abs=1e-5)
+    assert torch.allclose(one[2], several[2], atol=1e-5)
+    assert several[:2] == again[:2] and torch.equal(several[2], again[2])
+    assert torch.get_num_threads() == 1
+
+
 def states_gradient(actor: Trainer, batch) -> tuple[torch.Tensor, Row]:
     """Gradient of the loss in the last hidden state of every token of the row."""
     (row,) = batch.rows(actor.row_tokens)
@@ -240,12 +255,13 @@ def test_imitation_lowers_the_loss_and_the_same_seed_gives_the_same_losses():
     assert len(first) == 16 and first[-1] < first[0] - 0.2
 
 
-def test_a_resumed_trainer_repeats_the_uninterrupted_run_exactly(tmp_path):
-    whole = memorise(policy())
-    cut = policy()
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_resumed_trainer_repeats_the_uninterrupted_run_exactly(tmp_path, optimizer):
+    whole = memorise(policy(optimizer=optimizer))
+    cut = policy(optimizer=optimizer)
     begun = memorise(cut, stop=7)
     cut.save(tmp_path)
-    resumed = policy()
+    resumed = policy(optimizer=optimizer)
     resumed.load(tmp_path)
     assert resumed.step == 7
     assert begun + memorise(resumed) == whole
@@ -308,7 +324,7 @@ def test_a_gradient_that_is_not_finite_is_not_followed():
     def broken(row):
         return actor.logprobs(row)[0].sum() * float("nan"), {}
 
-    assert actor.update(batch.rows(8), 1e-2, broken)["skipped"] == 1
+    assert actor.update(batch, None, 1e-2, broken)["skipped"] == 1
     assert all(torch.equal(new, old) for new, old in zip(actor.model.parameters(), before, strict=True))
 
 
