@@ -63,10 +63,11 @@ class Slot:
 
 class Buffers:
     """Both areas of one worker.  ``values``: extra room in the output area where a reference worker leaves inputs and
-    weights for the judge to copy."""
+    weights for the judge to copy.  ``fixed``: the same addresses every time (for runs that must agree bit for bit)."""
 
-    def __init__(self, spec: TaskSpec, slots: int, values: bool = False) -> None:
+    def __init__(self, spec: TaskSpec, slots: int, values: bool = False, fixed: bool = False) -> None:
         self.spec = spec
+        self._fixed = fixed
         self._in_size = self._out_size = 0
         weights = list(spec.weights.values())
         self.weights = [] if values else [self._place(t, written=False) for t in weights]
@@ -84,7 +85,8 @@ class Buffers:
 
     def _place(self, tensor: Tensor, written: bool) -> int:
         """An aligned offset after a gap of random width, so that addresses differ from one candidate to the next."""
-        start = (self._out_size if written else self._in_size) + _ALIGN * secrets.randbelow(16)
+        gap = 1 if self._fixed else secrets.randbelow(16)
+        start = (self._out_size if written else self._in_size) + _ALIGN * gap
         end = start + -(-byte_count(tensor) // _ALIGN) * _ALIGN
         if written:
             self._out_size = end

@@ -59,7 +59,7 @@ def _compare(want: Array, have: Array, tolerance: float) -> tuple[str, float]:
             w = want[start : start + _CHUNK].astype(wide, copy=False)
             h = have[start : start + _CHUNK].astype(wide, copy=False)
             off: Array = numpy.abs(numpy.subtract(w, h))
-            good = off <= tolerance * scale + tolerance * numpy.abs(w)  # false where either is NaN or infinite
+            good = numpy.isfinite(off) & (off <= tolerance * scale + tolerance * numpy.abs(w))
             if not good.all():
                 special = ~numpy.isfinite(w) | ~numpy.isfinite(h)
                 good = numpy.where(special, (w == h) | (numpy.isnan(w) & numpy.isnan(h)), good)

@@ -38,6 +38,8 @@ from cuda_agent.sandbox.workspace import Workspace, Workspaces
 from cuda_agent.tasks.task import Task
 
 _HERE = Path(__file__).parent
+_PREFIX = "cuda-agent-sandbox-"
+_LONGEST_ANSWER = 900.0  # seconds until a judge that says nothing counts as lost
 
 
 class SandboxUnready(RuntimeError):
@@ -60,7 +62,8 @@ class LocalSandbox:
 
     async def __aenter__(self) -> "LocalSandbox":
         self.cache.mkdir(parents=True, exist_ok=True)
-        self._scratch = Path(tempfile.mkdtemp(prefix="cuda-agent-"))
+        _sweep()
+        self._scratch = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
         self._scratch.chmod(0o711)
         config = self.config
         self._builder = build.Builder(
@@ -110,6 +113,7 @@ class LocalSandbox:
         judge = self._judge(task)
         spec = await self.spec(task)
         begin = clock()
+        await self._runtime()
         try:
             load, read = await self._prepare(solution, spec)
         except (plan.PlanError, build.BuildError, extension.ExtensionError) as error:
@@ -129,13 +133,20 @@ class LocalSandbox:
         if solution.lane == "extension":
             return await extension.prepare(solution.files, spec, self._builder)
         program = plan.compile_plan(solution.files, spec)
-        runtime = await self._builder.library({"runtime.cpp": (_HERE / "runtime.cpp").read_text()}, ["runtime.cpp"])
+        runtime = await self._runtime()
         load = program.to_json() | {"runtime": str(runtime), "library": None}
         if program.trampoline:
             sources = {name: text for name, text in solution.files.items() if name != "plan.json"}
             library = await self._builder.library(sources | {"trampoline.cpp": program.trampoline}, ["trampoline.cpp"])
             load["library"] = str(library)
         return load, [path for path in (load["runtime"], load["library"]) if path]
+
+    async def _runtime(self) -> Path:
+        """Our executor of plans; and so the proof that the compiler works here."""
+        try:
+            return await self._builder.library({"runtime.cpp": (_HERE / "runtime.cpp").read_text()}, ["runtime.cpp"])
+        except (build.BuildError, build.CompilerMissing) as error:
+            raise SandboxUnready(f"the C++ compiler does not work in the sandbox: {error}") from None
 
     async def spec(self, task: Task) -> TaskSpec:
         """Shapes, dtypes and plain values of a task.  Raises ``TaskError``."""
@@ -226,6 +237,7 @@ class _JudgeHandle:
             )  # fmt: skip
         theirs.close()
         self._socket = ours
+        ours.settimeout(_LONGEST_ANSWER)
         send_frame(ours, "C", self._settings)
         answer = receive_frame(ours)
         if answer.kind == "!":
@@ -259,6 +271,14 @@ def _code_version() -> str:
         if path.suffix in (".py", ".cpp", ".h") and not path.name.startswith("workspace"):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def _sweep() -> None:
+    """Remove what sandboxes of killed processes left."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        pid = folder.name.removeprefix(_PREFIX).split("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:

@@ -145,11 +145,12 @@ class Trial:
         self._request = request
         self._verdict = verdict
         self._next = prepared.base
+        self._fixed = self._settings.clock == "model"
         self._null = 0.0
         self._worker: Worker | None = None
         spec = prepared.spec
         size = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs))
-        self._buffers = Buffers(spec, slots=3 if size <= _SLOTS_BYTES else 2)
+        self._buffers = Buffers(spec, slots=3 if size <= _SLOTS_BYTES else 2, fixed=self._fixed)
         self._buffers.set_weights(prepared.oracle.weights)
         self._seen: list[list[Array]] = []  # outputs of earlier calls: a later call must not give them again
 

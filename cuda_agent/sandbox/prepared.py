@@ -196,7 +196,7 @@ class Oracle:
         size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs, *self.spec.weights.values()))
         if size > settings.memory_mb << 20:
             raise TaskError(f"the task's tensors take {size >> 20} MB, more than the limit of {settings.memory_mb} MB")
-        self._buffers = buffers = Buffers(self.spec, slots=2, values=True)
+        self._buffers = buffers = Buffers(self.spec, slots=2, values=True, fixed=settings.clock == "model")
         layout = {"layout": buffers.layout, "values": buffers.value_inputs, "weights": buffers.value_weights}
         self._ask("M", layout, fds=buffers.descriptors)
         self.weights = buffers.values(buffers.value_weights, list(self.spec.weights.values()))

@@ -23,6 +23,7 @@ from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
 
 _STEP_MS = 20  # how often a worker that is waited for is looked at
 _MOST_THREADS = 64
+_START_SECONDS = 30.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _PACKAGE = Path(__file__).resolve().parents[2]
 
@@ -33,6 +34,10 @@ class WorkerDied(Exception):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class NotStarted(RuntimeError):
+    """A worker did not get as far as closing its walls: our fault, never a candidate's."""
 
 
 class WorkerError(Exception):
@@ -94,6 +99,7 @@ class Worker:
         self._parent = parent
         self._memory_mb = memory_mb
         self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(5.0)  # for one frame: one that stops in the middle is none
         self.seconds = 0.0
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
@@ -103,6 +109,11 @@ class Worker:
             theirs.close()
         self.alive = True
         self._private = self._private_bytes()
+        self.seconds = _START_SECONDS
+        try:
+            self._answer()  # the walls are closed; nothing untrusted has run yet
+        except (WorkerDied, WorkerError) as error:
+            raise NotStarted(f"a worker {error} before it began") from None
 
     def call(self, kind: str, body: Any = None, slot: int = 0, fds: Sequence[int] = ()) -> Any:
         """One request and its answer.  ``WorkerError``: the untrusted code raised.  ``WorkerDied``: it is gone."""
@@ -127,15 +138,12 @@ class Worker:
 
     def _answer(self) -> Any:
         self._wait()
-        self._socket.settimeout(1.0)  # an answer is short: one that stops in the middle is none
         try:
             frame: Frame = receive_frame(self._socket)
         except ConnectionError:
             raise self._died("crash") from None
         except (ValueError, TimeoutError):
             raise self._died("protocol") from None
-        finally:
-            self._socket.settimeout(None)
         if frame.kind == "!":
             body = frame.body if isinstance(frame.body, dict) else {}
             error = WorkerError(str(body.get("message", ""))[:2000])

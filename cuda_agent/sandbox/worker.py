@@ -29,6 +29,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from cuda_agent.sandbox import jail
+from cuda_agent.sandbox.binding import OnlyTheExtension, load_module
 from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
 
 # ---------------------------------------------------------------------------------------------------------- warm parent
@@ -69,16 +70,14 @@ def _child(frame: Frame) -> None:
     """A freshly forked worker; never returns."""
     try:
         options = frame.body
-        keep = sorted(frame.fds)
         null = os.open("/dev/null", os.O_RDWR)
-        for descriptor in (0, 1, 2):
-            if not options.get("debug"):
-                os.dup2(null, descriptor)
+        keep = sorted((*frame.fds, null))
+        os.dup2(null, 0)
+        os.dup2(null, 1)
         low = 3
-        for descriptor in keep:
+        for descriptor in (*keep, 4096):
             os.closerange(low, descriptor)
             low = descriptor + 1
-        os.closerange(low, 4096)
         os.chdir(options["folder"])
         environment = options.get("environment", {})
         os.environ.update(environment)
@@ -86,7 +85,10 @@ def _child(frame: Frame) -> None:
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
         jail.enter(jail.Policy.from_json(options["policy"]))
+        os.dup2(null, 2)
+        os.close(null)  # until here a fault is ours, and goes to the log
         channel = socket.socket(fileno=frame.fds[0])
+        send_frame(channel, "=")
         torch.set_num_threads(options["threads"])
         torch.set_grad_enabled(False)
         serve = Reference if options["role"] == "reference" else Candidate
@@ -109,14 +111,11 @@ class Slots:
     def __init__(
         self, spec: dict[str, Any], layout: list[dict[str, list[int]]], weights: list[int], fds: list[int]
     ) -> None:
-        self._maps = [
-            mmap.mmap(fds[0], 0, mmap.MAP_SHARED, mmap.PROT_READ),
-            mmap.mmap(fds[1], 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE),
-        ]
+        base_in = _map(fds[0], os.fstat(fds[0]).st_size, writable=False)
+        base_out = self.written = _map(fds[1], os.fstat(fds[1]).st_size, writable=True)
         for descriptor in fds:
             os.close(descriptor)
         self.layout = layout
-        base_in, base_out = (_address(area) for area in self._maps)
         self.inputs = [[base_in + offset for offset in slot["in"]] for slot in layout]
         self.outputs = [[base_out + offset for offset in slot["out"]] for slot in layout]
         self.weights = [base_in + offset for offset in weights]
@@ -133,22 +132,20 @@ class Slots:
         return {name: _tensor(a, spec[name]) for a, name in zip(self.weights, spec, strict=True)}
 
 
-def _address(area: mmap.mmap) -> int:
-    """Where a map begins, read-only maps included (``from_buffer`` refuses those)."""
-    view = _PyBuffer()
-    get, release = ctypes.pythonapi.PyObject_GetBuffer, ctypes.pythonapi.PyBuffer_Release
-    if get(ctypes.py_object(area), ctypes.byref(view), 0) != 0:
-        raise BufferError("a map without an address")
-    address = int(view.buf or 0)
-    release(ctypes.byref(view))
-    return address
+def _map(descriptor: int, size: int, writable: bool) -> int:
+    """The address of ``size`` bytes of shared memory (of fresh private memory when the descriptor is -1).  Unlike
+    ``mmap.mmap`` it keeps no descriptor."""
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    kind = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = _libc.mmap(None, size, protection, kind, descriptor, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise MemoryError(f"{size} bytes cannot be mapped")
+    return int(address)
 
 
-class _PyBuffer(ctypes.Structure):
-    _fields_ = [
-        ("buf", ctypes.c_void_p), ("obj", ctypes.c_void_p), ("len", ctypes.c_ssize_t), ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int), ("ndim", ctypes.c_int), ("rest", ctypes.c_void_p * 5),
-    ]  # fmt: skip
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 
 def _tensor(address: int, tensor: dict[str, Any]) -> torch.Tensor:
@@ -290,7 +287,11 @@ class Reference(Worker):
         self._get_inputs = module.get_inputs
         tensors: list[torch.Tensor] = []
         self._arguments = self._draw(tensors)
-        outputs = _flatten(self._model(*_rebuild(self._arguments, [t.clone() for t in tensors])))
+        given = [t.clone() for t in tensors]
+        versions = [t._version for t in given]
+        outputs = _flatten(self._model(*_rebuild(self._arguments, given)))
+        if versions != [t._version for t in given]:
+            raise ValueError("forward() changes its inputs in place, which a task may not")
         if not outputs:
             raise TypeError("forward() gives no tensor")
         self._state = {k: v for k, v in self._model.state_dict().items() if isinstance(v, torch.Tensor)}
@@ -320,7 +321,7 @@ class Reference(Worker):
         self._slots = Slots(self._spec, frame.body["layout"], [], frame.fds)
         self._values = frame.body["values"]
         self._weights = frame.body["weights"]
-        base = _address(self._slots._maps[1])
+        base = self._slots.written
         for offset, tensor in zip(self._weights, self._state.values(), strict=True):
             _tensor(base + offset, _describe(tensor)).copy_(tensor)
 
@@ -329,7 +330,7 @@ class Reference(Worker):
         torch.manual_seed(frame.body["seed"])
         tensors: list[torch.Tensor] = []
         self._draw(tensors)
-        base = _address(self._slots._maps[1])
+        base = self._slots.written
         _store(tensors, [_tensor(base + o, t) for o, t in zip(self._values, self._spec["inputs"], strict=True)])
 
     def run(self, frame: Frame) -> None:
@@ -412,8 +413,6 @@ class Candidate(Worker):
         self._commands["R"] = lambda call: run(call.slot)
 
     def load_extension(self, frame: Frame) -> None:
-        from cuda_agent.sandbox.binding import OnlyTheExtension, load_module
-
         spec = self._options["spec"]
         sys.modules["cuda_extension"] = load_module(frame.body["library"], frame.body["names"])
         module = _module("model_new", frame.body["code"], "model_new.py")
@@ -458,12 +457,11 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
     keep: list[Any] = []
     workspaces: dict[str, int] = {}
     for name, workspace in program["workspaces"].items():
-        area = mmap.mmap(-1, max(workspace["bytes"], 1) + 64)
+        workspaces[name] = _map(-1, max(workspace["bytes"], 1), writable=True)
         if workspace["pattern"].strip("0"):
             pattern = bytes.fromhex(workspace["pattern"])
-            area.write(pattern * (workspace["bytes"] // len(pattern)))
-        keep.append(area)
-        workspaces[name] = (_address(area) + 63) // 64 * 64
+            content = pattern * (workspace["bytes"] // len(pattern))
+            ctypes.memmove(workspaces[name], content, len(content))
 
     def bind(slot: int) -> Any:
         def address(buffer: str) -> int:

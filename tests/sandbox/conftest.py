@@ -1,0 +1,129 @@
+"""A running sandbox, shared by the tests of one process; and tasks and solutions to try in it."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cuda_agent.config import Sandbox
+from cuda_agent.sandbox.client import LocalSandbox
+from cuda_agent.sandbox.wire import Probe, Solution, Verdict
+from cuda_agent.tasks.task import Task
+
+CHAIN = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return torch.relu(x) * self.scale
+
+def get_inputs():
+    return [torch.randn(32, 128)]
+
+def get_init_inputs():
+    return [1.5]
+"""
+
+KERNEL = """
+#include <algorithm>
+void chain(long block, long grid, const float* x, float* y, long n, double scale) {
+  long low = n * block / grid, high = n * (block + 1) / grid;
+  for (long i = low; i < high; i++) y[i] = std::max(x[i], 0.0f) * (float)scale;
+}
+"""
+
+PLAN = {
+    "nodes": [
+        {
+            "kernel": "kernels/chain.cpp",
+            "function": "chain",
+            "grid": 4,
+            "args": ["in0", "out0", "in0.numel", "init0"],
+        }
+    ]
+}
+
+
+def task(code: str = CHAIN, name: str = "chain") -> Task:
+    return Task(name, code, ("torch.relu", "torch.mul"), "torch#2")
+
+
+def plan_solution(kernel: str = KERNEL, plan: Any = PLAN) -> Solution:
+    return Solution("plan", {"plan.json": json.dumps(plan), "kernels/chain.cpp": kernel})
+
+
+class Running:
+    """A sandbox in a loop of its own, called from synchronous tests."""
+
+    def __init__(self, config: Sandbox, cache: Path) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self.sandbox = LocalSandbox(config, cache)
+        self.wait(self.sandbox.__aenter__())
+
+    def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(120)
+
+    def evaluate(self, task: Task, solution: Solution) -> Verdict:
+        return self.wait(self.sandbox.evaluate(task, solution))
+
+    def probe(self, task: Task, compile: bool = False) -> Probe:
+        return self.wait(self.sandbox.probe(task, compile))
+
+    def close(self) -> None:
+        self.wait(self.sandbox.__aexit__())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def one_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second judge would import torch again for nothing."""
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+
+
+@pytest.fixture(scope="session")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with pytest.MonkeyPatch.context() as patch:
+        one_judge(patch)
+        running = Running(
+            Sandbox(clock="model", run_seconds=2.0, memory_mb=400, build_seconds=10.0), tmp_path_factory.mktemp("cache")
+        )
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="session")
+def timed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A sandbox with a real clock, whose torch.compile baseline of ``task()`` is said to be known already."""
+    with pytest.MonkeyPatch.context() as patch:
+        one_judge(patch)
+        running = Running(Sandbox(clock="real", timed_calls=5, memory_mb=400), tmp_path_factory.mktemp("timed"))
+    running.probe(task())
+    (baseline,) = (running.sandbox.cache / "baselines").glob("*.json")
+    baseline.write_text(json.dumps(json.loads(baseline.read_text()) | {"compile": 1e-3, "compile_tried": True}))
+    running.wait(asyncio.to_thread(running.sandbox._judges[0].close))  # read it anew
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Running]]:
+    """Further sandboxes, closed at the end of the test."""
+    started: list[Running] = []
+
+    def make(cache: Path | None = None, **settings: Any) -> Running:
+        one_judge(monkeypatch)
+        started.append(Running(Sandbox(**settings), cache or tmp_path / "cache"))
+        return started[-1]
+
+    yield make
+    for one in started:
+        one.close()
