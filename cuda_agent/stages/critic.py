@@ -25,7 +25,6 @@ def run(ctx: StageContext) -> None:
         critic_from_policy(ctx.inputs["policy"], mean),
         row_tokens=settings.batch_tokens,
         longest=max(len(episode.ids) for episode in episodes),
-        max_grad_norm=1.0,
     )
     start = ctx.checkpoints.load(trainer.load) or 0
     for epoch in range(start, settings.epochs):

@@ -7,7 +7,7 @@ Not here: the algorithms (``training``), and playing episodes (``rollouts``).
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cuda_agent.config import Ppo
 from cuda_agent.lease import Lease
@@ -18,18 +18,28 @@ from cuda_agent.training.critic import Critic
 from cuda_agent.training.recipes import ppo_update
 from cuda_agent.training.trainer import Trainer
 
+ROW_TOKENS = 4096  # of one forward pass on a cpu: larger is slower, whatever the batch
 COST = 0.1  # a supervised step is checkpointed when that takes at most this share of the time since the last one
 
 
-def make_trainer(ctx: StageContext, model: Any, *, row_tokens: int, longest: int, max_grad_norm: float) -> Trainer:
+def make_trainer(
+    ctx: StageContext,
+    model: Any,
+    *,
+    row_tokens: int,
+    longest: int,
+    max_grad_norm: float = 1.0,
+    optimizer: Literal["adamw", "muon"] = "adamw",
+) -> Trainer:
     """``longest``: tokens of the longest sequence, which must fit into a row."""
     import torch
 
     torch.set_num_threads(ctx.config.policy.threads)
     return Trainer(
         model,
-        row_tokens=max(row_tokens, longest),
+        row_tokens=max(min(row_tokens, ROW_TOKENS), longest),
         max_grad_norm=max_grad_norm,
+        optimizer=optimizer,
         lease=Lease(ctx.cache / "lease"),
     )
 
