@@ -14,16 +14,15 @@ import ctypes
 import errno
 import json
 import os
-import platform
 import resource
 import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WALLS = ("no_new_privs", "landlock", "seccomp", "own_user")
 SYSTEM_READ = (
@@ -86,10 +85,12 @@ def command(policy: Policy, program: Iterable[str]) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, json.dumps(asdict(policy)), *program]
 
 
-def prove(required: Iterable[str], folder: Path) -> dict[str, str]:
+def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
     """Attack every wall from a jailed child.  Returns what failed of the walls that are not required (name -> what got
     through), and raises ``JailError`` naming the first required wall that is missing.  ``folder``: where a canary file
     may be written for the child to steal."""
+    import subprocess  # only here: a launch pays for every import of this module
+
     unknown = set(required) - set(WALLS)
     if unknown:
         raise JailError(
@@ -106,7 +107,7 @@ def prove(required: Iterable[str], folder: Path) -> dict[str, str]:
     finally:
         canary.unlink()
     if child.returncode != 0:
-        raise JailError(f"the jail cannot be closed here: {child.stderr.strip().splitlines()[-1:]}")
+        raise JailError(f"the jail cannot be closed here: {child.stderr.strip().rpartition(chr(10))[2]}")
     breaches: dict[str, str] = json.loads(child.stdout)
     require(breaches, required)
     return breaches
@@ -142,10 +143,9 @@ def _limits(policy: Policy) -> None:
 
     present = 0
     try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmData:"):
-                present = int(line.split()[1]) << 10
-    except OSError:
+        with open("/proc/self/status") as file:
+            present = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData:"))
+    except (OSError, StopIteration):
         pass
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_DATA, present + (policy.memory_mb << 20))
@@ -334,7 +334,7 @@ class _Filter(ctypes.Structure):
 
 
 def _seccomp(processes: bool) -> None:
-    machine = platform.machine()
+    machine = os.uname().machine
     if machine not in _NUMBERS:
         return  # the proof names the missing wall
     program = filter_program(machine, processes, os.getpid())
@@ -349,6 +349,8 @@ def _seccomp(processes: bool) -> None:
 
 def _attacks(canary: str, parent: int) -> dict[str, str]:
     """Runs inside the jail: what got through, by wall."""
+    import socket
+
     breaches: dict[str, str] = {}
 
     def attempt(wall: str, what: str, action: object) -> None:
@@ -360,7 +362,7 @@ def _attacks(canary: str, parent: int) -> dict[str, str]:
             breaches.setdefault(wall, what)
 
     def call(number: str, *arguments: object) -> object:
-        return _libc.syscall(_NUMBERS[platform.machine()][number], *arguments) >= 0
+        return _libc.syscall(_NUMBERS[os.uname().machine][number], *arguments) >= 0
 
     if _libc.prctl(_PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) != 1:
         breaches["no_new_privs"] = "may gain privileges"
@@ -368,8 +370,8 @@ def _attacks(canary: str, parent: int) -> dict[str, str]:
     attempt("landlock", "wrote a file", lambda: os.close(os.open(canary + "2", os.O_WRONLY | os.O_CREAT)))
     attempt("landlock", "read its parent's environment", lambda: os.open(f"/proc/{parent}/environ", os.O_RDONLY))
     attempt("landlock", "opened its parent's memory", lambda: os.open(f"/proc/{parent}/mem", os.O_RDWR))
-    if platform.machine() not in _NUMBERS:
-        breaches["seccomp"] = f"is not filtered on {platform.machine()}"
+    if os.uname().machine not in _NUMBERS:
+        breaches["seccomp"] = f"is not filtered on {os.uname().machine}"
     else:
         attempt("seccomp", "opened a socket", lambda: socket.socket().close())
         attempt("seccomp", "sent a signal to its parent", lambda: os.kill(parent, 0))
@@ -396,6 +398,8 @@ def _attacks(canary: str, parent: int) -> dict[str, str]:
 
 def _main() -> None:
     if sys.argv[1] == "--attack":
+        import socket  # noqa: F401  # while files can still be read
+
         parent = os.getppid()
         uid = os.stat(f"/proc/{parent}").st_uid
         enter(Policy())

@@ -27,7 +27,7 @@ import numpy
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox import check, cost, jail
 from cuda_agent.sandbox.buffers import Array, Buffers, byte_count
-from cuda_agent.sandbox.prepared import Entry, Prepared, Settings, Workshop
+from cuda_agent.sandbox.prepared import Entry, Prepared, Settings, Workshop, net
 from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError
 from cuda_agent.sandbox.wire import Probe, TaskError, Verdict, receive_frame, send_frame
 
@@ -159,16 +159,21 @@ class Trial:
         begin = time.perf_counter()
         request, buffers = self._request, self._buffers
         options = {
-            "role": "candidate", "lane": request["lane"], "spec": buffers.spec.to_json(), "layout": buffers.layout,
-            "weights": buffers.weights, "sources": ["model_new.py"],
-        }  # fmt: skip
+            "lane": request["lane"],
+            "spec": buffers.spec.to_json(),
+            "layout": buffers.layout,
+            "weights": buffers.weights,
+        }
         with self._lease.working():
-            self._worker = self._workshop.start(options, buffers.descriptors, tuple(request["read"]))
+            self._worker = self._workshop.candidate(options, buffers.descriptors, tuple(request["read"]))
         self._worker.seconds = self._settings.run_seconds
         if self._settings.clock == "real":
-            inputs = self._prepared.entry(self._next).inputs
+            prepared = self._prepared
+            inputs = prepared.entry(self._next).inputs
             with self._lease.timing(), self._judged():
-                self._null = min(self._timed(inputs, kind="N")[0] for _ in range(_NULL_CALLS))
+                least = min(self._timed(inputs, kind="N")[0] for _ in range(_NULL_CALLS))
+            known = prepared.empty_candidate
+            self._null = known[request["lane"]] = min(least, known.get(request["lane"], least))
         try:
             with self._lease.working(), self._judged("while it was loaded"):
                 self._worker.call("L", request["load"])
@@ -204,7 +209,7 @@ class Trial:
         results: list[tuple[Entry, list[Array]]] = []
         eager: list[float] = []
         with self._lease.timing():
-            empty = min(prepared.oracle.seconds(others[0], null=True) for _ in range(4))
+            empty = prepared.empty_call(prepared.oracle, others[0])
             prepared.oracle.seconds(others[-1])
             for number in range(self._settings.timed_calls):
                 if number in entries:
@@ -214,15 +219,15 @@ class Trial:
                 else:
                     with self._judged("in a timed call"):
                         seconds, _ = self._timed(_rolled(others[number % len(others)], self._prepared.spec.inputs))
-                verdict.samples.append(max(seconds - self._null, 1e-7))
+                verdict.samples.append(net(seconds, self._null))
                 if number % 2 == 0:
-                    eager.append(max(prepared.oracle.seconds(others[number % len(others)]) - empty, 1e-7))
+                    eager.append(net(prepared.oracle.seconds(others[number % len(others)]), empty))
                 if number + 1 >= _FEWEST_TIMED and self._clear(verdict.samples, eager):
                     break
             baseline = prepared.baselines.eager or 0.0
             if baseline and abs(statistics.median(eager) / baseline - 1) > _DRIFT:
                 for extra in range(2):
-                    eager.append(max(prepared.oracle.seconds(others[extra % len(others)]) - empty, 1e-7))
+                    eager.append(net(prepared.oracle.seconds(others[extra % len(others)]), empty))
                 drift = statistics.median(eager) / baseline
                 verdict.eager_seconds = baseline * drift
                 if verdict.compile_seconds is not None:

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,11 @@ from cuda_agent.sandbox.buffers import Array, Buffers, byte_count
 from cuda_agent.sandbox.processes import WarmParent, Worker, WorkerDied, WorkerError
 from cuda_agent.sandbox.wire import TaskError, TaskSpec
 
-_POOL_BYTES = 256 << 20  # most memory for one task's pool
+_POOL_BYTES = 48 << 20  # most memory for one task's pool
 _SPARE = 4  # entries of a pool beyond the checks: for audits of timed calls
 _COMPILE_SECONDS = 120.0
 _BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # of one round: whichever comes first
+_EMPTY_CALLS = 4
 _BASELINE_ROUNDS, _STEADY = 3, 0.05  # another round when calls differ by more than this (median deviation)
 _COMPILING = "cuda_agent.sandbox.compiling"  # imported by the warm parent of compiling workers, never here
 
@@ -63,6 +64,12 @@ class Settings:
     cache: str  # survives; only trusted processes write it
     scratch: str  # private folders of workers
     lease: str
+
+
+def net(seconds: float, empty: float) -> float:
+    """A time without the empty call.  What is left is at least a tenth: more than that the clock cannot resolve, and a
+    time near zero must not come out of noise."""
+    return max(seconds - empty, seconds / 10)
 
 
 @dataclass
@@ -99,58 +106,58 @@ class Workshop:
             self._ready = True
         return self._plain.torch
 
-    def start(self, options: dict[str, Any], fds: list[int] | None = None, read: tuple[str, ...] = ()) -> Worker:
+    def candidate(self, options: dict[str, Any], fds: list[int], read: tuple[str, ...]) -> Worker:
+        """A single-use worker that can write nothing but its outputs."""
         assert self.torch
-        return self._start(self._plain, options, fds or [], read)
+        cpu_seconds = int(self.settings.run_seconds * self.settings.threads * 4) + 60
+        return self._start(
+            self._plain, {"role": "candidate", **options}, fds, jail.Policy(read=read, file_mb=0), cpu_seconds
+        )
+
+    def reference(self) -> Worker:
+        """A worker for one task, with a small private folder: libraries make their cache folders when imported."""
+        assert self.torch
+        return self._start(self._plain, {"role": "reference"}, [], jail.Policy(file_mb=16), home=self._home())
+
+    def compiler(self) -> tuple[Worker, str]:
+        """A reference worker that may run the C++ compiler, and the folder of what the warm-up found out."""
+        if self._compiling is None:
+            self._compiling = WarmParent(self.settings.threads, self._log, (_COMPILING,))
+            self._compiling.wait_ready()
+        known = str(self._known())
+        return self._start_compiler(self._home(), (known,)), known
+
+    def _start_compiler(self, home: Path, read: tuple[str, ...] = ()) -> Worker:
+        assert self._compiling
+        execute = (*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix)
+        policy = jail.Policy(read=read, execute=execute, file_mb=256)
+        return self._start(self._compiling, {"role": "reference"}, [], policy, home=home)
+
+    def _home(self) -> Path:
+        return Path(tempfile.mkdtemp(prefix="worker-", dir=self.settings.scratch))
 
     def _start(
         self,
         parent: WarmParent,
         options: dict[str, Any],
         fds: list[int],
-        read: tuple[str, ...],
+        policy: jail.Policy,
+        cpu_seconds: int = 1 << 20,
         home: Path | None = None,
     ) -> Worker:
         settings = self.settings
-        policy = jail.Policy(
-            read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix, *read),
+        policy = replace(
+            policy,
+            read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix, *policy.read),
             write=(str(home),) if home else (),
-            execute=(*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix) if home else (),
             memory_mb=2 * settings.memory_mb,  # virtual; what is really used is the watchdog's business
-            file_mb=256 if home else 0,
-            cpu_seconds=600 if home else int(settings.run_seconds * settings.threads * 4) + 60,
+            cpu_seconds=cpu_seconds,
             read_any=True,
         )
-        options = {
-            "threads": settings.threads,
-            "folder": str(home or settings.scratch),
-            "sources": ["model.py"],
-        } | options
-        return Worker(parent, options, policy, settings.memory_mb, fds)
-
-    @contextmanager
-    def compiling(self) -> Iterator[tuple[Worker, str]]:
-        """A reference worker that may run the C++ compiler in a private folder that is gone afterwards, and the folder
-        of what the warm-up found out."""
-        if self._compiling is None:
-            self._compiling = WarmParent(self.settings.threads, self._log, (_COMPILING,))
-            self._compiling.wait_ready()
-        known = self._known()
-        with self._compiler(known) as (worker, _):
-            yield worker, str(known)
-
-    @contextmanager
-    def _compiler(self, known: Path | None) -> Iterator[tuple[Worker, Path]]:
-        assert self._compiling
-        home = Path(tempfile.mkdtemp(prefix="compile-", dir=self.settings.scratch))
-        environment = {"TMPDIR": str(home), "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"), "HOME": str(home)}
-        options = {"role": "reference", "environment": environment}
-        worker = self._start(self._compiling, options, [], (str(known),) if known else (), home)
-        try:
-            yield worker, home
-        finally:
-            worker.kill()
-            shutil.rmtree(home, ignore_errors=True)
+        folder = str(home or settings.scratch)
+        environment = {"TMPDIR": folder, "HOME": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        options = {"threads": settings.threads, "folder": folder, "environment": environment} | options
+        return Worker(parent, options, policy, settings.memory_mb, fds, home)
 
     def _known(self) -> Path:
         """What compiling workers share, made by a trusted warm-up when this machine's cache has none."""
@@ -163,20 +170,17 @@ class Workshop:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two judges start at the same time; one of them does it
             if known.exists():
                 return known
-            with self._compiler(None) as (worker, home):
-                oracle = Oracle(worker, _WARM_UP, 0, self.settings)
-                with contextlib.suppress(WorkerError, WorkerDied):  # compiling fails here: then it will for the task
-                    oracle.compile(oracle.inputs(0), "")
-                oracle.close()
-                staged = Path(tempfile.mkdtemp(dir=known.parent))
-                for name in ("facts.json", "headers"):
-                    if (home / name).is_dir():
-                        shutil.copytree(home / name, staged / name, symlinks=True)
-                    elif (home / name).exists():
-                        shutil.copyfile(home / name, staged / name)
-                if not (staged / "facts.json").exists():
-                    (staged / "facts.json").write_text('{"isa": {}, "header": {}}')
-                os.replace(staged, known)
+            home = self._home()
+            oracle = Oracle(self._start_compiler(home), _WARM_UP, 0, self.settings)
+            with contextlib.suppress(WorkerError, WorkerDied):  # compiling fails here: then it will for the task
+                oracle.compile(oracle.inputs(0), "")
+            staged = Path(tempfile.mkdtemp(dir=known.parent))
+            if (home / "headers").exists():
+                shutil.copytree(home / "headers", staged / "headers")
+            facts = home / "facts.json"
+            (staged / "facts.json").write_text(facts.read_text() if facts.exists() else '{"isa": {}, "header": {}}')
+            oracle.close()
+            os.replace(staged, known)
         return known
 
     def close(self) -> None:
@@ -186,12 +190,19 @@ class Workshop:
 
 
 class Oracle:
-    """A reference worker of one task with its buffers.  Every failure of the task is a ``TaskError``."""
+    """A reference worker of one task, which it owns, and its buffers.  Every failure of the task is a ``TaskError``."""
 
     def __init__(self, worker: Worker, code: str, weights_seed: int, settings: Settings) -> None:
         self._worker = worker
         self._limit = settings.run_seconds
         self._buffers: Buffers | None = None
+        try:
+            self._open(code, weights_seed, settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, code: str, weights_seed: int, settings: Settings) -> None:
         self.spec = TaskSpec.from_json(self._ask("T", {"code": code, "seed": weights_seed}))
         size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs, *self.spec.weights.values()))
         if size > settings.memory_mb << 20:
@@ -270,17 +281,14 @@ class Prepared:
         self._code = code
         self._digest = digest
         self._lease = Lease(Path(settings.lease))
-        worker = workshop.start({"role": "reference"})
-        try:
-            with self._lease.working():
-                self.oracle = Oracle(worker, code, self._seed(-1), settings)
-        except BaseException:
-            worker.kill()
-            raise
+        with self._lease.working():
+            self.oracle = Oracle(workshop.reference(), code, self._seed(-1), settings)
         self.spec = self.oracle.spec
         size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs))
         self._pool: list[Entry | None] = [None] * max(2, min(settings.checks + _SPARE, _POOL_BYTES // max(1, size)))
         self.base = 0
+        self._empty = float("inf")
+        self.empty_candidate: dict[str, float] = {}  # the same of candidates, by lane
         self.baselines = self._load()
 
     @property
@@ -313,45 +321,56 @@ class Prepared:
             self.baselines.compile = cost.compiled(self.spec, *counts, self._settings.threads)
             self.baselines.compile_tried = True
             return
-        if self.baselines.eager is None:
-            self.baselines.eager = self._median(self.oracle, _BASELINE_CALLS)
-            self._save()
         if compile and not self.baselines.compile_tried:
             self._measure_compile()
+            self._save()
+        elif self.baselines.eager is None:
+            self.baselines.eager = self._medians(self.oracle)[0]
             self._save()
 
     def _measure_compile(self) -> None:
         inputs = self.entry(self.base).inputs
-        with self._workshop.compiling() as (worker, known):
-            with self._lease.working():
-                oracle = Oracle(worker, self._code, self._seed(-1), self._settings)
-                try:
-                    oracle.compile(inputs, known)
-                except (WorkerError, WorkerDied) as error:
-                    self.baselines.compile_error = f"torch.compile: {error}"
-            if not self.baselines.compile_error:
-                self.baselines.compile = self._median(oracle, _BASELINE_CALLS)
-            oracle.close()
+        worker, known = self._workshop.compiler()
+        with self._lease.working():
+            oracle = Oracle(worker, self._code, self._seed(-1), self._settings)
+            try:
+                oracle.compile(inputs, known)
+            except (WorkerError, WorkerDied) as error:
+                self.baselines.compile_error = f"torch.compile: {error}"
+        if not self.baselines.compile_error:
+            self.baselines.eager, self.baselines.compile = self._medians(self.oracle, oracle)
+        elif self.baselines.eager is None:
+            self.baselines.eager = self._medians(self.oracle)[0]
+        oracle.close()
         self.baselines.compile_tried = True
 
-    def _median(self, oracle: Oracle, calls: int) -> float:
-        """Median seconds of one call of the reference, the empty call subtracted."""
+    def empty_call(self, oracle: Oracle, inputs: list[Array]) -> float:
+        """Seconds of a reference call that computes nothing.  The least ever seen: on a busy machine an empty call may
+        take long, and what is subtracted from a time must never be more than what was really in it."""
+        least = min(oracle.seconds(inputs, null=True) for _ in range(_EMPTY_CALLS))
+        self._empty = min(self._empty, least)
+        return self._empty
+
+    def _medians(self, *oracles: Oracle) -> list[float]:
+        """Median seconds of one call of each reference, interleaved, the empty call subtracted."""
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
+        best = [float("inf")] * len(oracles)
         with self._lease.timing():
-            for inputs in entries[:2]:
-                oracle.seconds(inputs)
-            null = min(oracle.seconds(entries[i % len(entries)], null=True) for i in range(7))
-            best = float("inf")
+            for oracle in oracles:
+                for inputs in entries[:2]:
+                    oracle.seconds(inputs)
+            empty = min(self.empty_call(oracle, entries[0]) for oracle in oracles)
             for _ in range(_BASELINE_ROUNDS):  # a burst of other work on the machine must not stay in the cache
-                samples: list[float] = []
+                rows: list[list[float]] = []
                 end = time.monotonic() + _BASELINE_SECONDS
-                while len(samples) < 3 or (len(samples) < calls and time.monotonic() < end):
-                    samples.append(oracle.seconds(entries[len(samples) % len(entries)]))
-                middle = statistics.median(samples)
-                best = min(best, middle)
-                if statistics.median(abs(s - middle) for s in samples) < _STEADY * middle:
+                while len(rows) < 3 or (len(rows) < _BASELINE_CALLS and time.monotonic() < end):
+                    rows.append([oracle.seconds(entries[len(rows) % len(entries)]) for oracle in oracles])
+                middles = [statistics.median(column) for column in zip(*rows, strict=True)]
+                if middles[0] < best[0]:
+                    best = middles
+                if statistics.median(abs(row[0] - middles[0]) for row in rows) < _STEADY * middles[0]:
                     break
-        return max(best - null, 1e-7)
+        return [net(seconds, empty) for seconds in best]
 
     def _file(self) -> Path:
         key = json.dumps([self._digest, self._workshop.torch, build.processor(), self._settings.threads])

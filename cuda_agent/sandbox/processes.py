@@ -8,6 +8,7 @@ its answers mean.
 import contextlib
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -91,13 +92,21 @@ class WarmParent:
 
 
 class Worker:
-    """One jailed process.  ``seconds`` is what it may still spend running; waiting for it is what is counted."""
+    """One jailed process, with the folder ``home`` (or none) that goes with it.  ``seconds`` is what it may still spend
+    running; waiting for it is what is counted."""
 
     def __init__(
-        self, parent: WarmParent, options: dict[str, Any], policy: jail.Policy, memory_mb: int, fds: Sequence[int] = ()
+        self,
+        parent: WarmParent,
+        options: dict[str, Any],
+        policy: jail.Policy,
+        memory_mb: int,
+        fds: Sequence[int] = (),
+        home: Path | None = None,
     ) -> None:
         self._parent = parent
         self._memory_mb = memory_mb
+        self._home = home
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(5.0)  # for one frame: one that stops in the middle is none
         self.seconds = 0.0
@@ -212,7 +221,10 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._socket.close()
-        return self._parent.reap(self.pid)
+        status = self._parent.reap(self.pid)
+        if self._home:
+            shutil.rmtree(self._home, ignore_errors=True)
+        return status
 
     def _is_zombie(self) -> bool:
         try:

@@ -32,6 +32,8 @@ from cuda_agent.sandbox import jail
 from cuda_agent.sandbox.binding import OnlyTheExtension, load_module
 from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
 
+_SOURCES = ("model.py", "model_new.py")  # names under which untrusted Python runs
+
 # ---------------------------------------------------------------------------------------------------------- warm parent
 
 
@@ -79,9 +81,8 @@ def _child(frame: Frame) -> None:
             os.closerange(low, descriptor)
             low = descriptor + 1
         os.chdir(options["folder"])
-        environment = options.get("environment", {})
-        os.environ.update(environment)
-        tempfile.tempdir = environment.get("TMPDIR")  # the warm parent's choice was remembered
+        os.environ.update(options["environment"])
+        tempfile.tempdir = options["folder"]  # libraries ask for one, even where nothing can be written
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
         jail.enter(jail.Policy.from_json(options["policy"]))
@@ -236,19 +237,19 @@ class Worker:
             except MemoryError:
                 send_frame(self._channel, "!", {"message": "out of memory"})
             except BaseException as error:
-                message = _explain(error, self._options["sources"])
+                message = _explain(error)
                 send_frame(self._channel, "!", {"message": message, "cheat": type(error).__name__ == "Cheat"})
             else:
                 send_frame(self._channel, "=", answer)
 
 
-def _explain(error: BaseException, sources: list[str]) -> str:
+def _explain(error: BaseException) -> str:
     """Type and first line of the message, with the last line of the untrusted source that took part."""
     lines = [str(line) for line in str(error).strip().splitlines() if line.strip()]
     where = ""
     for entry in traceback.extract_tb(error.__traceback__):
-        if os.path.basename(entry.filename) in sources:
-            where = f" ({os.path.basename(entry.filename)} line {entry.lineno})"
+        if entry.filename in _SOURCES:
+            where = f" ({entry.filename} line {entry.lineno})"
     if isinstance(error, SyntaxError) and error.filename:
         where = f" ({os.path.basename(error.filename)} line {error.lineno})"
         lines = [error.msg]

@@ -66,12 +66,13 @@ class Running:
 
     def __init__(self, config: Sandbox, cache: Path) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
         self.sandbox = LocalSandbox(config, cache)
         self.wait(self.sandbox.__aenter__())
 
     def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(120)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(300)
 
     def evaluate(self, task: Task, solution: Solution) -> Verdict:
         return self.wait(self.sandbox.evaluate(task, solution))
@@ -82,6 +83,8 @@ class Running:
     def close(self) -> None:
         self.wait(self.sandbox.__aexit__())
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 def one_judge(monkeypatch: pytest.MonkeyPatch) -> None:
