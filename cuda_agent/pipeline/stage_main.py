@@ -94,6 +94,7 @@ def run_stage(order: Order) -> int:
     faulthandler.register(signal.SIGUSR1)  # `kill -USR1`: where is it?  The answer goes to the log.
     scratch = Path(order.scratch)
     scratch.mkdir(parents=True, exist_ok=True)
+    (scratch / "pid").write_text(str(os.getpid()))
     code, message = EXIT_DONE, ""
     try:
         _run(order, scratch, lambda: stopped)

@@ -1,0 +1,115 @@
+"""The whole product, every stage real, by its command line: one run in peace, one that is killed again and again.
+
+With the model clock both must end with the same bytes.  This takes a minute or two: it is the drill of everything.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cuda_agent.pipeline import runs
+from cuda_agent.pipeline.graph import STAGES
+from cuda_agent.storage import open_store
+from cuda_agent.tracking import read_metrics
+
+COMMAND = [sys.executable, "-m", "cuda_agent.cli", "run", "experiment=smoke", "--json"]
+
+
+def start(home: Path, *overrides: str) -> subprocess.Popen:
+    home.mkdir(exist_ok=True)
+    command = [*COMMAND, f"run.store={home / 'store'}", *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=open(home / "said.txt", "a"), text=True)
+
+
+def finish(home: Path, *overrides: str) -> dict:
+    running = start(home, *overrides)
+    answer, _ = running.communicate(timeout=600)
+    assert running.returncode == 0, (home / "said.txt").read_text()[-3000:]
+    return json.loads(answer)
+
+
+def wait_for(home: Path, running: subprocess.Popen, pattern: str) -> Path:
+    """Until a file of this pattern is there."""
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and running.poll() is None:
+        if found := next(home.glob(pattern), None):
+            return found
+        time.sleep(0.01)
+    raise AssertionError(f"{pattern} never came: {(home / 'said.txt').read_text()[-3000:]}")
+
+
+def test_the_whole_product_in_peace_and_under_kills(tmp_path):
+    """One test, because all of it rests on one run in peace, which takes most of the time."""
+    peace = tmp_path / "peace"
+    peace.mkdir()
+    mlflow = f"run.mlflow=sqlite:///{peace}/mlflow.db"
+    answer = finish(peace, mlflow)
+    every_stage_ran_and_the_report_is_there(answer)
+    the_same_command_again_comes_from_the_cache(peace, mlflow, answer)
+    mlflow_holds_the_run_with_its_curves(peace, answer)
+    a_run_killed_at_three_places_ends_with_the_same_bytes(tmp_path, answer)
+
+
+def every_stage_ran_and_the_report_is_there(answer: dict) -> None:
+    assert list(answer["stages"]) == [stage.name for stage in STAGES]
+    page = Path(answer["report"])
+    assert "<html" in page.read_text()[:500].lower() and (page.parent / "report.json").exists()
+
+
+def the_same_command_again_comes_from_the_cache(home: Path, mlflow: str, answer: dict) -> None:
+    again = finish(home, mlflow)
+    assert again["stages"] == answer["stages"] and again["run"] != answer["run"]
+    assert "running" not in (home / "said.txt").read_text().split(again["run"])[1]
+
+
+def mlflow_holds_the_run_with_its_curves(home: Path, answer: dict) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{home}/mlflow.db")
+    experiment = client.get_experiment_by_name("smoke")
+    (parent,) = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{answer['run']}'")
+    assert parent.info.status == "FINISHED" and parent.data.params["sandbox.clock"] == "model"
+    query = f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
+    children = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id], query)}
+    assert set(children) == {stage.name for stage in STAGES}
+    assert all(child.info.status == "FINISHED" for child in children.values())
+    history = client.get_metric_history(children["agentic"].info.run_id, "reward")
+    assert len({point.step for point in history}) == len(history) > 1
+    assert {"config.json", "index.html"} <= {item.path for item in client.list_artifacts(parent.info.run_id)}
+
+
+def a_run_killed_at_three_places_ends_with_the_same_bytes(tmp_path: Path, answer: dict) -> None:
+    home, off = tmp_path / "war", "run.mlflow=off"
+
+    running = start(home, off)  # the whole run, in the middle of training
+    wait_for(home, running, "store/checkpoints/warmup/*/*.json")
+    running.kill()
+    running.wait()
+
+    running = start(home, off)  # one stage: the same call goes on
+    wait_for(home, running, "store/checkpoints/agentic/*/*.json")
+    os.kill(int(next(home.glob("work/*/agentic/pid")).read_text()), signal.SIGKILL)
+    wait_for(home, running, "work/*/evaluate-base/pid")
+    running.kill()  # the whole run again, in an evaluation
+    running.wait()
+
+    survivor = finish(home, off)
+    assert survivor["resumed"]
+    outputs, expected = ({n: f["outputs"] for n, f in a["stages"].items()} for a in (survivor, answer))
+    assert outputs == expected
+    war, calm = (
+        (store, runs.run_manifests(store, runs.list_runs(store)[0], STAGES))
+        for store in (open_store(home / "store"), open_store(tmp_path / "peace" / "store"))
+    )
+    assert len(runs.list_runs(war[0])) == 1
+    assert len(war[1]["warmup"].resumed) == 1 and len(war[1]["agentic"].resumed) == 1
+    for name in war[1]:
+        steps = []
+        for which, (store, manifests) in (("war", war), ("calm", calm)):
+            store.get_folder(manifests[name].metrics, tmp_path / "said" / name / which)
+            steps.append(list(read_metrics(tmp_path / "said" / name / which / "metrics.jsonl")))
+        assert steps[0] == steps[1], "no step is missing and none is there twice"
