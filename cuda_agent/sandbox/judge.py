@@ -11,6 +11,7 @@ calls that it takes for timed: checked, timed and audited calls look the same fr
 
 import contextlib
 import ctypes
+import math
 import random
 import secrets
 import socket
@@ -29,7 +30,7 @@ from cuda_agent.sandbox import check, cost, jail
 from cuda_agent.sandbox.buffers import Array, Buffers, byte_count
 from cuda_agent.sandbox.prepared import Entry, Prepared, Settings, Workshop, net
 from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError
-from cuda_agent.sandbox.wire import Probe, TaskError, Verdict, receive_frame, send_frame
+from cuda_agent.sandbox.wire import Probe, TaskError, Tensor, Verdict, receive_frame, send_frame
 
 _MOST_PREPARED = 24  # tasks kept ready, least recently used first out
 _SLOTS_BYTES = 64 << 20  # three slots for what is smaller, two for the rest
@@ -37,6 +38,7 @@ _NULL_CALLS = 7
 _FEWEST_TIMED = 4
 _DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
 _AUDITED = 1 / 3  # share of the timed calls whose outputs are checked
+_FLOATING = ("float", "bfloat")
 _STATUS = {"timeout": "timeout", "crash": "crash", "memory": "crash", "threads": "crash", "protocol": "crash"}
 
 
@@ -204,6 +206,8 @@ class Trial:
         audited = {i for i in range(self._settings.timed_calls) if random.SystemRandom().random() < _AUDITED}
         audited.add(secrets.randbelow(_FEWEST_TIMED))
         audited = set(sorted(audited)[: max(1, prepared.pool_size - self._settings.checks)])
+        if not _can_roll(prepared.spec.inputs):
+            audited = set(range(self._settings.timed_calls))  # no cheap fresh values: every call gets its own
         entries = {i: self._take() for i in sorted(audited)}
         others = [prepared.entry(prepared.base + i).inputs for i in range(min(3, prepared.pool_size))]
         results: list[tuple[Entry, list[Array]]] = []
@@ -298,12 +302,19 @@ class Trial:
         self._buffers.close()
 
 
-def _rolled(inputs: Sequence[Array], tensors: Sequence[Any]) -> list[Array]:
+def _can_roll(tensors: Sequence[Tensor]) -> bool:
+    """Whether ``_rolled`` makes contents that were not seen before: integers (indices, offsets) may have an order that
+    must stay."""
+    rolling = [t.dtype.startswith(_FLOATING) and any(extent > 1 for extent in t.shape) for t in tensors]
+    return any(rolling) and all(roll or math.prod(t.shape) <= 1 for roll, t in zip(rolling, tensors, strict=True))
+
+
+def _rolled(inputs: Sequence[Array], tensors: Sequence[Tensor]) -> list[Array]:
     """The same values in other places: fresh contents from the same domain, without an oracle."""
     rolled = []
     for values, tensor in zip(inputs, tensors, strict=True):
         axis = next((i for i, extent in enumerate(values.shape) if extent > 1), None)
-        if axis is None or not tensor.dtype.startswith(("float", "bfloat")):
+        if axis is None or not tensor.dtype.startswith(_FLOATING):
             rolled.append(values)
             continue
         shift = 1 + secrets.randbelow(values.shape[axis] - 1)

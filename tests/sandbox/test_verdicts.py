@@ -201,3 +201,28 @@ def test_a_plan_that_names_no_output_is_refused(running: Running) -> None:
     plan = {"nodes": [dict(PLAN["nodes"][0], args=["in0", "in0", "in0.numel", "init0"])]}
     verdict = running.evaluate(task(), plan_solution(plan=plan))
     assert (verdict.status, verdict.message) == ("build_error", "no node uses out0")
+
+
+def test_inputs_that_cannot_be_shuffled_are_drawn_anew_for_every_timed_call(timed: Running) -> None:
+    """Indices have an order that may matter, so each call gets its own: remembering contents is no help."""
+    code = CHAIN.replace("torch.randn(32, 128)", "torch.randint(0, 9, (64,))").replace("torch.relu(x)", "x")
+    kernel = """
+void times(long, long, const long* x, float* y, long n, double s) {
+  static const long* seen[64];
+  static int count = 0;
+  for (int i = 0; i < count; i++) {
+    bool equal = true;
+    for (long j = 0; j < n; j++) equal = equal && seen[i][j] == x[j];
+    if (equal) return;
+  }
+  long* copy = new long[n];
+  for (long i = 0; i < n; i++) copy[i] = x[i];
+  seen[count++] = copy;
+  for (long i = 0; i < n; i++) y[i] = x[i] * s;
+}
+"""
+    args = ["in0", "out0", "in0.numel", "init0"]
+    plan = {"nodes": [{"kernel": "kernels/chain.cpp", "function": "times", "args": args}]}
+    timed.know_compile_time(task(code))
+    verdict = timed.evaluate(task(code), plan_solution(kernel, plan))
+    assert (verdict.status, verdict.message) == ("ok", "")
