@@ -371,12 +371,13 @@ def doctor(
 
 @app.command(
     epilog="\b\nExamples:\n  cuda-agent benchmark my-policy/ --tasks KernelBench/\n"
+    "  cuda-agent benchmark last/agentic --tasks KernelBench/level1 evaluate.turns=6 policy.context=1024\n"
     "  cuda-agent benchmark --base-url http://127.0.0.1:8000/v1 --model qwen3-coder --tasks KernelBench/"
 )
 def benchmark(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="POLICY|OVERRIDE", help="a Hugging Face folder; Hydra overrides"),
+        typer.Argument(metavar="POLICY|OVERRIDE", help="a Hugging Face folder, or RUN/STAGE; Hydra overrides"),
     ] = None,
     base_url: Annotated[str | None, typer.Option(help="any OpenAI-compatible address instead of a policy")] = None,
     model: Annotated[str | None, typer.Option(help="name of the model behind --base-url")] = None,
@@ -400,8 +401,9 @@ def benchmark(
         overrides = ["experiment=benchmark", *overrides]
     if len(policies) > 1:
         raise evaluation.BenchmarkError(f"benchmark: expected one POLICY, got {' and '.join(policies)}.")
-    who = evaluation.Player(Path(policies[0]) if policies else None, base_url, model, key_env)
     settings = compose(overrides)
+    folder = evaluation.policy_folder(policies[0], settings.run.store) if policies else None
+    who = evaluation.Player(folder, base_url, model, key_env)
     cache = runs.local_home(settings.run.store) / "cache"
     say = (lambda line: None) if as_json else (lambda line: print(line, file=sys.stderr))
     scores = asyncio.run(evaluation.benchmark(settings, cache, who, tasks, output, say))

@@ -3,6 +3,7 @@
 What it does not cover: judging (``sandbox``), playing (``agent``), scoring (``stages.scores``), parsing a command line.
 """
 
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -10,7 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cuda_agent.config import Config, Sandbox
+from cuda_agent.pipeline import runs
+from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
 from cuda_agent.sandbox.wire import Mode, Solution, Verdict
+from cuda_agent.storage import local_folder, open_store
 from cuda_agent.tasks.io import TaskError, read_any, task_from_file
 
 LARGEST = 1 << 20  # bytes of one file of a solution
@@ -39,6 +43,26 @@ class Player:
     @property
     def name(self) -> str:
         return self.model or (self.policy.name if self.policy else "")
+
+
+def policy_folder(text: str, store_uri: str) -> Path:
+    """``text`` is a Hugging Face folder, or ``RUN/STAGE`` of the store (``last/agentic``), whose policy is fetched."""
+    folder = Path(text)
+    if folder.is_dir():
+        return folder
+    run, _, stage = text.partition("/")
+    local = local_folder(store_uri)
+    if not stage or "/" in stage or (local is not None and not local.is_dir()):
+        raise BenchmarkError(f"benchmark: there is no folder {text}; a policy of a run is named as in last/agentic.")
+    store = open_store(store_uri)
+    record = runs.find_run(store, run)
+    manifest = read_manifest(store, manifest_entry(record.name, stage))
+    if manifest is None or "policy" not in manifest.outputs:
+        raise BenchmarkError(f"benchmark: stage {stage} of run {record.name} has made no policy.")
+    target = runs.local_home(store_uri) / "policies" / f"{record.name}-{stage}"
+    shutil.rmtree(target, ignore_errors=True)
+    store.get_folder(manifest.outputs["policy"], target)
+    return target
 
 
 def read_solution(folder: Path, lane: Literal["plan", "extension", "python"]) -> Solution:
