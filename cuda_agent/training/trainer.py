@@ -2,8 +2,9 @@
 
 A ``Trainer`` wraps one model (a causal language model or a ``Critic``) and knows how to take an optimizer step and how
 to save and restore itself; what is learnt from the rows is said by its callers (``recipes``).  Master weights are
-float32; ``precision="bf16"`` computes the trunk, and only it, in bfloat16.  Only the states before sampled tokens are
-ever projected to the vocabulary, a chunk at a time.  The same seed, threads and data give the same weights.
+float32; ``precision="bf16"`` computes the trunk, and only it, in bfloat16 (``auto``: where the processor multiplies it
+itself; for imitation, not where log-probabilities must agree with a float32 engine's).  Only the states before sampled
+tokens are ever projected to the vocabulary, a chunk at a time.  The same seed, threads and data give the same weights.
 Does not cover: several devices, low-rank adapters, models with routers or caches of their own.
 """
 
@@ -55,13 +56,14 @@ class Trainer:
         betas: tuple[float, float] = (0.9, 0.95),
         optimizer: Literal["adamw", "muon"] = "adamw",
         device: str = "cpu",
-        precision: Literal["fp32", "bf16"] = "fp32",
+        precision: Literal["fp32", "bf16", "auto"] = "fp32",
         gradient_checkpointing: bool = False,
         lease: Lease | None = None,
     ) -> None:
         self.model = model.to(device)
         self.row_tokens, self.max_grad_norm = row_tokens, max_grad_norm
-        self.device, self.precision, self.lease = torch.device(device), precision, lease
+        self.device, self.lease = torch.device(device), lease
+        self.precision = fast_precision(self.device) if precision == "auto" else precision
         self.step = 0  # optimizer steps taken
         self.seconds = 0.0  # spent in steps; a schedule by time goes on from here after a resume
         trunk = self.trunk
@@ -219,6 +221,14 @@ class Trainer:
             raise CorruptCheckpoint(f"{folder} is no checkpoint of this model: {error}") from error
         torch.set_rng_state(state["random"])
         self.step, self.seconds = state["step"], state["seconds"]
+
+
+def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:
+    """bf16 where this device has instructions for it."""
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return "bf16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"
 
 
 def _digest(path: Path) -> str:

@@ -1,5 +1,7 @@
 """The trainer on a tiny Qwen3: alignment, packing, where gradients go, checkpoints."""
 
+import threading
+
 import pytest
 import torch
 from training_cases import VOCAB, random_episode, tiny_policy
@@ -88,7 +90,18 @@ def test_rows_side_by_side_give_the_same_steps_as_one_after_the_other_each_time(
     assert several[:2] == pytest.approx(one[:2], abs=1e-5)
     assert torch.allclose(one[2], several[2], atol=1e-5)
     assert several[:2] == again[:2] and torch.equal(several[2], again[2])
-    assert torch.get_num_threads() == 1
+
+
+def test_rows_side_by_side_leave_the_number_of_threads_alone():
+    torch.set_num_threads(2)
+    actor = policy()
+    assert actor.workers == 2
+    memorise(actor, stop=1)
+    later: list[int] = []
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert torch.get_num_threads() == 2 and later == [2]
 
 
 def states_gradient(actor: Trainer, batch) -> tuple[torch.Tensor, Row]:
