@@ -79,7 +79,10 @@ def pretrain(ctx: StageContext, dialogues: Sequence[Dialogue]) -> tuple[object, 
     if not training:
         raise BadConfiguration(f"bootstrap: none of the examples fits policy.context ({policy.context} tokens)")
     model = new_policy(policy, tokenizer, ctx.config.seed)
-    trainer = make_trainer(ctx, model, row_tokens=settings.batch_tokens, longest=max(map(len, short)), optimizer="muon")
+    longest = max(map(len, short))
+    trainer = make_trainer(
+        ctx, model, row_tokens=settings.batch_tokens, longest=longest, precision="auto", scratch=True
+    )
     ctx.checkpoints.load(trainer.load)
     supervise(
         ctx,

@@ -29,9 +29,12 @@ def make_trainer(
     row_tokens: int,
     longest: int,
     max_grad_norm: float = 1.0,
-    optimizer: Literal["adamw", "muon"] = "adamw",
+    precision: Literal["fp32", "auto"] = "fp32",
+    scratch: bool = False,
 ) -> Trainer:
-    """``longest``: tokens of the longest sequence, which must fit into a row."""
+    """``longest``: tokens of the longest sequence, which must fit into a row.  ``precision`` "auto" is for imitation;
+    PPO needs the very log-probabilities of the engine.  ``scratch``: Muon, with which a new model gets as far on half
+    the tokens (measured: docs/lab-notebook.md)."""
     import torch
 
     torch.set_num_threads(ctx.config.policy.threads)
@@ -39,7 +42,9 @@ def make_trainer(
         model,
         row_tokens=max(min(row_tokens, ROW_TOKENS), longest),
         max_grad_norm=max_grad_norm,
-        optimizer=optimizer,
+        weight_decay=0.1 if scratch else 0.0,
+        optimizer="muon" if scratch else "adamw",
+        precision=precision,
         lease=Lease(ctx.cache / "lease"),
     )
 

@@ -25,6 +25,7 @@ def run(ctx: StageContext) -> None:
             row_tokens=settings.batch_tokens,
             longest=max(map(len, sequences)),
             max_grad_norm=settings.max_grad_norm,
+            precision="auto",
         )
         ctx.checkpoints.load(trainer.load)
         supervise(
