@@ -113,11 +113,11 @@ class Policy(Section):
 class Bootstrap(Section):
     examples: Positive = Field(6000, description="worked examples of the teacher in the corpus")
     agent_share: Share = Field(0.4, description="share of the examples that are full tool-using episodes")
-    repair_share: Share = Field(0.3, description="share of those with a mistake that is then repaired")
+    repair_share: Share = Field(0.2, description="share of those with a mistake that is then repaired")
     verify: int = Field(24, ge=0, description="examples verified in the sandbox")
     steps: Positive = 600
-    batch_tokens: Positive = 8192
-    lr: Rate = 3e-3
+    batch_tokens: Positive = 4096
+    lr: Rate = 6e-3
     max_seconds: float | None = Field(None, gt=0, description="stop training after this long; none: after steps")
 
 
