@@ -63,7 +63,7 @@ async def run_episode(
     task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: Settings, seed: int, episode_id: str
 ) -> Episode:
     """The game with tools.  ``seed`` decides, with the turn's number, what is sampled."""
-    play = _Play("agent", task, engine, chat, sandbox, settings, seed, episode_id)
+    play = Play("agent", task, engine, chat, sandbox, settings, seed, episode_id)
     return await play.run(play.with_tools)
 
 
@@ -71,7 +71,7 @@ async def run_single(
     task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: Settings, seed: int, episode_id: str
 ) -> Episode:
     """The game of one answer: its fenced files are the solution."""
-    play = _Play("single", task, engine, chat, sandbox, settings, seed, episode_id)
+    play = Play("single", task, engine, chat, sandbox, settings, seed, episode_id)
     return await play.run(play.with_one_answer)
 
 
@@ -79,7 +79,7 @@ class _Infra(Exception):
     """The sandbox failed twice: nobody's fault but ours."""
 
 
-class _Play:
+class Play:
     """One episode under way."""
 
     def __init__(

@@ -8,7 +8,7 @@ number, the server's own count, means something.
 import json
 from typing import Any
 
-from cuda_agent.agent.loop import Ended, Sandbox, Settings, _Play
+from cuda_agent.agent.loop import Ended, Sandbox, Settings, Play
 from cuda_agent.agent.prompt import agent_messages
 from cuda_agent.agent.skill import skill_text
 from cuda_agent.agent.tools import TOOLS, solution_of
@@ -29,7 +29,7 @@ async def run_visit(
     return await play.run(play.with_tools)
 
 
-class _Visit(_Play):
+class _Visit(Play):
     """Turns are messages here, not ids; workspace, judging and books are those of the loop."""
 
     def __init__(
