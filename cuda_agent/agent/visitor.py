@@ -8,7 +8,7 @@ number, the server's own count, means something.
 import json
 from typing import Any
 
-from cuda_agent.agent.loop import Ended, Sandbox, Settings, Play
+from cuda_agent.agent.loop import Ended, Play, Sandbox, Settings
 from cuda_agent.agent.prompt import agent_messages
 from cuda_agent.agent.skill import skill_text
 from cuda_agent.agent.tools import TOOLS, solution_of
