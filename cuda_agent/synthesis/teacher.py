@@ -23,15 +23,14 @@ GRIDS: tuple[int | str, ...] = (1, 2, 8, ROWS)
 
 @dataclass(frozen=True)
 class Choices:
-    """One design.  What they cost on two cores (medians over the family, grid 8, contiguous, fused, float = 1):
+    """One design, and what a choice costs on two idle cores (quartiles over the family, the fastest choice = 1):
 
-    ``number``  arithmetic type: double costs 1.5-4 times, most in transcendental functions
+    ``number``  arithmetic type: double costs 1.5-2 times, up to 4.5 in transcendental functions
     ``order``   how blocks share the elements: "chunk", contiguous; "stride", every grid-th element, which cannot be
-                vectorised (5-30 times) and lets threads share cache lines; rows are dealt out whole, so it is harmless
-                there
-    ``grid``    blocks: 1 uses one thread (2 times); a block a row costs a call each (1.1-3 times on small rows)
-    ``passes``  "fused": one loop over the elements; "split": a loop an operator, through memory (1.1-1.8 times)
-    ``moments`` variance from the sums of v and v * v in "one" pass, or from the mean in "two" (1.1-1.5 times)
+                vectorised and lets threads share cache lines (5-30 times); rows are dealt out whole, which costs little
+    ``grid``    blocks: 1 uses one thread (2 times); a block a row costs a call each (1.1-2 times)
+    ``passes``  "fused": one loop over the elements; "split": a loop an operator, through memory (1.0-1.4 times)
+    ``moments`` variance from the sums of v and v * v in "one" pass, or from the mean in "two" (1.05-1.15 times)
     """
 
     number: Literal["float", "double"]
