@@ -15,7 +15,7 @@ from cuda_agent.policy.model import PolicyError, load_policy, new_policy, save_p
 from cuda_agent.sandbox.client import LocalSandbox
 from cuda_agent.sandbox.wire import Solution
 from cuda_agent.stages.context import BadConfiguration, StageContext
-from cuda_agent.stages.dialogues import Dialogue, corpus, texts
+from cuda_agent.stages.dialogues import Dialogue, corpus, encode, texts
 from cuda_agent.stages.learning import make_trainer, supervise
 from cuda_agent.synthesis.family import combination
 from cuda_agent.synthesis.split import heldout_combinations
@@ -72,7 +72,7 @@ def pretrain(ctx: StageContext, dialogues: Sequence[Dialogue]) -> tuple[object, 
     settings, policy = ctx.config.bootstrap, ctx.config.policy
     tokenizer = train_tokenizer(texts(dialogues[:TOKENIZER]), policy.vocab)
     chat = Chat(tokenizer, "compact")
-    sequences = [tokens_of(*chat.encode_dialogue(dialogue)) for dialogue in dialogues]
+    sequences = [tokens_of(*encode(dialogue, chat)) for dialogue in dialogues]
     short = [sequence for sequence in sequences if len(sequence) <= policy.context]
     count = min(HELDOUT, len(short) // 10)
     heldout, training = short[:count], short[count:]
