@@ -176,7 +176,9 @@ async def _policy(config: Config, cache: Path, player: Player, sandbox: Any) -> 
     model, tokenizer = load_policy(player.policy)
     settings = _settings(config, "compact" if len(tokenizer) <= SMALL_VOCABULARY else "full")
     chat = Chat(tokenizer, settings.style)
-    engine = LocalEngine(model, threads=config.policy.threads, batch=config.policy.engine_batch, lease=Lease(cache / "lease"))
+    engine = LocalEngine(
+        model, threads=config.policy.threads, batch=config.policy.engine_batch, lease=Lease(cache / "lease")
+    )
     try:
         yield lambda task, seed, name: run_episode(task, engine, chat, sandbox, settings, seed, name)
     finally:
