@@ -73,6 +73,7 @@ def _print_json(value: Any) -> None:
 def run(
     overrides: Overrides = None,
     new: Annotated[bool, typer.Option("--new", help="start another run, even if one is unfinished")] = False,
+    to: Annotated[str | None, typer.Option("--to", help="only this stage and what it needs")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the whole workflow on this machine.
@@ -80,9 +81,14 @@ def run(
     Goes on with the newest unfinished run of the same configuration; stages that were made before come from the cache.
     Ctrl-C stops in order: stages write a checkpoint, and the same command goes on from there.
     """
-    from cuda_agent.config import compose
+    from cuda_agent.config import ConfigError, compose
+    from cuda_agent.pipeline.graph import STAGES, up_to
 
     config = compose(overrides or [])
+    try:
+        rows = up_to(STAGES, to) if to else STAGES
+    except ValueError as error:
+        raise ConfigError(f"--to: {error}") from None
     if sys.platform != "linux":
         from cuda_agent.pipeline.doctor import unsupported
 
@@ -91,10 +97,12 @@ def run(
     from cuda_agent.pipeline.local import run_pipeline
 
     if as_json:
-        outcome = run_pipeline(config, new=new, watch=screen.plain(lambda line: print(line, file=sys.stderr)))
+        outcome = run_pipeline(
+            config, new=new, stages=rows, watch=screen.plain(lambda line: print(line, file=sys.stderr))
+        )
     else:
         with screen.watching() as watch:
-            outcome = run_pipeline(config, new=new, watch=watch)
+            outcome = run_pipeline(config, new=new, stages=rows, watch=watch)
     report = str(outcome.report / "index.html") if outcome.report else None
     if as_json:
         stages = {

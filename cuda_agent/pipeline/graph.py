@@ -141,6 +141,14 @@ def ancestors(stages: Sequence[Stage], name: str) -> list[str]:
     return [stage.name for stage in stages if stage.name in found]
 
 
+def up_to(stages: Sequence[Stage], name: str) -> tuple[Stage, ...]:
+    """``name`` and all stages above it, in the table's order.  Raises ValueError when there is no such stage."""
+    if name not in {stage.name for stage in stages}:
+        raise ValueError(f"there is no stage {name}: {', '.join(stage.name for stage in stages)}")
+    chosen = {name, *ancestors(stages, name)}
+    return tuple(stage for stage in stages if stage.name in chosen)
+
+
 def check(stages: Iterable[Stage]) -> None:
     """Every input comes from a row further up, so the table is also an order of execution; names are unique."""
     made: set[str] = set()

@@ -219,3 +219,9 @@ def test_the_live_table_fits_and_shows_progress():
     console.print(screen._table("run-1", views, 100))
     text = console.export_text()
     assert "3/6 steps" in text and "1,234 tokens/s" in text and max(map(len, text.splitlines())) <= 100
+
+
+def test_a_stage_that_does_not_exist_is_named():
+    ended = call("run", "--to", "warmdown")
+    assert ended.returncode == 78 and "warmdown" in ended.stderr and "warmup" in ended.stderr
+    assert "Traceback" not in ended.stderr
