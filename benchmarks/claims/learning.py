@@ -1,11 +1,11 @@
 """Whether reinforcement learning taught the demo's policy something: seeds, paired intervals, and a control row.
 
-    python benchmarks/claims/learning.py --seeds 0 1 2 --base-seconds 400 --store /tmp/learning/store --json learning.json
+    python benchmarks/claims/learning.py --seeds 0 1 2 --base-seconds 400 --json learning.json
 
-For every seed: a whole run whose base is trained for ``--base-seconds`` (its held-out loss is printed: it should be flat
-by then), and a control, the same base trained on for as long as the reinforcement-learning stages took, evaluated on the
-same held-out tasks.  Intervals resample (seed, task) pairs, 95 %; speed-ups are geometric means over the pairs that
-both policies solved.  Takes about half an hour a seed on 2 cores; keep the machine idle.
+For every seed: a whole run whose base is trained for ``--base-seconds`` (its held-out loss is printed: it should be
+flat by then), and a control, the same base trained on for as long as the reinforcement-learning stages took, evaluated
+on the same held-out tasks.  Intervals resample (seed, task) pairs, 95 %; speed-ups are geometric means over the pairs
+that both policies solved.  Takes about half an hour a seed on 2 cores; keep the machine idle.
 """
 
 import argparse
