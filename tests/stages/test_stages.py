@@ -1,0 +1,174 @@
+"""Stages by themselves: what they draw, keep, refuse and hand on."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cuda_agent.config import Config
+from cuda_agent.pipeline.checkpoints import StageCheckpoints
+from cuda_agent.policy.chat import Chat
+from cuda_agent.policy.episode import Episode, write_episodes
+from cuda_agent.policy.model import load_policy, new_policy, save_policy, train_tokenizer
+from cuda_agent.stages import bootstrap, critic, rft
+from cuda_agent.stages.context import BadConfiguration, NotGoodEnough, StageContext
+from cuda_agent.stages.rollouts import draw, seed_of
+from cuda_agent.storage import open_store
+from cuda_agent.tasks.task import Task
+from cuda_agent.tracking import FileTracker, read_metrics
+
+POLICY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 32, "vocab": 320}
+
+
+def config(**sections) -> Config:
+    return Config.model_validate({"policy": POLICY} | sections)
+
+
+def context(folder: Path, name: str, settings: Config, inputs: dict[str, Path], *outputs: str) -> StageContext:
+    for part in (*outputs, "scratch", "work", "cache"):
+        (folder / part).mkdir(parents=True)
+    tracker = FileTracker(folder / "said")
+    store = open_store(str(folder / "store"))
+    return StageContext(
+        name=name,
+        config=settings,
+        inputs=inputs,
+        outputs={output: folder / output for output in outputs},
+        work=folder / "work",
+        tracker=tracker,
+        checkpoints=StageCheckpoints(store, name, "key", folder / "scratch", tracker),
+        should_stop=lambda: False,
+        cache=folder / "cache",
+    )
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policy")
+    tokenizer = train_tokenizer(["relu exp sum of x"] * 8, POLICY["vocab"])
+    save_policy(new_policy(config().policy, tokenizer, 0), tokenizer, folder)
+    return folder
+
+
+def played(chat: Chat, task: str, sample: int, reward: float | None, flags: tuple[str, ...] = ()) -> Episode:
+    prompt = chat.prompt_ids([{"role": "user", "content": task}])
+    answer = chat.turn_ids({"role": "assistant", "content": f"sum of {task} {reward}"})
+    sampled = [0] * len(prompt) + [1] * len(answer)
+    return Episode(
+        id=f"test/{task}/{sample}",
+        task=task,
+        kind="agent",
+        ids=prompt + answer,
+        mask=sampled,
+        logprobs=[-1.0 * one for one in sampled],
+        versions=[one - 1 for one in sampled],
+        turns=[0] * len(sampled),
+        reward=reward,
+        ended="answer" if reward is not None else "infra",
+        flags=list(flags),
+    )
+
+
+def collected(folder: Path, policy: Path, rewards) -> Path:
+    chat = Chat(load_policy(policy)[1], "compact")
+    folder.mkdir()
+    write_episodes(folder / "episodes.jsonl", [played(chat, *one) for one in rewards])
+    return folder
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_every_task_is_drawn_equally_often_whatever_the_batch():
+    tasks = [Task(f"t{n}", "", (), "torch#1") for n in range(5)]
+    drawn = [task.name for step in range(10) for task in draw(tasks, 3, 7, step)]
+    assert {drawn.count(task.name) for task in tasks} == {6}
+    assert draw(tasks, 3, 7, 4) == draw(tasks, 3, 7, 4) != draw(tasks, 3, 8, 4)
+
+
+def test_seeds_depend_on_the_runs_seed_and_the_name():
+    assert len({seed_of(seed, name) for seed in (0, 1) for name in ("a", "b")}) == 4
+    assert 0 <= seed_of(0, "a") < 2**63
+
+
+def test_values_are_held_out_by_whole_tasks():
+    chat_free = [
+        Episode(f"{t}/{s}", t, "agent", [1], [0], [0.0], [-1], [0], 1.0, "answer") for t in "abcde" for s in "xy"
+    ]
+    training, heldout = critic.split_by_task(chat_free, 0.4, 0)
+    assert {e.task for e in training}.isdisjoint(e.task for e in heldout)
+    assert len(heldout) == 4 and len(training) + len(heldout) == 10
+
+
+def test_a_base_without_a_tokenizer_is_a_wrong_configuration(tmp_path, policy):
+    base = tmp_path / "base"
+    base.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (base / name).write_bytes((policy / name).read_bytes())
+    ctx = context(tmp_path / "stage", "bootstrap", config(policy=POLICY | {"base": str(base)}), {}, "policy")
+    with pytest.raises(BadConfiguration, match="no tokenizer"):
+        bootstrap.run(ctx)
+
+
+def test_a_base_that_is_whole_is_handed_on(tmp_path, policy):
+    ctx = context(tmp_path / "stage", "bootstrap", config(policy=POLICY | {"base": str(policy)}), {}, "policy")
+    bootstrap.run(ctx)
+    model, tokenizer = load_policy(ctx.outputs["policy"])
+    assert model.config.hidden_size == POLICY["hidden"] and tokenizer.chat_template
+
+
+def test_rejection_keeps_what_was_rewarded_and_shows_no_bad_pattern(tmp_path, policy):
+    rewards = [("x", 0, 3.0), ("x", 1, -1.0), ("y", 0, 1.0, ("loop",)), ("y", 1, None), ("y", 2, 2.0)]
+    episodes = collected(tmp_path / "episodes", policy, rewards)
+    ctx = context(tmp_path / "stage", "rft", config(), {"episodes": episodes, "policy": policy}, "policy")
+    rft.run(ctx)
+    assert ctx.tracker.notes() == ["rft imitates 2 of 5 episodes"]
+    assert weights(ctx.outputs["policy"]) != weights(policy)
+
+
+def test_without_anything_to_imitate_the_policy_is_passed_on(tmp_path, policy):
+    episodes = collected(tmp_path / "episodes", policy, [("x", 0, -1.0), ("y", 0, None)])
+    ctx = context(tmp_path / "stage", "rft", config(), {"episodes": episodes, "policy": policy}, "policy")
+    rft.run(ctx)
+    assert weights(ctx.outputs["policy"]) == weights(policy)
+
+
+def test_the_critics_gate_warns_or_stops(tmp_path, policy):
+    rewards = [(task, sample, float(sample % 2)) for task in ("x", "y", "z") for sample in range(3)]
+    episodes = collected(tmp_path / "episodes", policy, rewards)
+    inputs = {"episodes": episodes, "policy": policy}
+    strict = {"epochs": 1, "min_explained_variance": 0.999}
+    warned = context(tmp_path / "warn", "critic", config(critic=strict), inputs, "critic")
+    critic.run(warned)
+    assert "below 0.999" in warned.tracker.notes()[0] and (warned.outputs["critic"] / "config.json").exists()
+    assert "heldout_explained_variance" in read_metrics(tmp_path / "warn" / "said" / "metrics.jsonl")[0]
+    stopped = context(tmp_path / "stop", "critic", config(critic=strict | {"gate": "stop"}), inputs, "critic")
+    with pytest.raises(NotGoodEnough, match=r"critic\.min_explained_variance"):
+        critic.run(stopped)
+
+
+def test_a_critic_without_any_reward_to_learn_from_stops(tmp_path, policy):
+    episodes = collected(tmp_path / "episodes", policy, [("x", 0, None)])
+    ctx = context(tmp_path / "stage", "critic", config(), {"episodes": episodes, "policy": policy}, "critic")
+    with pytest.raises(NotGoodEnough, match="no collected episode has a reward"):
+        critic.run(ctx)
+
+
+def test_supervised_training_goes_on_from_its_checkpoint_to_the_same_weights(tmp_path, policy):
+    episodes = collected(tmp_path / "episodes", policy, [(f"t{n}", 0, 3.0) for n in range(6)])
+    settings = config(rft={"epochs": 2, "batch_tokens": 24})
+    inputs = {"episodes": episodes, "policy": policy}
+    whole = context(tmp_path / "whole", "rft", settings, inputs, "policy")
+    rft.run(whole)
+    cut = context(tmp_path / "cut", "rft", settings, inputs, "policy")
+    asked = iter([False, False, True])
+    cut.should_stop = lambda: next(asked, True)
+    with pytest.raises(Exception, match="stopped after step"):
+        rft.run(cut)
+    cut.should_stop = lambda: False
+    rft.run(cut)
+    assert weights(cut.outputs["policy"]) == weights(whole.outputs["policy"])
+    logged = [read_metrics(tmp_path / name / "said" / "metrics.jsonl") for name in ("whole", "cut")]
+    assert list(logged[0]) == list(logged[1])
+    assert json.loads((cut.outputs["policy"] / "config.json").read_text())["model_type"] == "qwen3"
