@@ -19,7 +19,7 @@ from cuda_agent.training.recipes import ppo_update
 from cuda_agent.training.trainer import Trainer
 
 ROW_TOKENS = 4096  # of one forward pass on a cpu: larger is slower, whatever the batch
-COST = 0.1  # a supervised step is checkpointed when that takes at most this share of the time since the last one
+COST = 0.05  # a supervised step is checkpointed when that takes at most this share of the time since the last one
 
 
 def make_trainer(
