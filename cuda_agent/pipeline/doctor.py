@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -34,6 +35,7 @@ def examine(store_uri: str, mlflow_uri: str) -> Iterator[Check]:
     checks: list[tuple[str, Callable[[], Check]]] = [
         ("system", _system),
         ("python", _python),
+        ("headers", _headers),
         ("memory", _memory),
         ("processors", _processors),
         ("torch", lambda: _package("torch", "pip install torch")),
@@ -67,8 +69,14 @@ def unsupported() -> str:
 
 
 def _python() -> Check:
-    ok = (3, 11) <= sys.version_info[:2] < (3, 13)
+    ok = sys.version_info[:2] >= (3, 11)
     return Check("python", ok, platform.python_version(), "" if ok else "make PYTHON=python3.11 environment")
+
+
+def _headers() -> Check:
+    """``torch.compile`` builds against them, and it is one of the two baselines."""
+    path = Path(sysconfig.get_path("include")) / "Python.h"
+    return Check("headers", path.exists(), str(path), "apt-get install python3-dev   (dnf install python3-devel)")
 
 
 def _memory() -> Check:

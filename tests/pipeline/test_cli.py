@@ -143,7 +143,7 @@ def test_gc_dry_run_removes_nothing(store):
 def test_doctor_has_a_line_a_check_and_a_mend_for_what_is_missing(tmp_path):
     checks = list(examine(str(tmp_path / "store"), "http://127.0.0.1:9"))
     by_name = {check.name: check for check in checks}
-    assert by_name["store"].ok and by_name["python"].ok
+    assert by_name["store"].ok and by_name["python"].ok and by_name["headers"].ok
     assert not by_name["mlflow"].ok and "run.mlflow=off" in by_name["mlflow"].mend
     assert all(check.mend for check in checks if not check.ok)
 
