@@ -56,7 +56,7 @@ def create_run(store: Store, config: Config, sha256: str) -> Run:
     base = config.run.name or f"{now:%Y%m%d-%H%M%S}-{sha256[:4]}"
     for attempt in range(100):
         name = base if attempt == 0 else f"{base}-{attempt}"
-        record = Run(name, sha256, config.run.pipeline, now.isoformat(timespec="seconds"))
+        record = Run(name, sha256, config.run.pipeline, now.isoformat(timespec="microseconds"))
         facts = {
             key: value for key, value in asdict(record).items() if key in ("name", "config", "pipeline", "created")
         }
