@@ -182,7 +182,9 @@ class CriticConfig(Section):
     lr: Rate = 1e-3
     batch_tokens: Positive = 8192
     gae_lambda: Share = Field(1.0, description="1: Monte-Carlo returns; below 1 the targets are recomputed every epoch")
-    heldout: Share = Field(0.2, description="share of the tasks whose episodes measure explained variance")
+    heldout: Share = Field(
+        0.2, description="share of the episodes that measure explained variance and are not trained on"
+    )
     min_explained_variance: float = 0.2
     gate: Literal["warn", "stop"] = Field("warn", description="below the minimum: warn in the report, or exit 79")
 

@@ -197,19 +197,10 @@ async def _served(config: Config, player: Player, sandbox: Any) -> Any:
 
 
 def _settings(config: Config, style: Literal["compact", "full"]) -> Any:
-    from cuda_agent.agent.loop import Settings
+    from cuda_agent.stages.rollouts import episode_settings
 
-    return Settings(
-        lane=config.sandbox.lane,
-        device=config.sandbox.device,
-        style=style,
-        turns=config.evaluate.turns,
-        turn_tokens=config.agent.turn_tokens,
-        tool_tokens=config.agent.tool_tokens,
-        context=config.policy.context,
-        temperature=config.evaluate.temperature,
-        deadline_seconds=config.agent.deadline_seconds,
-    )
+    how = config.evaluate
+    return episode_settings(config, style, turns=how.turns, context=config.policy.context, temperature=how.temperature)
 
 
 def score_lines(scores: Any) -> list[str]:

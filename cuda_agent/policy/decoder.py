@@ -19,6 +19,8 @@ from torch import Tensor
 
 from cuda_agent.policy import native
 
+THREADED_ROWS = 256  # rows from which on the native functions divide their work
+
 Job = tuple[int, int, Sequence[int]]  # row, position of the first new token, the new tokens
 
 
@@ -137,13 +139,23 @@ class DenseDecoder:
         return qkv
 
     def _norm(self, x: Tensor) -> Tensor:
+        if self.native:
+            out = torch.empty_like(x)
+            self.native.norm(x.data_ptr(), out.data_ptr(), *x.shape, self.eps, self._threads(len(x)))
+            return out
         return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype)
 
     def _rest(self, layer: dict[str, Any], x: Tensor, attended: Tensor) -> Tensor:
-        """The layer after attention: [n, hidden], [n, H * D] -> [n, hidden]."""
-        x = torch.addmm(x, attended, layer["out"])
-        gate, up = F.linear(self._norm(x), layer["gate_up"]).chunk(2, -1)
-        return torch.addmm(x, F.silu(gate).mul_(up), layer["down"])
+        """The layer after attention: [n, hidden], [n, H * D] -> [n, hidden], in place of ``x``."""
+        x.addmm_(attended, layer["out"])
+        gate_up = F.linear(self._norm(x), layer["gate_up"])
+        if self.native:
+            gated = x.new_empty(len(x), gate_up.shape[1] // 2)
+            self.native.gated(gate_up.data_ptr(), gated.data_ptr(), *gated.shape, self._threads(len(x)))
+        else:
+            gate, up = gate_up.chunk(2, -1)
+            gated = F.silu(gate).mul_(up)
+        return x.addmm_(gated, layer["down"])
 
     def prefill(self, jobs: Sequence[Job]) -> Tensor:
         device = self.embed.device
@@ -152,7 +164,7 @@ class DenseDecoder:
         tokens = torch.tensor([i for _, _, ids in jobs for i in ids], device=device)
         rows = torch.tensor([row for (row, _, _), count in zip(jobs, counts, strict=True) for _ in range(count)])
         positions = torch.cat([torch.arange(start, start + len(ids)) for _, start, ids in jobs]).to(device)
-        rows, rotations = rows.to(device), self.rotations[positions][:, None]
+        rows = rows.to(device)
         spans, masks, begin = [], [], 0
         for (_, start, ids), count in zip(jobs, counts, strict=True):
             spans.append(slice(begin, begin + count))
@@ -162,9 +174,8 @@ class DenseDecoder:
         ends = torch.tensor([span.stop - 1 for span in spans], device=device)
         x = self.embed[tokens]
         for index, layer in enumerate(self.layers):
-            qkv = self._qkv(layer, x, rotations)
             cache = self.cache[index]
-            cache[rows, :, positions] = qkv[:, self.heads :]
+            qkv = self._placed(layer, cache, x, rows, positions)
             attended = torch.empty_like(qkv[:, : self.heads])
             final = index == len(self.layers) - 1  # of it only the last token of each job is needed
             for (row, start, ids), span, mask in zip(jobs, spans, masks, strict=True):
@@ -183,6 +194,19 @@ class DenseDecoder:
                 x, attended = x[ends], attended[ends]
             x = self._rest(layer, x, attended.flatten(1))
         return F.linear(self._norm(x), self.unembed).float()
+
+    def _placed(self, layer: dict[str, Any], cache: Tensor, x: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """``_qkv`` of tokens at these rows and positions, whose keys and values it puts into the cache."""
+        if not self.native:
+            qkv = self._qkv(layer, x, self.rotations[positions][:, None])
+            cache[rows, :, positions] = qkv[:, self.heads :]
+            return qkv
+        qkv = F.linear(self._norm(x), layer["qkv"], layer["bias"])
+        tensors = (qkv, layer["scale"], self.rotations, rows, positions, cache)
+        self.native.place(
+            *map(_pointer, tensors), len(x), self.kv_heads, cache.shape[2], self.eps, self._threads(len(x))
+        )
+        return qkv.view(len(x), -1, self.head)
 
     def step(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         self._reserve(longest + 1)
@@ -212,25 +236,19 @@ class DenseDecoder:
 
     def _native_step(self, lib: Any, ids: Tensor, positions: Tensor) -> Tensor:
         """The same arithmetic with everything between the matrix products in C++ (``step.cpp``)."""
-        threads, n, eps = torch.get_num_threads(), len(ids), self.eps
+        n = len(ids)
         x = self.embed[ids]
-        hidden, length = x.shape[1], self.cache.shape[3]
-        normed = torch.empty_like(x)
         attended = x.new_empty(n, self.heads * self.head)
         for index, layer in enumerate(self.layers):
-            lib.norm(x.data_ptr(), normed.data_ptr(), n, hidden, eps)
-            qkv = F.linear(normed, layer["qkv"], layer["bias"])
-            scale, cache = layer["scale"], self.cache[index]
-            pointers = (t.data_ptr() if t is not None else None for t in (qkv, scale, self.rotations, positions, cache))
-            lib.attend(*pointers, attended.data_ptr(), n, self.kv_heads, length, eps, threads)
-            x.addmm_(attended, layer["out"])
-            lib.norm(x.data_ptr(), normed.data_ptr(), n, hidden, eps)
-            gate_up = F.linear(normed, layer["gate_up"])
-            gated = x.new_empty(n, gate_up.shape[1] // 2)
-            lib.gated(gate_up.data_ptr(), gated.data_ptr(), n, gated.shape[1])
-            x.addmm_(gated, layer["down"])
-        lib.norm(x.data_ptr(), normed.data_ptr(), n, hidden, eps)
-        return F.linear(normed, self.unembed)
+            qkv, cache = F.linear(self._norm(x), layer["qkv"], layer["bias"]), self.cache[index]
+            tensors = (qkv, layer["scale"], self.rotations, positions, cache, attended)
+            lib.attend(*map(_pointer, tensors), n, self.kv_heads, cache.shape[2], self.eps, torch.get_num_threads())
+            x = self._rest(layer, x, attended)
+        return F.linear(self._norm(x), self.unembed)
+
+    def _threads(self, rows: int) -> int:
+        """Starting threads costs more than they bring for the few rows of a step."""
+        return torch.get_num_threads() if rows >= THREADED_ROWS else 1
 
     def keep(self, row: int, length: int) -> Tensor:
         return self.cache[:, row, :, :length].clone()
@@ -279,6 +297,10 @@ class GenericDecoder:
 
     def move(self, source: int, target: int, length: int) -> None:
         self.rows[target], self.rows[source] = self.rows[source], None
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _fold(weight: Tensor, norm: Tensor) -> Tensor:

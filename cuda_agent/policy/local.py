@@ -16,7 +16,7 @@ Not here: several devices or processes, tokens as they come, top-p and its kin (
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -121,6 +121,12 @@ class LocalEngine:
     async def update_from(self, model: Any, version: int) -> None:
         """The same from a model in this process, which must not be trained meanwhile."""
         await self._change(version, model)
+
+    async def compute(self, job: Callable[[], Any]) -> Any:
+        """Runs ``job`` in the thread that computes, between requests.  Where a process computes in a second thread as
+        well, its OpenMP library has more threads than processors, stops letting them wait actively, and every operator
+        of either becomes slower by a third (measured: docs/lab-notebook.md)."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:
         """Requests still waiting are cancelled."""

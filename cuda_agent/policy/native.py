@@ -39,8 +39,9 @@ def library(head: int, group: int) -> ctypes.CDLL | None:
         loaded = ctypes.CDLL(str(path))
     pointer, number, real = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
     loaded.attend.argtypes = [*[pointer] * 6, *[number] * 3, real, ctypes.c_int]
-    loaded.norm.argtypes = [pointer, pointer, number, number, real]
-    loaded.gated.argtypes = [pointer, pointer, number, number]
-    for function in (loaded.attend, loaded.norm, loaded.gated):
+    loaded.place.argtypes = [*[pointer] * 6, *[number] * 3, real, ctypes.c_int]
+    loaded.norm.argtypes = [pointer, pointer, number, number, real, ctypes.c_int]
+    loaded.gated.argtypes = [pointer, pointer, number, number, ctypes.c_int]
+    for function in (loaded.attend, loaded.place, loaded.norm, loaded.gated):
         function.restype = None
     return loaded

@@ -48,6 +48,9 @@ class ScriptedEngine:
             self._model = model
         self._serve(version, model)
 
+    async def compute(self, job: Callable[[], Any]) -> Any:
+        return job()
+
     async def close(self) -> None:
         pass
 

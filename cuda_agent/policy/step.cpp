@@ -1,4 +1,4 @@
-// What a decoding step does between its matrix products, on a cpu in float32; native.py compiles it.
+// What a pass of the decoder does between its matrix products, on a cpu in float32; native.py compiles it.
 //
 // torch's own operators for this read the key-value cache up to the longest row, through a masked kernel made for many
 // query positions, and cost more in dispatch than in arithmetic for small models.  Every result is independent of the
@@ -94,8 +94,25 @@ void attend(float* qkv, const float* scale, const float* rotations, const int64_
     }
 }
 
+// What ``attend`` does before it attends, for tokens of any rows and positions: int64 [tokens] both.
+void place(float* qkv, const float* scale, const float* rotations, const int64_t* rows, const int64_t* positions,
+           float* cache, long tokens, long kv_heads, long length, float eps, int threads) {
+    const long heads = GROUP * kv_heads;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (long i = 0; i < tokens; i++) {
+        float* token = qkv + i * (heads + 2 * kv_heads) * HEAD;
+        const float* rotation = rotations + positions[i] * HEAD;
+        for (long h = 0; h < heads + kv_heads; h++)
+            norm_rotate(token + h * HEAD, scale ? scale + h * HEAD : nullptr, rotation, eps);
+        float* target = cache + (rows[i] * 2 * kv_heads * length + positions[i]) * HEAD;
+        for (long h = 0; h < 2 * kv_heads; h++)
+            std::memcpy(target + h * length * HEAD, token + (heads + h) * HEAD, HEAD * sizeof(float));
+    }
+}
+
 // x [rows, size] -> out: each row by the inverse of its root mean square.
-void norm(const float* x, float* out, long rows, long size, float eps) {
+void norm(const float* x, float* out, long rows, long size, float eps, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long row = 0; row < rows; row++) {
         const float factor = inverse_rms(x + row * size, size, eps);
         for (long i = 0; i < size; i++) out[row * size + i] = x[row * size + i] * factor;
@@ -103,7 +120,8 @@ void norm(const float* x, float* out, long rows, long size, float eps) {
 }
 
 // gate_up [rows, 2 size] -> out [rows, size]: silu(gate) * up.
-void gated(const float* gate_up, float* out, long rows, long size) {
+void gated(const float* gate_up, float* out, long rows, long size, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long row = 0; row < rows; row++)
         for (long i = 0; i < size; i++) {
             const float gate = gate_up[row * 2 * size + i], up = gate_up[row * 2 * size + size + i];

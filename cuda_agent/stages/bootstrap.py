@@ -16,14 +16,14 @@ from cuda_agent.sandbox.client import LocalSandbox
 from cuda_agent.sandbox.wire import Solution
 from cuda_agent.stages.context import BadConfiguration, StageContext
 from cuda_agent.stages.dialogues import Dialogue, corpus, encode, texts
-from cuda_agent.stages.learning import make_trainer, supervise
+from cuda_agent.stages.learning import imitate, make_trainer
 from cuda_agent.synthesis.family import combination
 from cuda_agent.synthesis.split import heldout_combinations
 from cuda_agent.synthesis.teacher import solve
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.packing import tokens_of
-from cuda_agent.training.recipes import sft, sft_loss_of
+from cuda_agent.training.recipes import sft_loss_of
 
 HELDOUT = 100  # most examples whose loss is reported and that are not trained on
 TOKENIZER = 1000  # examples that the tokenizer is made from
@@ -83,19 +83,14 @@ def pretrain(ctx: StageContext, dialogues: Sequence[Dialogue]) -> tuple[object, 
     trainer = make_trainer(
         ctx, model, row_tokens=settings.batch_tokens, longest=longest, precision="auto", scratch=True
     )
-    ctx.checkpoints.load(trainer.load)
-    supervise(
+    imitate(
         ctx,
         trainer,
-        sft(
-            trainer,
-            training,
-            batch_tokens=settings.batch_tokens,
-            lr=settings.lr,
-            seed=ctx.config.seed,
-            steps=settings.steps,
-            max_seconds=settings.max_seconds,
-        ),
+        training,
+        batch_tokens=settings.batch_tokens,
+        lr=settings.lr,
+        steps=settings.steps,
+        max_seconds=settings.max_seconds,
     )
     if heldout:
         ctx.tracker.log(trainer.step, {"heldout_loss": sft_loss_of(trainer, heldout)})

@@ -1,6 +1,6 @@
 """``critic``: episodes, policy -> ``critic``: value pretraining on all episodes, good and bad, with a terminal
-reward and gamma 1 (paper, section 3.3, stage 3).  Its gate is the explained variance on tasks whose episodes it never
-saw."""
+reward and gamma 1 (paper, section 3.3, stage 3).  Its gate is the explained variance on episodes that it never saw, of
+the tasks that reinforcement learning will play (docs/decisions.md)."""
 
 import hashlib
 
@@ -18,7 +18,7 @@ def run(ctx: StageContext) -> None:
     episodes = trainable(read_episodes(ctx.inputs["episodes"] / EPISODES))
     if not episodes:
         raise NotGoodEnough("critic: no collected episode has a reward, so there is nothing to learn values from.")
-    training, heldout = split_by_task(episodes, settings.heldout, ctx.config.seed)
+    training, heldout = hold_out(episodes, settings.heldout, ctx.config.seed)
     mean = sum(episode.reward or 0.0 for episode in training) / len(training)
     trainer = make_trainer(
         ctx,
@@ -55,15 +55,14 @@ def run(ctx: StageContext) -> None:
     save_critic(trainer.model, ctx.outputs["critic"])
 
 
-def split_by_task(episodes: list[Episode], share: float, seed: int) -> tuple[list[Episode], list[Episode]]:
-    """(training, held-out): about ``share`` of the tasks are held out, at least one where there are two."""
+def hold_out(episodes: list[Episode], share: float, seed: int) -> tuple[list[Episode], list[Episode]]:
+    """(training, held-out): ``share`` of the episodes, at least one of each where there are two."""
 
-    def rank(task: str) -> str:
-        return hashlib.sha256(f"{seed}/{task}".encode()).hexdigest()
+    def rank(episode: Episode) -> str:
+        return hashlib.sha256(f"{seed}/{episode.id}".encode()).hexdigest()
 
-    tasks = sorted({episode.task for episode in episodes}, key=rank)
-    count = min(max(1, round(share * len(tasks))), len(tasks) - 1)
-    chosen = set(tasks[:count])
-    if not chosen:  # a single task: its episodes serve for both, and the gate says little
-        return episodes, episodes
-    return [e for e in episodes if e.task not in chosen], [e for e in episodes if e.task in chosen]
+    ranked = sorted(episodes, key=rank)
+    count = min(max(1, round(share * len(ranked))), len(ranked) - 1)
+    if not count:  # a single episode serves for both, and the gate says nothing
+        return ranked, ranked
+    return ranked[count:], ranked[:count]

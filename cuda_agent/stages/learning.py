@@ -1,11 +1,12 @@
-"""What the stages that train share: a trainer as the configuration wants it, supervised training with checkpoints, and
-the PPO loop of ``warmup`` and ``agentic``.
+"""What the stages that train share: a trainer as the configuration wants it, imitation with checkpoints, and the PPO
+loop of ``warmup`` and ``agentic``.
 
 Not here: the algorithms (``training``), and playing episodes (``rollouts``).
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,8 @@ from cuda_agent.stages.context import StageContext, TryAgain
 from cuda_agent.stages.rollouts import Kind, draw, open_rollouts, seed_of
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.training.critic import Critic
-from cuda_agent.training.recipes import ppo_update
+from cuda_agent.training.packing import Tokens
+from cuda_agent.training.recipes import ppo_update, sft
 from cuda_agent.training.trainer import Trainer
 
 ROW_TOKENS = 4096  # of one forward pass on a cpu: larger is slower, whatever the batch
@@ -49,12 +51,13 @@ def make_trainer(
     )
 
 
-def supervise(ctx: StageContext, trainer: Trainer, steps: Iterator[dict[str, float]], unit: str = "steps") -> None:
-    """Takes every step of ``steps`` (``training.recipes.sft``): logs, shows progress, checkpoints, stops when asked.
-    The caller has restored ``trainer`` from the checkpoint slot before it made the iterator."""
+def imitate(ctx: StageContext, trainer: Trainer, sequences: Sequence[Tokens], **settings: Any) -> None:
+    """Supervised training on ``sequences`` from the newest checkpoint on (``settings`` are
+    those of ``training.recipes.sft``): logs, shows progress, checkpoints, stops when asked."""
+    ctx.checkpoints.load(trainer.load)
     saved = time.monotonic()
     cost = 0.0
-    for metrics in steps:
+    for metrics in sft(trainer, sequences, seed=ctx.config.seed, **settings):
         fraction = metrics.pop("progress")
         ctx.tracker.log(trainer.step, metrics)
         ctx.tracker.progress(round(1000 * fraction), 1000, unit="‰", tokens_per_second=metrics["tokens_per_second"])
@@ -92,8 +95,9 @@ async def improve(
             "longest": settings.context,
             "max_grad_norm": settings.max_grad_norm,
         }
-        actor = make_trainer(ctx, rollouts.model, **sizes)
-        critic = make_trainer(ctx, make_critic(), **sizes)
+        compute = rollouts.engine.compute
+        actor = await compute(lambda: make_trainer(ctx, rollouts.model, **sizes))
+        critic = await compute(lambda: make_trainer(ctx, make_critic(), **sizes))
 
         def save(folder: Path) -> None:
             for name, trainer in (("actor", actor), ("critic", critic)):
@@ -111,7 +115,8 @@ async def improve(
             batch = draw(tasks, settings.batch // settings.samples, config.seed, step)
             episodes = await rollouts.play(batch, settings.samples, f"{ctx.name}/{step}", kind)
             played = time.monotonic() - began
-            metrics = ppo_update(
+            update = partial(
+                ppo_update,
                 actor,
                 critic,
                 episodes,
@@ -120,6 +125,7 @@ async def improve(
                 train_actor=step >= settings.critic_warmup,
                 temperature=config.agent.temperature,
             )
+            metrics = await compute(update)
             await rollouts.engine.update_from(actor.model, step + 1)
             seconds = time.monotonic() - began
             sampled = sum(sum(episode.mask) for episode in episodes)

@@ -5,10 +5,9 @@ When none is left the policy is passed on as it is, and a note says so."""
 from cuda_agent.policy.episode import read_episodes
 from cuda_agent.policy.model import load_policy, save_policy
 from cuda_agent.stages.context import StageContext
-from cuda_agent.stages.learning import make_trainer, supervise
+from cuda_agent.stages.learning import imitate, make_trainer
 from cuda_agent.stages.rollouts import EPISODES
 from cuda_agent.training.packing import tokens_of_episode, trainable
-from cuda_agent.training.recipes import sft
 
 
 def run(ctx: StageContext) -> None:
@@ -27,17 +26,5 @@ def run(ctx: StageContext) -> None:
             max_grad_norm=settings.max_grad_norm,
             precision="auto",
         )
-        ctx.checkpoints.load(trainer.load)
-        supervise(
-            ctx,
-            trainer,
-            sft(
-                trainer,
-                sequences,
-                batch_tokens=settings.batch_tokens,
-                lr=settings.lr,
-                seed=ctx.config.seed,
-                epochs=settings.epochs,
-            ),
-        )
+        imitate(ctx, trainer, sequences, batch_tokens=settings.batch_tokens, lr=settings.lr, epochs=settings.epochs)
     save_policy(model, tokenizer, ctx.outputs["policy"])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cuda_agent.agent.loop import Settings, run_episode, run_many, run_single
+from cuda_agent.config import Config
 from cuda_agent.lease import Lease
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.episode import Episode, read_episodes, write_episodes
@@ -29,6 +30,7 @@ from cuda_agent.training.recipes import episode_metrics
 
 EPISODES = "episodes.jsonl"
 Kind = Literal["single", "agent"]
+Style = Literal["compact", "full"]
 
 
 @dataclass
@@ -80,22 +82,12 @@ async def open_rollouts(
     import torch
 
     config = ctx.config
-    torch.set_num_threads(config.policy.threads)
+    torch.set_num_threads(1)  # of this thread, which computes nothing much: ``LocalEngine.compute`` says why
     lockstep = config.sandbox.clock == "model"
     lease = Lease(ctx.cache / "lease")
     model, tokenizer = load_policy(policy)
-    style: Literal["compact", "full"] = "compact" if config.policy.base is None else "full"
-    settings = Settings(
-        lane=config.sandbox.lane,
-        style=style,
-        device=config.sandbox.device,
-        turns=turns,
-        turn_tokens=config.agent.turn_tokens,
-        tool_tokens=config.agent.tool_tokens,
-        context=context,
-        temperature=temperature,
-        deadline_seconds=config.agent.deadline_seconds,
-    )
+    style: Style = "compact" if config.policy.base is None else "full"
+    settings = episode_settings(config, style, turns=turns, context=context, temperature=temperature)
     chat = Chat(tokenizer, style)
     async with LocalSandbox(config.sandbox, ctx.cache) as sandbox:
         engine: LocalEngine | ScriptedEngine
@@ -117,6 +109,21 @@ async def open_rollouts(
             )
         finally:
             await engine.close()
+
+
+def episode_settings(config: Config, style: Style, *, turns: int, context: int, temperature: float) -> Settings:
+    """The configuration as the agent loop wants it."""
+    return Settings(
+        lane=config.sandbox.lane,
+        style=style,
+        device=config.sandbox.device,
+        turns=turns,
+        turn_tokens=config.agent.turn_tokens,
+        tool_tokens=config.agent.tool_tokens,
+        context=context,
+        temperature=temperature,
+        deadline_seconds=config.agent.deadline_seconds,
+    )
 
 
 def seed_of(seed: int, name: str) -> int:

@@ -5,11 +5,14 @@ Three kinds of tasks: ``train``, ``heldout`` of the teacher's family with combin
 come from there as well, with combinations of their own).
 
 The result is a function of the configuration, the seed and the verdicts of the sandbox: candidate ``i`` of a stream is
-made from (seed, stream, i) alone.  Every probe is reported as soon as it is there and taken from ``known`` the next
-time, so a kill loses one probe at most.  Not covered: writing the task set (``tasks/io.py``), and any execution of a
-candidate outside the sandbox.
+made from (seed, stream, i) alone.  Candidates are judged in this order; the probes of the next ones already run while
+one is compiled.  Every probe is reported as soon as it is there and taken from ``known`` the next time, so a kill loses
+only those in flight.  Not covered: writing the task set (``tasks/io.py``), and any execution of a candidate outside the
+sandbox.
 """
 
+import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,14 +26,16 @@ from cuda_agent.synthesis import catalogue, layers
 from cuda_agent.synthesis.card import data_card
 from cuda_agent.synthesis.compose import ComposeError, Composer, ProgrammaticWriter, speed_of
 from cuda_agent.synthesis.filters import Refused, SourceFilter, check_compiled, check_eager, yields
-from cuda_agent.synthesis.similarity import SimilarityIndex
+from cuda_agent.synthesis.similarity import SimilarityIndex, duplicate_key
 from cuda_agent.synthesis.split import is_heldout, ops_combination
 from cuda_agent.synthesis.writer import ModelWriter
+from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.io import read_any
 from cuda_agent.tasks.task import Task
 
 ATTEMPTS_A_TASK = 60  # proposals of a stream for every task wanted of it, before it gives up
 PROBES_A_COMPILE = 6  # eager probes for every compilation allowed
+AHEAD = 3  # candidates whose probes run before their turn: one compilation uses one core
 
 
 class Prober(Protocol):
@@ -118,13 +123,17 @@ async def synthesize(
     work = _Work(config, seed, sandbox, window, source, dict(known or {}), report or (lambda key, value: None))
     total = config.train + config.heldout + config.catalogue
 
-    for stream in streams:
-        for index in range(ATTEMPTS_A_TASK * sum(stream.wanted.values())):
-            if stream.done or work.spent:
-                break
-            await work.consider(stream, index)
-            if progress:
-                progress(sum(len(stream.tasks) for stream in streams), total)
+    try:
+        for stream in streams:
+            for index in range(ATTEMPTS_A_TASK * sum(stream.wanted.values())):
+                if stream.done or work.spent:
+                    break
+                await work.look_ahead(stream, index)
+                await work.consider(stream, index)
+                if progress:
+                    progress(sum(len(stream.tasks) for stream in streams), total)
+    finally:
+        await work.close()
 
     tasks = [
         task for split in ("train", "heldout") for stream in streams for task in stream.tasks if task.split == split
@@ -170,7 +179,8 @@ def make_composer(config: Synthesis, window: tuple[float, float], device: str, t
 
 @dataclass
 class _Work:
-    """One candidate after the other through the filters, with the budgets."""
+    """One candidate after the other through the filters, with the budgets; probes run ahead where a writer repeats
+    itself."""
 
     config: Synthesis
     seed: int
@@ -182,6 +192,9 @@ class _Work:
     times: dict[str, tuple[float, float | None]] = field(default_factory=dict)
     eager: int = 0
     compiled: int = 0
+    probes: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # under way
+    composed: dict[tuple[str, int], Task] = field(default_factory=dict)
+    early: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)  # stream, index
 
     @property
     def spent(self) -> bool:
@@ -214,6 +227,46 @@ class _Work:
             if split == "heldout":
                 stream.heldout.add(stream.combination(task))
 
+    async def look_ahead(self, stream: Stream, index: int) -> None:
+        """Starts the probes of the candidates behind ``index`` that will most likely be wanted."""
+        if not stream.composer.repeatable:
+            return
+        self.early = {place: probing for place, probing in self.early.items() if place >= (stream.family, index)}
+        pending: Counter[str] = Counter()
+        combinations, keys = set(stream.heldout), set(self.source.keys)
+        for number in range(index, index + ATTEMPTS_A_TASK):
+            with contextlib.suppress(ComposeError):
+                task = await self._compose(stream, number)
+                split, combination = self._side(stream, task), stream.combination(task)
+                if split is None or combination in combinations or problems(task.code):
+                    continue
+                if (key := duplicate_key(task.code)) in keys:
+                    continue
+                pending[split] += 1
+                if stream.made(split) + pending[split] > stream.wanted[split]:
+                    continue
+                keys.add(key)
+                if split == "heldout":
+                    combinations.add(combination)
+                place = (stream.family, number)
+                if number > index and place not in self.early:
+                    self.early[place] = asyncio.create_task(self._early(task, self.compiled + pending.total()))
+            if pending.total() > AHEAD:
+                return
+
+    async def _early(self, task: Task, compilations: int) -> None:
+        with contextlib.suppress(Refused):
+            check_eager(await self._probe(task, compile=False), self.window)
+            if compilations <= self.config.max_candidates:
+                await self._probe(task, compile=True)
+
+    async def close(self) -> None:
+        """Nothing started ahead is left running."""
+        left = [*self.early.values(), *self.probes.values()]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
     def _side(self, stream: Stream, task: Task) -> str | None:
         """The side of the split that the candidate belongs to; ``None`` when nothing more is wanted there.  Held-out
         combinations are taken once each: scores would otherwise count one of them more than another."""
@@ -225,19 +278,26 @@ class _Work:
 
     async def _compose(self, stream: Stream, index: int) -> Task:
         rng = Random(f"{self.seed}/{stream.family}/{index}")
+        if stream.composer.repeatable:
+            if (stream.family, index) not in self.composed:
+                self.composed[stream.family, index] = await stream.composer.compose(rng)
+            return self.composed[stream.family, index]
         key = f"candidate/{stream.family}/{index}"
-        if not stream.composer.repeatable and key in self.known:
-            return Task(**(self.known[key] | {"ops": tuple(self.known[key]["ops"])}))
-        task = await stream.composer.compose(rng)
-        if not stream.composer.repeatable:
+        if key not in self.known:
+            task = await stream.composer.compose(rng)
             self._keep(key, task.__dict__ | {"ops": list(task.ops)})
-        return task
+        return Task(**(self.known[key] | {"ops": tuple(self.known[key]["ops"])}))
 
     async def _probe(self, task: Task, compile: bool) -> Probe:
         key = f"{'compiled' if compile else 'eager'}/{task.digest}"
         if key not in self.known:
-            self._keep(key, (await self.sandbox.probe(task, compile=compile)).to_json())
+            if key not in self.probes:
+                self.probes[key] = asyncio.create_task(self._run_probe(key, task, compile))
+            await self.probes[key]
         return Probe.from_json(self.known[key])
+
+    async def _run_probe(self, key: str, task: Task, compile: bool) -> None:
+        self._keep(key, (await self.sandbox.probe(task, compile=compile)).to_json())
 
     def _keep(self, key: str, value: Any) -> None:
         self.known[key] = value

@@ -92,13 +92,15 @@ def test_seeds_depend_on_the_runs_seed_and_the_name():
     assert 0 <= seed_of(0, "a") < 2**63
 
 
-def test_values_are_held_out_by_whole_tasks():
+def test_values_are_held_out_by_episode():
     chat_free = [
         Episode(f"{t}/{s}", t, "agent", [1], [0], [0.0], [-1], [0], 1.0, "answer") for t in "abcde" for s in "xy"
     ]
-    training, heldout = critic.split_by_task(chat_free, 0.4, 0)
-    assert {e.task for e in training}.isdisjoint(e.task for e in heldout)
+    training, heldout = critic.hold_out(chat_free, 0.4, 0)
+    assert {e.id for e in training}.isdisjoint(e.id for e in heldout)
     assert len(heldout) == 4 and len(training) + len(heldout) == 10
+    assert critic.hold_out(chat_free[::-1], 0.4, 0) == (training, heldout), "the order of the episodes does not matter"
+    assert critic.hold_out(chat_free[:1], 0.4, 0) == (chat_free[:1], chat_free[:1])
 
 
 def test_a_base_without_a_tokenizer_is_a_wrong_configuration(tmp_path, policy):

@@ -7,6 +7,7 @@ made up from the operators, so that the results do not depend on the machine; wh
 import asyncio
 import hashlib
 import json
+import random
 from collections import Counter
 from itertools import pairwise
 from random import Random
@@ -22,7 +23,7 @@ from cuda_agent.synthesis.family import combination, sample_task
 from cuda_agent.synthesis.filters import Refused, SourceFilter, check_compiled, check_eager, yields
 from cuda_agent.synthesis.similarity import SimilarityIndex
 from cuda_agent.synthesis.split import heldout_combinations, is_heldout, ops_combination
-from cuda_agent.synthesis.synthesize import synthesize
+from cuda_agent.synthesis.synthesize import AHEAD, synthesize
 from tests.synthesis.test_similarity import CODE, RENAMED
 
 GOOD = Probe(deterministic=True, eager_seconds=1e-3, compile_seconds=8e-4)
@@ -106,7 +107,24 @@ def test_a_killed_synthesis_goes_on_without_repeating_a_probe():
     assert len(kept) == 7
     second = InProcess()
     assert make(prober=second, known=kept) == expected
-    assert first.calls + second.calls == whole.calls
+    assert sorted(first.calls + second.calls) == sorted(whole.calls)
+
+
+def test_probes_of_the_next_candidates_run_beside_a_compilation_and_change_no_result():
+    class Slow(InProcess):
+        running = most = 0
+
+        async def probe(self, task, compile=True):
+            self.running += 1
+            self.most = max(self.most, self.running)
+            await asyncio.sleep(random.random() * 3e-3)
+            self.running -= 1
+            return await super().probe(task, compile)
+
+    one, two = Slow(), Slow()
+    assert make(prober=one) == make(prober=two) == make()
+    assert 1 < one.most <= 1 + AHEAD
+    assert len(set(one.calls)) == len(one.calls)
 
 
 def test_what_a_composer_wrote_is_kept_when_it_does_not_repeat_itself():
