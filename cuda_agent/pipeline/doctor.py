@@ -76,7 +76,8 @@ def _python() -> Check:
 def _headers() -> Check:
     """``torch.compile`` builds against them, and it is one of the two baselines."""
     path = Path(sysconfig.get_path("include")) / "Python.h"
-    return Check("headers", path.exists(), str(path), "apt-get install python3-dev   (dnf install python3-devel)")
+    mend = "" if path.exists() else "apt-get install python3-dev   (dnf install python3-devel)"
+    return Check("headers", path.exists(), str(path), mend)
 
 
 def _memory() -> Check:

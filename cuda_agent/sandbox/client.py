@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.config import Sandbox
-from cuda_agent.sandbox import build, extension, plan
+from cuda_agent.sandbox import build, extension, plan, scratch
 from cuda_agent.sandbox.wire import (
     Mode,
     Probe,
@@ -38,7 +38,6 @@ from cuda_agent.sandbox.workspace import Workspace, Workspaces
 from cuda_agent.tasks.task import Task
 
 _HERE = Path(__file__).parent
-_PREFIX = "cuda-agent-sandbox-"
 _LONGEST_ANSWER = 900.0  # seconds until a judge that says nothing counts as lost
 
 
@@ -62,9 +61,7 @@ class LocalSandbox:
 
     async def __aenter__(self) -> "LocalSandbox":
         self.cache.mkdir(parents=True, exist_ok=True)
-        _sweep()
-        self._scratch = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
-        self._scratch.chmod(0o711)
+        self._scratch = scratch.make_folder("sandbox")
         config = self.config
         self._builder = build.Builder(
             self.cache / "builds", self._scratch, self.lease_folder, config.build_seconds, config.memory_mb
@@ -271,14 +268,6 @@ def _code_version() -> str:
         if path.suffix in (".py", ".cpp", ".h") and not path.name.startswith("workspace"):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def _sweep() -> None:
-    """Remove what sandboxes of killed processes left."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        pid = folder.name.removeprefix(_PREFIX).split("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:

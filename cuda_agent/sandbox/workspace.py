@@ -11,11 +11,9 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -23,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from cuda_agent.sandbox import scratch
 from cuda_agent.sandbox.wire import FRAME_LIMIT, HEAD, ToolResult, send_frame
 from cuda_agent.sandbox.workspace_shell import Limits
 
@@ -98,8 +97,7 @@ class Workspaces:
             if self._process is not None and self._process.returncode is None:
                 return
             await self.close()
-            self._folder = tempfile.mkdtemp(prefix="cuda-agent-workspaces-")
-            os.chmod(self._folder, 0o711)  # a workspace's own user passes through to its own folder, and sees no other
+            self._folder = str(scratch.make_folder("workspaces"))
             self._control, theirs = socket.socketpair()
             package = str(Path(__file__).parents[2])
             with theirs:

@@ -1,0 +1,27 @@
+"""Temporary folders of the sandbox: named for the process that owns them, so that a later one can tell what was left.
+
+Not covered: the cache, which stays.
+"""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+_PREFIX = "cuda-agent-"
+
+
+def make_folder(kind: str) -> Path:
+    """A new folder of this process.  Other users may pass through it (to folders of theirs), and see nothing."""
+    sweep()
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-{os.getpid()}-"))
+    folder.chmod(0o711)
+    return folder
+
+
+def sweep() -> None:
+    """Remove what killed processes left."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*-*"):
+        pid = folder.name.removeprefix(_PREFIX).split("-")[1]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
