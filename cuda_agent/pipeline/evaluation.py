@@ -109,6 +109,8 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     lines = [f"{verdict.status}  (lane {verdict.lane}, device {verdict.device}, mode {verdict.mode})"]
     if verdict.message:
         lines.append(verdict.message)
+    if verdict.advisory:
+        lines.append("advisory: the solution's Python ran free, and what it computed with is not known")
     if verdict.clock == "model":
         lines.append("sandbox.clock=model: the times below are a deterministic cost, not measured")
     for name, seconds, factor in (

@@ -87,8 +87,6 @@ class LocalSandbox:
         when the sandbox cannot start."""
         if mode != "quick":
             raise SandboxUnready("mode strict is not available here yet")
-        if solution.lane == "python":
-            return self._refusal(solution, mode, "build_error", "the python lane is not available on cpu")
         file = self._verdict_file(task, solution, mode)
         if (found := _read_json(file)) is not None:
             verdict = Verdict.from_json(found)
@@ -129,6 +127,9 @@ class LocalSandbox:
         """Build: what the worker is told to load, and the paths it must be able to read."""
         if solution.lane == "extension":
             return await extension.prepare(solution.files, spec, self._builder)
+        if solution.lane == "python":
+            extension.check_module(solution.files, spec)
+            return {"code": solution.files["model_new.py"]}, []
         program = plan.compile_plan(solution.files, spec)
         runtime = await self._runtime()
         load = program.to_json() | {"runtime": str(runtime), "library": None}

@@ -26,19 +26,7 @@ class ExtensionError(ValueError):
 async def prepare(files: dict[str, str], spec: TaskSpec, builder: Builder) -> tuple[dict[str, Any], list[str]]:
     """Build; what the worker is told to load, and the paths it must be able to read.  Raises ``ExtensionError`` or
     ``build.BuildError``."""
-    if "model_new.py" not in files:
-        raise ExtensionError("there is no model_new.py")
-    try:
-        ast.parse(files["model_new.py"])
-    except SyntaxError as error:
-        raise ExtensionError(f"model_new.py:{error.lineno}: {error.msg}") from None
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise ExtensionError(f"model_new.py: {error}") from None
-    for index, item in enumerate(spec.init):
-        if "opaque" in item:
-            raise ExtensionError(
-                f"init argument {index} of the task is a {item['opaque']}: this lane needs plain values"
-            )
+    check_module(files, spec)
     sources = {name: text for name, text in files.items() if name.endswith(_SOURCES) and Path(name).name != HEADER}
     units = sorted(name for name in sources if name.endswith((".cpp", ".cc")) and name != "binding.cpp")
     if not units:
@@ -55,3 +43,20 @@ async def prepare(files: dict[str, str], spec: TaskSpec, builder: Builder) -> tu
     library = await builder.library(built, units, extra=("-I.", "-fopenmp"))
     load = {"library": str(library), "names": sorted(set(names)), "code": files["model_new.py"]}
     return load, [str(library)]
+
+
+def check_module(files: dict[str, str], spec: TaskSpec) -> None:
+    """Raises ``ExtensionError`` unless there is a model_new.py that parses, and ``ModelNew`` can get its arguments."""
+    if "model_new.py" not in files:
+        raise ExtensionError("there is no model_new.py")
+    try:
+        ast.parse(files["model_new.py"])
+    except SyntaxError as error:
+        raise ExtensionError(f"model_new.py:{error.lineno}: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ExtensionError(f"model_new.py: {error}") from None
+    for index, item in enumerate(spec.init):
+        if "opaque" in item:
+            raise ExtensionError(
+                f"init argument {index} of the task is a {item['opaque']}: this lane needs plain values"
+            )

@@ -178,7 +178,7 @@ class Trial:
             self._null = known[request["lane"]] = min(least, known.get(request["lane"], least))
         try:
             with self._lease.working(), self._judged("while it was loaded"):
-                self._worker.call("L", request["load"])
+                self._worker.call("L", request["load"] | {"seed": self._prepared.weights_seed})
         except WorkerError as error:
             raise Refused("build_error", str(error)) from None
         self._verdict.phases["start"] = time.perf_counter() - begin

@@ -282,7 +282,7 @@ class Prepared:
         self._digest = digest
         self._lease = Lease(Path(settings.lease))
         with self._lease.working():
-            self.oracle = Oracle(workshop.reference(), code, self._seed(-1), settings)
+            self.oracle = Oracle(workshop.reference(), code, self.weights_seed, settings)
         self.spec = self.oracle.spec
         size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs))
         self._pool: list[Entry | None] = [None] * max(2, min(settings.checks + _SPARE, _POOL_BYTES // max(1, size)))
@@ -290,6 +290,11 @@ class Prepared:
         self._empty = float("inf")
         self.empty_candidate: dict[str, float] = {}  # the same of candidates, by lane
         self.baselines = self._load()
+
+    @property
+    def weights_seed(self) -> int:
+        """The random numbers that the model is built with; no inputs come of it."""
+        return self._seed(-1)
 
     @property
     def pool_size(self) -> int:
@@ -332,7 +337,7 @@ class Prepared:
         inputs = self.entry(self.base).inputs
         worker, known = self._workshop.compiler()
         with self._lease.working():
-            oracle = Oracle(worker, self._code, self._seed(-1), self._settings)
+            oracle = Oracle(worker, self._code, self.weights_seed, self._settings)
             try:
                 oracle.compile(inputs, known)
             except (WorkerError, WorkerDied) as error:

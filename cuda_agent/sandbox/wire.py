@@ -55,6 +55,11 @@ class Verdict:
     cached: bool = False
 
     @property
+    def advisory(self) -> bool:
+        """Whether the solution's own Python ran free: what it computed with is not known."""
+        return self.lane == "python"
+
+    @property
     def reward(self) -> int | None:
         if self.status == "infra":
             return None
@@ -75,8 +80,9 @@ class Verdict:
         return self.compile_seconds / self.seconds if self.seconds and self.compile_seconds else None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, with the derived reward and speed-ups."""
+        """The fields, with what is derived from them."""
         return asdict(self) | {
+            "advisory": self.advisory,
             "reward": self.reward,
             "speedup_eager": self.speedup_eager,
             "speedup_compile": self.speedup_compile,
