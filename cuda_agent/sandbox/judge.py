@@ -29,7 +29,7 @@ from cuda_agent.lease import Lease
 from cuda_agent.sandbox import check, cost, jail
 from cuda_agent.sandbox.buffers import Array, Buffers, byte_count
 from cuda_agent.sandbox.prepared import Entry, Prepared, Settings, Workshop, net
-from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError
+from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.wire import Probe, TaskError, Tensor, Verdict, receive_frame, send_frame
 
 _MOST_PREPARED = 24  # tasks kept ready, least recently used first out
@@ -212,10 +212,14 @@ class Trial:
         others = [prepared.entry(prepared.base + i).inputs for i in range(min(3, prepared.pool_size))]
         results: list[tuple[Entry, list[Array]]] = []
         eager: list[float] = []
-        with self._lease.timing():
+        assert self._worker
+        candidate, reference = self._worker, prepared.oracle.worker
+        with self._lease.timing(), taking_turns(candidate, reference) as turn:
+            turn(reference)
             empty = prepared.empty_call(prepared.oracle, others[0])
             prepared.oracle.seconds(others[-1])
             for number in range(self._settings.timed_calls):
+                turn(candidate)
                 if number in entries:
                     with self._judged("in a timed call"):
                         seconds, outputs = self._timed(entries[number].inputs)
@@ -225,11 +229,13 @@ class Trial:
                         seconds, _ = self._timed(_rolled(others[number % len(others)], self._prepared.spec.inputs))
                 verdict.samples.append(net(seconds, self._null))
                 if number % 2 == 0:
+                    turn(reference)
                     eager.append(net(prepared.oracle.seconds(others[number % len(others)]), empty))
                 if number + 1 >= _FEWEST_TIMED and self._clear(verdict.samples, eager):
                     break
             baseline = prepared.baselines.eager or 0.0
             if baseline and abs(statistics.median(eager) / baseline - 1) > _DRIFT:
+                turn(reference)
                 for extra in range(2):
                     eager.append(net(prepared.oracle.seconds(others[extra % len(others)]), empty))
                 drift = statistics.median(eager) / baseline

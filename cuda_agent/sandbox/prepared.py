@@ -26,7 +26,7 @@ from typing import Any
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox import build, cost, jail
 from cuda_agent.sandbox.buffers import Array, Buffers, byte_count
-from cuda_agent.sandbox.processes import WarmParent, Worker, WorkerDied, WorkerError
+from cuda_agent.sandbox.processes import WarmParent, Worker, WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.wire import TaskError, TaskSpec
 
 _POOL_BYTES = 48 << 20  # most memory for one task's pool
@@ -193,7 +193,7 @@ class Oracle:
     """A reference worker of one task, which it owns, and its buffers.  Every failure of the task is a ``TaskError``."""
 
     def __init__(self, worker: Worker, code: str, weights_seed: int, settings: Settings) -> None:
-        self._worker = worker
+        self.worker = worker
         self._limit = settings.run_seconds
         self._buffers: Buffers | None = None
         try:
@@ -214,7 +214,7 @@ class Oracle:
 
     @property
     def alive(self) -> bool:
-        return self._worker.alive
+        return self.worker.alive
 
     def inputs(self, seed: int) -> list[Array]:
         self._ask("G", {"seed": seed})
@@ -232,16 +232,16 @@ class Oracle:
         assert self._buffers
         slot = secrets.randbelow(2)
         self._buffers.fill(slot, inputs)
-        self._worker.seconds = self._limit
+        self.worker.seconds = self._limit
         with _of_the_task():
-            return self._worker.timed("N" if null else "R", slot)
+            return self.worker.timed("N" if null else "R", slot)
 
     def compile(self, inputs: list[Array], known: str) -> None:
         """Calls are the compiled model's from here on.  ``WorkerError`` when torch.compile fails."""
         assert self._buffers
         self._buffers.fill(0, inputs)
-        self._worker.seconds = _COMPILE_SECONDS
-        self._worker.call("C", {"known": known}, slot=0)
+        self.worker.seconds = _COMPILE_SECONDS
+        self.worker.call("C", {"known": known}, slot=0)
 
     def count(self, inputs: list[Array]) -> tuple[int, int]:
         """Operators of one call and the bytes they touch."""
@@ -251,12 +251,12 @@ class Oracle:
         return int(answer["operators"]), int(answer["bytes"])
 
     def _ask(self, kind: str, body: Any = None, slot: int = 0, fds: list[int] | None = None) -> Any:
-        self._worker.seconds = self._limit
+        self.worker.seconds = self._limit
         with _of_the_task():
-            return self._worker.call(kind, body, slot, fds or ())
+            return self.worker.call(kind, body, slot, fds or ())
 
     def close(self) -> None:
-        self._worker.kill()
+        self.worker.kill()
         if self._buffers:
             self._buffers.close()
 
@@ -360,16 +360,22 @@ class Prepared:
         """Median seconds of one call of each reference, interleaved, the empty call subtracted."""
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
         best = [float("inf")] * len(oracles)
-        with self._lease.timing():
+
+        def seconds(oracle: Oracle, inputs: list[Array]) -> float:
+            turn(oracle.worker)
+            return oracle.seconds(inputs)
+
+        with self._lease.timing(), taking_turns(*(oracle.worker for oracle in oracles)) as turn:
+            empty = float("inf")
             for oracle in oracles:
                 for inputs in entries[:2]:
-                    oracle.seconds(inputs)
-            empty = min(self.empty_call(oracle, entries[0]) for oracle in oracles)
+                    seconds(oracle, inputs)
+                empty = min(empty, self.empty_call(oracle, entries[0]))
             for _ in range(_BASELINE_ROUNDS):  # a burst of other work on the machine must not stay in the cache
                 rows: list[list[float]] = []
                 end = time.monotonic() + _BASELINE_SECONDS
                 while len(rows) < 3 or (len(rows) < _BASELINE_CALLS and time.monotonic() < end):
-                    rows.append([oracle.seconds(entries[len(rows) % len(entries)]) for oracle in oracles])
+                    rows.append([seconds(oracle, entries[len(rows) % len(entries)]) for oracle in oracles])
                 middles = [statistics.median(column) for column in zip(*rows, strict=True)]
                 if middles[0] < best[0]:
                     best = middles

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
 _STEP_MS = 20  # how often a worker that is waited for is looked at
 _MOST_THREADS = 64
 _START_SECONDS = 30.0
+_WAKE_SECONDS = 1e-4  # until a continued process waits for its request again
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _PACKAGE = Path(__file__).resolve().parents[2]
 
@@ -210,6 +211,11 @@ class Worker:
             }[reason],
         )
 
+    def signal(self, number: int) -> None:
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
     def kill(self, wait: float = 0.0) -> int:
         """End it, after up to ``wait`` seconds for it to end by itself; gives the exit code (negative: signal)."""
         if not self.alive:
@@ -231,3 +237,28 @@ class Worker:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
         except OSError:
             return True
+
+
+@contextlib.contextmanager
+def taking_turns(*workers: Worker) -> Iterator[Callable[[Worker], None]]:
+    """``turn(worker)``: from now on only this one of ``workers`` runs, the others are stopped.  The idle threads of a
+    library wait actively for milliseconds, and a candidate may leave threads behind: neither slows what is timed
+    next."""
+    running: Worker | None = None
+
+    def turn(worker: Worker) -> None:
+        nonlocal running
+        if worker is running:
+            return
+        for other in workers:
+            if other is not worker:
+                other.signal(signal.SIGSTOP)
+        worker.signal(signal.SIGCONT)
+        time.sleep(_WAKE_SECONDS)
+        running = worker
+
+    try:
+        yield turn
+    finally:
+        for worker in workers:
+            worker.signal(signal.SIGCONT)

@@ -3,6 +3,7 @@
 // It covers no error handling: a kernel that faults takes its single-use process with it.
 #include <linux/futex.h>
 #include <pthread.h>
+#include <stdint.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -21,9 +22,10 @@ struct node {
 namespace {
 constexpr int kSpins = 4000;  // a few microseconds: the gap between two nodes, not the gap between two calls
 long helpers = 0;
-node* current;
 unsigned generation = 0;  // a futex; a new value is a new node
-long next_block, busy;
+node* nodes_of[2];        // by the generation's parity
+uint64_t ticket;          // generation << 32 | next block
+long finished;            // blocks of the node under way
 
 void relax() {
 #if defined(__x86_64__)
@@ -31,11 +33,16 @@ void relax() {
 #endif
 }
 
+// Blocks are taken by comparing and swapping the ticket: a helper that wakes late, in a later node, takes none by mistake.
 void work() {
   for (;;) {
-    long block = __atomic_fetch_add(&next_block, 1, __ATOMIC_RELAXED);
-    if (block >= current->grid) return;
-    current->kernel(block, current->grid, current->args);
+    uint64_t now = __atomic_load_n(&ticket, __ATOMIC_ACQUIRE);
+    node* n = __atomic_load_n(&nodes_of[(now >> 32) & 1], __ATOMIC_RELAXED);
+    const long block = (long)(uint32_t)now, grid = n->grid;
+    if (block >= grid) return;
+    if (!__atomic_compare_exchange_n(&ticket, &now, now + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) continue;
+    n->kernel(block, grid, n->args);
+    __atomic_fetch_add(&finished, 1, __ATOMIC_RELEASE);
   }
 }
 
@@ -53,12 +60,13 @@ void* helper(void*) {
     }
     seen = now;
     work();
-    __atomic_fetch_sub(&busy, 1, __ATOMIC_RELEASE);
   }
 }
 }  // namespace
 
 extern "C" void start(long threads) {
+  static node nothing;
+  nodes_of[0] = nodes_of[1] = &nothing;
   for (long i = 1; i < threads; i++) {
     pthread_t thread;
     if (pthread_create(&thread, nullptr, helper, nullptr) == 0) helpers++;
@@ -76,12 +84,13 @@ extern "C" void run(node* nodes, long count) {
       for (long block = 0; block < n->grid; block++) n->kernel(block, n->grid, n->args);
       continue;
     }
-    current = n;
-    __atomic_store_n(&next_block, 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&busy, helpers, __ATOMIC_RELAXED);
-    __atomic_fetch_add(&generation, 1, __ATOMIC_RELEASE);
+    const unsigned next = generation + 1;
+    __atomic_store_n(&nodes_of[next & 1], n, __ATOMIC_RELAXED);
+    __atomic_store_n(&finished, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&ticket, (uint64_t)next << 32, __ATOMIC_RELEASE);
+    __atomic_store_n(&generation, next, __ATOMIC_RELEASE);
     syscall(SYS_futex, &generation, FUTEX_WAKE_PRIVATE, helpers, nullptr, nullptr, 0);
     work();
-    while (__atomic_load_n(&busy, __ATOMIC_ACQUIRE) > 0) relax();
+    while (__atomic_load_n(&finished, __ATOMIC_ACQUIRE) < n->grid) relax();
   }
 }

@@ -138,6 +138,7 @@ def _map(descriptor: int, size: int, writable: bool) -> int:
     ``mmap.mmap`` it keeps no descriptor."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     kind = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    kind |= mmap.MAP_POPULATE  # a first touch must not be timed
     address = _libc.mmap(None, size, protection, kind, descriptor, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         raise MemoryError(f"{size} bytes cannot be mapped")
