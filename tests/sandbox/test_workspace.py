@@ -256,7 +256,7 @@ def test_a_workspace_cannot_reach_another(loop, parent):
             pid = (await one.call("Bash", {"command": "echo $PPID"})).text
             mine = (await one.call("Bash", {"command": "printf %s ~ | tail -c 100"})).text
             found = await two.call(
-                "Bash", {"command": f"cd ~/../..; ls; cat [0-9]*/work/secret; kill -9 {pid}; echo {mine}"}
+                "Bash", {"command": f"cd ~/../..; ls; cat [0-9]*/*/secret; kill -9 {pid}; echo {mine}"}
             )
             return found, await one.call("Bash", {"command": "cat secret"})
 
