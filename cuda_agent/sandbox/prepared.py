@@ -29,6 +29,7 @@ from cuda_agent.sandbox.buffers import Array, Buffers, byte_count
 from cuda_agent.sandbox.processes import WarmParent, Worker, WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.wire import TaskError, TaskSpec
 
+_CLOCK = 2  # of what is measured: a baseline taken in another way is none
 _POOL_BYTES = 48 << 20  # most memory for one task's pool
 _SPARE = 4  # entries of a pool beyond the checks: for audits of timed calls
 _COMPILE_SECONDS = 120.0
@@ -384,7 +385,8 @@ class Prepared:
         return [net(seconds, empty) for seconds in best]
 
     def _file(self) -> Path:
-        key = json.dumps([self._digest, self._workshop.torch, build.processor(), self._settings.threads])
+        how = [_CLOCK, self._workshop.torch, build.processor(), self._settings.threads]
+        key = json.dumps([self._digest, *how])
         return Path(self._settings.cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
     def _load(self) -> Baselines:

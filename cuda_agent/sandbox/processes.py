@@ -26,7 +26,14 @@ _STEP_MS = 20  # how often a worker that is waited for is looked at
 _MOST_THREADS = 64
 _START_SECONDS = 30.0
 _WAKE_SECONDS = 1e-4  # until a continued process waits for its request again
+_IDLE_NS = 200_000  # a thread that worked less was only started
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+# Memory given back after each call and mapped again in the next, or not, as fragmentation has it, doubles a time.
+_KEEPING_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(16 << 20),
+}
 _PACKAGE = Path(__file__).resolve().parents[2]
 
 
@@ -57,7 +64,7 @@ class WarmParent:
             "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
             "PYTHONPATH": str(_PACKAGE), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0",
             "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": str(threads),
-            "TORCHINDUCTOR_COMPILE_THREADS": "1", "USER": "worker", "LOGNAME": "worker",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1", **_KEEPING_MEMORY, "USER": "worker", "LOGNAME": "worker",
         }  # fmt: skip
         with open(log, "ab") as errors:
             self._process = subprocess.Popen(
@@ -216,6 +223,35 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def spread(self) -> None:
+        """A processor of its own for each thread that works, where there are no more processors than such threads:
+        the scheduler wakes a helper beside the busy main thread and may leave it there for whole calls, which then take
+        twice as long.  Threads that never worked yet, and a process of one thread, keep their freedom."""
+        processors = sorted(os.sched_getaffinity(0))
+        busy = sorted(self._busy(), reverse=True)
+        if len(busy) < len(processors) or len(busy) == 1:
+            return
+        for index, (_, thread) in enumerate(busy):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(thread, [processors[index % len(processors)]])
+
+    def gather(self) -> None:
+        """All processors for all threads again."""
+        processors = os.sched_getaffinity(0)
+        for _, thread in self._busy():
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(thread, processors)
+
+    def _busy(self) -> list[tuple[int, int]]:
+        """(nanoseconds of work, thread) of the threads that worked."""
+        found = []
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{self.pid}/task"):
+                worked = int(Path(f"/proc/{self.pid}/task/{thread}/schedstat").read_text().split()[0])
+                if worked > _IDLE_NS:
+                    found.append((worked, int(thread)))
+        return found
+
     def kill(self, wait: float = 0.0) -> int:
         """End it, after up to ``wait`` seconds for it to end by itself; gives the exit code (negative: signal)."""
         if not self.alive:
@@ -253,6 +289,7 @@ def taking_turns(*workers: Worker) -> Iterator[Callable[[Worker], None]]:
         for other in workers:
             if other is not worker:
                 other.signal(signal.SIGSTOP)
+        worker.spread()
         worker.signal(signal.SIGCONT)
         time.sleep(_WAKE_SECONDS)
         running = worker
@@ -261,4 +298,5 @@ def taking_turns(*workers: Worker) -> Iterator[Callable[[Worker], None]]:
         yield turn
     finally:
         for worker in workers:
+            worker.gather()
             worker.signal(signal.SIGCONT)
