@@ -1,0 +1,127 @@
+"""The candidate worker: runs one solution, in any lane, and dies."""
+
+import contextlib
+import ctypes
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cuda_agent.sandbox.binding import OnlyTheExtension, load_module
+from cuda_agent.sandbox.serving import Worker, run_module
+from cuda_agent.sandbox.slots import Slots, flatten, map_memory, rebuild, store
+from cuda_agent.sandbox.wire import Frame
+
+
+class Candidate(Worker):
+    """Runs one solution, which is loaded only once the empty call has been timed."""
+
+    def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
+        super().__init__(channel, options, fds)
+        self._slots = Slots(options["spec"], options["layout"], options["weights"], fds)
+        if options["lane"] == "plan":
+            self._commands = {"N": lambda frame: None, "L": self.load_plan}
+        else:
+            self._commands = {"N": self.null, "L": self.load_model}
+        self._last: list[torch.Tensor] = []
+
+    def load_plan(self, frame: Frame) -> None:
+        run = bind_plan(frame.body, self._slots, self._options["threads"])
+        self._commands["R"] = lambda call: run(call.slot)
+
+    def load_model(self, frame: Frame) -> None:
+        """``ModelNew`` of the extension lane, with its library and the rule to compute with it alone; or of the python
+        lane, free to use torch.  Built with the random numbers that built the reference, and given its weights."""
+        spec, restricted = self._options["spec"], self._options["lane"] == "extension"
+        if restricted:
+            sys.modules["cuda_extension"] = load_module(frame.body["library"], frame.body["names"])
+        torch.manual_seed(frame.body["seed"])
+        module = run_module("model_new", frame.body["code"], "model_new.py")
+        if not hasattr(module, "ModelNew"):
+            raise AttributeError("model_new.py defines no ModelNew")
+        model = module.ModelNew(*[item["value"] for item in spec["init"]]).eval()
+        weights = self._slots.weight_tensors()
+        if restricted or model.state_dict().keys() == weights.keys():  # KernelBench's own solutions may rename them
+            model.load_state_dict(weights, strict=True)
+        arguments = spec["arguments"]
+
+        def run(call: Frame) -> None:
+            given = rebuild(arguments, self._slots.input_tensors(call.slot))
+            with OnlyTheExtension() if restricted else contextlib.nullcontext():
+                results = flatten(model(*given))
+            store(results, self._slots.output_tensors(call.slot))
+
+        self._commands["R"] = run
+
+    def null(self, frame: Frame) -> None:
+        rebuild(self._options["spec"]["arguments"], self._slots.input_tensors(frame.slot))
+        if not self._last:
+            self._last = [torch.zeros_like(t) for t in self._slots.output_tensors(frame.slot)]
+        store(self._last, self._slots.output_tensors(frame.slot))
+
+
+class _Node(ctypes.Structure):
+    """Mirrors ``struct node`` of runtime.cpp: a kernel, or a memset when ``kernel`` is null."""
+
+    _fields_ = [
+        ("kernel", ctypes.c_void_p), ("grid", ctypes.c_long), ("args", ctypes.c_void_p),
+        ("target", ctypes.c_void_p), ("bytes", ctypes.c_long), ("value", ctypes.c_int),
+    ]  # fmt: skip
+
+
+def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[int], None]:
+    """Load the libraries and resolve the program's arguments to addresses, once a slot.  ``program`` is
+    ``plan.Program`` as JSON.  A scalar argument is an 8-byte cell; a buffer argument is its address."""
+    runtime = ctypes.CDLL(program["runtime"])
+    library = ctypes.CDLL(program["library"]) if program["library"] else None
+    keep: list[Any] = []
+    workspaces: dict[str, int] = {}
+    for name, workspace in program["workspaces"].items():
+        workspaces[name] = map_memory(-1, max(workspace["bytes"], 1), writable=True)
+        if workspace["pattern"].strip("0"):
+            pattern = bytes.fromhex(workspace["pattern"])
+            content = pattern * (workspace["bytes"] // len(pattern))
+            ctypes.memmove(workspaces[name], content, len(content))
+
+    def bind(slot: int) -> Any:
+        def address(buffer: str) -> int:
+            kind, _, rest = buffer.partition(":")
+            if kind == "in":
+                return slots.inputs[slot][int(rest)]
+            if kind == "out":
+                return slots.outputs[slot][int(rest)]
+            return slots.weights[int(rest)] if kind == "w" else workspaces[rest]
+
+        nodes = (_Node * len(program["nodes"]))()
+        for node, item in zip(nodes, program["nodes"], strict=True):
+            if "memset" in item:
+                node.target, node.bytes, node.value = address(item["memset"]), item["bytes"], item["value"]
+                continue
+            pointers = (ctypes.c_void_p * max(1, len(item["args"])))()
+            for position, argument in enumerate(item["args"]):
+                if "buffer" in argument:
+                    pointers[position] = address(argument["buffer"])
+                else:
+                    kind = ctypes.c_double if "float" in argument else ctypes.c_long
+                    cell = kind(argument.get("float", argument.get("int", 0)))
+                    keep.append(cell)
+                    pointers[position] = ctypes.addressof(cell)
+            keep.append(pointers)
+            node.kernel = ctypes.cast(getattr(library, item["symbol"]), ctypes.c_void_p).value
+            node.grid, node.args = item["grid"], ctypes.addressof(pointers)
+        return nodes
+
+    bound = [bind(slot) for slot in range(len(slots.layout))]
+    runtime.start(ctypes.c_long(threads))
+    execute = runtime.run
+    execute.argtypes = [ctypes.c_void_p, ctypes.c_long]
+    execute.restype = None
+    count = len(program["nodes"])
+
+    def run(slot: int) -> None:
+        execute(ctypes.addressof(bound[slot]), count)
+
+    run.keep = keep  # type: ignore[attr-defined]
+    return run

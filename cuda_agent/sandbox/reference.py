@@ -1,0 +1,142 @@
+"""The reference worker: runs a task's ``Model`` and ``get_inputs`` under the judge's seeds."""
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from cuda_agent.sandbox.serving import Worker, run_module
+from cuda_agent.sandbox.slots import Slots, argument_of, describe, flatten, is_plain, rebuild, store, tensor_at
+from cuda_agent.sandbox.wire import Frame
+
+
+class Reference(Worker):
+    """Runs the task."""
+
+    def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
+        super().__init__(channel, options, fds)
+        self._commands = {
+            "T": self.load, "M": self.map, "G": self.generate, "R": self.run, "N": self.null, "C": self.compile,
+            "O": self.count,
+        }  # fmt: skip
+        self._last: list[torch.Tensor] = []
+
+    def load(self, frame: Frame) -> dict[str, Any]:
+        """Import the task, build its model, run it once on inputs of its own; answers with its spec."""
+        torch.manual_seed(frame.body["seed"])
+        module = run_module("task", frame.body["code"], "model.py")
+        for name in ("Model", "get_inputs", "get_init_inputs"):
+            if not hasattr(module, name):
+                raise AttributeError(f"the task defines no {name}")
+        init = module.get_init_inputs()
+        if not isinstance(init, list | tuple):
+            raise TypeError("get_init_inputs() must give a list")
+        self._model = module.Model(*init)
+        if not isinstance(self._model, torch.nn.Module):
+            raise TypeError("Model is no torch.nn.Module")
+        self._model.eval()
+        self._call: Callable[..., Any] = self._model
+        self._get_inputs = module.get_inputs
+        tensors: list[torch.Tensor] = []
+        self._arguments = self._draw(tensors)
+        given = [t.clone() for t in tensors]
+        versions = [t._version for t in given]
+        outputs = flatten(self._model(*rebuild(self._arguments, given)))
+        if versions != [t._version for t in given]:
+            raise ValueError("forward() changes its inputs in place, which a task may not")
+        if not outputs:
+            raise TypeError("forward() gives no tensor")
+        self._state = {k: v for k, v in self._model.state_dict().items() if isinstance(v, torch.Tensor)}
+        self._spec: dict[str, Any] = {
+            "inputs": [describe(t) for t in tensors],
+            "outputs": [describe(t) for t in outputs],
+            "weights": {name: describe(t) for name, t in self._state.items()},
+            "arguments": self._arguments,
+            "init": [{"value": v} if is_plain(v) else {"opaque": type(v).__name__} for v in init],
+            "parameter_count": sum(p.numel() for p in self._model.parameters()),
+        }
+        return self._spec
+
+    def _draw(self, tensors: list[torch.Tensor]) -> list[Any]:
+        values = self._get_inputs()
+        if not isinstance(values, list | tuple):
+            raise TypeError("get_inputs() must give a list")
+        arguments = [argument_of(value, tensors) for value in values]
+        for index, tensor in enumerate(tensors):
+            if tensor.layout != torch.strided or tensor.is_quantized:
+                raise TypeError("get_inputs() gives a sparse or quantized tensor")
+            tensors[index] = tensor.detach().contiguous().resolve_conj().resolve_neg()
+        return arguments
+
+    def map(self, frame: Frame) -> None:
+        """Take the buffers; answers once the weights are written to the first output slot region named for them."""
+        self._slots = Slots(self._spec, frame.body["layout"], [], frame.fds)
+        self._values = frame.body["values"]
+        self._weights = frame.body["weights"]
+        base = self._slots.written
+        for offset, tensor in zip(self._weights, self._state.values(), strict=True):
+            tensor_at(base + offset, describe(tensor)).copy_(tensor)
+
+    def generate(self, frame: Frame) -> None:
+        """Fresh inputs under the judge's seed, written where the judge copies them from."""
+        torch.manual_seed(frame.body["seed"])
+        tensors: list[torch.Tensor] = []
+        self._draw(tensors)
+        base = self._slots.written
+        store(tensors, [tensor_at(base + o, t) for o, t in zip(self._values, self._spec["inputs"], strict=True)])
+
+    def run(self, frame: Frame) -> None:
+        arguments = rebuild(self._arguments, self._slots.input_tensors(frame.slot))
+        self._last = flatten(self._call(*arguments))
+        store(self._last, self._slots.output_tensors(frame.slot))
+
+    def null(self, frame: Frame) -> None:
+        """Everything that ``run`` does but the call: what the clock subtracts."""
+        rebuild(self._arguments, self._slots.input_tensors(frame.slot))
+        if not self._last:
+            self._last = [torch.zeros_like(t) for t in self._slots.output_tensors(frame.slot)]
+        store(self._last, self._slots.output_tensors(frame.slot))
+
+    def compile(self, frame: Frame) -> None:
+        """From here on ``run`` calls the compiled model.  ``known``: where a warm-up left its answers, if it did."""
+        from cuda_agent.sandbox import compiling
+
+        home = Path(os.environ["TMPDIR"])
+        with contextlib.suppress(AttributeError):
+            if frame.body["known"]:
+                compiling.use(Path(frame.body["known"]), home)
+            else:
+                compiling.record(home)
+        self._call = torch.compile(self._model)
+        self.run(frame)
+
+    def count(self, frame: Frame) -> dict[str, int]:
+        """Operators of one forward pass and the bytes they touch, for the model clock."""
+        total = {"operators": 0, "bytes": 0}
+
+        class Counter(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = func(*args, **(kwargs or {}))
+                seen = [t for t in _leaves((*args, *(kwargs or {}).values(), result)) if isinstance(t, torch.Tensor)]
+                if isinstance(result, torch.Tensor) and result._base is None:  # a view costs nothing
+                    total["operators"] += 1
+                    total["bytes"] += sum(t.numel() * t.element_size() for t in seen)
+                return result
+
+        arguments = rebuild(self._arguments, self._slots.input_tensors(frame.slot))
+        with Counter():
+            self._model(*arguments)
+        return total
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value

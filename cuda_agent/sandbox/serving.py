@@ -1,0 +1,62 @@
+"""How a worker serves the judge, one frame in, one frame out; how untrusted Python is run and its errors are told."""
+
+import linecache
+import os
+import socket
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
+
+_SOURCES = ("model.py", "model_new.py")  # names under which untrusted Python runs
+
+
+class Worker:
+    """Serves the judge: one frame in, one frame out.  ``=`` is a good answer, ``!`` an error with its message."""
+
+    def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
+        self._channel = channel
+        self._options = options
+        self._fds = fds
+        self._commands: dict[str, Callable[[Frame], Any]] = {}
+
+    def serve(self) -> None:
+        while True:
+            frame = receive_frame(self._channel, max_fds=4)
+            try:
+                answer = self._commands[frame.kind](frame)
+            except MemoryError:
+                send_frame(self._channel, "!", {"message": "out of memory"})
+            except BaseException as error:
+                message = explain(error)
+                send_frame(self._channel, "!", {"message": message, "cheat": type(error).__name__ == "Cheat"})
+            else:
+                send_frame(self._channel, "=", answer)
+
+
+def explain(error: BaseException) -> str:
+    """Type and first line of the message, with the last line of the untrusted source that took part."""
+    lines = [str(line) for line in str(error).strip().splitlines() if line.strip()]
+    where = ""
+    for entry in traceback.extract_tb(error.__traceback__):
+        if entry.filename in _SOURCES:
+            where = f" ({entry.filename} line {entry.lineno})"
+    if isinstance(error, SyntaxError) and error.filename:
+        where = f" ({os.path.basename(error.filename)} line {error.lineno})"
+        lines = [error.msg]
+    message = lines[0] if lines else ""
+    if message.startswith("[enforce fail at") or "DefaultCPUAllocator" in message:
+        message = "out of memory: " + message.rpartition("DefaultCPUAllocator:")[2].strip()
+    return f"{type(error).__name__}: {message}"[:600] + where
+
+
+def run_module(name: str, code: str, filename: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__file__ = filename
+    sys.modules[name] = module
+    linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)  # inspect.getsource works
+    exec(compile(code, filename, "exec"), module.__dict__)
+    return module

@@ -1,0 +1,121 @@
+"""A worker's side of the buffers: tensors over the judge's shared memory, and what crosses as JSON beside them."""
+
+import ctypes
+import mmap
+import os
+from typing import Any
+
+import torch
+
+
+class Slots:
+    """The calls' buffers: ``layout`` is a list of slots, each ``{"in": [offsets], "out": [offsets]}``; inputs, and the
+    weights, lie in memory that this process cannot write."""
+
+    def __init__(
+        self, spec: dict[str, Any], layout: list[dict[str, list[int]]], weights: list[int], fds: list[int]
+    ) -> None:
+        base_in = map_memory(fds[0], os.fstat(fds[0]).st_size, writable=False)
+        base_out = self.written = map_memory(fds[1], os.fstat(fds[1]).st_size, writable=True)
+        for descriptor in fds:
+            os.close(descriptor)
+        self.layout = layout
+        self.inputs = [[base_in + offset for offset in slot["in"]] for slot in layout]
+        self.outputs = [[base_out + offset for offset in slot["out"]] for slot in layout]
+        self.weights = [base_in + offset for offset in weights]
+        self._spec = spec
+
+    def input_tensors(self, slot: int) -> list[torch.Tensor]:
+        return [tensor_at(a, t) for a, t in zip(self.inputs[slot], self._spec["inputs"], strict=True)]
+
+    def output_tensors(self, slot: int) -> list[torch.Tensor]:
+        return [tensor_at(a, t) for a, t in zip(self.outputs[slot], self._spec["outputs"], strict=True)]
+
+    def weight_tensors(self) -> dict[str, torch.Tensor]:
+        spec = self._spec["weights"]
+        return {name: tensor_at(a, spec[name]) for a, name in zip(self.weights, spec, strict=True)}
+
+
+def map_memory(descriptor: int, size: int, writable: bool) -> int:
+    """The address of ``size`` bytes of shared memory (of fresh private memory when the descriptor is -1).  Unlike
+    ``mmap.mmap`` it keeps no descriptor."""
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    kind = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    kind |= mmap.MAP_POPULATE  # a first touch must not be timed
+    address = _libc.mmap(None, size, protection, kind, descriptor, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise MemoryError(f"{size} bytes cannot be mapped")
+    return int(address)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+
+
+def tensor_at(address: int, tensor: dict[str, Any]) -> torch.Tensor:
+    """A tensor over foreign memory, which must outlive it."""
+    dtype: torch.dtype = getattr(torch, tensor["dtype"])
+    count = 1
+    for extent in tensor["shape"]:
+        count *= extent
+    if count == 0:
+        return torch.empty(tensor["shape"], dtype=dtype)
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(tensor["shape"])
+
+
+def flatten(value: Any) -> list[torch.Tensor]:
+    """The tensors of an output in order; numbers count as tensors of no dimension."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, bool | int | float):
+        return [torch.tensor(value)]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in flatten(item)]
+    if isinstance(value, list | tuple):
+        return [t for item in value for t in flatten(item)]
+    if value is None:
+        return []
+    raise TypeError(f"an output of type {type(value).__name__}")
+
+
+def describe(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+
+def store(results: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    if len(results) != len(targets):
+        raise ValueError(f"{len(results)} outputs instead of {len(targets)}")
+    for index, (result, target) in enumerate(zip(results, targets, strict=True)):
+        if result.shape != target.shape or result.dtype != target.dtype:
+            raise ValueError(
+                f"output {index} is {result.dtype} {list(result.shape)} instead of {target.dtype} {list(target.shape)}"
+            )
+        target.copy_(result)
+
+
+def is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def argument_of(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """``value`` as JSON, its tensors moved to ``tensors``."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if is_plain(value):
+        return {"value": value}
+    if isinstance(value, list | tuple):
+        return [argument_of(item, tensors) for item in value]
+    raise TypeError(f"get_inputs() gives a {type(value).__name__}; tensors, numbers and lists of them are supported")
+
+
+def rebuild(argument: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(argument, list):
+        return [rebuild(item, tensors) for item in argument]
+    return tensors[argument["tensor"]] if "tensor" in argument else argument["value"]
