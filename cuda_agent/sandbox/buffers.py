@@ -24,12 +24,19 @@ DTYPES = {
     "float32": "f4", "float64": "f8", "float16": "f2", "bfloat16": "u2", "int64": "i8", "int32": "i4", "int16": "i2",
     "int8": "i1", "uint8": "u1", "bool": "u1", "complex64": "c8", "complex128": "c16",
 }  # fmt: skip
-_ALIGN = 64
+_ALIGN = 256  # of an allocation on the GPU, which kernels may rely on; more than any vector instruction needs
 _F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1033, 1, 2, 4, 16
 
 
 def byte_count(tensor: Tensor) -> int:
     return math.prod(tensor.shape) * numpy.dtype(DTYPES[tensor.dtype]).itemsize
+
+
+def can_roll(tensors: Sequence[Tensor]) -> bool:
+    """Whether rotating them makes contents that were not seen before: integers (indices, offsets) may have an order
+    that must stay."""
+    rolling = [t.dtype.startswith(("float", "bfloat")) and any(extent > 1 for extent in t.shape) for t in tensors]
+    return any(rolling) and all(roll or math.prod(t.shape) <= 1 for roll, t in zip(rolling, tensors, strict=True))
 
 
 class Area:
@@ -61,14 +68,14 @@ class Slot:
     outputs: list[int]  # offsets in the output area
 
 
-class Buffers:
-    """Both areas of one worker.  ``values``: extra room in the output area where a reference worker leaves inputs and
-    weights for the judge to copy.  ``fixed``: the same addresses every time (for runs that must agree bit for bit)."""
+class Layout:
+    """Where the tensors of one worker lie in its two areas.  ``values``: extra room in the output area where a
+    reference worker leaves inputs and weights for the judge to copy.  ``fixed``: the same addresses every time (for
+    runs that must agree bit for bit)."""
 
     def __init__(self, spec: TaskSpec, slots: int, values: bool = False, fixed: bool = False) -> None:
-        self.spec = spec
         self._fixed = fixed
-        self._in_size = self._out_size = 0
+        self.in_size = self.out_size = 0
         weights = list(spec.weights.values())
         self.weights = [] if values else [self._place(t, written=False) for t in weights]
         self.slots = [
@@ -80,23 +87,40 @@ class Buffers:
         ]
         self.value_inputs = [self._place(t, written=True) for t in spec.inputs] if values else []
         self.value_weights = [self._place(t, written=True) for t in weights] if values else []
-        self.input_area = Area(self._in_size, read_only=True)
-        self.output_area = Area(self._out_size, read_only=False)
 
     def _place(self, tensor: Tensor, written: bool) -> int:
         """An aligned offset after a gap of random width, so that addresses differ from one candidate to the next."""
         gap = 1 if self._fixed else secrets.randbelow(16)
-        start = (self._out_size if written else self._in_size) + _ALIGN * gap
+        start = (self.out_size if written else self.in_size) + _ALIGN * gap
         end = start + -(-byte_count(tensor) // _ALIGN) * _ALIGN
         if written:
-            self._out_size = end
+            self.out_size = end
         else:
-            self._in_size = end
+            self.in_size = end
         return start
+
+    def to_json(self) -> list[dict[str, list[int]]]:
+        return [{"in": slot.inputs, "out": slot.outputs} for slot in self.slots]
+
+
+class Buffers:
+    """Both areas of one worker, laid out by ``Layout``."""
+
+    def __init__(self, spec: TaskSpec, slots: int, values: bool = False, fixed: bool = False) -> None:
+        self.spec = spec
+        self._layout = layout = Layout(spec, slots, values, fixed)
+        self.slots, self.weights = layout.slots, layout.weights
+        self.value_inputs, self.value_weights = layout.value_inputs, layout.value_weights
+        self.input_area = Area(layout.in_size, read_only=True)
+        self.output_area = Area(layout.out_size, read_only=False)
 
     @property
     def layout(self) -> list[dict[str, list[int]]]:
-        return [{"in": slot.inputs, "out": slot.outputs} for slot in self.slots]
+        return self._layout.to_json()
+
+    @property
+    def sizes(self) -> list[int]:
+        return [self.input_area.size, self.output_area.size]
 
     @property
     def descriptors(self) -> list[int]:

@@ -1,19 +1,24 @@
-"""The builder: C++ sources to a shared library, in the jail, cached by content.
+"""The builder: C++ sources to a shared library and CUDA sources to a cubin, in the jail, cached by content.
 
-The key of a build is its sources, the flags, the compiler's version and the processor.  A header of a few common
+The key of a build is its sources, the flags, the compiler's version and the processor or GPU.  A header of a few common
 standard headers is precompiled once: most of a small kernel's build time is spent in ``<cmath>`` and ``<algorithm>``.
 The compiler runs with limits on time, memory, processes and files; what it says is cut to the first errors, each with
-its source line.  Not covered: CUDA, and whether the library does anything sensible.
+its source line.  CUDA sources are compiled by NVRTC (``nvrtc``),
+which needs no GPU.  Not covered: whether what is built does anything sensible.
 """
 
 import asyncio
+import functools
 import hashlib
+import importlib.util
+import json
 import os
 import platform
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +30,7 @@ from cuda_agent.sandbox import jail
 FLAGS = ("-O3", "-march=native", "-ffast-math", "-std=c++17", "-fPIC", "-pthread", "-fopenmp-simd")
 _DIAGNOSTICS = ("-fmax-errors=3", "-fdiagnostics-color=never", "-fno-diagnostics-show-option", "-ftemplate-depth=256")
 _PRELUDE = "".join(f"#include <{name}>\n" for name in ("cmath", "algorithm", "cstdint", "cstring", "limits"))
+_NVRTC = Path(__file__).parent / "nvrtc.py"
 _LIBRARY_MB = 64
 _MESSAGE_LENGTH = 1200
 
@@ -56,6 +62,30 @@ def find_toolchain(compiler: str = "g++") -> Toolchain:
         raise CompilerMissing(f"no C++ compiler: {compiler!r} is not on PATH")
     version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()[0]
     return Toolchain(path, version, processor())
+
+
+@dataclass(frozen=True)
+class Nvrtc:
+    library: str
+    includes: list[str]  # folders of CUDA's headers
+    identity: str
+
+
+@functools.cache
+def find_nvrtc() -> Nvrtc:
+    """The newest NVRTC of this machine: that of the installed packages, else that of a toolkit.  Raises
+    ``CompilerMissing``."""
+    found = importlib.util.find_spec("nvidia")
+    packages = [Path(place) for place in found.submodule_search_locations or []] if found else []
+    homes = [home for place in packages for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
+    homes += [place / "cuda_nvrtc" for place in packages] + [Path("/usr/local/cuda")]
+    for home in homes:
+        for library in sorted(home.glob("lib*/libnvrtc.so.*")):
+            includes = [home / "include", *(p / "cuda_runtime" / "include" for p in packages)]
+            digest = hashlib.sha256(_NVRTC.read_bytes()).hexdigest()[:8]
+            version = f"{library.name}, {library.resolve().stat().st_size} bytes, {digest}"
+            return Nvrtc(str(library), [str(folder) for folder in includes if folder.is_dir()], version)
+    raise CompilerMissing("no CUDA compiler: libnvrtc is neither in the installed packages nor in /usr/local/cuda")
 
 
 def processor() -> str:
@@ -101,9 +131,38 @@ class Builder:
     async def library(self, files: Mapping[str, str], units: Sequence[str], extra: Sequence[str] = ()) -> Path:
         """The shared library of ``units``, some of ``files`` (the others may be included).  Raises ``BuildError``."""
         tools = await self.toolchain()
-        parts = [tools.identity, *units, *extra, *(f"{name}\0{files[name]}" for name in sorted(files))]
-        key = hashlib.sha256("\0\0".join(parts).encode()).hexdigest()
-        done, failed = self._folder / key[:2] / f"{key}.so", self._folder / key[:2] / f"{key}.error"
+        command = [
+            tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,
+            "-shared", "-Wl,--no-undefined", "-o", "library.so",
+        ]  # fmt: skip
+        parts = [tools.identity, *units, *extra]
+        return (await self._built(parts, command, files, ("library.so",), (tools.includes,))) / "library.so"
+
+    async def kernels(
+        self, files: Mapping[str, str], unit: str, expressions: Sequence[str], architecture: str
+    ) -> tuple[Path, dict[str, str]]:
+        """The cubin of a CUDA source that needs no host code, and the names in it that ``expressions`` (such as
+        ``scale<float, 4>`` or ``&table``) became.  Needs no GPU.  Raises ``BuildError`` or ``CompilerMissing``."""
+        tools = find_nvrtc()
+        request = {"library": tools.library, "includes": tools.includes, "architecture": architecture, "unit": unit}
+        command = [sys.executable, "-I", "-S", str(_NVRTC), json.dumps(request | {"expressions": list(expressions)})]
+        parts = [tools.identity, architecture, unit, *expressions]
+        read = (str(Path(tools.library).parent), *tools.includes, str(_NVRTC), sys.prefix, sys.base_prefix)
+        folder = await self._built(parts, command, files, ("kernels.cubin", "names.json"), read)
+        return folder / "kernels.cubin", json.loads((folder / "names.json").read_text())
+
+    async def _built(
+        self,
+        parts: Sequence[str],
+        command: list[str],
+        files: Mapping[str, str],
+        products: tuple[str, ...],
+        read: tuple[str, ...],
+    ) -> Path:
+        """The folder of ``products``, from the cache or made by ``command``; the same build under way is awaited."""
+        content = [*parts, *(f"{name}\0{files[name]}" for name in sorted(files))]
+        key = hashlib.sha256("\0\0".join(content).encode()).hexdigest()
+        done, failed = self._folder / key[:2] / key, self._folder / key[:2] / f"{key}.error"
         if done.exists():
             return done
         if failed.exists():
@@ -113,14 +172,7 @@ class Builder:
         future: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
         self._under_way[key] = future
         try:
-            command = [
-                tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,
-                "-shared", "-Wl,--no-undefined", "-o", "library.so",
-            ]  # fmt: skip
-            target = done.with_suffix("")
-            await self._compile(command, files, ("library.so",), target, (tools.includes,))
-            os.replace(target / "library.so", done)
-            target.rmdir()
+            await self._compile(command, files, products, done, read)
             future.set_result(done)
             return done
         except BaseException as error:
@@ -145,7 +197,7 @@ class Builder:
                 policy = jail.Policy(
                     read=(*jail.SYSTEM_READ, *read),
                     write=(str(work),),
-                    execute=jail.SYSTEM_EXECUTE,
+                    execute=(*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix),
                     memory_mb=self._memory_mb,
                     file_mb=_LIBRARY_MB,
                     cpu_seconds=int(self._seconds) + 1,
@@ -205,7 +257,9 @@ def _take(source: Path, target: Path) -> None:
         copy.write(content)
 
 
-_ERROR = re.compile(r"^(?P<where>[^\s:][^:]*(:\d+)+)?:? ?(fatal )?error: (?P<what>.*)$")
+_ERROR = re.compile(
+    r"^(?P<where>[^\s:(][^:(]*((:\d+)+|\(\d+\)))?:? ?(catastrophic |fatal )?error( #[\w-]+)?: (?P<what>.*)$"
+)
 
 
 def first_errors(text: str) -> str:
@@ -217,8 +271,8 @@ def first_errors(text: str) -> str:
             where = match["where"] or ""
             kept.append(f"{where}: error: {match['what']}" if where else f"error: {match['what']}")
             for following in lines[number + 1 : number + 3]:
-                if source := re.match(r"^\s+\d+ \|(.*)$", following):
-                    kept.append("    " + source[1].strip())
+                if source := re.match(r"^\s+(\d+ \|)?\s*(?P<code>[^\s^].*)$", following):
+                    kept.append("    " + source["code"].strip())
                     break
         elif match := re.search(r"undefined reference to .*", line):
             kept.append(f"error: {match[0]}")

@@ -20,7 +20,9 @@ class Candidate(Worker):
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
         super().__init__(channel, options, fds)
-        self._slots = Slots(options["spec"], options["layout"], options["weights"], fds)
+        self._slots = Slots(
+            options["spec"], options["layout"], options["weights"], fds, options["sizes"], options["device"]
+        )
         if options["lane"] == "plan":
             self._commands = {"N": lambda frame: None, "L": self.load_plan}
         else:
@@ -28,8 +30,13 @@ class Candidate(Worker):
         self._last: list[torch.Tensor] = []
 
     def load_plan(self, frame: Frame) -> None:
-        run = bind_plan(frame.body, self._slots, self._options["threads"])
-        self._commands["R"] = lambda call: run(call.slot)
+        if self._options["device"] == "cuda":
+            from cuda_agent.sandbox import gpu
+
+            run = gpu.bind_plan(frame.body, self._slots)
+        else:
+            run = bind_plan(frame.body, self._slots, self._options["threads"])
+        self._commands["R"] = lambda call: self._clocked(lambda: run(call.slot))[1]
 
     def load_model(self, frame: Frame) -> None:
         """``ModelNew`` of the extension lane, with its library and the rule to compute with it alone; or of the python
@@ -41,17 +48,20 @@ class Candidate(Worker):
         module = run_module("model_new", frame.body["code"], "model_new.py")
         if not hasattr(module, "ModelNew"):
             raise AttributeError("model_new.py defines no ModelNew")
-        model = module.ModelNew(*[item["value"] for item in spec["init"]]).eval()
+        model = module.ModelNew(*[item["value"] for item in spec["init"]]).eval().to(self._options["device"])
         weights = self._slots.weight_tensors()
         if restricted or model.state_dict().keys() == weights.keys():  # KernelBench's own solutions may rename them
             model.load_state_dict(weights, strict=True)
         arguments = spec["arguments"]
 
-        def run(call: Frame) -> None:
+        def run(call: Frame) -> float | None:
             given = rebuild(arguments, self._slots.input_tensors(call.slot))
             with OnlyTheExtension() if restricted else contextlib.nullcontext():
-                results = flatten(model(*given))
-            store(results, self._slots.output_tensors(call.slot))
+                results, seconds = self._clocked(lambda: model(*given))
+            store(flatten(results), self._slots.output_tensors(call.slot))
+            if self._options["device"] == "cuda":
+                torch.cuda.synchronize()
+            return seconds
 
         self._commands["R"] = run
 

@@ -49,8 +49,6 @@ class LocalSandbox:
     """An async context manager.  ``cache`` survives runs and is shared by the processes of this machine."""
 
     def __init__(self, config: Sandbox, cache: Path) -> None:
-        if config.device != "cpu":
-            raise SandboxUnready("sandbox.device=cuda is not available here yet; use sandbox.device=cpu")
         self.config = config
         self.cache = Path(cache).absolute() / "sandbox"
         self.lease_folder = Path(cache).absolute() / "lease"
@@ -58,6 +56,7 @@ class LocalSandbox:
         self._judges: list[_JudgeHandle] = []
         self._workspaces = Workspaces()
         self._specs: dict[str, TaskSpec] = {}
+        self._architecture = ""  # of the GPU
 
     async def __aenter__(self) -> "LocalSandbox":
         self.cache.mkdir(parents=True, exist_ok=True)
@@ -70,10 +69,30 @@ class LocalSandbox:
             "threads": config.threads, "checks": config.checks, "tolerance": config.tolerance,
             "timed_calls": config.timed_calls, "run_seconds": config.run_seconds, "memory_mb": config.memory_mb,
             "clock": config.clock, "required_walls": list(config.required_walls), "cache": str(self.cache),
-            "scratch": str(self._scratch), "lease": str(self.lease_folder),
+            "scratch": str(self._scratch), "lease": str(self.lease_folder), "device": config.device,
         }  # fmt: skip
-        self._judges = [_JudgeHandle(settings, self._scratch) for _ in range(min(2, os.cpu_count() or 1))]
+        count = min(2, os.cpu_count() or 1)
+        if config.device == "cuda":
+            count = 1  # one exclusive judge a device
+            settings |= await self._device()
+        self._judges = [_JudgeHandle(settings, self._scratch) for _ in range(count)]
         return self
+
+    async def _device(self) -> dict[str, Any]:
+        """What the judge must be told of the GPU.  Asked in a process of its own: this one forks."""
+        program = [sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"]
+        environment = os.environ | {"PYTHONPATH": str(_HERE.parents[1])}
+        answer = await asyncio.to_thread(subprocess.run, program, capture_output=True, env=environment)
+        found = json.loads(answer.stdout or b'{"error": "the CUDA driver does not start"}')
+        if "error" in found:
+            raise SandboxUnready(f"sandbox.device=cuda: {found['error']}")
+        self._architecture = found["architecture"]
+        source = {"check.cu": (_HERE / "check.cu").read_text()}
+        try:
+            image, _ = await self._builder.kernels(source, "check.cu", [], self._architecture)
+        except (build.BuildError, build.CompilerMissing) as error:
+            raise SandboxUnready(f"the CUDA compiler does not work in the sandbox: {error}") from None
+        return {"kernels": str(image), "identity": found["identity"]}
 
     async def __aexit__(self, *_: object) -> None:
         await self._workspaces.close()
@@ -108,7 +127,8 @@ class LocalSandbox:
         judge = self._judge(task)
         spec = await self.spec(task)
         begin = clock()
-        await self._runtime()
+        if self.config.device == "cpu":
+            await self._runtime()
         try:
             load, read = await self._prepare(solution, spec)
         except (plan.PlanError, build.BuildError, extension.ExtensionError) as error:
@@ -126,17 +146,26 @@ class LocalSandbox:
     async def _prepare(self, solution: Solution, spec: TaskSpec) -> tuple[dict[str, Any], list[str]]:
         """Build: what the worker is told to load, and the paths it must be able to read."""
         if solution.lane == "extension":
+            if self.config.device == "cuda":
+                raise SandboxUnready("the extension lane is not available on cuda yet; use plan or python")
             return await extension.prepare(solution.files, spec, self._builder)
         if solution.lane == "python":
             extension.check_module(solution.files, spec)
             return {"code": solution.files["model_new.py"]}, []
-        program = plan.compile_plan(solution.files, spec)
-        runtime = await self._runtime()
-        load = program.to_json() | {"runtime": str(runtime), "library": None}
-        if program.trampoline:
-            sources = {name: text for name, text in solution.files.items() if name != "plan.json"}
-            library = await self._builder.library(sources | {"trampoline.cpp": program.trampoline}, ["trampoline.cpp"])
-            load["library"] = str(library)
+        program = plan.compile_plan(solution.files, spec, self.config.device)
+        sources = {name: text for name, text in solution.files.items() if name != "plan.json"}
+        load = program.to_json()
+        if self.config.device == "cuda":
+            load |= {"image": "", "names": {}}
+            if program.source:
+                sources["plan.cu"] = program.source
+                built = await self._builder.kernels(sources, "plan.cu", program.expressions, self._architecture)
+                load |= {"image": str(built[0]), "names": built[1]}
+            return load, [path for path in (load["image"],) if path]
+        load |= {"runtime": str(await self._runtime()), "library": None}
+        if program.source:
+            sources["trampoline.cpp"] = program.source
+            load["library"] = str(await self._builder.library(sources, ["trampoline.cpp"]))
         return load, [path for path in (load["runtime"], load["library"]) if path]
 
     async def _runtime(self) -> Path:
@@ -180,7 +209,7 @@ class LocalSandbox:
         return self._judges[int(task.digest, 16) % len(self._judges)]
 
     def _refusal(self, solution: Solution, mode: Mode, status: Any, message: str) -> Verdict:
-        return Verdict(status, solution.lane, mode, "cpu", self.config.clock, message)
+        return Verdict(status, solution.lane, mode, self.config.device, self.config.clock, message)
 
     def _verdict_file(self, task: Task, solution: Solution, mode: Mode) -> Path:
         settings = self.config.model_dump(exclude={"required_walls", "lane"})
@@ -266,7 +295,7 @@ def _code_version() -> str:
     """Hash of the sandbox's own code: a verdict of other code is not this code's verdict."""
     digest = hashlib.sha256()
     for path in sorted(_HERE.glob("*")):
-        if path.suffix in (".py", ".cpp", ".h") and not path.name.startswith("workspace"):
+        if path.suffix in (".py", ".cpp", ".cu", ".h") and not path.name.startswith("workspace"):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 

@@ -46,7 +46,7 @@ class Policy:
     read: tuple[str, ...] = SYSTEM_READ
     write: tuple[str, ...] = ()  # also readable; handed to the own user where there is one
     execute: tuple[str, ...] = ()  # empty: neither new programs nor new processes, threads only
-    memory_mb: int = 2048  # private writable memory on top of what the process has already
+    memory_mb: int = 2048  # private writable memory on top of what the process has already; 0: no limit
     processes: int = 64  # processes and threads of the own user
     file_mb: int = 64  # largest file it may write
     cpu_seconds: int = 600
@@ -61,7 +61,8 @@ class Policy:
 
 
 def enter(policy: Policy) -> None:
-    """Close the walls around the calling process, which must have one thread.  Irreversible.  Raises ``JailError``."""
+    """Close the walls around the calling process.  Irreversible.  Raises ``JailError``.  Threads that it has already
+    (the CUDA driver's) get the user and the seccomp filter, but Landlock does not bind them."""
     parent = os.getppid()
     _limits(policy)
     if policy.own_user and os.geteuid() == 0:
@@ -148,7 +149,8 @@ def _limits(policy: Policy) -> None:
     except (OSError, StopIteration):
         pass
     limit(resource.RLIMIT_CORE, 0)
-    limit(resource.RLIMIT_DATA, present + (policy.memory_mb << 20))
+    if policy.memory_mb:
+        limit(resource.RLIMIT_DATA, present + (policy.memory_mb << 20))
     limit(resource.RLIMIT_FSIZE, policy.file_mb << 20)
     limit(resource.RLIMIT_NOFILE, 256)
     limit(resource.RLIMIT_CPU, policy.cpu_seconds)
@@ -341,7 +343,10 @@ def _seccomp(processes: bool) -> None:
     code = b"".join(
         op.to_bytes(2, "little") + bytes((yes, no)) + operand.to_bytes(4, "little") for op, yes, no, operand in program
     )
-    _libc_call("prctl", _PR_SET_SECCOMP, 2, ctypes.byref(_Filter(len(program), code)), 0, 0)
+    every_thread = 1  # the CUDA driver has started some
+    number, install = ctypes.c_long(_NUMBERS[machine]["seccomp"]), ctypes.c_uint(1)
+    if _libc_call("syscall", number, install, ctypes.c_uint(every_thread), ctypes.byref(_Filter(len(program), code))):
+        raise JailError("seccomp: a thread of this process has a filter of its own")
 
 
 # -------------------------------------------------------------------------------------------------------------- proof

@@ -11,7 +11,6 @@ calls that it takes for timed: checked, timed and audited calls look the same fr
 
 import contextlib
 import ctypes
-import math
 import random
 import secrets
 import socket
@@ -23,22 +22,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
-
 from cuda_agent.lease import Lease
-from cuda_agent.sandbox import check, cost, jail
-from cuda_agent.sandbox.buffers import Array, Buffers, byte_count
-from cuda_agent.sandbox.prepared import Entry, Prepared, Settings, Workshop, net
+from cuda_agent.sandbox import cost, driver, jail
+from cuda_agent.sandbox.buffers import byte_count, can_roll
+from cuda_agent.sandbox.prepared import Entry, Prepared, Settings, Workshop, memory_of, net, seconds_of_call
 from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError, taking_turns
-from cuda_agent.sandbox.wire import Probe, TaskError, Tensor, Verdict, receive_frame, send_frame
+from cuda_agent.sandbox.wire import Probe, TaskError, Verdict, receive_frame, send_frame
 
 _MOST_PREPARED = 24  # tasks kept ready, least recently used first out
-_SLOTS_BYTES = 64 << 20  # three slots for what is smaller, two for the rest
+_SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
 _NULL_CALLS = 7
-_FEWEST_TIMED = 4
+_FEWEST_TIMED = {"cpu": 4, "cuda": 12}  # calls on a GPU cost little beside the start of its worker
 _DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
 _AUDITED = 1 / 3  # share of the timed calls whose outputs are checked
-_FLOATING = ("float", "bfloat")
 _STATUS = {"timeout": "timeout", "crash": "crash", "memory": "crash", "threads": "crash", "protocol": "crash"}
 
 
@@ -56,6 +52,7 @@ class Judge:
         self._lease = Lease(Path(settings.lease))
         self._workshop = Workshop(settings)
         self._prepared: OrderedDict[str, Prepared] = OrderedDict()
+        self.memory = memory_of(settings.device)
 
     def prove(self) -> dict[str, str]:
         return jail.prove(self.settings.required_walls, Path(self.settings.scratch))
@@ -82,7 +79,8 @@ class Judge:
         """The verdict of a built solution, as JSON."""
         prepared = self.prepared(request["task"])
         prepared.measure(compile=True)
-        verdict = Verdict("ok", request["lane"], request["mode"], "cpu", self.settings.clock)  # type: ignore[arg-type]
+        settings = self.settings
+        verdict = Verdict("ok", request["lane"], request["mode"], settings.device, settings.clock)  # type: ignore[arg-type]
         verdict.eager_seconds, verdict.compile_seconds = prepared.baselines.eager, prepared.baselines.compile
         trial = Trial(self, prepared, request, verdict)
         try:
@@ -112,14 +110,14 @@ class Judge:
 
     def _probe(self, task: dict[str, str], compile: bool) -> Probe:
         prepared = self.prepared(task)
-        spec, tolerance = prepared.spec, self.settings.tolerance
+        spec, tolerance, memory = prepared.spec, self.settings.tolerance, self.memory
         first, second = prepared.entry(prepared.base), prepared.entry(prepared.base + 1)
         with self._lease.working():
             again = prepared.oracle.outputs(first.inputs)
         probe = Probe(
-            deterministic=not check.mismatch(first.outputs, again, spec.outputs, tolerance)[0],
-            constant=any(_constant(a, t.dtype) for a, t in zip(first.outputs, spec.outputs, strict=True)),
-            indistinguishable=not check.mismatch(first.outputs, second.outputs, spec.outputs, tolerance)[0],
+            deterministic=not memory.mismatch(first.outputs, again, spec.outputs, tolerance)[0],
+            constant=any(memory.constant(a, t) for a, t in zip(first.outputs, spec.outputs, strict=True)),
+            indistinguishable=not memory.mismatch(first.outputs, second.outputs, spec.outputs, tolerance)[0],
             inputs=list(spec.inputs),
             outputs=list(spec.outputs),
             parameter_count=spec.parameter_count,
@@ -143,6 +141,7 @@ class Trial:
         self._settings = judge.settings
         self._lease = judge._lease
         self._workshop = judge._workshop
+        self._memory = judge.memory
         self._prepared = prepared
         self._request = request
         self._verdict = verdict
@@ -152,9 +151,10 @@ class Trial:
         self._worker: Worker | None = None
         spec = prepared.spec
         size = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs))
-        self._buffers = Buffers(spec, slots=3 if size <= _SLOTS_BYTES else 2, fixed=self._fixed)
+        slots = 3 if size <= _SLOTS_BYTES[self._settings.device] else 2
+        self._buffers = self._memory.Buffers(spec, slots=slots, fixed=self._fixed)
         self._buffers.set_weights(prepared.oracle.weights)
-        self._seen: list[list[Array]] = []  # outputs of earlier calls: a later call must not give them again
+        self._seen: list[list[Any]] = []  # outputs of earlier calls: a later call must not give them again
 
     def start(self) -> None:
         """Fork, time the empty call, load."""
@@ -165,11 +165,12 @@ class Trial:
             "spec": buffers.spec.to_json(),
             "layout": buffers.layout,
             "weights": buffers.weights,
+            "sizes": buffers.sizes,
         }
         with self._lease.working():
             self._worker = self._workshop.candidate(options, buffers.descriptors, tuple(request["read"]))
         self._worker.seconds = self._settings.run_seconds
-        if self._settings.clock == "real":
+        if self._settings.clock == "real" and self._settings.device == "cpu":
             prepared = self._prepared
             inputs = prepared.entry(self._next).inputs
             with self._lease.timing(), self._judged():
@@ -203,18 +204,20 @@ class Trial:
         """Time as few calls as tell whether the candidate is 5 % faster, against an interleaved eager anchor."""
         begin = time.perf_counter()
         prepared, verdict = self._prepared, self._verdict
+        fewest = _FEWEST_TIMED[self._settings.device]
         audited = {i for i in range(self._settings.timed_calls) if random.SystemRandom().random() < _AUDITED}
-        audited.add(secrets.randbelow(_FEWEST_TIMED))
+        audited.add(secrets.randbelow(fewest))
         audited = set(sorted(audited)[: max(1, prepared.pool_size - self._settings.checks)])
-        if not _can_roll(prepared.spec.inputs):
+        if not can_roll(prepared.spec.inputs):
             audited = set(range(self._settings.timed_calls))  # no cheap fresh values: every call gets its own
         entries = {i: self._take() for i in sorted(audited)}
         others = [prepared.entry(prepared.base + i).inputs for i in range(min(3, prepared.pool_size))]
-        results: list[tuple[Entry, list[Array]]] = []
+        results: list[tuple[Entry, list[Any]]] = []
         eager: list[float] = []
         assert self._worker
         candidate, reference = self._worker, prepared.oracle.worker
-        with self._lease.timing(), taking_turns(candidate, reference) as turn:
+        alternating = (candidate, reference) if self._settings.device == "cpu" else ()
+        with self._lease.timing(), taking_turns(*alternating) as turn:
             turn(reference)
             empty = prepared.empty_call(prepared.oracle, others[0])
             prepared.oracle.seconds(others[-1])
@@ -226,12 +229,14 @@ class Trial:
                     results.append((entries[number], outputs))
                 else:
                     with self._judged("in a timed call"):
-                        seconds, _ = self._timed(_rolled(others[number % len(others)], self._prepared.spec.inputs))
+                        seconds, _ = self._timed(
+                            self._memory.rolled(others[number % len(others)], prepared.spec.inputs)
+                        )
                 verdict.samples.append(net(seconds, self._null))
                 if number % 2 == 0:
                     turn(reference)
                     eager.append(net(prepared.oracle.seconds(others[number % len(others)]), empty))
-                if number + 1 >= _FEWEST_TIMED and self._clear(verdict.samples, eager):
+                if number + 1 >= fewest and self._clear(verdict.samples, eager):
                     break
             baseline = prepared.baselines.eager or 0.0
             if baseline and abs(statistics.median(eager) / baseline - 1) > _DRIFT:
@@ -267,14 +272,15 @@ class Trial:
         self._next += 1
         return entry
 
-    def _timed(self, inputs: Sequence[Array], kind: str = "R") -> tuple[float, list[Array]]:
+    def _timed(self, inputs: Sequence[Any], kind: str = "R") -> tuple[float, list[Any]]:
         assert self._worker
         slot = secrets.randbelow(len(self._buffers.slots))
         self._buffers.fill(slot, inputs)
-        seconds = self._worker.timed(kind, slot)
+        self._memory.flush()
+        seconds = seconds_of_call(self._settings.device, *self._worker.timed(kind, slot))
         return seconds, self._buffers.outputs(slot)
 
-    def _call(self, inputs: Sequence[Array], when: str) -> list[Array]:
+    def _call(self, inputs: Sequence[Any], when: str) -> list[Any]:
         with self._judged(when):
             return self._timed(inputs)[1]
 
@@ -289,12 +295,12 @@ class Trial:
                 raise
             raise Refused("cheat" if error.cheat else "crash", f"{error} {when}".strip()) from None
 
-    def _compare(self, entry: Entry, outputs: list[Array], when: str, audit: bool = False) -> None:
+    def _compare(self, entry: Entry, outputs: list[Any], when: str, audit: bool = False) -> None:
         prepared, verdict = self._prepared, self._verdict
-        message, error = check.mismatch(entry.outputs, outputs, prepared.spec.outputs, self._settings.tolerance)
+        message, error = self._memory.mismatch(entry.outputs, outputs, prepared.spec.outputs, self._settings.tolerance)
         verdict.max_error = max(error, verdict.max_error or 0.0)
         if message:
-            stale = any(check.same(outputs, earlier) for earlier in self._seen)
+            stale = any(self._memory.same(outputs, earlier) for earlier in self._seen)
             if stale or audit:
                 what = "the outputs of an earlier call were given again" if stale else "the outputs are wrong"
                 raise Refused("cheat", f"{when}: {what}: {message}")
@@ -308,36 +314,6 @@ class Trial:
         self._buffers.close()
 
 
-def _can_roll(tensors: Sequence[Tensor]) -> bool:
-    """Whether ``_rolled`` makes contents that were not seen before: integers (indices, offsets) may have an order that
-    must stay."""
-    rolling = [t.dtype.startswith(_FLOATING) and any(extent > 1 for extent in t.shape) for t in tensors]
-    return any(rolling) and all(roll or math.prod(t.shape) <= 1 for roll, t in zip(rolling, tensors, strict=True))
-
-
-def _rolled(inputs: Sequence[Array], tensors: Sequence[Tensor]) -> list[Array]:
-    """The same values in other places: fresh contents from the same domain, without an oracle."""
-    rolled = []
-    for values, tensor in zip(inputs, tensors, strict=True):
-        axis = next((i for i, extent in enumerate(values.shape) if extent > 1), None)
-        if axis is None or not tensor.dtype.startswith(_FLOATING):
-            rolled.append(values)
-            continue
-        shift = 1 + secrets.randbelow(values.shape[axis] - 1)
-
-        rolled.append(numpy.roll(values, shift, axis))
-    return rolled
-
-
-def _constant(values: Array, dtype: str) -> bool:
-    """One value only (outputs of one number are not judged by this), or nothing finite."""
-
-    flat = check.real(values, dtype).ravel()
-    if flat.dtype.kind == "f" and flat.size and not numpy.isfinite(flat).any():
-        return True
-    return flat.size > 1 and bool((flat == flat[0]).all())
-
-
 def main() -> None:
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody of the same user reads this memory
     ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # die with the client
@@ -346,7 +322,9 @@ def main() -> None:
     judge = Judge(Settings(**(fields | {"required_walls": tuple(fields["required_walls"])})))
     try:
         breaches = judge.prove()
-    except jail.JailError as error:
+        if judge.settings.device == "cuda":
+            judge.memory.open_judge(Path(judge.settings.kernels))
+    except (jail.JailError, driver.NoDevice) as error:
         send_frame(client, "!", {"kind": "jail", "message": str(error)})
         return
     send_frame(client, "=", {"breaches": breaches, "torch": judge._workshop.torch})

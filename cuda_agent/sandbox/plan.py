@@ -1,11 +1,11 @@
 """The plan lane: reading ``plan.json``, and turning it into a program for the executor.
 
 ``compile_plan`` is pure: it checks the plan against the task's shapes, evaluates every integer expression, and writes
-the C++ trampoline through which the executor calls the kernels.  Errors name the node.  Nothing is built or run here,
-and the keys that only ``cuda`` has (block, shared memory, cluster, library nodes) are refused on the CPU.
+the source through which the executor reaches the kernels: on ``cpu`` a C++ trampoline, on ``cuda`` a translation unit
+that also tells the types of their arguments.  Errors name the node.  Nothing is built or run here, and the keys that
+only ``cuda`` has (block, shared memory, cluster, cooperative launches, library nodes) are refused on the CPU.
 """
 
-import ast
 import json
 import math
 import re
@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cuda_agent.sandbox.buffers import byte_count
+from cuda_agent.sandbox.expressions import Buffer, PlanError, evaluate
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
 
 _C_TYPES = {
@@ -33,10 +34,22 @@ _FORMATS = {
 }
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*\s*(<[\w\s,:.+-]*>)?")
 _MOST_NODES, _MOST_BLOCKS, _MOST_WORKSPACE = 256, 1 << 24, 1 << 30
+_MOST_GRID, _MOST_BLOCK, _MOST_THREADS = ((1 << 31) - 1, 65535, 65535), (1024, 1024, 64), 1024
 
-
-class PlanError(ValueError):
-    """What is wrong with the plan, and where: for its author."""
+# What the launcher must know of a kernel's arguments, from the compiler: one letter each.
+_SIGNATURES = """
+template <class T> struct plan_code { static constexpr char value = '?'; };
+template <class T> struct plan_code<T*> { static constexpr char value = 'p'; };
+#define PLAN_CODE(type, letter) template <> struct plan_code<type> { static constexpr char value = letter; };
+PLAN_CODE(float, 'f') PLAN_CODE(double, 'd') PLAN_CODE(bool, 'B')
+PLAN_CODE(int, 'i') PLAN_CODE(unsigned, 'I') PLAN_CODE(long, 'q') PLAN_CODE(unsigned long, 'Q')
+PLAN_CODE(long long, 'q') PLAN_CODE(unsigned long long, 'Q') PLAN_CODE(short, 'h') PLAN_CODE(unsigned short, 'H')
+PLAN_CODE(char, 'b') PLAN_CODE(signed char, 'b') PLAN_CODE(unsigned char, 'B')
+template <class F> struct plan_signature;
+template <class... A> struct plan_signature<void(A...)> {
+  char codes[sizeof...(A) + 1] = {plan_code<A>::value..., 0};  // an argument a letter
+};
+"""
 
 
 @dataclass
@@ -45,19 +58,14 @@ class Program:
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
     workspaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # bytes, and a pattern as hex
-    trampoline: str = ""  # C++; empty when there is no kernel
+    source: str = ""  # what is compiled; empty when there is no kernel
+    expressions: list[str] = field(default_factory=list)  # cuda: the kernels, and what tells their arguments' types
 
     def to_json(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if key != "trampoline"}
+        return {key: value for key, value in asdict(self).items() if key not in ("source", "expressions")}
 
 
-@dataclass(frozen=True)
-class _Buffer:
-    name: str
-    tensor: Tensor
-
-
-def compile_plan(files: dict[str, str], spec: TaskSpec) -> Program:
+def compile_plan(files: dict[str, str], spec: TaskSpec, device: str = "cpu") -> Program:
     """The program of ``files["plan.json"]`` for a task with these shapes.  Raises ``PlanError``."""
     if "plan.json" not in files:
         raise PlanError("there is no plan.json")
@@ -83,22 +91,35 @@ def compile_plan(files: dict[str, str], spec: TaskSpec) -> Program:
         if isinstance(node, dict) and "memset" in node:
             program.nodes.append(_memset(node, where, names))
         elif isinstance(node, dict) and "library" in node:
-            raise PlanError(f"{where}: library nodes do not exist on cpu")
+            if device == "cpu":
+                raise PlanError(f"{where}: library nodes do not exist on cpu")
+            program.nodes.append(_library(node, where, names))
         else:
-            item, call = _kernel(node, where, names, files, sources, index)
+            describe = _function if device == "cpu" else _kernel
+            item, call = describe(node, where, names, files, index)
             program.nodes.append(item)
             calls.append(call)
+            if node["kernel"] not in sources:
+                sources.append(node["kernel"])
     written = {name for node in program.nodes for name in _buffers(node)}
     for index in range(len(spec.outputs)):
         if f"out:{index}" not in written:
             raise PlanError(f"no node uses out{index}")
     if calls:
-        program.trampoline = "".join(f'#include "{path}"\n' for path in sources) + "\n".join(calls) + "\n"
+        head = "".join(f'#include "{path}"\n' for path in sources) + (_SIGNATURES if device == "cuda" else "")
+        program.source = head + "\n".join(calls) + "\n"
+    if device == "cuda":
+        kernels = [node for node in program.nodes if "symbol" in node]
+        program.expressions = sorted({name for node in kernels for name in (node["symbol"], f"&{node['codes']}")})
     return program
 
 
 def _buffers(node: dict[str, Any]) -> list[str]:
-    return [node["memset"]] if "memset" in node else [a["buffer"] for a in node["args"] if "buffer" in a]
+    if "memset" in node:
+        return [node["memset"]]
+    if "library" in node:
+        return [node["c"]]
+    return [a["buffer"] for a in node["args"] if "buffer" in a]
 
 
 def _names(spec: TaskSpec) -> dict[str, Any]:
@@ -110,20 +131,20 @@ def _names(spec: TaskSpec) -> dict[str, Any]:
 
     for index, leaf in enumerate(leaves(spec.arguments)):
         if "tensor" in leaf:
-            names[f"in{index}"] = _Buffer(f"in:{leaf['tensor']}", spec.inputs[leaf["tensor"]])
+            names[f"in{index}"] = Buffer(f"in:{leaf['tensor']}", spec.inputs[leaf["tensor"]])
         elif isinstance(leaf["value"], int | float):
             names[f"in{index}"] = leaf["value"]
     for index, tensor in enumerate(spec.outputs):
-        names[f"out{index}"] = _Buffer(f"out:{index}", tensor)
+        names[f"out{index}"] = Buffer(f"out:{index}", tensor)
     for index, (name, tensor) in enumerate(spec.weights.items()):
-        names[f"w:{name}"] = _Buffer(f"w:{index}", tensor)
+        names[f"w:{name}"] = Buffer(f"w:{index}", tensor)
     for index, item in enumerate(spec.init):
         if isinstance(item.get("value"), int | float):
             names[f"init{index}"] = item["value"]
     return names
 
 
-def _workspace(name: str, item: Any, names: dict[str, Any], program: Program) -> _Buffer:
+def _workspace(name: str, item: Any, names: dict[str, Any], program: Program) -> Buffer:
     where = f"workspaces.{name}"
     if not name.isidentifier() or re.fullmatch(r"(in|out|init)\d+", name):
         raise PlanError(f"{where}: not a name for a workspace")
@@ -132,7 +153,7 @@ def _workspace(name: str, item: Any, names: dict[str, Any], program: Program) ->
     if dtype not in _FORMATS:
         raise PlanError(f"{where}.dtype: {dtype!r} is none of {', '.join(_FORMATS)}")
     size = evaluate(item["size"], names, f"{where}.size")
-    buffer = _Buffer(f"ws:{name}", Tensor((size,), dtype))
+    buffer = Buffer(f"ws:{name}", Tensor((size,), dtype))
     if size < 0 or byte_count(buffer.tensor) > _MOST_WORKSPACE:
         raise PlanError(f"{where}.size: {size} elements are not possible")
     try:
@@ -146,7 +167,7 @@ def _workspace(name: str, item: Any, names: dict[str, Any], program: Program) ->
 def _memset(node: dict[str, Any], where: str, names: dict[str, Any]) -> dict[str, Any]:
     _object(node, where, {"memset"}, {"memset", "value"})
     buffer = names.get(node["memset"]) if isinstance(node["memset"], str) else None
-    if not isinstance(buffer, _Buffer) or buffer.name.startswith(("in:", "w:")):
+    if not isinstance(buffer, Buffer) or buffer.name.startswith(("in:", "w:")):
         raise PlanError(f"{where}.memset: {node['memset']!r} is no output and no workspace")
     value = node.get("value", 0)
     if not isinstance(value, int) or not 0 <= value <= 255:
@@ -154,39 +175,127 @@ def _memset(node: dict[str, Any], where: str, names: dict[str, Any]) -> dict[str
     return {"memset": buffer.name, "bytes": byte_count(buffer.tensor), "value": value}
 
 
-def _kernel(
-    node: Any, where: str, names: dict[str, Any], files: dict[str, str], sources: list[str], index: int
+def _function(
+    node: Any, where: str, names: dict[str, Any], files: dict[str, str], index: int
 ) -> tuple[dict[str, Any], str]:
+    """A kernel node on cpu, and the C++ that calls its function."""
     _object(node, where, {"kernel", "function"}, {"kernel", "function", "grid", "args"})
-    path, function = node["kernel"], node["function"]
-    if not isinstance(path, str) or path not in files:
-        raise PlanError(f"{where}.kernel: there is no file {path!r}")
-    if not isinstance(function, str) or not _FUNCTION.fullmatch(function):
-        raise PlanError(f"{where}.function: {function!r} is no name of a function")
+    function = _named_function(node, where, files)
     grid = evaluate(node.get("grid", 1), names, f"{where}.grid")
     if not 0 < grid <= _MOST_BLOCKS:
         raise PlanError(f"{where}.grid: 1 to {_MOST_BLOCKS} blocks are possible, not {grid}")
-    arguments: list[dict[str, Any]] = []
+    arguments = _arguments(node, where, names)
     spelled = ["block", "grid"]
-    for position, argument in enumerate(_list(node.get("args", []), f"{where}.args")):
-        value = names.get(argument) if isinstance(argument, str) else None
+    for position, argument in enumerate(arguments):
+        kind = f"{_C_TYPES[argument.pop('dtype')]}*)" if "buffer" in argument else ""
         cell = f"a[{position}]"
-        if isinstance(value, _Buffer):
-            arguments.append({"buffer": value.name})
-            spelled.append(f"({_C_TYPES[value.tensor.dtype]}*){cell}")
-        elif isinstance(value, float) or isinstance(argument, float):
-            arguments.append({"float": value if isinstance(value, float) else argument})
-            spelled.append(f"*(double*){cell}")
-        else:
-            arguments.append({"int": evaluate(argument, names, f"{where}.args[{position}]")})
-            spelled.append(f"*(long*){cell}")
-    if path not in sources:
-        sources.append(path)
+        spelled.append(f"({kind}{cell}" if kind else f"*({'double' if 'float' in argument else 'long'}*){cell}")
     call = (
         f'#line 1 "plan.json {where}"\n'
         f'extern "C" void node{index}(long block, long grid, void** a) {{ {function}({", ".join(spelled)}); }}'
     )
     return {"symbol": f"node{index}", "grid": grid, "args": arguments}, call
+
+
+def _kernel(
+    node: Any, where: str, names: dict[str, Any], files: dict[str, str], index: int
+) -> tuple[dict[str, Any], str]:
+    """A kernel node on cuda, and the source that tells the types of its arguments."""
+    known = {"kernel", "function", "grid", "block", "shared", "cluster", "cooperative", "args"}
+    _object(node, where, {"kernel", "function"}, known)
+    function = _named_function(node, where, files)
+    block = _extents(node.get("block", 256), names, f"{where}.block", _MOST_BLOCK)
+    if block[0] * block[1] * block[2] > _MOST_THREADS:
+        raise PlanError(f"{where}.block: {block} are more than {_MOST_THREADS} threads")
+    shared = evaluate(node.get("shared", 0), names, f"{where}.shared")
+    if not 0 <= shared <= 1 << 20:
+        raise PlanError(f"{where}.shared: {shared} bytes of shared memory are not possible")
+    if not isinstance(node.get("cooperative", False), bool):
+        raise PlanError(f"{where}.cooperative: true or false")
+    arguments = _arguments(node, where, names)
+    for argument in arguments:
+        argument.pop("dtype", None)
+    item = {
+        "symbol": function, "codes": f"plan_codes_{index}", "block": block, "shared": shared, "args": arguments,
+        "grid": _extents(node.get("grid", 1), names, f"{where}.grid", _MOST_GRID),
+        "cluster": _extents(node["cluster"], names, f"{where}.cluster", (16, 16, 16)) if "cluster" in node else [],
+        "cooperative": node.get("cooperative", False),
+    }  # fmt: skip
+    told = (
+        f'#line 1 "plan.json {where}"\nextern "C" __device__ plan_signature<decltype({function})> {item["codes"]}{{}};'
+    )
+    return item, told
+
+
+def _library(node: dict[str, Any], where: str, names: dict[str, Any]) -> dict[str, Any]:
+    """A matrix product of the vendor's library: ``c = a @ b``, batched when the buffers have three dimensions."""
+    needed = {"library", "a", "b", "c", "m", "n", "k"}
+    _object(node, where, needed, {*needed, "batch", "transpose_a", "transpose_b", "compute"})
+    if node["library"] != "gemm":
+        raise PlanError(f"{where}.library: {node['library']!r} is not gemm")
+    item: dict[str, Any] = {"library": "gemm"}
+    buffers = {}
+    for role in ("a", "b", "c"):
+        buffer = names.get(node[role]) if isinstance(node[role], str) else None
+        if not isinstance(buffer, Buffer):
+            raise PlanError(f"{where}.{role}: {node[role]!r} is no buffer")
+        buffers[role], item[role] = buffer, buffer.name
+    if buffers["c"].name.startswith(("in:", "w:")):
+        raise PlanError(f"{where}.c: {node['c']!r} is no output and no workspace")
+    dtypes = {buffer.tensor.dtype for buffer in buffers.values()}
+    if len(dtypes) != 1 or not dtypes <= {"float32", "float16", "bfloat16", "float64"}:
+        raise PlanError(f"{where}: a, b and c must have one floating type, not {', '.join(sorted(dtypes))}")
+    item["dtype"] = dtypes.pop()
+    for extent in ("m", "n", "k", "batch"):
+        item[extent] = evaluate(node.get(extent, 1), names, f"{where}.{extent}")
+        if not 0 < item[extent] < 1 << 31:
+            raise PlanError(f"{where}.{extent}: {item[extent]} is not possible")
+    for role, rows, columns in (("a", "m", "k"), ("b", "k", "n"), ("c", "m", "n")):
+        wanted, there = item["batch"] * item[rows] * item[columns], math.prod(buffers[role].tensor.shape)
+        if wanted > there:
+            raise PlanError(f"{where}.{role}: {node[role]} has {there} elements, {wanted} are needed")
+    for key in ("transpose_a", "transpose_b"):
+        if not isinstance(node.get(key, False), bool):
+            raise PlanError(f"{where}.{key}: true or false")
+        item[key] = node.get(key, False)
+    item["compute"] = node.get("compute", "fp32")
+    if item["compute"] not in ("fp32", "tf32"):
+        raise PlanError(f"{where}.compute: {item['compute']!r} is neither fp32 nor tf32")
+    return item
+
+
+def _named_function(node: dict[str, Any], where: str, files: dict[str, str]) -> str:
+    path, function = node["kernel"], node["function"]
+    if not isinstance(path, str) or path not in files:
+        raise PlanError(f"{where}.kernel: there is no file {path!r}")
+    if not isinstance(function, str) or not _FUNCTION.fullmatch(function):
+        raise PlanError(f"{where}.function: {function!r} is no name of a function")
+    return function
+
+
+def _extents(value: Any, names: dict[str, Any], where: str, most: tuple[int, int, int]) -> list[int]:
+    """One to three numbers, as x, y, z."""
+    parts = value if isinstance(value, list) else [value]
+    if not 1 <= len(parts) <= 3:
+        raise PlanError(f"{where}: one to three numbers")
+    extents = [evaluate(part, names, where) for part in parts] + [1] * (3 - len(parts))
+    if not all(0 < extent <= limit for extent, limit in zip(extents, most, strict=True)):
+        raise PlanError(f"{where}: 1 to {', '.join(map(str, most))} are possible, not {extents}")
+    return extents
+
+
+def _arguments(node: dict[str, Any], where: str, names: dict[str, Any]) -> list[dict[str, Any]]:
+    """Buffers with their dtype, or plain numbers."""
+    arguments: list[dict[str, Any]] = []
+    for position, argument in enumerate(_list(node.get("args", []), f"{where}.args")):
+        value = names.get(argument) if isinstance(argument, str) else None
+        if isinstance(value, Buffer):
+            arguments.append({"buffer": value.name, "dtype": value.tensor.dtype})
+        elif isinstance(value, float) or isinstance(argument, float):
+            arguments.append({"float": value if isinstance(value, float) else argument})
+        else:
+            arguments.append({"int": evaluate(argument, names, f"{where}.args[{position}]")})
+    return arguments
 
 
 def _object(value: Any, where: str, needed: set[str] | None = None, known: set[str] | None = None) -> dict[str, Any]:
@@ -203,123 +312,3 @@ def _list(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
         raise PlanError(f"{where}: a list is expected, not {json.dumps(value)[:60]}")
     return value
-
-
-# -------------------------------------------------------------------------------------------------- integer expressions
-
-_CALLS = {"min": (2, 9), "max": (2, 9), "cdiv": (2, 2), "select": (3, 3)}
-_LIMIT = 1 << 62
-
-
-def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
-    """An integer: a number, or an expression such as ``cdiv(in0.numel, 8) * in0.shape[1]``.  Raises ``PlanError``."""
-    if isinstance(expression, bool) or not isinstance(expression, int | str):
-        raise PlanError(f"{where}: an integer or an expression is expected, not {json.dumps(expression)[:60]}")
-    if isinstance(expression, int):
-        return _bounded(expression, where)
-    if len(expression) > 500:
-        raise PlanError(f"{where}: an expression of more than 500 characters")
-    text = re.sub(r"\bw:[\w.]+", lambda match: _weight_name(match.group(), names), expression)
-    try:
-        tree = ast.parse(text, mode="eval").body
-        return _value(tree, names, where, expression)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        if isinstance(error, PlanError):
-            raise
-        raise PlanError(f"{where}: {expression!r} is neither a buffer nor an expression") from None
-
-
-def _weight_name(text: str, names: dict[str, Any]) -> str:
-    """``w:linear.weight.numel`` holds dots of both kinds: the longest known weight is the name."""
-    known = max(
-        (n for n in names if n.startswith("w:") and (text == n or text.startswith(n + "."))), key=len, default=""
-    )
-    if not known:
-        return text
-    alias = "weight_" + re.sub(r"\W", "_", known)
-    names[alias] = names[known]
-    return alias + text[len(known) :]
-
-
-def _value(node: ast.expr, names: dict[str, Any], where: str, whole: str) -> int:
-    def value(part: ast.expr) -> int:
-        return _value(part, names, where, whole)
-
-    match node:
-        case ast.Constant(value=bool() | int() as number):
-            return _bounded(int(number), where)
-        case ast.Name(id=name):
-            found = names.get(name)
-            if isinstance(found, _Buffer):
-                raise PlanError(f"{where}: {name} is a buffer; use {name}.numel or {name}.shape[i] in {whole!r}")
-            if not isinstance(found, int):
-                raise PlanError(f"{where}: there is no {name} (there are {_known(names)})")
-            return int(found)
-        case ast.Attribute(value=ast.Name(id=name), attr="numel" | "ndim" as what):
-            shape = _shape(name, names, where)
-            return math.prod(shape) if what == "numel" else len(shape)
-        case ast.Subscript(value=ast.Attribute(value=ast.Name(id=name), attr="shape"), slice=position):
-            shape, index = _shape(name, names, where), value(position)
-            if not -len(shape) <= index < len(shape):
-                raise PlanError(f"{where}: {name} has {len(shape)} dimensions, there is no shape[{index}]")
-            return shape[index]
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -value(operand)
-        case ast.BinOp(left=left, op=op, right=right):
-            return _bounded(_operate(op, value(left), value(right), where, whole), where)
-        case ast.Compare(left=left, ops=[op], comparators=[right]):
-            a, b = value(left), value(right)
-            table: dict[type, bool] = {
-                ast.Eq: a == b, ast.NotEq: a != b, ast.Lt: a < b, ast.LtE: a <= b, ast.Gt: a > b, ast.GtE: a >= b,
-            }  # fmt: skip
-            if type(op) in table:
-                return int(table[type(op)])
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS:
-            low, high = _CALLS[name]
-            if not low <= len(args) <= high:
-                raise PlanError(f"{where}: {name} takes {low} arguments, not {len(args)}")
-            values = [value(argument) for argument in args]
-            if name == "select":
-                return values[1] if values[0] else values[2]
-            if name == "cdiv":
-                return -(-values[0] // _divisor(values[1], where))
-            return min(values) if name == "min" else max(values)
-    raise PlanError(f"{where}: {ast.unparse(node)!r} is not possible in an expression")
-
-
-def _operate(op: ast.operator, a: int, b: int, where: str, whole: str) -> int:
-    match op:
-        case ast.Add():
-            return a + b
-        case ast.Sub():
-            return a - b
-        case ast.Mult():
-            return a * b
-        case ast.FloorDiv():
-            return a // _divisor(b, where)
-        case ast.Mod():
-            return a % _divisor(b, where)
-    raise PlanError(f"{where}: {whole!r}: only + - * // and % are possible")
-
-
-def _divisor(value: int, where: str) -> int:
-    if value == 0:
-        raise PlanError(f"{where}: division by zero")
-    return value
-
-
-def _bounded(value: int, where: str) -> int:
-    if abs(value) > _LIMIT:
-        raise PlanError(f"{where}: the value is too large")
-    return value
-
-
-def _shape(name: str, names: dict[str, Any], where: str) -> tuple[int, ...]:
-    buffer = names.get(name)
-    if not isinstance(buffer, _Buffer):
-        raise PlanError(f"{where}: there is no buffer {name} (there are {_known(names)})")
-    return buffer.tensor.shape
-
-
-def _known(names: dict[str, Any]) -> str:
-    return ", ".join(name for name in names if not name.startswith(("w:", "weight"))) or "none"

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import hmac
+import importlib
 import json
 import os
 import secrets
@@ -24,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.lease import Lease
-from cuda_agent.sandbox import build, cost, jail
-from cuda_agent.sandbox.buffers import Array, Buffers, byte_count
+from cuda_agent.sandbox import build, cost, driver, jail
+from cuda_agent.sandbox.buffers import byte_count
 from cuda_agent.sandbox.processes import WarmParent, Worker, WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.wire import TaskError, TaskSpec
 
 _CLOCK = 2  # of what is measured: a baseline taken in another way is none
-_POOL_BYTES = 48 << 20  # most memory for one task's pool
+_POOL_BYTES = {"cpu": 48 << 20, "cuda": 4 << 30}  # most memory for one task's pool
 _SPARE = 4  # entries of a pool beyond the checks: for audits of timed calls
 _COMPILE_SECONDS = 120.0
 _BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # of one round: whichever comes first
@@ -65,6 +66,24 @@ class Settings:
     cache: str  # survives; only trusted processes write it
     scratch: str  # private folders of workers
     lease: str
+    device: str = "cpu"
+    kernels: str = ""  # the built check.cu (cuda)
+    identity: str = ""  # of the GPU and its driver: what a time depends on
+
+
+def memory_of(device: str) -> Any:
+    """The module that keeps and compares the bytes of this device."""
+    return importlib.import_module(f"cuda_agent.sandbox.{'device' if device == 'cuda' else 'host'}")
+
+
+def seconds_of_call(device: str, wall: float, told: Any) -> float:
+    """On the CPU what passed here.  On a GPU the device's own time, which the worker tells: never more than what passed
+    here, and no nonsense."""
+    if device == "cpu":
+        return wall
+    if not isinstance(told, float) or not 0 < told <= wall:
+        raise WorkerError(f"the device's clock says {told!r} s of a call that took {wall:.6f} s")
+    return told
 
 
 def net(seconds: float, empty: float) -> float:
@@ -76,8 +95,8 @@ def net(seconds: float, empty: float) -> float:
 @dataclass
 class Entry:
     index: int
-    inputs: list[Array]
-    outputs: list[Array]
+    inputs: list[Any]  # the judge's own copies: arrays of ``host`` or ``device``
+    outputs: list[Any]
 
 
 @dataclass
@@ -151,13 +170,19 @@ class Workshop:
             policy,
             read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix, *policy.read),
             write=(str(home),) if home else (),
-            memory_mb=2 * settings.memory_mb,  # virtual; what is really used is the watchdog's business
+            # Virtual (what is really used is the watchdog's business); the CUDA driver maps more than any limit.
+            memory_mb=2 * settings.memory_mb if settings.device == "cpu" else 0,
             cpu_seconds=cpu_seconds,
             read_any=True,
         )
         folder = str(home or settings.scratch)
-        environment = {"TMPDIR": folder, "HOME": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-        options = {"threads": settings.threads, "folder": folder, "environment": environment} | options
+        environment = {
+            "TMPDIR": folder, "HOME": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            "TRITON_HOME": folder, "TRITON_CACHE_DIR": f"{folder}/triton",
+        }  # fmt: skip
+        options = {
+            "threads": settings.threads, "folder": folder, "environment": environment, "device": settings.device
+        } | options  # fmt: skip
         return Worker(parent, options, policy, settings.memory_mb, fds, home)
 
     def _known(self) -> Path:
@@ -196,7 +221,8 @@ class Oracle:
     def __init__(self, worker: Worker, code: str, weights_seed: int, settings: Settings) -> None:
         self.worker = worker
         self._limit = settings.run_seconds
-        self._buffers: Buffers | None = None
+        self._buffers: Any = None
+        self._device, self._memory = settings.device, memory_of(settings.device)
         try:
             self._open(code, weights_seed, settings)
         except BaseException:
@@ -206,10 +232,15 @@ class Oracle:
     def _open(self, code: str, weights_seed: int, settings: Settings) -> None:
         self.spec = TaskSpec.from_json(self._ask("T", {"code": code, "seed": weights_seed}))
         size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs, *self.spec.weights.values()))
-        if size > settings.memory_mb << 20:
+        if settings.device == "cpu" and size > settings.memory_mb << 20:
             raise TaskError(f"the task's tensors take {size >> 20} MB, more than the limit of {settings.memory_mb} MB")
-        self._buffers = buffers = Buffers(self.spec, slots=2, values=True, fixed=settings.clock == "model")
+        try:
+            self._buffers = self._memory.Buffers(self.spec, slots=2, values=True, fixed=settings.clock == "model")
+        except driver.DriverError:
+            raise TaskError(f"the task's tensors take {size >> 20} MB, more than the device has left") from None
+        buffers = self._buffers
         layout = {"layout": buffers.layout, "values": buffers.value_inputs, "weights": buffers.value_weights}
+        layout["sizes"] = buffers.sizes
         self._ask("M", layout, fds=buffers.descriptors)
         self.weights = buffers.values(buffers.value_weights, list(self.spec.weights.values()))
 
@@ -217,34 +248,36 @@ class Oracle:
     def alive(self) -> bool:
         return self.worker.alive
 
-    def inputs(self, seed: int) -> list[Array]:
+    def inputs(self, seed: int) -> list[Any]:
         self._ask("G", {"seed": seed})
         assert self._buffers
         return self._buffers.values(self._buffers.value_inputs, self.spec.inputs)
 
-    def outputs(self, inputs: list[Array]) -> list[Array]:
+    def outputs(self, inputs: list[Any]) -> list[Any]:
         assert self._buffers
         self._buffers.fill(0, inputs)
         self._ask("R", slot=0)
         return self._buffers.outputs(0)
 
-    def seconds(self, inputs: list[Array], null: bool = False) -> float:
+    def seconds(self, inputs: list[Any], null: bool = False) -> float:
         """One timed call (``null``: of nothing), buffers refilled before the clock starts."""
         assert self._buffers
         slot = secrets.randbelow(2)
         self._buffers.fill(slot, inputs)
+        self._memory.flush()
         self.worker.seconds = self._limit
         with _of_the_task():
-            return self.worker.timed("N" if null else "R", slot)
+            wall, told = self.worker.timed("N" if null else "R", slot)
+            return seconds_of_call(self._device, wall, told)
 
-    def compile(self, inputs: list[Array], known: str) -> None:
+    def compile(self, inputs: list[Any], known: str) -> None:
         """Calls are the compiled model's from here on.  ``WorkerError`` when torch.compile fails."""
         assert self._buffers
         self._buffers.fill(0, inputs)
         self.worker.seconds = _COMPILE_SECONDS
         self.worker.call("C", {"known": known}, slot=0)
 
-    def count(self, inputs: list[Array]) -> tuple[int, int]:
+    def count(self, inputs: list[Any]) -> tuple[int, int]:
         """Operators of one call and the bytes they touch."""
         assert self._buffers
         self._buffers.fill(0, inputs)
@@ -286,7 +319,9 @@ class Prepared:
             self.oracle = Oracle(workshop.reference(), code, self.weights_seed, settings)
         self.spec = self.oracle.spec
         size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs))
-        self._pool: list[Entry | None] = [None] * max(2, min(settings.checks + _SPARE, _POOL_BYTES // max(1, size)))
+        self._pool: list[Entry | None] = [None] * max(
+            2, min(settings.checks + _SPARE, _POOL_BYTES[settings.device] // max(1, size))
+        )
         self.base = 0
         self._empty = float("inf")
         self.empty_candidate: dict[str, float] = {}  # the same of candidates, by lane
@@ -350,9 +385,11 @@ class Prepared:
         oracle.close()
         self.baselines.compile_tried = True
 
-    def empty_call(self, oracle: Oracle, inputs: list[Array]) -> float:
+    def empty_call(self, oracle: Oracle, inputs: list[Any]) -> float:
         """Seconds of a reference call that computes nothing.  The least ever seen: on a busy machine an empty call may
         take long, and what is subtracted from a time must never be more than what was really in it."""
+        if self._settings.device == "cuda":
+            return 0.0  # the device's clock runs during the call only
         least = min(oracle.seconds(inputs, null=True) for _ in range(_EMPTY_CALLS))
         self._empty = min(self._empty, least)
         return self._empty
@@ -362,11 +399,12 @@ class Prepared:
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
         best = [float("inf")] * len(oracles)
 
-        def seconds(oracle: Oracle, inputs: list[Array]) -> float:
+        def seconds(oracle: Oracle, inputs: list[Any]) -> float:
             turn(oracle.worker)
             return oracle.seconds(inputs)
 
-        with self._lease.timing(), taking_turns(*(oracle.worker for oracle in oracles)) as turn:
+        workers = [oracle.worker for oracle in oracles if self._settings.device == "cpu"]
+        with self._lease.timing(), taking_turns(*workers) as turn:
             empty = float("inf")
             for oracle in oracles:
                 for inputs in entries[:2]:
@@ -385,7 +423,7 @@ class Prepared:
         return [net(seconds, empty) for seconds in best]
 
     def _file(self) -> Path:
-        how = [_CLOCK, self._workshop.torch, build.processor(), self._settings.threads]
+        how = [_CLOCK, self._workshop.torch, build.processor(), self._settings.threads, self._settings.identity]
         key = json.dumps([self._digest, *how])
         return Path(self._settings.cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 

@@ -125,12 +125,13 @@ class Worker:
         finally:
             theirs.close()
         self.alive = True
-        self._private = self._private_bytes()
+        self._private = 1 << 60
         self.seconds = _START_SECONDS
         try:
             self._answer()  # the walls are closed; nothing untrusted has run yet
         except (WorkerDied, WorkerError) as error:
             raise NotStarted(f"a worker {error} before it began") from None
+        self._private = self._private_bytes()
 
     def call(self, kind: str, body: Any = None, slot: int = 0, fds: Sequence[int] = ()) -> Any:
         """One request and its answer.  ``WorkerError``: the untrusted code raised.  ``WorkerDied``: it is gone."""
@@ -140,8 +141,8 @@ class Worker:
             raise self._died("crash") from None
         return self._answer()
 
-    def timed(self, kind: str, slot: int) -> float:
-        """Seconds from the request to the answer, by the judge's clock."""
+    def timed(self, kind: str, slot: int) -> tuple[float, Any]:
+        """Seconds from the request to the answer, by the judge's clock; and what the worker says."""
         start = time.perf_counter()
         try:
             send_frame(self._socket, kind, slot=slot)
@@ -150,8 +151,7 @@ class Worker:
         if not self._poll.poll(_STEP_MS):
             self._wait()
         end = time.perf_counter()
-        self._answer()
-        return end - start
+        return end - start, self._answer()
 
     def _answer(self) -> Any:
         self._wait()
@@ -284,7 +284,7 @@ def taking_turns(*workers: Worker) -> Iterator[Callable[[Worker], None]]:
 
     def turn(worker: Worker) -> None:
         nonlocal running
-        if worker is running:
+        if worker is running or worker not in workers:
             return
         for other in workers:
             if other is not worker:

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from cuda_agent.sandbox.serving import Worker, run_module
-from cuda_agent.sandbox.slots import Slots, argument_of, describe, flatten, is_plain, rebuild, store, tensor_at
+from cuda_agent.sandbox.slots import Slots, argument_of, describe, flatten, is_plain, rebuild, store
 from cuda_agent.sandbox.wire import Frame
 
 
@@ -25,6 +25,7 @@ class Reference(Worker):
             "O": self.count,
         }  # fmt: skip
         self._last: list[torch.Tensor] = []
+        self._device: str = options["device"]
 
     def load(self, frame: Frame) -> dict[str, Any]:
         """Import the task, build its model, run it once on inputs of its own; answers with its spec."""
@@ -39,7 +40,7 @@ class Reference(Worker):
         self._model = module.Model(*init)
         if not isinstance(self._model, torch.nn.Module):
             raise TypeError("Model is no torch.nn.Module")
-        self._model.eval()
+        self._model.eval().to(self._device)
         self._call: Callable[..., Any] = self._model
         self._get_inputs = module.get_inputs
         tensors: list[torch.Tensor] = []
@@ -63,24 +64,26 @@ class Reference(Worker):
         return self._spec
 
     def _draw(self, tensors: list[torch.Tensor]) -> list[Any]:
-        values = self._get_inputs()
+        with torch.device(self._device):  # tensors are made where they are used, which is much faster than moving them
+            values = self._get_inputs()
         if not isinstance(values, list | tuple):
             raise TypeError("get_inputs() must give a list")
         arguments = [argument_of(value, tensors) for value in values]
         for index, tensor in enumerate(tensors):
             if tensor.layout != torch.strided or tensor.is_quantized:
                 raise TypeError("get_inputs() gives a sparse or quantized tensor")
-            tensors[index] = tensor.detach().contiguous().resolve_conj().resolve_neg()
+            tensors[index] = tensor.detach().to(self._device).contiguous().resolve_conj().resolve_neg()
         return arguments
 
     def map(self, frame: Frame) -> None:
         """Take the buffers; answers once the weights are written to the first output slot region named for them."""
-        self._slots = Slots(self._spec, frame.body["layout"], [], frame.fds)
+        self._slots = Slots(self._spec, frame.body["layout"], [], frame.fds, frame.body["sizes"], self._device)
         self._values = frame.body["values"]
         self._weights = frame.body["weights"]
         base = self._slots.written
         for offset, tensor in zip(self._weights, self._state.values(), strict=True):
-            tensor_at(base + offset, describe(tensor)).copy_(tensor)
+            self._slots.tensor(base + offset, describe(tensor)).copy_(tensor)
+        self._settle()
 
     def generate(self, frame: Frame) -> None:
         """Fresh inputs under the judge's seed, written where the judge copies them from."""
@@ -88,12 +91,22 @@ class Reference(Worker):
         tensors: list[torch.Tensor] = []
         self._draw(tensors)
         base = self._slots.written
-        store(tensors, [tensor_at(base + o, t) for o, t in zip(self._values, self._spec["inputs"], strict=True)])
+        places = zip(self._values, self._spec["inputs"], strict=True)
+        store(tensors, [self._slots.tensor(base + offset, tensor) for offset, tensor in places])
+        self._settle()
 
-    def run(self, frame: Frame) -> None:
+    def run(self, frame: Frame) -> float | None:
         arguments = rebuild(self._arguments, self._slots.input_tensors(frame.slot))
-        self._last = flatten(self._call(*arguments))
+        results, seconds = self._clocked(lambda: self._call(*arguments))
+        self._last = flatten(results)
         store(self._last, self._slots.output_tensors(frame.slot))
+        self._settle()
+        return seconds
+
+    def _settle(self) -> None:
+        """The judge copies what was written as soon as it has the answer."""
+        if self._device == "cuda":
+            torch.cuda.synchronize()
 
     def null(self, frame: Frame) -> None:
         """Everything that ``run`` does but the call: what the clock subtracts."""

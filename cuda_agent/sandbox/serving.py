@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
 
 _SOURCES = ("model.py", "model_new.py")  # names under which untrusted Python runs
@@ -22,6 +23,11 @@ class Worker:
         self._options = options
         self._fds = fds
         self._commands: dict[str, Callable[[Frame], Any]] = {}
+        self._clocked: Callable[[Callable[[], Any]], tuple[Any, float | None]] = _unclocked
+        if options["device"] == "cuda":
+            from cuda_agent.sandbox.gpu import DeviceClock
+
+            self._clocked = DeviceClock()
 
     def serve(self) -> None:
         while True:
@@ -37,8 +43,18 @@ class Worker:
                 send_frame(self._channel, "=", answer)
 
 
+def _unclocked(call: Callable[[], Any]) -> tuple[Any, float | None]:
+    """On the CPU the judge's clock is the only one."""
+    return call(), None
+
+
 def explain(error: BaseException) -> str:
     """Type and first line of the message, with the last line of the untrusted source that took part."""
+    if isinstance(error, driver.DriverError):
+        return driver.explain(error)
+    code = getattr(error, "error_code", None)  # of torch's own report of an error of the driver
+    if isinstance(code, int) and driver.explain_code(code):
+        return driver.explain_code(code)
     lines = [str(line) for line in str(error).strip().splitlines() if line.strip()]
     where = ""
     for entry in traceback.extract_tb(error.__traceback__):

@@ -1,39 +1,57 @@
 """A worker's side of the buffers: tensors over the judge's shared memory, and what crosses as JSON beside them."""
 
 import ctypes
+import math
 import mmap
 import os
 from typing import Any
 
 import torch
 
+from cuda_agent.sandbox import driver
+
 
 class Slots:
     """The calls' buffers: ``layout`` is a list of slots, each ``{"in": [offsets], "out": [offsets]}``; inputs, and the
-    weights, lie in memory that this process cannot write."""
+    weights, lie in memory that this process cannot write.  ``sizes`` are those of the two areas."""
 
     def __init__(
-        self, spec: dict[str, Any], layout: list[dict[str, list[int]]], weights: list[int], fds: list[int]
+        self,
+        spec: dict[str, Any],
+        layout: list[dict[str, list[int]]],
+        weights: list[int],
+        fds: list[int],
+        sizes: list[int],
+        device: str,
     ) -> None:
-        base_in = map_memory(fds[0], os.fstat(fds[0]).st_size, writable=False)
-        base_out = self.written = map_memory(fds[1], os.fstat(fds[1]).st_size, writable=True)
+        if device == "cuda":
+            areas = [driver.Shared(sizes[0], fds[0], driver.READ), driver.Shared(sizes[1], fds[1])]
+            base_in, base_out = areas[0].address, areas[1].address
+        else:
+            base_in = map_memory(fds[0], sizes[0], writable=False)
+            base_out = map_memory(fds[1], sizes[1], writable=True)
+        self.written = base_out
         for descriptor in fds:
             os.close(descriptor)
         self.layout = layout
+        self.device = device
         self.inputs = [[base_in + offset for offset in slot["in"]] for slot in layout]
         self.outputs = [[base_out + offset for offset in slot["out"]] for slot in layout]
         self.weights = [base_in + offset for offset in weights]
         self._spec = spec
 
+    def tensor(self, address: int, tensor: dict[str, Any]) -> torch.Tensor:
+        return tensor_at(address, tensor, self.device)
+
     def input_tensors(self, slot: int) -> list[torch.Tensor]:
-        return [tensor_at(a, t) for a, t in zip(self.inputs[slot], self._spec["inputs"], strict=True)]
+        return [self.tensor(a, t) for a, t in zip(self.inputs[slot], self._spec["inputs"], strict=True)]
 
     def output_tensors(self, slot: int) -> list[torch.Tensor]:
-        return [tensor_at(a, t) for a, t in zip(self.outputs[slot], self._spec["outputs"], strict=True)]
+        return [self.tensor(a, t) for a, t in zip(self.outputs[slot], self._spec["outputs"], strict=True)]
 
     def weight_tensors(self) -> dict[str, torch.Tensor]:
         spec = self._spec["weights"]
-        return {name: tensor_at(a, spec[name]) for a, name in zip(self.weights, spec, strict=True)}
+        return {name: self.tensor(a, spec[name]) for a, name in zip(self.weights, spec, strict=True)}
 
 
 def map_memory(descriptor: int, size: int, writable: bool) -> int:
@@ -53,14 +71,22 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 
-def tensor_at(address: int, tensor: dict[str, Any]) -> torch.Tensor:
+class _Foreign:
+    """Device memory, as libraries tell each other of it."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": (count,), "typestr": "|u1", "version": 3}
+
+
+def tensor_at(address: int, tensor: dict[str, Any], device: str) -> torch.Tensor:
     """A tensor over foreign memory, which must outlive it."""
     dtype: torch.dtype = getattr(torch, tensor["dtype"])
-    count = 1
-    for extent in tensor["shape"]:
-        count *= extent
+    count = math.prod(tensor["shape"])
     if count == 0:
-        return torch.empty(tensor["shape"], dtype=dtype)
+        return torch.empty(tensor["shape"], dtype=dtype, device=device)
+    if device == "cuda":
+        flat = torch.as_tensor(_Foreign(address, count * dtype.itemsize), device="cuda").view(dtype)
+        return flat.view(tensor["shape"])
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).view(tensor["shape"])
 

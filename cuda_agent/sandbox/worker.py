@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from cuda_agent.sandbox import jail
+from cuda_agent.sandbox import gpu, jail
 from cuda_agent.sandbox.candidate import Candidate
 from cuda_agent.sandbox.reference import Reference
 from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
@@ -76,6 +76,8 @@ def _child(frame: Frame) -> None:
         tempfile.tempdir = options["folder"]  # libraries ask for one, even where nothing can be written
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
+        if options["device"] == "cuda":
+            gpu.open_gpu()  # the driver writes below /proc while it starts, which the walls forbid
         jail.enter(jail.Policy.from_json(options["policy"]))
         os.dup2(null, 2)
         os.close(null)  # until here a fault is ours, and goes to the log

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuda_agent.sandbox.plan import PlanError, compile_plan, evaluate
+from cuda_agent.sandbox.expressions import PlanError, evaluate
+from cuda_agent.sandbox.plan import compile_plan
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
 
 SPEC = TaskSpec(
@@ -38,8 +39,8 @@ def test_a_plan_becomes_a_program_and_a_trampoline() -> None:
         {"buffer": "in:0"}, {"buffer": "out:0"}, {"buffer": "w:1"}, {"int": 96}, {"int": 7}, {"float": 0.5}, {"int": 3},
         {"float": 2.5},
     ]  # fmt: skip
-    assert '#include "k.cpp"' in program.trampoline
-    assert "f<8>(block, grid, (float*)a[0], (float*)a[1], (float*)a[2], *(long*)a[3]" in program.trampoline
+    assert '#include "k.cpp"' in program.source
+    assert "f<8>(block, grid, (float*)a[0], (float*)a[1], (float*)a[2], *(long*)a[3]" in program.source
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,300 @@
+"""The CUDA driver through ctypes: what the judge and its workers need of ``libcuda``, and no more.
+
+``python driver.py`` prints a device's architecture and identity as JSON, for a process that must not open it itself.
+The judge uses it without torch, a worker beside torch and in torch's context.  Handles and addresses are integers.
+Not covered: streams other than the default one, textures, graphs.
+"""
+
+import ctypes
+import functools
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+_POSIX_DESCRIPTOR, _PINNED, _ON_DEVICE = 1, 1, 1
+READ, READ_WRITE = 1, 3
+_MAJOR, _MINOR, _PROCESSORS, _L2_BYTES, _SHARED_OPTIN = 75, 76, 16, 38, 97
+_MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14  # function attributes
+_CLUSTER, _COOPERATIVE = 4, 2  # launch attributes
+
+
+class DriverError(RuntimeError):
+    """A call of the driver failed; ``code`` is its ``CUresult``."""
+
+    def __init__(self, code: int, call: str) -> None:
+        super().__init__(f"{call}: CUDA error {code} ({_name(code)})")
+        self.code = code
+
+
+class NoDevice(RuntimeError):
+    """There is no CUDA device that this process can use."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _Properties(ctypes.Structure):
+    """``CUmemAllocationProp``."""
+
+    _fields_ = [
+        ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", _Location),
+        ("metadata", ctypes.c_void_p), ("flags", ctypes.c_ubyte * 8),
+    ]  # fmt: skip
+
+
+class _Access(ctypes.Structure):
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
+
+
+class _LaunchAttribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_char * 4), ("value", ctypes.c_uint * 16)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_LaunchAttribute)), ("count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        raise NoDevice("there is no NVIDIA driver here (libcuda.so.1)") from None
+
+
+def _name(code: int) -> str:
+    text = ctypes.c_char_p()
+    if _library().cuGetErrorName(code, ctypes.byref(text)) or not text.value:
+        return "unknown"
+    return text.value.decode()
+
+
+def _call(name: str, *arguments: Any) -> None:
+    code = getattr(_library(), name)(*arguments)
+    if code:
+        raise DriverError(code, name)
+
+
+def _size(value: int) -> ctypes.c_size_t:
+    return ctypes.c_size_t(value)
+
+
+def _address(value: int) -> ctypes.c_uint64:
+    return ctypes.c_uint64(value)
+
+
+# ------------------------------------------------------------------------------------------------------------- devices
+
+
+def open_device(index: int = 0) -> None:
+    """Make the device's primary context current in this thread.  ``NoDevice`` when there is none."""
+    try:
+        _call("cuInit", 0)
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        _call("cuDeviceGet", ctypes.byref(device), index)
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        _call("cuCtxSetCurrent", context)
+    except DriverError as error:
+        raise NoDevice(str(error)) from None
+
+
+def attribute(which: int, device: int = 0) -> int:
+    value = ctypes.c_int()
+    _call("cuDeviceGetAttribute", ctypes.byref(value), which, device)
+    return value.value
+
+
+def architecture(device: int = 0) -> str:
+    """Such as ``sm_90a``: with the instructions that only this generation has, where there are any."""
+    major, minor = attribute(_MAJOR, device), attribute(_MINOR, device)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def l2_bytes() -> int:
+    return attribute(_L2_BYTES)
+
+
+def identity(device: int = 0) -> str:
+    """Name and driver: what a time depends on."""
+    name, version = ctypes.create_string_buffer(100), ctypes.c_int()
+    _call("cuDeviceGetName", name, 100, device)
+    _call("cuDriverGetVersion", ctypes.byref(version))
+    return f"{name.value.decode()}, driver {version.value}"
+
+
+def synchronize() -> None:
+    _call("cuCtxSynchronize")
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def allocate(size: int) -> int:
+    """Memory of this process alone."""
+    address = ctypes.c_uint64()
+    _call("cuMemAlloc_v2", ctypes.byref(address), _size(max(size, 1)))
+    return address.value
+
+
+def free(address: int) -> None:
+    _call("cuMemFree_v2", _address(address))
+
+
+def copy(target: int, source: int, size: int) -> None:
+    """Device to device, asynchronous."""
+    if size:
+        _call("cuMemcpyDtoDAsync_v2", _address(target), _address(source), _size(size), None)
+
+
+def read(address: int, size: int) -> bytes:
+    content = ctypes.create_string_buffer(max(size, 1))
+    if size:
+        _call("cuMemcpyDtoH_v2", content, _address(address), _size(size))
+    return content.raw[:size]
+
+
+def write(address: int, content: bytes) -> None:
+    if content:
+        _call("cuMemcpyHtoD_v2", _address(address), content, _size(len(content)))
+
+
+def fill_words(address: int, word: int, count: int) -> None:
+    """``count`` 32-bit words, asynchronous."""
+    if count:
+        _call("cuMemsetD32Async", _address(address), ctypes.c_uint(word), _size(count), None)
+
+
+def fill_bytes(address: int, value: int, count: int) -> None:
+    if count:
+        _call("cuMemsetD8Async", _address(address), ctypes.c_ubyte(value), _size(count), None)
+
+
+class Shared:
+    """``size`` bytes of device memory with a descriptor for another process, mapped here."""
+
+    def __init__(self, size: int, descriptor: int | None = None, access: int = READ_WRITE) -> None:
+        """Fresh memory; or, given a ``descriptor``, that of another process (``size`` as it was rounded there)."""
+        properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, _Location(_ON_DEVICE, 0))
+        granularity, self._handle = ctypes.c_size_t(), ctypes.c_uint64()
+        _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(properties), 0)
+        self.size = -(-max(size, 1) // granularity.value) * granularity.value
+        self.descriptor = -1
+        if descriptor is None:
+            _call("cuMemCreate", ctypes.byref(self._handle), _size(self.size), ctypes.byref(properties), _address(0))
+            number = ctypes.c_int()
+            _call("cuMemExportToShareableHandle", ctypes.byref(number), self._handle, _POSIX_DESCRIPTOR, _address(0))
+            self.descriptor = number.value
+        else:
+            import_it = "cuMemImportFromShareableHandle"
+            _call(import_it, ctypes.byref(self._handle), ctypes.c_void_p(descriptor), _POSIX_DESCRIPTOR)
+        address = ctypes.c_uint64()
+        _call("cuMemAddressReserve", ctypes.byref(address), _size(self.size), _size(0), _address(0), _address(0))
+        self.address = address.value
+        _call("cuMemMap", address, _size(self.size), _size(0), self._handle, _address(0))
+        allowed = _Access(_Location(_ON_DEVICE, 0), access)
+        _call("cuMemSetAccess", address, _size(self.size), ctypes.byref(allowed), _size(1))
+
+    def close(self) -> None:
+        _call("cuMemUnmap", _address(self.address), _size(self.size))
+        _call("cuMemAddressFree", _address(self.address), _size(self.size))
+        _call("cuMemRelease", self._handle)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+
+class Module:
+    """A loaded cubin."""
+
+    def __init__(self, image: bytes) -> None:
+        self._module = ctypes.c_void_p()
+        _call("cuModuleLoadData", ctypes.byref(self._module), image)
+
+    def function(self, name: str, shared: int = 0, wide_cluster: bool = False) -> ctypes.c_void_p:
+        """``shared``: bytes of dynamic shared memory it will be launched with."""
+        found = ctypes.c_void_p()
+        _call("cuModuleGetFunction", ctypes.byref(found), self._module, name.encode())
+        if shared > 48 << 10:
+            _call("cuFuncSetAttribute", found, _MAX_DYNAMIC_SHARED, shared)
+        if wide_cluster:
+            _call("cuFuncSetAttribute", found, _NON_PORTABLE_CLUSTER, 1)
+        return found
+
+    def constant(self, name: str) -> bytes:
+        """The content of a global variable."""
+        address, size = ctypes.c_uint64(), ctypes.c_size_t()
+        _call("cuModuleGetGlobal_v2", ctypes.byref(address), ctypes.byref(size), self._module, name.encode())
+        return read(address.value, size.value)
+
+
+class Launch:
+    """A prepared launch on the default stream.  ``arguments`` are ctypes values, kept alive here."""
+
+    def __init__(
+        self,
+        function: ctypes.c_void_p,
+        grid: Sequence[int],
+        block: Sequence[int],
+        arguments: Sequence[Any],
+        shared: int = 0,
+        cluster: Sequence[int] = (),
+        cooperative: bool = False,
+    ) -> None:
+        self._function = function
+        self._keep = list(arguments)
+        self._pointers = (ctypes.c_void_p * max(1, len(self._keep)))(*(ctypes.addressof(a) for a in self._keep))
+        attributes = []
+        if cluster:
+            attributes.append(_LaunchAttribute(_CLUSTER, b"", (ctypes.c_uint * 16)(*cluster)))
+        if cooperative:
+            attributes.append(_LaunchAttribute(_COOPERATIVE, b"", (ctypes.c_uint * 16)(1)))
+        self._attributes = (_LaunchAttribute * max(1, len(attributes)))(*attributes)
+        self._config = _LaunchConfig(
+            (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared, None, self._attributes, len(attributes)
+        )
+
+    def __call__(self) -> None:
+        _call("cuLaunchKernelEx", ctypes.byref(self._config), self._function, self._pointers, None)
+
+
+def shared_memory_limit() -> int:
+    """Bytes of dynamic shared memory a block may ask for."""
+    return attribute(_SHARED_OPTIN)
+
+
+def explain(error: DriverError) -> str:
+    """For the author of a kernel."""
+    return explain_code(error.code) or str(error)
+
+
+def explain_code(code: int) -> str:
+    """The same by ``CUresult``; empty when there is nothing to add."""
+    return {
+        700: "a kernel accessed an illegal address (out of bounds, or a write to an input)",
+        701: "a kernel needs more resources than a block can have (registers or shared memory)",
+        716: "a kernel accessed a misaligned address",
+        717: "a kernel used an address in the wrong space",
+        719: "a kernel failed (an assertion, a trap or a stack overflow)",
+        1: "a kernel cannot be launched with this grid, block or shared memory",
+        2: "out of device memory",
+        720: "a cooperative grid is larger than what fits on the device at once",
+    }.get(code, "")
+
+
+def _main() -> None:
+    try:
+        open_device()
+        print(json.dumps({"architecture": architecture(), "identity": identity()}))
+    except NoDevice as error:
+        print(json.dumps({"error": str(error)}))
+
+
+if __name__ == "__main__":
+    _main()
