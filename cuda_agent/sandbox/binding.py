@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
-_MOST_DIMS, _MOST_RESULTS = 8, 8
+_MOST_DIMS, _MOST_RESULTS, _MOST_ARGUMENTS = 8, 8, 32
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
@@ -32,22 +32,46 @@ class _Value(ctypes.Structure):
 _Allocate = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Value))
 
 
-def load_module(library: str, names: list[str]) -> types.ModuleType:
-    """The module, one function for each registered name."""
+class _Argument(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("standard", _Value)]
+
+
+class _Entry(ctypes.Structure):
+    pass
+
+
+_Call = ctypes.CFUNCTYPE(
+    ctypes.c_long, ctypes.c_void_p, _Allocate, ctypes.POINTER(_Value), ctypes.c_long, ctypes.POINTER(_Value),
+    ctypes.c_char_p,
+)  # fmt: skip
+_Entry._fields_ = [
+    ("name", ctypes.c_char_p), ("call", _Call), ("function", ctypes.c_void_p), ("count", ctypes.c_long),
+    ("named", ctypes.c_long), ("arguments", _Argument * _MOST_ARGUMENTS), ("next", ctypes.POINTER(_Entry)),
+]  # fmt: skip
+
+
+def load_module(library: str, device: str) -> types.ModuleType:
+    """The module: whatever the library's sources registered when it was loaded."""
     handle = ctypes.CDLL(library)
+    handle.cuda_extension_entries.restype = ctypes.POINTER(_Entry)
     module = types.ModuleType("cuda_extension")
-    for name in names:
-        setattr(module, name, _function(getattr(handle, f"cuda_extension_{name}"), name))
+    entry = handle.cuda_extension_entries()
+    while entry:
+        name = entry.contents.name.decode()
+        setattr(module, name, _function(entry.contents, name, device))
+        entry = entry.contents.next
     return module
 
 
-def _function(native: Any, name: str) -> Callable[..., Any]:
-    native.restype = ctypes.c_long
+def _function(entry: _Entry, name: str, device: str) -> Callable[..., Any]:
+    native, function, count = entry.call, entry.function, entry.count
+    names = [entry.arguments[i].name.decode() for i in range(entry.named)]
+    standard = {names[i]: _plain(entry.arguments[i].standard) for i in range(entry.named)}
     live: list[torch.Tensor] = []  # arguments and allocations of the call under way, by handle
 
     def allocate(pointer: Any) -> None:
         value = pointer.contents
-        tensor = torch.empty(value.sizes[: value.dims], dtype=_DTYPES[value.dtype])
+        tensor = torch.empty(value.sizes[: value.dims], dtype=_DTYPES[value.dtype], device=device)
         value.data, value.handle = tensor.data_ptr(), len(live)
         live.append(tensor)
 
@@ -55,7 +79,8 @@ def _function(native: Any, name: str) -> Callable[..., Any]:
     message = ctypes.create_string_buffer(256)
     results = (_Value * _MOST_RESULTS)()
 
-    def call(*arguments: Any) -> Any:
+    def call(*given: Any, **named: Any) -> Any:
+        arguments = _complete(name, given, named, names, standard, count)
         live.clear()
         values = (_Value * max(1, len(arguments)))()
         for value, argument in zip(values, arguments, strict=False):
@@ -70,16 +95,38 @@ def _function(native: Any, name: str) -> Callable[..., Any]:
                 value.kind, value.integer = 2, int(argument)
             elif isinstance(argument, float):
                 value.kind, value.number = 3, argument
-            else:
+            elif argument is not None:
                 raise TypeError(f"{name}: an argument of type {type(argument).__name__}")
-        count = native(allocator, values, ctypes.c_long(len(arguments)), results, message)
-        if count < 0:
+        made = native(function, allocator, values, len(arguments), results, message)
+        if made < 0:
             raise RuntimeError(message.value.decode(errors="replace"))
-        found = [live[results[i].handle] for i in range(count)]
-        return None if not found else found[0] if count == 1 else tuple(found)
+        found = [live[results[i].handle] for i in range(made)]
+        return None if not found else found[0] if made == 1 else tuple(found)
 
     call.__name__ = name
     return call
+
+
+def _plain(value: _Value) -> Any:
+    """A default as Python's; ``...`` when there is none."""
+    return {2: value.integer, 3: value.number}.get(value.kind, ...)
+
+
+def _complete(
+    name: str, given: tuple[Any, ...], named: dict[str, Any], names: list[str], standard: dict[str, Any], count: int
+) -> list[Any]:
+    """The arguments in order, with those that were given by name or left to their defaults."""
+    arguments = list(given)
+    for wanted in names[len(given) :]:
+        value = named.pop(wanted, standard[wanted])
+        if value is ...:
+            raise TypeError(f"{name}: the argument {wanted} is missing")
+        arguments.append(value)
+    if named:
+        raise TypeError(f"{name}: there is no argument {next(iter(named))}")
+    if len(arguments) != count:
+        raise TypeError(f"{name}: wrong number of arguments: {len(arguments)} instead of {count}")
+    return arguments
 
 
 _ALLOWED_TEXT = """

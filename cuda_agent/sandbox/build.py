@@ -75,8 +75,7 @@ class Nvrtc:
 def find_nvrtc() -> Nvrtc:
     """The newest NVRTC of this machine: that of the installed packages, else that of a toolkit.  Raises
     ``CompilerMissing``."""
-    found = importlib.util.find_spec("nvidia")
-    packages = [Path(place) for place in found.submodule_search_locations or []] if found else []
+    packages = _packages()
     homes = [home for place in packages for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
     homes += [place / "cuda_nvrtc" for place in packages] + [Path("/usr/local/cuda")]
     for home in homes:
@@ -86,6 +85,45 @@ def find_nvrtc() -> Nvrtc:
             version = f"{library.name}, {library.resolve().stat().st_size} bytes, {digest}"
             return Nvrtc(str(library), [str(folder) for folder in includes if folder.is_dir()], version)
     raise CompilerMissing("no CUDA compiler: libnvrtc is neither in the installed packages nor in /usr/local/cuda")
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    compiler: str
+    includes: list[str]
+    places: list[str]  # of the runtime's libraries, where nvcc does not know them
+    identity: str
+
+    def libraries(self, name: str) -> list[str]:
+        """The files of one of the vendor's libraries, for the linker."""
+        places = [*_packages(), Path("/usr/local/cuda/lib64"), Path("/usr/lib/x86_64-linux-gnu")]
+        found = [path for place in places for path in sorted(place.glob(f"**/lib{name}.so*"))]
+        if not found:
+            raise CompilerMissing(f"lib{name} is not installed")
+        return [str(found[0])]
+
+
+@functools.cache
+def find_nvcc() -> Nvcc:
+    """Raises ``CompilerMissing``."""
+    homes = [home for place in _packages() for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
+    compilers = [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc", *(str(home / "bin" / "nvcc") for home in homes)]
+    for compiler in compilers:
+        if compiler and os.access(compiler, os.X_OK):
+            said = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout.splitlines()
+            includes = [place / "cudnn" / "include" for place in _packages()]
+            places = []
+            if compiler.startswith(tuple(map(str, _packages()))):
+                includes += [home / "include" for home in homes]
+                places = [str(home / "lib") for home in homes]
+            return Nvcc(compiler, [str(f) for f in includes if f.is_dir()], places, " ".join(said[-2:]))
+    raise CompilerMissing("no nvcc: neither on PATH, nor in /usr/local/cuda, nor in the installed packages")
+
+
+def _packages() -> list[Path]:
+    """Where pip puts what NVIDIA publishes."""
+    found = importlib.util.find_spec("nvidia")
+    return [Path(place) for place in found.submodule_search_locations or []] if found else []
 
 
 def processor() -> str:
@@ -147,9 +185,31 @@ class Builder:
         request = {"library": tools.library, "includes": tools.includes, "architecture": architecture, "unit": unit}
         command = [sys.executable, "-I", "-S", str(_NVRTC), json.dumps(request | {"expressions": list(expressions)})]
         parts = [tools.identity, architecture, unit, *expressions]
-        read = (str(Path(tools.library).parent), *tools.includes, str(_NVRTC), sys.prefix, sys.base_prefix)
+        read = (str(Path(tools.library).parent), *tools.includes, str(_NVRTC))
         folder = await self._built(parts, command, files, ("kernels.cubin", "names.json"), read)
         return folder / "kernels.cubin", json.loads((folder / "names.json").read_text())
+
+    async def extension(
+        self,
+        files: Mapping[str, str],
+        units: Sequence[str],
+        architecture: str,
+        libraries: Sequence[str],
+        extra: Sequence[str] = (),
+    ) -> Path:
+        """The shared library of CUDA and C++ ``units``, by nvcc.  ``libraries``: cublas, cudnn.  Needs no GPU.  Raises
+        ``BuildError`` or ``CompilerMissing``."""
+        tools = find_nvcc()
+        defined = ["-DCUDA_EXTENSION_ON_CUDA", *(["-DCUDA_EXTENSION_USES_CUBLAS"] if "cublas" in libraries else [])]
+        code = architecture.removeprefix("sm_")
+        command = [
+            tools.compiler, "-gencode", f"arch=compute_{code},code=sm_{code}", "-O3", "--use_fast_math", "-std=c++20",
+            "--threads", "2", "-Xcompiler", "-fPIC,-O3,-fmax-errors=3", *defined, *extra,
+            *(f"-I{folder}" for folder in tools.includes), *(f"-L{folder}" for folder in tools.places),
+            *units, "-shared", "-o", "library.so", *(path for name in libraries for path in tools.libraries(name)),
+        ]  # fmt: skip
+        parts = [tools.identity, architecture, *units, *extra, *libraries]
+        return (await self._built(parts, command, files, ("library.so",), ())) / "library.so"
 
     async def _built(
         self,
@@ -195,7 +255,7 @@ class Builder:
             try:
                 _write(work, files)
                 policy = jail.Policy(
-                    read=(*jail.SYSTEM_READ, *read),
+                    read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix, *read),
                     write=(str(work),),
                     execute=(*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix),
                     memory_mb=self._memory_mb,
@@ -216,7 +276,7 @@ class Builder:
                 shutil.rmtree(work, ignore_errors=True)
 
     def _run(self, lease: Lease, command: list[str], work: Path) -> None:
-        environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "TMPDIR": str(work)}
+        environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "TMPDIR": str(work), "HOME": str(work)}
         with lease.working():
             process = subprocess.Popen(
                 command, cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,

@@ -43,7 +43,7 @@ class Candidate(Worker):
         lane, free to use torch.  Built with the random numbers that built the reference, and given its weights."""
         spec, restricted = self._options["spec"], self._options["lane"] == "extension"
         if restricted:
-            sys.modules["cuda_extension"] = load_module(frame.body["library"], frame.body["names"])
+            sys.modules["cuda_extension"] = load_module(frame.body["library"], self._options["device"])
         torch.manual_seed(frame.body["seed"])
         module = run_module("model_new", frame.body["code"], "model_new.py")
         if not hasattr(module, "ModelNew"):

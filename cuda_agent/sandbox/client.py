@@ -133,6 +133,8 @@ class LocalSandbox:
             load, read = await self._prepare(solution, spec)
         except (plan.PlanError, build.BuildError, extension.ExtensionError) as error:
             return self._refusal(solution, mode, "build_error", str(error))
+        except build.CompilerMissing as error:
+            raise SandboxUnready(str(error)) from None
         built = clock() - begin
         request = {
             "task": {"digest": task.digest, "code": task.code}, "lane": solution.lane, "mode": mode, "load": load,
@@ -146,9 +148,7 @@ class LocalSandbox:
     async def _prepare(self, solution: Solution, spec: TaskSpec) -> tuple[dict[str, Any], list[str]]:
         """Build: what the worker is told to load, and the paths it must be able to read."""
         if solution.lane == "extension":
-            if self.config.device == "cuda":
-                raise SandboxUnready("the extension lane is not available on cuda yet; use plan or python")
-            return await extension.prepare(solution.files, spec, self._builder)
+            return await extension.prepare(solution.files, spec, self._builder, self._architecture)
         if solution.lane == "python":
             extension.check_module(solution.files, spec)
             return {"code": solution.files["model_new.py"]}, []

@@ -1,8 +1,9 @@
-"""The extension lane: the published work folder on the CPU (``model_new.py``, ``kernels/*.cpp``, ``*_binding.cpp``).
+"""The extension lane: the published work folder (``model_new.py``, ``kernels/``, ``*_binding.cpp``), on CPU and GPU.
 
-The folder's C++ is built against our own small ``binding_registry.h`` in place of torch's headers (0.2 s instead of
-most of a minute), and its registered functions become the Python module ``cuda_extension`` of the worker (``binding``).
-Not covered: sources that include torch or pybind11; they are refused with a hint.
+The folder's C++ is built against our own small ``binding_registry.h`` in place of torch's headers (well under a second
+instead of most of a minute); includes of torch and pybind11 find ``torch_surface.h``, which has what bindings need of
+them and no operators.  What it registers becomes the Python module ``cuda_extension`` of the worker (``binding``).
+``.cu`` files go through nvcc and may not include torch at all, as published.
 """
 
 import ast
@@ -13,9 +14,12 @@ from typing import Any
 from cuda_agent.sandbox.build import Builder
 from cuda_agent.sandbox.wire import TaskSpec
 
-HEADER = "binding_registry.h"
-_SOURCES = (".cpp", ".cc", ".h", ".hpp")
-_FOREIGN = re.compile(r"^\s*#\s*include\s*[<\"]((torch|ATen|c10|pybind11)/[^>\"]*)[>\"]", re.MULTILINE)
+_HERE = Path(__file__).parent
+HEADER, _SURFACE = "binding_registry.h", "torch_surface.h"
+_FIXED = ("binding.cpp", HEADER)  # of the published folder; ours stand in for them
+_SOURCES = {"cpu": (".cpp", ".cc", ".h", ".hpp"), "cuda": (".cpp", ".cc", ".h", ".hpp", ".cu", ".cuh")}
+_UNITS = (".cpp", ".cc", ".cu")
+_FOREIGN = re.compile(r"^\s*#\s*include\s*[<\"]((?:torch|ATen|c10|pybind11)/[^>\"]*)[>\"]", re.MULTILINE)
 _BINDING = re.compile(r"^\s*REGISTER_BINDING\(\s*(\w+)\s*,", re.MULTILINE)
 
 
@@ -23,26 +27,35 @@ class ExtensionError(ValueError):
     """What is wrong with the work folder: for its author."""
 
 
-async def prepare(files: dict[str, str], spec: TaskSpec, builder: Builder) -> tuple[dict[str, Any], list[str]]:
-    """Build; what the worker is told to load, and the paths it must be able to read.  Raises ``ExtensionError`` or
-    ``build.BuildError``."""
+async def prepare(
+    files: dict[str, str], spec: TaskSpec, builder: Builder, architecture: str = ""
+) -> tuple[dict[str, Any], list[str]]:
+    """Build, for the CPU or for a GPU of this ``architecture``; what the worker is told to load, and the paths it must
+    be able to read.  Raises ``ExtensionError`` or ``build.BuildError``."""
     check_module(files, spec)
-    sources = {name: text for name, text in files.items() if name.endswith(_SOURCES) and Path(name).name != HEADER}
-    units = sorted(name for name in sources if name.endswith((".cpp", ".cc")) and name != "binding.cpp")
+    endings = _SOURCES["cuda" if architecture else "cpu"]
+    sources = {name: text for name, text in files.items() if name.endswith(endings) and Path(name).name not in _FIXED}
+    units = sorted(name for name in sources if name.endswith(_UNITS))
     if not units:
-        raise ExtensionError("there is no kernels/*.cpp")
-    names: list[str] = []
-    for name in sorted(sources):
-        if found := _FOREIGN.search(sources[name]):
-            raise ExtensionError(f"{name}: <{found[1]}> is not available on cpu; include {HEADER} and use its Tensor")
-        names += _BINDING.findall(sources[name])
-    if not names:
+        raise ExtensionError(f"there is no kernels/*{'.cu' if architecture else '.cpp'}")
+    if not any(_BINDING.search(text) for text in sources.values()):
         raise ExtensionError("no REGISTER_BINDING in any source: cuda_extension would be empty")
-    header = (Path(__file__).parent / HEADER).read_text()
-    built = {**{name: sources[name] for name in sources if name != "binding.cpp"}, HEADER: header}
-    library = await builder.library(built, units, extra=("-I.", "-fopenmp"))
-    load = {"library": str(library), "names": sorted(set(names)), "code": files["model_new.py"]}
-    return load, [str(library)]
+    foreign: set[str] = set()
+    for name in sorted(sources):
+        found = _FOREIGN.findall(sources[name])
+        if found and name.endswith((".cu", ".cuh")):
+            raise ExtensionError(f"{name}: <{found[0]}> may not be included in a .cu file; bind it in a *_binding.cpp")
+        foreign.update(found)
+    built = sources | {name: (_HERE / name).read_text() for name in (HEADER, _SURFACE)}
+    built |= {f"surface/{name}": f'#pragma once\n#include "{_SURFACE}"\n' for name in foreign}
+    extra = ("-I.", "-Isurface")
+    if architecture:
+        text = "".join(sources.values())
+        libraries = [name for name in ("cublas", "cudnn") if name in text]
+        library = await builder.extension(built, units, architecture, libraries, extra)
+    else:
+        library = await builder.library(built, units, (*extra, "-fopenmp"))
+    return {"library": str(library), "code": files["model_new.py"]}, [str(library)]
 
 
 def check_module(files: dict[str, str], spec: TaskSpec) -> None:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from cuda_agent.config import Sandbox
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.wire import Solution
+from tests.sandbox import published
 from tests.sandbox.conftest import CHAIN, Running, task
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,8 @@ KERNEL = """
 #include <cstdint>
 template <class T, int V>
 __global__ void chain(const T* __restrict__ x, T* __restrict__ y, int64_t n, float scale) {
-  for (int64_t i = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) * V; i < n; i += (int64_t)gridDim.x * blockDim.x * V)
+  const int64_t step = (int64_t)gridDim.x * blockDim.x * V;
+  for (int64_t i = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) * V; i < n; i += step)
     for (int j = 0; j < V && i + j < n; j++) y[i + j] = fmaxf(x[i + j], 0.0f) * scale;
 }
 """
@@ -44,7 +45,7 @@ def plan(kernel: str = KERNEL, nodes: Any = PLAN) -> Solution:
 @pytest.fixture(scope="module")
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     try:
-        driver.open_device
+        driver.open_device()
     except driver.NoDevice:
         pytest.skip("no GPU")
     running = Running(Sandbox(device="cuda", memory_mb=4096), tmp_path_factory.mktemp("cuda"))
@@ -58,3 +59,66 @@ def test_a_plan_is_judged_and_timed_by_the_device(gpu: Running, code: str) -> No
     print(verdict)
     assert (verdict.status, verdict.message, verdict.device) == ("ok", "", "cuda")
     assert verdict.seconds and verdict.eager_seconds and verdict.compile_seconds
+
+
+def test_the_published_work_folder_runs_unchanged(gpu: Running) -> None:
+    verdict = gpu.evaluate(task(published.TASK), Solution("extension", published.FILES))
+    print(verdict)
+    assert (verdict.status, verdict.message) == ("ok", "")
+
+
+MATMUL = """
+import torch
+class Model(torch.nn.Module):
+    def forward(self, a, b):
+        return a @ b
+def get_inputs():
+    return [torch.randn(2048, 64), torch.randn(64, 512)]
+def get_init_inputs():
+    return []
+"""
+
+
+@pytest.mark.parametrize("compute", ["fp32", "tf32"])
+def test_a_library_node_multiplies_matrices(gpu: Running, compute: str) -> None:
+    node = {"library": "gemm", "a": "in0", "b": "in1", "c": "out0", "compute": compute}
+    node |= {"m": "in0.shape[0]", "n": "in1.shape[1]", "k": "in0.shape[1]"}
+    verdict = gpu.evaluate(task(MATMUL), Solution("plan", {"plan.json": json.dumps({"nodes": [node]})}))
+    print(verdict)
+    assert (verdict.status, verdict.message) == ("ok", "")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "status", "words"),
+    [
+        ("* scale;", "* scale * 1.05f;", "wrong", "off by more than the tolerance"),
+        ("y[i + j] =", "((T*)x)[i + j] = y[i + j] =", "crash", "a write to an input"),
+        ("y[i + j] =", "y[(1ll << 40) + i + j] =", "crash", "illegal address"),
+        ("y[i + j] =", "if (i + j < n - 1) y[i + j] =", "wrong", "1 of 4096"),
+        ("y[i + j] =", "while (true) y[i + j] =", "timeout", "did not finish in time"),
+        ("y[i + j] =", "if (i + j < n) __trap(); else y[i + j] =", "crash", "a kernel failed"),
+        ("x[i + j], 0.0f) * scale", "x[i + j], 0.0f) * *scale", "build_error", "operand"),
+        (
+            "float scale) {",
+            "const float* factor) {\n  const float scale = *factor;",
+            "build_error",
+            "argument 3 is a pointer",
+        ),
+        ("T* __restrict__ y, int64_t n, float scale", "T* __restrict__ y, int64_t n", "build_error", "undefined"),
+    ],
+)
+def test_a_broken_kernel_gets_the_status_it_earned(gpu: Running, old: str, new: str, status: str, words: str) -> None:
+    verdict = gpu.evaluate(task(), plan(KERNEL.replace(old, new)))
+    assert words in verdict.message
+    assert verdict.status == status
+    assert gpu.evaluate(task(), plan()).status == "ok"  # and the device serves the next one
+
+
+def test_launches_may_ask_for_clusters_cooperation_and_much_shared_memory(gpu: Running) -> None:
+    node = dict(PLAN["nodes"][0], shared=100_000, cluster=2, grid=4)
+    assert gpu.evaluate(task(), plan(nodes={"nodes": [node]})).status == "ok"
+    node = dict(PLAN["nodes"][0], cooperative=True, grid=64)
+    assert gpu.evaluate(task(), plan(nodes={"nodes": [node]})).status == "ok"
+    too_much = dict(PLAN["nodes"][0], shared=1_000_000)
+    verdict = gpu.evaluate(task(), plan(nodes={"nodes": [too_much]}))
+    assert verdict.status == "build_error" and "bytes of shared memory" in verdict.message

@@ -96,7 +96,7 @@ def test_it_is_timed_like_any_other(timed: Running) -> None:
         (folder(model=MODEL.replace("bias, 0.0)", "bias, 0.0)[0]")), "crash", "1 outputs instead of 2"),
         (folder(kernel=KERNEL.replace("sum > 0 ?", "sum < 0 ?")), "wrong", "output 0[6, 5]"),
         (folder(kernel=KERNEL.replace("y[r *", "y[1L << 40 | r *")), "crash", "SIGSEGV"),
-        (folder(kernel="#include <torch/extension.h>" + KERNEL), "build_error", "<torch/extension.h> is not"),
+        (folder(kernel="#include <torch/extension.h>\nint n = torch::relu(3);" + KERNEL), "build_error", "relu"),
         (folder(binding=BINDING.replace("REGISTER_BINDING", "// ")), "build_error", "no REGISTER_BINDING"),
         (Solution("extension", {"model_new.py": MODEL}), "build_error", "there is no kernels/*.cpp"),
         (Solution("extension", {}), "build_error", "there is no model_new.py"),
