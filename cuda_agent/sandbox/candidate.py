@@ -16,18 +16,23 @@ from cuda_agent.sandbox.wire import Frame
 
 
 class Candidate(Worker):
-    """Runs one solution, which is loaded only once the empty call has been timed."""
+    """Runs one solution.  It is started before anybody knows which one: first come the buffers (``B``), then the empty
+    call may be timed, and then the solution is loaded (``L``)."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
         super().__init__(channel, options, fds)
+        self._commands = {"B": self.take_buffers}
+        self._last: list[torch.Tensor] = []
+
+    def take_buffers(self, frame: Frame) -> None:
+        self._options = options = self._options | frame.body
         self._slots = Slots(
-            options["spec"], options["layout"], options["weights"], fds, options["sizes"], options["device"]
+            options["spec"], options["layout"], options["weights"], frame.fds, options["sizes"], options["device"]
         )
         if options["lane"] == "plan":
             self._commands = {"N": lambda frame: None, "L": self.load_plan}
         else:
             self._commands = {"N": self.null, "L": self.load_model}
-        self._last: list[torch.Tensor] = []
 
     def load_plan(self, frame: Frame) -> None:
         if self._options["device"] == "cuda":

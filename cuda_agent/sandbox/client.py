@@ -130,7 +130,7 @@ class LocalSandbox:
         if self.config.device == "cpu":
             await self._runtime()
         try:
-            load, read = await self._prepare(solution, spec)
+            load = await self._prepare(solution, spec)
         except (plan.PlanError, build.BuildError, extension.ExtensionError) as error:
             return self._refusal(solution, mode, "build_error", str(error))
         except build.CompilerMissing as error:
@@ -138,20 +138,20 @@ class LocalSandbox:
         built = clock() - begin
         request = {
             "task": {"digest": task.digest, "code": task.code}, "lane": solution.lane, "mode": mode, "load": load,
-            "read": read, "files": solution.files,
+            "files": solution.files,
         }  # fmt: skip
         verdict = Verdict.from_json(await judge.ask("E", request))
         if self.config.clock == "real":
             verdict.phases = {"build": built} | verdict.phases
         return verdict
 
-    async def _prepare(self, solution: Solution, spec: TaskSpec) -> tuple[dict[str, Any], list[str]]:
-        """Build: what the worker is told to load, and the paths it must be able to read."""
+    async def _prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
+        """Build: what the worker is told to load."""
         if solution.lane == "extension":
             return await extension.prepare(solution.files, spec, self._builder, self._architecture)
         if solution.lane == "python":
             extension.check_module(solution.files, spec)
-            return {"code": solution.files["model_new.py"]}, []
+            return {"code": solution.files["model_new.py"]}
         program = plan.compile_plan(solution.files, spec, self.config.device)
         sources = {name: text for name, text in solution.files.items() if name != "plan.json"}
         load = program.to_json()
@@ -161,12 +161,12 @@ class LocalSandbox:
                 sources["plan.cu"] = program.source
                 built = await self._builder.kernels(sources, "plan.cu", program.expressions, self._architecture)
                 load |= {"image": str(built[0]), "names": built[1]}
-            return load, [path for path in (load["image"],) if path]
+            return load
         load |= {"runtime": str(await self._runtime()), "library": None}
         if program.source:
             sources["trampoline.cpp"] = program.source
             load["library"] = str(await self._builder.library(sources, ["trampoline.cpp"]))
-        return load, [path for path in (load["runtime"], load["library"]) if path]
+        return load
 
     async def _runtime(self) -> Path:
         """Our executor of plans; and so the proof that the compiler works here."""

@@ -27,11 +27,9 @@ class ExtensionError(ValueError):
     """What is wrong with the work folder: for its author."""
 
 
-async def prepare(
-    files: dict[str, str], spec: TaskSpec, builder: Builder, architecture: str = ""
-) -> tuple[dict[str, Any], list[str]]:
-    """Build, for the CPU or for a GPU of this ``architecture``; what the worker is told to load, and the paths it must
-    be able to read.  Raises ``ExtensionError`` or ``build.BuildError``."""
+async def prepare(files: dict[str, str], spec: TaskSpec, builder: Builder, architecture: str = "") -> dict[str, Any]:
+    """Build, for the CPU or for a GPU of this ``architecture``; what the worker is told to load.  Raises
+    ``ExtensionError`` or ``build.BuildError``."""
     check_module(files, spec)
     endings = _SOURCES["cuda" if architecture else "cpu"]
     sources = {name: text for name, text in files.items() if name.endswith(endings) and Path(name).name not in _FIXED}
@@ -55,7 +53,7 @@ async def prepare(
         library = await builder.extension(built, units, architecture, libraries, extra)
     else:
         library = await builder.library(built, units, (*extra, "-fopenmp"))
-    return {"library": str(library), "code": files["model_new.py"]}, [str(library)]
+    return {"library": str(library), "code": files["model_new.py"]}
 
 
 def check_module(files: dict[str, str], spec: TaskSpec) -> None:

@@ -25,9 +25,11 @@ from typing import Any
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox import cost, driver, jail
 from cuda_agent.sandbox.buffers import byte_count, can_roll
-from cuda_agent.sandbox.prepared import Entry, Prepared, Settings, Workshop, memory_of, net, seconds_of_call
+from cuda_agent.sandbox.oracle import Settings, memory_of, net, seconds_of_call
+from cuda_agent.sandbox.prepared import Entry, Prepared
 from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.wire import Probe, TaskError, Verdict, receive_frame, send_frame
+from cuda_agent.sandbox.workshop import Workshop
 
 _MOST_PREPARED = 24  # tasks kept ready, least recently used first out
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
@@ -35,6 +37,7 @@ _NULL_CALLS = 7
 _FEWEST_TIMED = {"cpu": 4, "cuda": 12}  # calls on a GPU cost little beside the start of its worker
 _DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
 _AUDITED = 1 / 3  # share of the timed calls whose outputs are checked
+_FILES = ("runtime", "library", "image")  # of what is loaded
 _STATUS = {"timeout": "timeout", "crash": "crash", "memory": "crash", "threads": "crash", "protocol": "crash"}
 
 
@@ -95,6 +98,7 @@ class Judge:
         finally:
             trial.close()
             prepared.rotate()
+            self._workshop.start_spare()
         if self.settings.clock == "model":
             verdict.phases = {}
         return verdict.to_json()
@@ -168,8 +172,13 @@ class Trial:
             "sizes": buffers.sizes,
         }
         with self._lease.working():
-            self._worker = self._workshop.candidate(options, buffers.descriptors, tuple(request["read"]))
-        self._worker.seconds = self._settings.run_seconds
+            self._worker = worker = self._workshop.candidate()
+        worker.seconds = self._settings.run_seconds
+        load = request["load"] | {
+            name: worker.hand_over(Path(request["load"][name]), name) for name in _FILES if request["load"].get(name)
+        }
+        with self._lease.working(), self._judged():
+            worker.call("B", options, fds=buffers.descriptors)
         if self._settings.clock == "real" and self._settings.device == "cpu":
             prepared = self._prepared
             inputs = prepared.entry(self._next).inputs
@@ -179,7 +188,7 @@ class Trial:
             self._null = known[request["lane"]] = min(least, known.get(request["lane"], least))
         try:
             with self._lease.working(), self._judged("while it was loaded"):
-                self._worker.call("L", request["load"] | {"seed": self._prepared.weights_seed})
+                worker.call("L", load | {"seed": self._prepared.weights_seed})
         except WorkerError as error:
             raise Refused("build_error", str(error)) from None
         self._verdict.phases["start"] = time.perf_counter() - begin

@@ -5,91 +5,31 @@ reference worker only turns seeds into values.  Under the model clock seeds and 
 bit for bit.  Not covered: candidates.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import hmac
-import importlib
 import json
 import os
 import secrets
-import shutil
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cuda_agent.lease import Lease
-from cuda_agent.sandbox import build, cost, driver, jail
+from cuda_agent.sandbox import build, cost
 from cuda_agent.sandbox.buffers import byte_count
-from cuda_agent.sandbox.processes import WarmParent, Worker, WorkerDied, WorkerError, taking_turns
-from cuda_agent.sandbox.wire import TaskError, TaskSpec
+from cuda_agent.sandbox.oracle import Oracle, net
+from cuda_agent.sandbox.processes import WorkerDied, WorkerError, taking_turns
+from cuda_agent.sandbox.workshop import Workshop
 
 _CLOCK = 2  # of what is measured: a baseline taken in another way is none
 _POOL_BYTES = {"cpu": 48 << 20, "cuda": 4 << 30}  # most memory for one task's pool
 _SPARE = 4  # entries of a pool beyond the checks: for audits of timed calls
-_COMPILE_SECONDS = 120.0
 _BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # of one round: whichever comes first
 _EMPTY_CALLS = 4
 _BASELINE_ROUNDS, _STEADY = 3, 0.05  # another round when calls differ by more than this (median deviation)
-_COMPILING = "cuda_agent.sandbox.compiling"  # imported by the warm parent of compiling workers, never here
-
-_WARM_UP = """
-import torch
-class Model(torch.nn.Module):
-    def forward(self, x):
-        return torch.relu(x) + 1
-def get_inputs():
-    return [torch.randn(64, 64)]
-def get_init_inputs():
-    return []
-"""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What judge and pool need of the configuration, and where they may put things."""
-
-    threads: int
-    checks: int
-    tolerance: float
-    timed_calls: int
-    run_seconds: float
-    memory_mb: int
-    clock: str
-    required_walls: tuple[str, ...]
-    cache: str  # survives; only trusted processes write it
-    scratch: str  # private folders of workers
-    lease: str
-    device: str = "cpu"
-    kernels: str = ""  # the built check.cu (cuda)
-    identity: str = ""  # of the GPU and its driver: what a time depends on
-
-
-def memory_of(device: str) -> Any:
-    """The module that keeps and compares the bytes of this device."""
-    return importlib.import_module(f"cuda_agent.sandbox.{'device' if device == 'cuda' else 'host'}")
-
-
-def seconds_of_call(device: str, wall: float, told: Any) -> float:
-    """On the CPU what passed here.  On a GPU the device's own time, which the worker tells: never more than what passed
-    here, and no nonsense."""
-    if device == "cpu":
-        return wall
-    if not isinstance(told, float) or not 0 < told <= wall:
-        raise WorkerError(f"the device's clock says {told!r} s of a call that took {wall:.6f} s")
-    return told
-
-
-def net(seconds: float, empty: float) -> float:
-    """A time without the empty call.  What is left is at least a tenth: more than that the clock cannot resolve, and a
-    time near zero must not come out of noise."""
-    return max(seconds - empty, seconds / 10)
 
 
 @dataclass
@@ -107,200 +47,6 @@ class Baselines:
     compile: float | None = None
     compile_error: str = ""
     compile_tried: bool = False
-
-
-class Workshop:
-    """Starts jailed workers: keeps the warm parents and the private folders."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self._log = Path(settings.scratch) / "workers.log"
-        self._plain = WarmParent(settings.threads, self._log)
-        self._compiling: WarmParent | None = None
-        self._ready = False
-
-    @property
-    def torch(self) -> str:
-        if not self._ready:
-            self._plain.wait_ready()
-            self._ready = True
-        return self._plain.torch
-
-    def candidate(self, options: dict[str, Any], fds: list[int], read: tuple[str, ...]) -> Worker:
-        """A single-use worker that can write nothing but its outputs."""
-        assert self.torch
-        cpu_seconds = int(self.settings.run_seconds * self.settings.threads * 4) + 60
-        return self._start(
-            self._plain, {"role": "candidate", **options}, fds, jail.Policy(read=read, file_mb=0), cpu_seconds
-        )
-
-    def reference(self) -> Worker:
-        """A worker for one task, with a small private folder: libraries make their cache folders when imported."""
-        assert self.torch
-        return self._start(self._plain, {"role": "reference"}, [], jail.Policy(file_mb=16), home=self._home())
-
-    def compiler(self) -> tuple[Worker, str]:
-        """A reference worker that may run the C++ compiler, and the folder of what the warm-up found out."""
-        if self._compiling is None:
-            self._compiling = WarmParent(self.settings.threads, self._log, (_COMPILING,))
-            self._compiling.wait_ready()
-        known = str(self._known())
-        return self._start_compiler(self._home(), (known,)), known
-
-    def _start_compiler(self, home: Path, read: tuple[str, ...] = ()) -> Worker:
-        assert self._compiling
-        execute = (*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix)
-        policy = jail.Policy(read=read, execute=execute, file_mb=256)
-        return self._start(self._compiling, {"role": "reference"}, [], policy, home=home)
-
-    def _home(self) -> Path:
-        return Path(tempfile.mkdtemp(prefix="worker-", dir=self.settings.scratch))
-
-    def _start(
-        self,
-        parent: WarmParent,
-        options: dict[str, Any],
-        fds: list[int],
-        policy: jail.Policy,
-        cpu_seconds: int = 1 << 20,
-        home: Path | None = None,
-    ) -> Worker:
-        settings = self.settings
-        policy = replace(
-            policy,
-            read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix, *policy.read),
-            write=(str(home),) if home else (),
-            # Virtual (what is really used is the watchdog's business); the CUDA driver maps more than any limit.
-            memory_mb=2 * settings.memory_mb if settings.device == "cpu" else 0,
-            cpu_seconds=cpu_seconds,
-            read_any=True,
-        )
-        folder = str(home or settings.scratch)
-        environment = {
-            "TMPDIR": folder, "HOME": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-            "TRITON_HOME": folder, "TRITON_CACHE_DIR": f"{folder}/triton",
-        }  # fmt: skip
-        options = {
-            "threads": settings.threads, "folder": folder, "environment": environment, "device": settings.device
-        } | options  # fmt: skip
-        return Worker(parent, options, policy, settings.memory_mb, fds, home)
-
-    def _known(self) -> Path:
-        """What compiling workers share, made by a trusted warm-up when this machine's cache has none."""
-        key = hashlib.sha256(f"{self.torch}|{build.processor()}|{sys.version}".encode()).hexdigest()[:32]
-        known = Path(self.settings.cache) / "inductor" / key
-        if known.exists():
-            return known
-        known.parent.mkdir(parents=True, exist_ok=True)
-        with open(known.parent / f"{key}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two judges start at the same time; one of them does it
-            if known.exists():
-                return known
-            home = self._home()
-            oracle = Oracle(self._start_compiler(home), _WARM_UP, 0, self.settings)
-            with contextlib.suppress(WorkerError, WorkerDied):  # compiling fails here: then it will for the task
-                oracle.compile(oracle.inputs(0), "")
-            staged = Path(tempfile.mkdtemp(dir=known.parent))
-            if (home / "headers").exists():
-                shutil.copytree(home / "headers", staged / "headers")
-            facts = home / "facts.json"
-            (staged / "facts.json").write_text(facts.read_text() if facts.exists() else '{"isa": {}, "header": {}}')
-            oracle.close()
-            os.replace(staged, known)
-        return known
-
-    def close(self) -> None:
-        self._plain.close()
-        if self._compiling:
-            self._compiling.close()
-
-
-class Oracle:
-    """A reference worker of one task, which it owns, and its buffers.  Every failure of the task is a ``TaskError``."""
-
-    def __init__(self, worker: Worker, code: str, weights_seed: int, settings: Settings) -> None:
-        self.worker = worker
-        self._limit = settings.run_seconds
-        self._buffers: Any = None
-        self._device, self._memory = settings.device, memory_of(settings.device)
-        try:
-            self._open(code, weights_seed, settings)
-        except BaseException:
-            self.close()
-            raise
-
-    def _open(self, code: str, weights_seed: int, settings: Settings) -> None:
-        self.spec = TaskSpec.from_json(self._ask("T", {"code": code, "seed": weights_seed}))
-        size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs, *self.spec.weights.values()))
-        if settings.device == "cpu" and size > settings.memory_mb << 20:
-            raise TaskError(f"the task's tensors take {size >> 20} MB, more than the limit of {settings.memory_mb} MB")
-        try:
-            self._buffers = self._memory.Buffers(self.spec, slots=2, values=True, fixed=settings.clock == "model")
-        except driver.DriverError:
-            raise TaskError(f"the task's tensors take {size >> 20} MB, more than the device has left") from None
-        buffers = self._buffers
-        layout = {"layout": buffers.layout, "values": buffers.value_inputs, "weights": buffers.value_weights}
-        layout["sizes"] = buffers.sizes
-        self._ask("M", layout, fds=buffers.descriptors)
-        self.weights = buffers.values(buffers.value_weights, list(self.spec.weights.values()))
-
-    @property
-    def alive(self) -> bool:
-        return self.worker.alive
-
-    def inputs(self, seed: int) -> list[Any]:
-        self._ask("G", {"seed": seed})
-        assert self._buffers
-        return self._buffers.values(self._buffers.value_inputs, self.spec.inputs)
-
-    def outputs(self, inputs: list[Any]) -> list[Any]:
-        assert self._buffers
-        self._buffers.fill(0, inputs)
-        self._ask("R", slot=0)
-        return self._buffers.outputs(0)
-
-    def seconds(self, inputs: list[Any], null: bool = False) -> float:
-        """One timed call (``null``: of nothing), buffers refilled before the clock starts."""
-        assert self._buffers
-        slot = secrets.randbelow(2)
-        self._buffers.fill(slot, inputs)
-        self._memory.flush()
-        self.worker.seconds = self._limit
-        with _of_the_task():
-            wall, told = self.worker.timed("N" if null else "R", slot)
-            return seconds_of_call(self._device, wall, told)
-
-    def compile(self, inputs: list[Any], known: str) -> None:
-        """Calls are the compiled model's from here on.  ``WorkerError`` when torch.compile fails."""
-        assert self._buffers
-        self._buffers.fill(0, inputs)
-        self.worker.seconds = _COMPILE_SECONDS
-        self.worker.call("C", {"known": known}, slot=0)
-
-    def count(self, inputs: list[Any]) -> tuple[int, int]:
-        """Operators of one call and the bytes they touch."""
-        assert self._buffers
-        self._buffers.fill(0, inputs)
-        answer = self._ask("O", slot=0)
-        return int(answer["operators"]), int(answer["bytes"])
-
-    def _ask(self, kind: str, body: Any = None, slot: int = 0, fds: list[int] | None = None) -> Any:
-        self.worker.seconds = self._limit
-        with _of_the_task():
-            return self.worker.call(kind, body, slot, fds or ())
-
-    def close(self) -> None:
-        self.worker.kill()
-        if self._buffers:
-            self._buffers.close()
-
-
-@contextmanager
-def _of_the_task() -> Iterator[None]:
-    try:
-        yield
-    except (WorkerError, WorkerDied) as error:
-        raise TaskError(f"the task {error}" if isinstance(error, WorkerDied) else str(error)) from None
 
 
 class Prepared:

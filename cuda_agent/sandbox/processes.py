@@ -100,8 +100,8 @@ class WarmParent:
 
 
 class Worker:
-    """One jailed process, with the folder ``home`` (or none) that goes with it.  ``seconds`` is what it may still spend
-    running; waiting for it is what is counted."""
+    """One jailed process, with the folder ``home`` that goes with it.  It serves once ``wait_started`` returned.
+    ``seconds`` is what it may still spend running; waiting for it is what is counted."""
 
     def __init__(
         self,
@@ -109,8 +109,7 @@ class Worker:
         options: dict[str, Any],
         policy: jail.Policy,
         memory_mb: int,
-        fds: Sequence[int] = (),
-        home: Path | None = None,
+        home: Path,
     ) -> None:
         self._parent = parent
         self._memory_mb = memory_mb
@@ -121,17 +120,29 @@ class Worker:
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         try:
-            self.pid = parent.fork(options | {"policy": asdict(policy)}, [theirs.fileno(), *fds])
+            self.pid = parent.fork(options | {"policy": asdict(policy)}, [theirs.fileno()])
         finally:
             theirs.close()
         self.alive = True
         self._private = 1 << 60
+
+    def wait_started(self) -> None:
+        """Until its walls are closed; nothing untrusted has run yet."""
         self.seconds = _START_SECONDS
         try:
-            self._answer()  # the walls are closed; nothing untrusted has run yet
+            self._answer()
         except (WorkerDied, WorkerError) as error:
             raise NotStarted(f"a worker {error} before it began") from None
         self._private = self._private_bytes()
+
+    def hand_over(self, file: Path, name: str) -> str:
+        """A file of the trusted cache, readable for this worker under its own folder; gives the path there."""
+        place = self._home / f"{name}{file.suffix}"
+        try:
+            os.link(file, place)
+        except OSError:  # another file system
+            shutil.copyfile(file, place)
+        return str(place)
 
     def call(self, kind: str, body: Any = None, slot: int = 0, fds: Sequence[int] = ()) -> Any:
         """One request and its answer.  ``WorkerError``: the untrusted code raised.  ``WorkerDied``: it is gone."""
@@ -264,8 +275,7 @@ class Worker:
             os.kill(self.pid, signal.SIGKILL)
         self._socket.close()
         status = self._parent.reap(self.pid)
-        if self._home:
-            shutil.rmtree(self._home, ignore_errors=True)
+        shutil.rmtree(self._home, ignore_errors=True)
         return status
 
     def _is_zombie(self) -> bool:

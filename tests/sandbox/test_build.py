@@ -71,7 +71,7 @@ def folder(builder: build.Builder, files: dict[str, str]) -> Path:
     except build.CompilerMissing as missing:
         pytest.skip(str(missing))
     spec = TaskSpec((Tensor((8, 8), "float32"),), (Tensor((8, 8), "float32"),), {}, ({"tensor": 0},), ({"value": 8},))
-    load, _ = asyncio.run(extension.prepare(files, spec, builder, "sm_90a"))
+    load = asyncio.run(extension.prepare(files, spec, builder, "sm_90a"))
     return Path(load["library"])
 
 

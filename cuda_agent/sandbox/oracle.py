@@ -1,0 +1,148 @@
+"""The oracle: a reference worker of one task, asked by the judge for values, outputs, times and counts.
+
+Also what judge and workers are set up with (``Settings``), and how a worker's times are taken.  Not covered:
+candidates, and what is kept of a task between them (``prepared``).
+"""
+
+import importlib
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cuda_agent.sandbox import driver
+from cuda_agent.sandbox.buffers import byte_count
+from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError
+from cuda_agent.sandbox.wire import TaskError, TaskSpec
+
+_COMPILE_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What judge and pool need of the configuration, and where they may put things."""
+
+    threads: int
+    checks: int
+    tolerance: float
+    timed_calls: int
+    run_seconds: float
+    memory_mb: int
+    clock: str
+    required_walls: tuple[str, ...]
+    cache: str  # survives; only trusted processes write it
+    scratch: str  # private folders of workers
+    lease: str
+    device: str = "cpu"
+    kernels: str = ""  # the built check.cu (cuda)
+    identity: str = ""  # of the GPU and its driver: what a time depends on
+
+
+def memory_of(device: str) -> Any:
+    """The module that keeps and compares the bytes of this device."""
+    return importlib.import_module(f"cuda_agent.sandbox.{'device' if device == 'cuda' else 'host'}")
+
+
+def seconds_of_call(device: str, wall: float, told: Any) -> float:
+    """On the CPU what passed here.  On a GPU the device's own time, which the worker tells: never more than what passed
+    here, and no nonsense."""
+    if device == "cpu":
+        return wall
+    if not isinstance(told, float) or not 0 < told <= wall:
+        raise WorkerError(f"the device's clock says {told!r} s of a call that took {wall:.6f} s")
+    return told
+
+
+def net(seconds: float, empty: float) -> float:
+    """A time without the empty call.  What is left is at least a tenth: more than that the clock cannot resolve, and a
+    time near zero must not come out of noise."""
+    return max(seconds - empty, seconds / 10)
+
+
+class Oracle:
+    """A reference worker of one task, which it owns, and its buffers.  Every failure of the task is a ``TaskError``."""
+
+    def __init__(self, worker: Worker, code: str, weights_seed: int, settings: Settings) -> None:
+        self.worker = worker
+        self._limit = settings.run_seconds
+        self._buffers: Any = None
+        self._device, self._memory = settings.device, memory_of(settings.device)
+        try:
+            self._open(code, weights_seed, settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, code: str, weights_seed: int, settings: Settings) -> None:
+        self.spec = TaskSpec.from_json(self._ask("T", {"code": code, "seed": weights_seed}))
+        size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs, *self.spec.weights.values()))
+        if settings.device == "cpu" and size > settings.memory_mb << 20:
+            raise TaskError(f"the task's tensors take {size >> 20} MB, more than the limit of {settings.memory_mb} MB")
+        try:
+            self._buffers = self._memory.Buffers(self.spec, slots=2, values=True, fixed=settings.clock == "model")
+        except driver.DriverError:
+            raise TaskError(f"the task's tensors take {size >> 20} MB, more than the device has left") from None
+        buffers = self._buffers
+        layout = {"layout": buffers.layout, "values": buffers.value_inputs, "weights": buffers.value_weights}
+        layout["sizes"] = buffers.sizes
+        self._ask("M", layout, fds=buffers.descriptors)
+        self.weights = buffers.values(buffers.value_weights, list(self.spec.weights.values()))
+
+    @property
+    def alive(self) -> bool:
+        return self.worker.alive
+
+    def inputs(self, seed: int) -> list[Any]:
+        self._ask("G", {"seed": seed})
+        assert self._buffers
+        return self._buffers.values(self._buffers.value_inputs, self.spec.inputs)
+
+    def outputs(self, inputs: list[Any]) -> list[Any]:
+        assert self._buffers
+        self._buffers.fill(0, inputs)
+        self._ask("R", slot=0)
+        return self._buffers.outputs(0)
+
+    def seconds(self, inputs: list[Any], null: bool = False) -> float:
+        """One timed call (``null``: of nothing), buffers refilled before the clock starts."""
+        assert self._buffers
+        slot = secrets.randbelow(2)
+        self._buffers.fill(slot, inputs)
+        self._memory.flush()
+        self.worker.seconds = self._limit
+        with _of_the_task():
+            wall, told = self.worker.timed("N" if null else "R", slot)
+            return seconds_of_call(self._device, wall, told)
+
+    def compile(self, inputs: list[Any], known: str) -> None:
+        """Calls are the compiled model's from here on.  ``WorkerError`` when torch.compile fails."""
+        assert self._buffers
+        self._buffers.fill(0, inputs)
+        self.worker.seconds = _COMPILE_SECONDS
+        self.worker.call("C", {"known": known}, slot=0)
+
+    def count(self, inputs: list[Any]) -> tuple[int, int]:
+        """Operators of one call and the bytes they touch."""
+        assert self._buffers
+        self._buffers.fill(0, inputs)
+        answer = self._ask("O", slot=0)
+        return int(answer["operators"]), int(answer["bytes"])
+
+    def _ask(self, kind: str, body: Any = None, slot: int = 0, fds: list[int] | None = None) -> Any:
+        self.worker.seconds = self._limit
+        with _of_the_task():
+            return self.worker.call(kind, body, slot, fds or ())
+
+    def close(self) -> None:
+        self.worker.kill()
+        if self._buffers:
+            self._buffers.close()
+
+
+@contextmanager
+def _of_the_task() -> Iterator[None]:
+    try:
+        yield
+    except (WorkerError, WorkerDied) as error:
+        raise TaskError(f"the task {error}" if isinstance(error, WorkerDied) else str(error)) from None

@@ -1,0 +1,154 @@
+"""The workshop: starts jailed workers, and keeps one candidate's worker started in advance."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.sandbox import build, jail
+from cuda_agent.sandbox.oracle import Oracle, Settings
+from cuda_agent.sandbox.processes import WarmParent, Worker, WorkerDied, WorkerError
+
+_COMPILING = "cuda_agent.sandbox.compiling"  # imported by the warm parent of compiling workers, never here
+
+_WARM_UP = """
+import torch
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return torch.relu(x) + 1
+def get_inputs():
+    return [torch.randn(64, 64)]
+def get_init_inputs():
+    return []
+"""
+
+
+class Workshop:
+    """Starts jailed workers: keeps the warm parents and the private folders."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._log = Path(settings.scratch) / "workers.log"
+        self._plain = WarmParent(settings.threads, self._log)
+        self._compiling: WarmParent | None = None
+        self._ready = False
+        self._spare: Worker | None = None
+
+    @property
+    def torch(self) -> str:
+        if not self._ready:
+            self._plain.wait_ready()
+            self._ready = True
+        return self._plain.torch
+
+    def candidate(self) -> Worker:
+        """A single-use worker that can write nothing but the outputs it is given later, and read its own folder."""
+        spare, self._spare = self._spare, None
+        if spare is None or not spare.alive:
+            spare = self._start_candidate()
+        spare.wait_started()
+        return spare
+
+    def start_spare(self) -> None:
+        """Begin to start the next candidate's worker, for which nobody waits now."""
+        if self._spare is None or not self._spare.alive:
+            self._spare = self._start_candidate()
+
+    def _start_candidate(self) -> Worker:
+        assert self.torch
+        cpu_seconds = int(self.settings.run_seconds * self.settings.threads * 4) + 60
+        home = self._home()
+        home.chmod(0o755)
+        policy = jail.Policy(read=(str(home),), file_mb=0)
+        return self._start(self._plain, {"role": "candidate"}, policy, home, cpu_seconds)
+
+    def reference(self) -> Worker:
+        """A worker for one task, with a small private folder: libraries make their cache folders when imported."""
+        assert self.torch
+        home = self._home()
+        worker = self._start(self._plain, {"role": "reference"}, jail.Policy(write=(str(home),), file_mb=16), home)
+        worker.wait_started()
+        return worker
+
+    def compiler(self) -> tuple[Worker, str]:
+        """A reference worker that may run the C++ compiler, and the folder of what the warm-up found out."""
+        if self._compiling is None:
+            self._compiling = WarmParent(self.settings.threads, self._log, (_COMPILING,))
+            self._compiling.wait_ready()
+        known = str(self._known())
+        return self._start_compiler(self._home(), (known,)), known
+
+    def _start_compiler(self, home: Path, read: tuple[str, ...] = ()) -> Worker:
+        assert self._compiling
+        execute = (*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix)
+        policy = jail.Policy(read=read, write=(str(home),), execute=execute, file_mb=256)
+        worker = self._start(self._compiling, {"role": "reference"}, policy, home)
+        worker.wait_started()
+        return worker
+
+    def _home(self) -> Path:
+        return Path(tempfile.mkdtemp(prefix="worker-", dir=self.settings.scratch))
+
+    def _start(
+        self,
+        parent: WarmParent,
+        options: dict[str, Any],
+        policy: jail.Policy,
+        home: Path,
+        cpu_seconds: int = 1 << 20,
+    ) -> Worker:
+        settings = self.settings
+        policy = replace(
+            policy,
+            read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix, *policy.read),
+            # Virtual (what is really used is the watchdog's business); the CUDA driver maps more than any limit.
+            memory_mb=2 * settings.memory_mb if settings.device == "cpu" else 0,
+            cpu_seconds=cpu_seconds,
+            read_any=True,
+        )
+        folder = str(home)
+        environment = {
+            "TMPDIR": folder, "HOME": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            "TRITON_HOME": folder, "TRITON_CACHE_DIR": f"{folder}/triton",
+        }  # fmt: skip
+        options = {
+            "threads": settings.threads, "folder": folder, "environment": environment, "device": settings.device
+        } | options  # fmt: skip
+        return Worker(parent, options, policy, settings.memory_mb, home)
+
+    def _known(self) -> Path:
+        """What compiling workers share, made by a trusted warm-up when this machine's cache has none."""
+        key = hashlib.sha256(f"{self.torch}|{build.processor()}|{sys.version}".encode()).hexdigest()[:32]
+        known = Path(self.settings.cache) / "inductor" / key
+        if known.exists():
+            return known
+        known.parent.mkdir(parents=True, exist_ok=True)
+        with open(known.parent / f"{key}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two judges start at the same time; one of them does it
+            if known.exists():
+                return known
+            home = self._home()
+            oracle = Oracle(self._start_compiler(home), _WARM_UP, 0, self.settings)
+            with contextlib.suppress(WorkerError, WorkerDied):  # compiling fails here: then it will for the task
+                oracle.compile(oracle.inputs(0), "")
+            staged = Path(tempfile.mkdtemp(dir=known.parent))
+            if (home / "headers").exists():
+                shutil.copytree(home / "headers", staged / "headers")
+            facts = home / "facts.json"
+            (staged / "facts.json").write_text(facts.read_text() if facts.exists() else '{"isa": {}, "header": {}}')
+            oracle.close()
+            os.replace(staged, known)
+        return known
+
+    def close(self) -> None:
+        if self._spare:
+            self._spare.kill()
+        self._plain.close()
+        if self._compiling:
+            self._compiling.close()
