@@ -63,8 +63,9 @@ class LocalSandbox:
         self._scratch = scratch.make_folder("sandbox")
         config = self.config
         self._builder = build.Builder(
-            self.cache / "builds", self._scratch, self.lease_folder, config.build_seconds, config.memory_mb
-        )
+            self.cache / "builds", self._scratch, self.lease_folder, config.build_seconds, config.memory_mb,
+            parallel=2 if config.device == "cpu" else max(2, (os.cpu_count() or 2) - 2),
+        )  # fmt: skip
         settings = {
             "threads": config.threads, "checks": config.checks, "tolerance": config.tolerance,
             "timed_calls": config.timed_calls, "run_seconds": config.run_seconds, "memory_mb": config.memory_mb,

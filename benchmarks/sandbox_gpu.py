@@ -1,0 +1,206 @@
+"""The sandbox on a GPU: evaluations an hour, where their time goes, and how far a speed-up can be repeated.
+
+    python benchmarks/sandbox_gpu.py --solutions 30 --repeats 20 --json gpu.json
+
+Every solution is built, checked and timed anew (its source differs); tasks are prepared first, and that is timed
+beside it.  Solutions of each lane go one after the other, and then all at once, with builds side by side.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.config import Sandbox
+from cuda_agent.sandbox.client import LocalSandbox
+from cuda_agent.sandbox.wire import Lane, Solution, Verdict
+from cuda_agent.tasks.task import Task
+
+TASK = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def __init__(self, rounds):
+        super().__init__()
+        self.rounds = rounds
+
+    def forward(self, x):
+        for _ in range(self.rounds):
+            x = torch.sin(x) + 0.5
+        return x
+
+def get_inputs():
+    return [torch.randn({rows}, 4096)]
+
+def get_init_inputs():
+    return [{rounds}]
+"""
+KERNEL = """
+#include <cuda_runtime.h>
+__global__ void chain(const float4* __restrict__ x, float4* __restrict__ y, long n, int rounds) {
+  for (long i = blockIdx.x * (long)blockDim.x + threadIdx.x; i < n; i += (long)gridDim.x * blockDim.x) {
+    float4 v = x[i];
+    for (int r = 0; r < rounds; r++) {
+      v.x = sinf(v.x) + 0.5f; v.y = sinf(v.y) + 0.5f; v.z = sinf(v.z) + 0.5f; v.w = sinf(v.w) + 0.5f;
+    }
+    y[i] = v;
+  }
+}
+"""
+LAUNCH = """
+extern "C" void chain_launcher(const float* x, float* y, long n, int rounds, int config, cudaStream_t stream) {
+  chain<<<132 * 8, config ? config : 256, 0, stream>>>((const float4*)x, (float4*)y, n / 4, rounds);
+}
+"""
+BINDING = """
+#include <torch/types.h>
+#include <torch/csrc/utils/pybind.h>
+#include <ATen/cuda/CUDAContext.h>
+#include "../binding_registry.h"
+extern "C" void chain_launcher(const float* x, float* y, long n, int rounds, int config, cudaStream_t stream);
+static torch::Tensor chain_forward(torch::Tensor x, int64_t rounds, int64_t config) {
+  TORCH_CHECK(x.is_cuda() && x.is_contiguous(), "a contiguous CUDA tensor is expected");
+  auto y = torch::empty_like(x);
+  chain_launcher(x.data_ptr<float>(), y.data_ptr<float>(), x.numel(), rounds, config, at::cuda::getCurrentCUDAStream());
+  return y;
+}
+static void register_chain(pybind11::module& m) {
+  m.def("chain_forward", &chain_forward, py::arg("x"), py::arg("rounds"), py::arg("config") = 0);
+}
+REGISTER_BINDING(chain, register_chain);
+"""
+MODEL = """
+import torch
+import torch.nn as nn
+{import_}
+class ModelNew(nn.Module):
+    def __init__(self, rounds):
+        super().__init__()
+        self.rounds = rounds
+
+    def forward(self, x):
+        {body}
+"""
+PLAN = {
+    "nodes": [
+        {
+            "kernel": "kernels/chain.cu", "function": "chain", "grid": "132 * 8", "block": 256,
+            "args": ["in0", "out0", "in0.numel // 4", "init0"],
+        }
+    ]
+}  # fmt: skip
+SIZES = {"20 us": (2048, 2), "200 us": (16384, 8), "2 ms": (32768, 60)}  # rows, rounds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--solutions", type=int, default=30, help="of a lane, one after the other; and as many at once")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as cache:
+        answer = asyncio.run(measure(options.solutions, options.repeats, Path(cache)))
+    for name, row in answer["lanes"].items():
+        phases = "  ".join(f"{phase} {p50:.3f}/{p95:.3f}" for phase, (p50, p95) in row["phases"].items())
+        print(f"{name:10} p50 {row['p50']:.3f} s  p95 {row['p95']:.3f} s  | {phases}  | {row['statuses']}")
+        print(f"{'':10} at once: {row['hourly']:.0f} an hour; the device held {100 * row['held']:.0f} % of the time")
+    print("preparing a task:", "  ".join(f"{name} {seconds:.1f} s" for name, seconds in answer["prepare"].items()))
+    for name, row in answer["repeat"].items():
+        print(
+            f"{name:7} {row['seconds'] * 1e6:8.1f} us  x {row['speedup']:.3f}  spread {100 * row['spread']:.2f} %  "
+            f"rewards {row['rewards']}"
+        )
+    if options.json:
+        options.json.write_text(json.dumps(answer, indent=1))
+
+
+async def measure(solutions: int, repeats: int, cache: Path) -> dict[str, Any]:
+    tasks = {name: task(*size) for name, size in SIZES.items()}
+    answer: dict[str, Any] = {"prepare": {}, "lanes": {}, "repeat": {}}
+    async with LocalSandbox(Sandbox(device="cuda", memory_mb=8192, timed_calls=40), cache) as sandbox:
+        for name, one in tasks.items():
+            begin = time.perf_counter()
+            probe = await sandbox.probe(one)
+            answer["prepare"][name] = time.perf_counter() - begin
+            if probe.error:
+                raise SystemExit(f"{name}: {probe.error}")
+        lanes: tuple[Lane, ...] = ("plan", "extension", "python")
+        for lane in lanes:
+            answer["lanes"][lane] = await bench(sandbox, list(tasks.values()), lane, solutions)
+        for name, one in tasks.items():
+            verdicts = [await sandbox.evaluate(one, solution("plan", 10_000 + i)) for i in range(repeats)]
+            speedups = [v.speedup_eager or 0.0 for v in verdicts]
+            answer["repeat"][name] = {
+                "seconds": statistics.median(v.seconds or 0.0 for v in verdicts),
+                "speedup": statistics.median(speedups),
+                "spread": (max(speedups) - min(speedups)) / statistics.median(speedups),
+                "rewards": {str(r): sum(v.reward == r for v in verdicts) for r in {v.reward for v in verdicts}},
+                "all": speedups,
+            }
+    return answer
+
+
+async def bench(sandbox: LocalSandbox, tasks: list[Task], lane: Lane, count: int) -> dict[str, Any]:
+    verdicts: list[Verdict] = []
+    whole: list[float] = []
+
+    async def one(number: int) -> None:
+        begin = time.perf_counter()
+        verdicts.append(await sandbox.evaluate(tasks[number % len(tasks)], solution(lane, number)))
+        whole.append(time.perf_counter() - begin)
+
+    await one(count)  # the first one of a lane warms up what all share
+    verdicts.clear()
+    whole.clear()
+    for number in range(count):
+        await one(number)
+    alone = sorted(whole)
+    if failed := [v for v in verdicts if v.status != "ok"]:
+        raise SystemExit(f"{lane}: {failed[0].status}: {failed[0].message}")
+    phases = {name: sorted(v.phases[name] for v in verdicts) for name in verdicts[0].phases}
+    before = len(verdicts)
+    begin = time.perf_counter()
+    await asyncio.gather(*(one(1000 + number) for number in range(4 * count)))
+    seconds = time.perf_counter() - begin
+    held = sum(v.phases[name] for v in verdicts[before:] for name in ("start", "check", "time") if name in v.phases)
+    return {
+        "p50": statistics.median(alone),
+        "p95": alone[int(0.95 * len(alone))],
+        "phases": {name: (statistics.median(s), s[int(0.95 * len(s))]) for name, s in phases.items()},
+        "hourly": 3600 * 4 * count / seconds,
+        "held": held / seconds,
+        "statuses": {status: sum(v.status == status for v in verdicts) for status in {v.status for v in verdicts}},
+    }
+
+
+def task(rows: int, rounds: int) -> Task:
+    code = TASK.replace("{rows}", str(rows)).replace("{rounds}", str(rounds))
+    return Task(f"sin_{rows}_{rounds}", code, ("torch.sin", "torch.add"), "bench")
+
+
+def solution(lane: Lane, number: int) -> Solution:
+    """The ``number``-th solution of a lane: the same kernel under another source."""
+    note = f"// {number}\n"
+    if lane == "plan":
+        return Solution("plan", {"plan.json": json.dumps(PLAN), "kernels/chain.cu": note + KERNEL})
+    if lane == "python":
+        body = f"for _ in range(self.rounds):\n            x = torch.sin(x).add_(0.5)\n        return x  # {number}"
+        return Solution("python", {"model_new.py": MODEL.replace("{import_}", "").replace("{body}", body)})
+    body = "return cuda_extension.chain_forward(x, self.rounds)"
+    return Solution(
+        "extension",
+        {
+            "model_new.py": MODEL.replace("{import_}", "import cuda_extension").replace("{body}", body),
+            "kernels/chain.cu": note + KERNEL + LAUNCH,
+            "kernels/chain_binding.cpp": note + BINDING,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
