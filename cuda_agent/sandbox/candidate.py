@@ -21,11 +21,9 @@ class Candidate(Worker):
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
         super().__init__(channel, options, fds)
         self._slots = Slots(options["spec"], options["layout"], options["weights"], fds)
-        if options["lane"] == "plan":
-            self._commands = {"N": lambda frame: None, "L": self.load_plan}
-        else:
-            self._commands = {"N": self.null, "L": self.load_model}
-        self._last: list[torch.Tensor] = []
+        # The empty call holds nothing that a solution could leave out, such as copying its outputs to their place.
+        self._commands = {"N": lambda frame: None}
+        self._commands["L"] = self.load_plan if options["lane"] == "plan" else self.load_model
 
     def load_plan(self, frame: Frame) -> None:
         run = bind_plan(frame.body, self._slots, self._options["threads"])
@@ -45,21 +43,16 @@ class Candidate(Worker):
         weights = self._slots.weight_tensors()
         if restricted or model.state_dict().keys() == weights.keys():  # KernelBench's own solutions may rename them
             model.load_state_dict(weights, strict=True)
-        arguments = spec["arguments"]
+        numbers = range(len(self._slots.layout))
+        given = [rebuild(spec["arguments"], self._slots.input_tensors(slot)) for slot in numbers]
+        targets = [self._slots.output_tensors(slot) for slot in numbers]
 
         def run(call: Frame) -> None:
-            given = rebuild(arguments, self._slots.input_tensors(call.slot))
             with OnlyTheExtension() if restricted else contextlib.nullcontext():
-                results = flatten(model(*given))
-            store(results, self._slots.output_tensors(call.slot))
+                results = flatten(model(*given[call.slot]))
+            store(results, targets[call.slot])
 
         self._commands["R"] = run
-
-    def null(self, frame: Frame) -> None:
-        rebuild(self._options["spec"]["arguments"], self._slots.input_tensors(frame.slot))
-        if not self._last:
-            self._last = [torch.zeros_like(t) for t in self._slots.output_tensors(frame.slot)]
-        store(self._last, self._slots.output_tensors(frame.slot))
 
 
 class _Node(ctypes.Structure):

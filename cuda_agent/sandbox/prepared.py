@@ -25,13 +25,12 @@ from typing import Any
 
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox import build, cost, jail
-from cuda_agent.sandbox.buffers import Array, Buffers, byte_count
+from cuda_agent.sandbox.buffers import DTYPES, Array, Buffers, byte_count
 from cuda_agent.sandbox.processes import WarmParent, Worker, WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.wire import TaskError, TaskSpec
 
 _CLOCK = 2  # of what is measured: a baseline taken in another way is none
 _POOL_BYTES = 48 << 20  # most memory for one task's pool
-_SPARE = 4  # entries of a pool beyond the checks: for audits of timed calls
 _COMPILE_SECONDS = 120.0
 _BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # of one round: whichever comes first
 _EMPTY_CALLS = 4
@@ -204,8 +203,16 @@ class Oracle:
             raise
 
     def _open(self, code: str, weights_seed: int, settings: Settings) -> None:
-        self.spec = TaskSpec.from_json(self._ask("T", {"code": code, "seed": weights_seed}))
-        size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs, *self.spec.weights.values()))
+        answer = self._ask("T", {"code": code, "seed": weights_seed})
+        try:
+            self.spec = TaskSpec.from_json(answer)
+            tensors = (*self.spec.inputs, *self.spec.outputs, *self.spec.weights.values())
+            foreign = {t.dtype for t in tensors} - DTYPES.keys()
+            size = 0 if foreign else sum(byte_count(t) for t in tensors)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise TaskError("the task answered nonsense") from None
+        if foreign:
+            raise TaskError(f"the task has tensors of {', '.join(sorted(foreign))}, which are not supported here")
         if size > settings.memory_mb << 20:
             raise TaskError(f"the task's tensors take {size >> 20} MB, more than the limit of {settings.memory_mb} MB")
         self._buffers = buffers = Buffers(self.spec, slots=2, values=True, fixed=settings.clock == "model")
@@ -232,6 +239,7 @@ class Oracle:
         """One timed call (``null``: of nothing), buffers refilled before the clock starts."""
         assert self._buffers
         slot = secrets.randbelow(2)
+        self.worker.stop()
         self._buffers.fill(slot, inputs)
         self.worker.seconds = self._limit
         with _of_the_task():
@@ -286,7 +294,9 @@ class Prepared:
             self.oracle = Oracle(workshop.reference(), code, self.weights_seed, settings)
         self.spec = self.oracle.spec
         size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs))
-        self._pool: list[Entry | None] = [None] * max(2, min(settings.checks + _SPARE, _POOL_BYTES // max(1, size)))
+        self._pool: list[Entry | None] = [None] * max(
+            2, min(settings.checks + settings.timed_calls, _POOL_BYTES // max(1, size))
+        )
         self.base = 0
         self._empty = float("inf")
         self.empty_candidate: dict[str, float] = {}  # the same of candidates, by lane
@@ -306,12 +316,13 @@ class Prepared:
         if not self._fixed:
             self.base += 1
 
-    def entry(self, index: int) -> Entry:
-        """Inputs and oracle outputs number ``index``; made when the pool does not hold them."""
+    def entry(self, index: int, timing: bool = False) -> Entry:
+        """Inputs and oracle outputs number ``index``; made when the pool does not hold them.  ``timing``: the caller
+        holds the timing lease."""
         place = index % len(self._pool)
         entry = self._pool[place]
         if entry is None or entry.index != index:
-            with self._lease.working():
+            with contextlib.nullcontext() if timing else self._lease.working():
                 inputs = self.oracle.inputs(self._seed(index))
                 entry = self._pool[place] = Entry(index, inputs, self.oracle.outputs(inputs))
         return entry
