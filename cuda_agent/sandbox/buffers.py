@@ -32,13 +32,6 @@ def byte_count(tensor: Tensor) -> int:
     return math.prod(tensor.shape) * numpy.dtype(DTYPES[tensor.dtype]).itemsize
 
 
-def can_roll(tensors: Sequence[Tensor]) -> bool:
-    """Whether rotating them makes contents that were not seen before: integers (indices, offsets) may have an order
-    that must stay."""
-    rolling = [t.dtype.startswith(("float", "bfloat")) and any(extent > 1 for extent in t.shape) for t in tensors]
-    return any(rolling) and all(roll or math.prod(t.shape) <= 1 for roll, t in zip(rolling, tensors, strict=True))
-
-
 class Area:
     """``size`` bytes of shared memory; ``descriptor`` goes to the worker, who cannot write it if ``read_only``."""
 

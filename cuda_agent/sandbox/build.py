@@ -26,6 +26,7 @@ from pathlib import Path
 
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox import jail
+from cuda_agent.sandbox.wire import printable
 
 FLAGS = ("-O3", "-march=native", "-ffast-math", "-std=c++17", "-fPIC", "-pthread", "-fopenmp-simd")
 _DIAGNOSTICS = ("-fmax-errors=3", "-fdiagnostics-color=never", "-fno-diagnostics-show-option", "-ftemplate-depth=256")
@@ -221,7 +222,7 @@ class Builder:
     ) -> Path:
         """The folder of ``products``, from the cache or made by ``command``; the same build under way is awaited."""
         content = [*parts, *(f"{name}\0{files[name]}" for name in sorted(files))]
-        key = hashlib.sha256("\0\0".join(content).encode()).hexdigest()
+        key = hashlib.sha256("\0\0".join(content).encode(errors="surrogatepass")).hexdigest()
         done, failed = self._folder / key[:2] / key, self._folder / key[:2] / f"{key}.error"
         if done.exists():
             return done
@@ -300,9 +301,14 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
     for name, text in files.items():
         path = folder / name
         if (path.is_absolute() and not path.is_relative_to(folder)) or ".." in Path(name).parts:
-            raise BuildError(f"{name}: a path must stay inside the work folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+            raise BuildError(f"{printable(name)}: a path must stay inside the work folder")
+        if name.startswith(("-", "@")):
+            raise BuildError(f"{printable(name)}: to the compiler this is an option and not a file")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        except (OSError, ValueError) as error:  # a name too long, a file that is also a folder, half a character
+            raise BuildError(f"{printable(name)}: cannot be written: {printable(str(error))}") from None
 
 
 def _take(source: Path, target: Path) -> None:
@@ -342,4 +348,4 @@ def first_errors(text: str) -> str:
         if "Cannot allocate memory" in text or "out of memory" in text or "bad_alloc" in text or "Killed" in text:
             return "the build exceeds its limit of memory"
         kept = [line for line in lines if line.strip()][-3:] or ["the compiler failed without a message"]
-    return "\n".join(kept)[:_MESSAGE_LENGTH]
+    return "\n".join(map(printable, kept))[:_MESSAGE_LENGTH]

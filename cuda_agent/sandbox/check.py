@@ -68,7 +68,7 @@ def _compare(want: Array, have: Array, tolerance: float) -> tuple[str, float]:
                 if bad.size and first_wrong < 0:
                     first_wrong = start + int(bad[0])
                 wrong_count += bad.size
-            largest = max(largest, float(off.max(initial=0)))
+            largest = max(largest, float(off.max(initial=0, where=numpy.isfinite(off))))
     if wrong_count:
         return (
             f"{wrong_count} of {want.size} values are off by more than the tolerance {tolerance:g}, "

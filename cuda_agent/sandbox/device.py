@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from cuda_agent.sandbox import driver
-from cuda_agent.sandbox.buffers import Layout, byte_count, can_roll
+from cuda_agent.sandbox.buffers import Layout, byte_count
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
 
 _BLOCK = 256
@@ -30,7 +30,7 @@ _NUMBERS = {
 }  # fmt: skip
 _FOUND = struct.Struct("QQd")
 
-__all__ = ["Array", "Buffers", "can_roll", "constant", "flush", "mismatch", "open_judge", "rolled", "same"]
+__all__ = ["Array", "Buffers", "constant", "flush", "mismatch", "open_judge", "same"]
 
 
 class Array:
@@ -219,19 +219,3 @@ def constant(values: Array, tensor: Tensor) -> bool:
     judge.run(f"varied_{dtype}", count, pointer, n, ctypes.c_uint64(judge.found))
     others, _, finite = judge.answer()
     return not finite or (count > 1 and not others)
-
-
-def rolled(inputs: Sequence[Array], tensors: Sequence[Tensor]) -> list[Array]:
-    """The same values in other places: fresh contents from the same domain, without an oracle."""
-    fresh = []
-    for values, tensor in zip(inputs, tensors, strict=True):
-        extent = next((e for e in tensor.shape if e > 1), 0)
-        if not extent or not tensor.dtype.startswith(("float", "bfloat")):
-            fresh.append(values)
-            continue
-        cut = values.size // extent * (1 + secrets.randbelow(extent - 1))  # every axis before this one has one place
-        turned = Array(values.size)
-        driver.copy(turned.address + cut, values.address, values.size - cut)
-        driver.copy(turned.address, values.address + values.size - cut, cut)
-        fresh.append(turned)
-    return fresh

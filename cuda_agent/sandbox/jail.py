@@ -243,7 +243,8 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 _SAME = {
     "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428,
     "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_open": 434, "clone3": 435,
-    "pidfd_getfd": 438, "process_madvise": 440, "mount_setattr": 442, "memfd_secret": 447, "process_mrelease": 448,
+    "pidfd_getfd": 438, "fchmodat2": 452, "process_madvise": 440,
+    "mount_setattr": 442, "memfd_secret": 447, "process_mrelease": 448,
 }  # fmt: skip
 _NUMBERS = {
     "x86_64": _SAME | {
@@ -261,6 +262,9 @@ _NUMBERS = {
         "prlimit64": 302, "sched_setaffinity": 203, "sched_setscheduler": 144, "sched_setparam": 142,
         "sched_setattr": 314,
         "setpriority": 141, "ioprio_set": 251,
+        "chmod": 90, "fchmod": 91, "fchmodat": 268, "chown": 92, "fchown": 93, "lchown": 94, "fchownat": 260,
+        "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280, "setxattr": 188, "lsetxattr": 189,
+        "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199,
     },
     "aarch64": _SAME | {
         "socket": 198, "socketpair": 199, "connect": 203, "accept": 202, "accept4": 242, "bind": 200, "listen": 201,
@@ -278,12 +282,20 @@ _NUMBERS = {
         "prlimit64": 261, "sched_setaffinity": 122, "sched_setscheduler": 119, "sched_setparam": 118,
         "sched_setattr": 274,
         "setpriority": 140, "ioprio_set": 30,
+        "fchmod": 52, "fchmodat": 53, "fchown": 55, "fchownat": 54, "utimensat": 88, "setxattr": 5, "lsetxattr": 6,
+        "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16,
     },
 }  # fmt: skip
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _OF_A_PROCESS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
 _SPECIAL = {"clone", "clone3", "kill", "tgkill", "tkill", "prctl", "fork", "vfork", "execve", "execveat", "setpriority"}
 _SPECIAL |= set(_OF_A_PROCESS)
+# Landlock does not look at these: without a user of its own, a worker could lock the judge out of its own files.
+_OF_FILES = {
+    "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "utime", "utimes", "futimesat",
+    "utimensat", "setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr",
+}  # fmt: skip
+_SPECIAL |= _OF_FILES
 _NEW_NAMESPACES, _CLONE_THREAD = 0x7E020000, 0x00010000
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF opcodes on 32-bit words
@@ -324,7 +336,7 @@ def filter_program(machine: str, processes: bool, pid: int) -> list[_Instruction
         on("clone", flags, (_ANY_BIT, 0, 1, _NEW_NAMESPACES), refuse, allow)
     else:
         on("clone", flags, (_ANY_BIT, 0, 1, _CLONE_THREAD), allow, refuse)
-        for name in ("fork", "vfork", "execve", "execveat", "tkill"):
+        for name in ("fork", "vfork", "execve", "execveat", "tkill", *sorted(_OF_FILES)):
             on(name, refuse)
         for name in ("kill", "tgkill"):
             on(name, (_LOAD, 0, 0, _ARG0), (_EQUAL, 0, 1, pid), allow, refuse)

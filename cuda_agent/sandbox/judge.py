@@ -3,15 +3,14 @@
 ``python -m cuda_agent.sandbox.judge FD`` answers one request at a time over a socket: the spec of a task, a verdict of
 a solution, a probe of a task.  A candidate is checked on fresh secret inputs first; then it is timed by this process's
 own clock, from the request to the answer and minus the empty call (measured before the candidate is loaded),
-interleaved with an eager anchor.  Randomly chosen timed calls are audited.  Only this file decides a status.
+interleaved with an eager anchor.  Every call, timed or not, gets inputs of its own and has its outputs checked: there
+is no call that a candidate could recognise and leave out.  Only this file decides a status.
 
-Not covered: building (the client has it done before), the caches of verdicts, and a candidate that spends less time in
-calls that it takes for timed: checked, timed and audited calls look the same from inside.
+Not covered: building (the client has it done before), and the caches of verdicts.
 """
 
 import contextlib
 import ctypes
-import random
 import secrets
 import socket
 import statistics
@@ -24,19 +23,18 @@ from typing import Any
 
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox import cost, driver, jail
-from cuda_agent.sandbox.buffers import byte_count, can_roll
+from cuda_agent.sandbox.buffers import byte_count
 from cuda_agent.sandbox.oracle import Settings, memory_of, net, seconds_of_call
 from cuda_agent.sandbox.prepared import Entry, Prepared
 from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.wire import Probe, TaskError, Verdict, receive_frame, send_frame
 from cuda_agent.sandbox.workshop import Workshop
 
-_MOST_PREPARED = 24  # tasks kept ready, least recently used first out
+_MOST_PREPARED = {"cpu": 24, "cuda": 8}  # tasks kept ready, least recently used first out
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
 _NULL_CALLS = 7
 _FEWEST_TIMED = {"cpu": 4, "cuda": 12}  # calls on a GPU cost little beside the start of its worker
 _DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
-_AUDITED = 1 / 3  # share of the timed calls whose outputs are checked
 _FILES = ("runtime", "library", "image")  # of what is loaded
 _STATUS = {"timeout": "timeout", "crash": "crash", "memory": "crash", "threads": "crash", "protocol": "crash"}
 
@@ -69,7 +67,7 @@ class Judge:
         if found is None:
             found = Prepared(task["code"], digest, self._workshop)
         self._prepared[digest] = found
-        while len(self._prepared) > _MOST_PREPARED:
+        while len(self._prepared) > _MOST_PREPARED[self.settings.device]:
             self._prepared.popitem(last=False)[1].close()
         return found
 
@@ -214,51 +212,35 @@ class Trial:
         begin = time.perf_counter()
         prepared, verdict = self._prepared, self._verdict
         fewest = _FEWEST_TIMED[self._settings.device]
-        audited = {i for i in range(self._settings.timed_calls) if random.SystemRandom().random() < _AUDITED}
-        audited.add(secrets.randbelow(fewest))
-        audited = set(sorted(audited)[: max(1, prepared.pool_size - self._settings.checks)])
-        if not can_roll(prepared.spec.inputs):
-            audited = set(range(self._settings.timed_calls))  # no cheap fresh values: every call gets its own
-        entries = {i: self._take() for i in sorted(audited)}
-        others = [prepared.entry(prepared.base + i).inputs for i in range(min(3, prepared.pool_size))]
-        results: list[tuple[Entry, list[Any]]] = []
+        first = prepared.entry(prepared.base).inputs
         eager: list[float] = []
         assert self._worker
         candidate, reference = self._worker, prepared.oracle.worker
         alternating = (candidate, reference) if self._settings.device == "cpu" else ()
         with self._lease.timing(), taking_turns(*alternating) as turn:
             turn(reference)
-            empty = prepared.empty_call(prepared.oracle, others[0])
-            prepared.oracle.seconds(others[-1])
+            empty = prepared.empty_call(prepared.oracle, first)
+            prepared.oracle.seconds(first)
             for number in range(self._settings.timed_calls):
+                entry = self._take(timing=True)
                 turn(candidate)
-                if number in entries:
-                    with self._judged("in a timed call"):
-                        seconds, outputs = self._timed(entries[number].inputs)
-                    results.append((entries[number], outputs))
-                else:
-                    with self._judged("in a timed call"):
-                        seconds, _ = self._timed(
-                            self._memory.rolled(others[number % len(others)], prepared.spec.inputs)
-                        )
+                with self._judged("in a timed call"):
+                    seconds, outputs = self._timed(entry.inputs)
+                self._compare(entry, outputs, "an audit of a timed call", audit=True)
                 verdict.samples.append(net(seconds, self._null))
+                turn(reference)
                 if number % 2 == 0:
-                    turn(reference)
-                    eager.append(net(prepared.oracle.seconds(others[number % len(others)]), empty))
+                    eager.append(net(prepared.oracle.seconds(entry.inputs), empty))
                 if number + 1 >= fewest and self._clear(verdict.samples, eager):
                     break
             baseline = prepared.baselines.eager or 0.0
             if baseline and abs(statistics.median(eager) / baseline - 1) > _DRIFT:
-                turn(reference)
-                for extra in range(2):
-                    eager.append(net(prepared.oracle.seconds(others[extra % len(others)]), empty))
+                for _ in range(2):
+                    eager.append(net(prepared.oracle.seconds(first), empty))
                 drift = statistics.median(eager) / baseline
                 verdict.eager_seconds = baseline * drift
                 if verdict.compile_seconds is not None:
                     verdict.compile_seconds *= drift
-        with self._lease.working():
-            for entry, outputs in results:
-                self._compare(entry, outputs, "an audit of a timed call", audit=True)
         verdict.seconds = statistics.median(verdict.samples)
         verdict.phases["time"] = time.perf_counter() - begin
 
@@ -275,15 +257,16 @@ class Trial:
 
     # ------------------------------------------------------------------------------------------------------------ calls
 
-    def _take(self) -> Entry:
-        """The next inputs that this candidate has not seen."""
-        entry = self._prepared.entry(self._next)
+    def _take(self, timing: bool = False) -> Entry:
+        """The next inputs that this candidate has not seen.  ``timing``: the lease is held already."""
+        entry = self._prepared.entry(self._next, timing)
         self._next += 1
         return entry
 
     def _timed(self, inputs: Sequence[Any], kind: str = "R") -> tuple[float, list[Any]]:
         assert self._worker
         slot = secrets.randbelow(len(self._buffers.slots))
+        self._worker.stop()
         self._buffers.fill(slot, inputs)
         self._memory.flush()
         seconds = seconds_of_call(self._settings.device, *self._worker.timed(kind, slot))

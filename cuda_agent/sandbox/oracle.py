@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuda_agent.sandbox import driver
-from cuda_agent.sandbox.buffers import byte_count
+from cuda_agent.sandbox.buffers import DTYPES, byte_count
 from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError
 from cuda_agent.sandbox.wire import TaskError, TaskSpec
 
@@ -75,8 +75,16 @@ class Oracle:
             raise
 
     def _open(self, code: str, weights_seed: int, settings: Settings) -> None:
-        self.spec = TaskSpec.from_json(self._ask("T", {"code": code, "seed": weights_seed}))
-        size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs, *self.spec.weights.values()))
+        answer = self._ask("T", {"code": code, "seed": weights_seed})
+        try:
+            self.spec = TaskSpec.from_json(answer)
+            tensors = (*self.spec.inputs, *self.spec.outputs, *self.spec.weights.values())
+            foreign = {t.dtype for t in tensors} - DTYPES.keys()
+            size = 0 if foreign else sum(byte_count(t) for t in tensors)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise TaskError("the task answered nonsense") from None
+        if foreign:
+            raise TaskError(f"the task has tensors of {', '.join(sorted(foreign))}, which are not supported here")
         if settings.device == "cpu" and size > settings.memory_mb << 20:
             raise TaskError(f"the task's tensors take {size >> 20} MB, more than the limit of {settings.memory_mb} MB")
         try:
@@ -108,6 +116,7 @@ class Oracle:
         """One timed call (``null``: of nothing), buffers refilled before the clock starts."""
         assert self._buffers
         slot = secrets.randbelow(2)
+        self.worker.stop()
         self._buffers.fill(slot, inputs)
         self._memory.flush()
         self.worker.seconds = self._limit

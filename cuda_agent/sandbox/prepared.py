@@ -5,6 +5,7 @@ reference worker only turns seeds into values.  Under the model clock seeds and 
 bit for bit.  Not covered: candidates.
 """
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -26,7 +27,6 @@ from cuda_agent.sandbox.workshop import Workshop
 
 _CLOCK = 2  # of what is measured: a baseline taken in another way is none
 _POOL_BYTES = {"cpu": 48 << 20, "cuda": 4 << 30}  # most memory for one task's pool
-_SPARE = 4  # entries of a pool beyond the checks: for audits of timed calls
 _BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # of one round: whichever comes first
 _EMPTY_CALLS = 4
 _BASELINE_ROUNDS, _STEADY = 3, 0.05  # another round when calls differ by more than this (median deviation)
@@ -66,7 +66,7 @@ class Prepared:
         self.spec = self.oracle.spec
         size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs))
         self._pool: list[Entry | None] = [None] * max(
-            2, min(settings.checks + _SPARE, _POOL_BYTES[settings.device] // max(1, size))
+            2, min(settings.checks + settings.timed_calls, _POOL_BYTES[settings.device] // max(1, size))
         )
         self.base = 0
         self._empty = float("inf")
@@ -87,12 +87,13 @@ class Prepared:
         if not self._fixed:
             self.base += 1
 
-    def entry(self, index: int) -> Entry:
-        """Inputs and oracle outputs number ``index``; made when the pool does not hold them."""
+    def entry(self, index: int, timing: bool = False) -> Entry:
+        """Inputs and oracle outputs number ``index``; made when the pool does not hold them.  ``timing``: the caller
+        holds the timing lease."""
         place = index % len(self._pool)
         entry = self._pool[place]
         if entry is None or entry.index != index:
-            with self._lease.working():
+            with contextlib.nullcontext() if timing else self._lease.working():
                 inputs = self.oracle.inputs(self._seed(index))
                 entry = self._pool[place] = Entry(index, inputs, self.oracle.outputs(inputs))
         return entry

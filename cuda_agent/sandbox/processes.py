@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.sandbox import jail
-from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
+from cuda_agent.sandbox.wire import Frame, printable, receive_frame, send_frame
 
 _STEP_MS = 20  # how often a worker that is waited for is looked at
 _MOST_THREADS = 64
 _START_SECONDS = 30.0
-_WAKE_SECONDS = 1e-4  # until a continued process waits for its request again
+_STOP_SECONDS = 1.0  # until a process that was told to stop counts as one that cannot be
 _IDLE_NS = 200_000  # a thread that worked less was only started
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 # Memory given back after each call and mapped again in the next, or not, as fragmentation has it, doubles a time.
@@ -119,6 +119,7 @@ class Worker:
         self.seconds = 0.0
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
+        self._stopped = False
         try:
             self.pid = parent.fork(options | {"policy": asdict(policy)}, [theirs.fileno()])
         finally:
@@ -146,6 +147,7 @@ class Worker:
 
     def call(self, kind: str, body: Any = None, slot: int = 0, fds: Sequence[int] = ()) -> Any:
         """One request and its answer.  ``WorkerError``: the untrusted code raised.  ``WorkerDied``: it is gone."""
+        self._go_on()
         try:
             send_frame(self._socket, kind, body, slot, fds)
         except OSError:
@@ -153,16 +155,41 @@ class Worker:
         return self._answer()
 
     def timed(self, kind: str, slot: int) -> tuple[float, Any]:
-        """Seconds from the request to the answer, by the judge's clock; and what the worker says."""
-        start = time.perf_counter()
+        """Seconds from the request to the answer, by the judge's clock; and what the worker says.  The worker runs
+        between the clock's two readings and at no other time: whoever fills its buffers first stops it (``stop``), and
+        it stays stopped while its outputs are copied.  So it gains nothing by looking at inputs early, or by answering
+        before it is done."""
+        self.stop()
+        if self._poll.poll(0):
+            raise self._died("protocol")  # an answer that nobody asked for
         try:
             send_frame(self._socket, kind, slot=slot)
         except OSError:
             raise self._died("crash") from None
+        start = time.perf_counter()
+        self._go_on()
         if not self._poll.poll(_STEP_MS):
             self._wait()
+        self.stop()
         end = time.perf_counter()
-        return end - start, self._answer()
+        answer = self._answer()
+        if self._state() in "ZX":
+            raise self._died("protocol")  # its main thread is gone, and another one answers
+        return end - start, answer
+
+    def stop(self) -> None:
+        """It does nothing until the next request; returns when that is so."""
+        if self.alive and not self._stopped:
+            self._stopped = True
+            self.signal(signal.SIGSTOP)
+            deadline = time.monotonic() + _STOP_SECONDS
+            while self._state() not in "TtZX" and time.monotonic() < deadline:
+                os.sched_yield()
+
+    def _go_on(self) -> None:
+        if self._stopped:
+            self._stopped = False
+            self.signal(signal.SIGCONT)
 
     def _answer(self) -> Any:
         self._wait()
@@ -174,7 +201,7 @@ class Worker:
             raise self._died("protocol") from None
         if frame.kind == "!":
             body = frame.body if isinstance(frame.body, dict) else {}
-            error = WorkerError(str(body.get("message", ""))[:2000])
+            error = WorkerError(printable(str(body.get("message", ""))[:2000]))
             error.cheat = bool(body.get("cheat"))
             raise error
         if frame.kind != "=":
@@ -215,7 +242,7 @@ class Worker:
     def _died(self, reason: str) -> WorkerDied:
         status = self.kill(wait=0.2 if reason == "crash" else 0.0)
         if reason == "crash":
-            text = f"ended itself (exit {status})" if status >= 0 else f"was ended by {signal.Signals(-status).name}"
+            text = f"ended itself (exit {status})" if status >= 0 else f"was ended by {_name_of_signal(-status)}"
             if status == -signal.SIGSEGV:
                 text += " (an address out of bounds, or a write to an input)"
             return WorkerDied(reason, text)
@@ -269,7 +296,7 @@ class Worker:
             return 0
         self.alive = False
         deadline = time.monotonic() + wait
-        while time.monotonic() < deadline and not self._is_zombie():
+        while time.monotonic() < deadline and self._state() not in "ZX":
             time.sleep(0.001)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
@@ -278,17 +305,24 @@ class Worker:
         shutil.rmtree(self._home, ignore_errors=True)
         return status
 
-    def _is_zombie(self) -> bool:
+    def _state(self) -> str:
+        """R, S, D, T (stopped), Z (a zombie) ... as the kernel calls it."""
         try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-        except OSError:
-            return True
+            with open(f"/proc/{self.pid}/stat", "rb", 0) as file:
+                return chr(file.read(512).rpartition(b") ")[2][0])
+        except (OSError, IndexError):
+            return "X"
+
+
+def _name_of_signal(number: int) -> str:
+    """Most real-time signals have none."""
+    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
 @contextlib.contextmanager
 def taking_turns(*workers: Worker) -> Iterator[Callable[[Worker], None]]:
-    """``turn(worker)``: from now on only this one of ``workers`` runs, the others are stopped.  The idle threads of a
-    library wait actively for milliseconds, and a candidate may leave threads behind: neither slows what is timed
+    """``turn(worker)``: from now on only this one of ``workers`` may run, the others are stopped.  The idle threads of
+    a library wait actively for milliseconds, and a candidate may leave threads behind: neither slows what is timed
     next."""
     running: Worker | None = None
 
@@ -298,10 +332,8 @@ def taking_turns(*workers: Worker) -> Iterator[Callable[[Worker], None]]:
             return
         for other in workers:
             if other is not worker:
-                other.signal(signal.SIGSTOP)
+                other.stop()
         worker.spread()
-        worker.signal(signal.SIGCONT)
-        time.sleep(_WAKE_SECONDS)
         running = worker
 
     try:
@@ -309,4 +341,3 @@ def taking_turns(*workers: Worker) -> Iterator[Callable[[Worker], None]]:
     finally:
         for worker in workers:
             worker.gather()
-            worker.signal(signal.SIGCONT)

@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import random
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -87,7 +89,10 @@ class Reference(Worker):
 
     def generate(self, frame: Frame) -> None:
         """Fresh inputs under the judge's seed, written where the judge copies them from."""
-        torch.manual_seed(frame.body["seed"])
+        seed = frame.body["seed"]
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed & 0xFFFFFFFF)  # a state that forks share would be known to candidates
         tensors: list[torch.Tensor] = []
         self._draw(tensors)
         base = self._slots.written

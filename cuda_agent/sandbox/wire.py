@@ -173,6 +173,11 @@ class Probe:
         return cls(**(data | tensors))
 
 
+def printable(text: str) -> str:
+    """One line that can be shown: what untrusted code says must not clear a terminal or look like lines of ours."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
 # Frames between the judge and a worker: 8 bytes, then JSON.  A call on prepared buffers is the 8 bytes alone.
 
 HEAD = struct.Struct("<BBHI")
