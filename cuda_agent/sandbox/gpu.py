@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from cuda_agent.sandbox import driver
+from cuda_agent.sandbox.crosscheck import UNIT
 from cuda_agent.sandbox.slots import Slots
 
 _CYCLES = 1.9e9  # a second of the delay kernel, about
@@ -33,25 +34,27 @@ def open_gpu() -> None:
 
 
 class DeviceClock:
-    """Times a call between two events of the device.  A kernel that only waits goes first, for as long as the host took
-    to enqueue the call before this one: the device then never waits for the host between the events."""
+    """Times a call between two events of the device.  A kernel that only waits goes first, for as long as the host
+    needs to enqueue the call: the device then never waits for the host between the events.  The judge may say how long
+    (``extra``, in units of ``crosscheck``); else it is what earlier calls took."""
 
     def __init__(self) -> None:
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
         self._host = 0.0
 
-    def __call__(self, call: Callable[[], Any]) -> tuple[Any, float]:
-        """What it returns, and seconds on the device."""
-        delay = min(1.5 * self._host + _HEAD_START, _LONGEST_DELAY)
+    def __call__(self, call: Callable[[], Any], extra: int = 0) -> tuple[Any, tuple[float, float]]:
+        """What it returns, and seconds: of the device in the call, of the host while it enqueued the call."""
+        delay = extra * UNIT or min(1.5 * self._host + _HEAD_START, _LONGEST_DELAY)
         torch.cuda._sleep(int(delay * _CYCLES))
         begin = time.perf_counter()
         self._start.record()
         result = call()
         self._end.record()
-        self._host = max(time.perf_counter() - begin, 0.7 * self._host)
+        host = time.perf_counter() - begin
+        self._host = max(host, 0.7 * self._host)
         torch.cuda.synchronize()
-        return result, self._start.elapsed_time(self._end) / 1e3
+        return result, (self._start.elapsed_time(self._end) / 1e3, host)
 
 
 def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:

@@ -24,6 +24,7 @@ from typing import Any
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox import cost, driver, jail
 from cuda_agent.sandbox.buffers import byte_count
+from cuda_agent.sandbox.crosscheck import CrossCheck
 from cuda_agent.sandbox.oracle import Settings, memory_of, net, seconds_of_call
 from cuda_agent.sandbox.prepared import Entry, Prepared
 from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError, taking_turns
@@ -150,6 +151,7 @@ class Trial:
         self._next = prepared.base
         self._fixed = self._settings.clock == "model"
         self._null = 0.0
+        self._cross: CrossCheck | None = None  # on a GPU, in the lanes whose host code is not ours
         self._worker: Worker | None = None
         spec = prepared.spec
         size = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs))
@@ -184,6 +186,9 @@ class Trial:
                 least = min(self._timed(inputs, kind="N")[0] for _ in range(_NULL_CALLS))
             known = prepared.empty_candidate
             self._null = known[request["lane"]] = min(least, known.get(request["lane"], least))
+        if self._settings.device == "cuda" and request["lane"] != "plan":
+            with self._lease.timing(), self._judged():
+                self._cross = CrossCheck(self._empty_wall)
         try:
             with self._lease.working(), self._judged("while it was loaded"):
                 worker.call("L", load | {"seed": self._prepared.weights_seed})
@@ -242,6 +247,11 @@ class Trial:
                 if verdict.compile_seconds is not None:
                     verdict.compile_seconds *= drift
         verdict.seconds = statistics.median(verdict.samples)
+        if self._cross:
+            verdict.seconds, doubt = self._cross.believe(verdict.seconds)
+            if doubt:
+                verdict.seconds = None
+                raise Refused("cheat", doubt)
         verdict.phases["time"] = time.perf_counter() - begin
 
     def _clear(self, samples: Sequence[float], eager: Sequence[float]) -> bool:
@@ -269,8 +279,23 @@ class Trial:
         self._worker.stop()
         self._buffers.fill(slot, inputs)
         self._memory.flush()
-        seconds = seconds_of_call(self._settings.device, *self._worker.timed(kind, slot))
-        return seconds, self._buffers.outputs(slot)
+        begin = time.perf_counter()
+        wall, told = self._worker.timed(kind, slot, self._cross.delay if self._cross else 0)
+        outputs = self._buffers.outputs(slot)
+        seconds = seconds_of_call(self._settings.device, wall, told)
+        if self._cross:
+            self._cross.add(time.perf_counter() - begin, told[1])
+        return seconds, outputs
+
+    def _empty_wall(self, delay: int) -> float:
+        """Seconds from the request of an empty call until its outputs are copied."""
+        assert self._worker
+        self._worker.stop()
+        self._memory.flush()
+        begin = time.perf_counter()
+        self._worker.timed("N", 0, delay)
+        self._buffers.outputs(0)
+        return time.perf_counter() - begin
 
     def _call(self, inputs: Sequence[Any], when: str) -> list[Any]:
         with self._judged(when):

@@ -49,9 +49,10 @@ def seconds_of_call(device: str, wall: float, told: Any) -> float:
     here, and no nonsense."""
     if device == "cpu":
         return wall
-    if not isinstance(told, float) or not 0 < told <= wall:
-        raise WorkerError(f"the device's clock says {told!r} s of a call that took {wall:.6f} s")
-    return told
+    match told:
+        case [float(seconds), float(host)] if 0 < seconds <= wall and host > 0:
+            return seconds
+    raise WorkerError(f"the device's clock says {str(told)[:60]} of a call that took {wall:.6f} s")
 
 
 def net(seconds: float, empty: float) -> float:

@@ -154,7 +154,7 @@ class Worker:
             raise self._died("crash") from None
         return self._answer()
 
-    def timed(self, kind: str, slot: int) -> tuple[float, Any]:
+    def timed(self, kind: str, slot: int, extra: int = 0) -> tuple[float, Any]:
         """Seconds from the request to the answer, by the judge's clock; and what the worker says.  The worker runs
         between the clock's two readings and at no other time: whoever fills its buffers first stops it (``stop``), and
         it stays stopped while its outputs are copied.  So it gains nothing by looking at inputs early, or by answering
@@ -163,7 +163,7 @@ class Worker:
         if self._poll.poll(0):
             raise self._died("protocol")  # an answer that nobody asked for
         try:
-            send_frame(self._socket, kind, slot=slot)
+            send_frame(self._socket, kind, slot=slot, extra=extra)
         except OSError:
             raise self._died("crash") from None
         start = time.perf_counter()

@@ -100,13 +100,13 @@ class Reference(Worker):
         store(tensors, [self._slots.tensor(base + offset, tensor) for offset, tensor in places])
         self._settle()
 
-    def run(self, frame: Frame) -> float | None:
+    def run(self, frame: Frame) -> Any:
         arguments = rebuild(self._arguments, self._slots.input_tensors(frame.slot))
-        results, seconds = self._clocked(lambda: self._call(*arguments))
+        results, times = self._clocked(lambda: self._call(*arguments))
         self._last = flatten(results)
         store(self._last, self._slots.output_tensors(frame.slot))
         self._settle()
-        return seconds
+        return times
 
     def _settle(self) -> None:
         """The judge copies what was written as soon as it has the answer."""

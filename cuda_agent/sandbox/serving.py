@@ -23,7 +23,7 @@ class Worker:
         self._options = options
         self._fds = fds
         self._commands: dict[str, Callable[[Frame], Any]] = {}
-        self._clocked: Callable[[Callable[[], Any]], tuple[Any, float | None]] = _unclocked
+        self._clocked: Callable[..., tuple[Any, Any]] = _unclocked
         if options["device"] == "cuda":
             from cuda_agent.sandbox.gpu import DeviceClock
 
@@ -43,7 +43,7 @@ class Worker:
                 send_frame(self._channel, "=", answer)
 
 
-def _unclocked(call: Callable[[], Any]) -> tuple[Any, float | None]:
+def _unclocked(call: Callable[[], Any], extra: int = 0) -> tuple[Any, None]:
     """On the CPU the judge's clock is the only one."""
     return call(), None
 

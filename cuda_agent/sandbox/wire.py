@@ -189,11 +189,14 @@ class Frame(NamedTuple):
     slot: int
     body: Any
     fds: list[int]
+    extra: int = 0  # a small number that some calls need, without a body
 
 
-def send_frame(sock: socket.socket, kind: str, body: Any = None, slot: int = 0, fds: Sequence[int] = ()) -> None:
+def send_frame(
+    sock: socket.socket, kind: str, body: Any = None, slot: int = 0, fds: Sequence[int] = (), extra: int = 0
+) -> None:
     payload = b"" if body is None else json.dumps(body).encode()
-    data = HEAD.pack(ord(kind), slot, 0, len(payload)) + payload
+    data = HEAD.pack(ord(kind), slot, extra, len(payload)) + payload
     sent = socket.send_fds(sock, [data], fds) if fds else 0
     sock.sendall(data[sent:])
 
@@ -209,14 +212,14 @@ def receive_frame(sock: socket.socket, max_fds: int = 0) -> Frame:
     head += _exactly(sock, HEAD.size - len(head)) if head else b""
     if not head:
         raise ConnectionError("the other side is gone")
-    kind, slot, _, length = HEAD.unpack(head)
+    kind, slot, extra, length = HEAD.unpack(head)
     if length > FRAME_LIMIT:
         raise ValueError(f"a frame of {length} bytes")
     try:
         body = json.loads(_exactly(sock, length)) if length else None
     except RecursionError:
         raise ValueError("a frame nested too deep") from None
-    return Frame(chr(kind), slot, body, list(fds))
+    return Frame(chr(kind), slot, body, list(fds), extra)
 
 
 def _exactly(sock: socket.socket, count: int) -> bytes:

@@ -122,3 +122,42 @@ def test_launches_may_ask_for_clusters_cooperation_and_much_shared_memory(gpu: R
     too_much = dict(PLAN["nodes"][0], shared=1_000_000)
     verdict = gpu.evaluate(task(), plan(nodes={"nodes": [too_much]}))
     assert verdict.status == "build_error" and "bytes of shared memory" in verdict.message
+
+
+SINES = LARGE.replace(
+    "return torch.relu(x) * self.scale", "for _ in range(40):\n            x = torch.sin(x)\n        return x"
+)
+PYTHON = """
+import torch
+class ModelNew(torch.nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+    def forward(self, x):
+        BODY
+"""
+LOOP = "for _ in range(40):\n            x = torch.sin(x)\n        return x"
+LIES = {
+    "a forged clock": "torch.cuda.Event.elapsed_time = lambda *a: 0.01\n        " + LOOP,
+    "a side stream": "self.side = getattr(self, 'side', None) or torch.cuda.Stream()\n"
+    "        with torch.cuda.stream(self.side):\n            " + LOOP.replace("\n", "\n    "),
+    "a clock that waits for nothing": "torch.cuda.synchronize = lambda *a: None\n"
+    "        torch.cuda.Event.elapsed_time = lambda *a: 0.01\n        " + LOOP,
+}
+
+
+def python(body: str) -> Solution:
+    return Solution("python", {"model_new.py": PYTHON.replace("BODY", body)})
+
+
+def test_an_honest_python_solution_is_believed(gpu: Running) -> None:
+    verdict = gpu.evaluate(task(SINES), python(LOOP))
+    assert (verdict.status, verdict.message) == ("ok", "")
+    assert verdict.speedup_eager and 0.8 < verdict.speedup_eager < 1.25
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_time_that_the_judges_clock_does_not_allow_is_a_cheat(gpu: Running, lie: str) -> None:
+    verdict = gpu.evaluate(task(SINES), python(LIES[lie]))
+    assert verdict.status in ("cheat", "wrong"), verdict
+    assert verdict.reward == -1

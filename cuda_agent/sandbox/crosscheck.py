@@ -1,0 +1,47 @@
+"""Whether what a worker tells of the device's clock can be true.
+
+In the extension and python lanes the solution shares its process with the events that time it, and could forge them,
+or leave work to a stream that they do not cover.  So the judge's own clock sets a bound: a call lasts from its request
+until the judge holds a copy of its outputs, and an empty call of the same form, measured before anything untrusted was
+loaded, says how much of that is not the call's.  While the host enqueues a call the device waits in a kernel of known
+length, so that an honest host's own time does not count.
+
+Times far below the bound are not believed.  What it cannot resolve is left to the device's clock: stopping and
+continuing processes and switching between their contexts makes walls differ by up to half a millisecond (H200), so a
+lie about a shorter call is not seen here.
+"""
+
+import statistics
+from collections.abc import Callable
+
+UNIT = 16e-6  # seconds; the delay crosses as a number of these
+_SHORTEST, _LONGEST = 4, 1250  # in units: 64 us and 20 ms
+_CALLS = 5
+_SLACK = 5e-4  # seconds by which an honest call's wall time may exceed the empty call's, beside the device's time
+_SHARE = 0.8
+
+
+class CrossCheck:
+    def __init__(self, empty_call: Callable[[int], float]) -> None:
+        """``empty_call``: wall seconds of an empty call with a delay of so many units."""
+        low, high = _SHORTEST, 16 * _SHORTEST
+        first = min(empty_call(low) for _ in range(_CALLS))
+        second = min(empty_call(high) for _ in range(_CALLS))
+        self._slope = max(0.0, (second - first) / (high - low))
+        self._empty = first - self._slope * low
+        self._calls: list[tuple[float, float]] = []  # bound, and by how much the host was late
+        self.delay = _SHORTEST
+
+    def add(self, wall: float, host: float) -> None:
+        """One call with the current ``delay``: wall seconds, and for how long its host says it enqueued."""
+        self._calls.append((wall - self._empty - self._slope * self.delay, host - self.delay * UNIT))
+        self.delay = min(max(int((1.5 * host + 2 * UNIT) / UNIT) + 1, _SHORTEST), _LONGEST)
+
+    def believe(self, told: float) -> tuple[float, str]:
+        """The time to report for a ``told`` median, and what is wrong with it (empty: nothing)."""
+        bound = min(bound for bound, _ in self._calls)
+        if told >= _SHARE * bound - _SLACK:
+            return told, ""
+        if statistics.median(late for _, late in self._calls) > 0:
+            return bound, ""  # the host takes longer than any delay: it is the host's time that counts
+        return bound, f"the device's clock says {told * 1e6:.0f} us of calls that take at least {bound * 1e6:.0f} us"
