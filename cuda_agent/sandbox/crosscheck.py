@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 UNIT = 16e-6  # seconds; the delay crosses as a number of these
 _SHORTEST, _LONGEST = 4, 1250  # in units: 64 us and 20 ms
-_CALLS = 5
+_CALLS = 9
 _SLACK = 5e-4  # seconds by which an honest call's wall time may exceed the empty call's, beside the device's time
 _SHARE = 0.8
 
@@ -25,8 +25,8 @@ class CrossCheck:
     def __init__(self, empty_call: Callable[[int], float]) -> None:
         """``empty_call``: wall seconds of an empty call with a delay of so many units."""
         low, high = _SHORTEST, 16 * _SHORTEST
-        first = min(empty_call(low) for _ in range(_CALLS))
-        second = min(empty_call(high) for _ in range(_CALLS))
+        first = statistics.median(empty_call(low) for _ in range(_CALLS))
+        second = statistics.median(empty_call(high) for _ in range(_CALLS))
         self._slope = max(0.0, (second - first) / (high - low))
         self._empty = first - self._slope * low
         self._calls: list[tuple[float, float]] = []  # bound, and by how much the host was late
@@ -39,7 +39,7 @@ class CrossCheck:
 
     def believe(self, told: float) -> tuple[float, str]:
         """The time to report for a ``told`` median, and what is wrong with it (empty: nothing)."""
-        bound = min(bound for bound, _ in self._calls)
+        bound = statistics.median(bound for bound, _ in self._calls)
         if told >= _SHARE * bound - _SLACK:
             return told, ""
         if statistics.median(late for _, late in self._calls) > 0:
