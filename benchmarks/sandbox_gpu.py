@@ -165,14 +165,14 @@ async def bench(sandbox: LocalSandbox, tasks: list[Task], lane: Lane, count: int
     phases = {name: sorted(v.phases[name] for v in verdicts) for name in verdicts[0].phases}
     before = len(verdicts)
     begin = time.perf_counter()
-    await asyncio.gather(*(one(1000 + number) for number in range(4 * count)))
+    await asyncio.gather(*(one(1000 + number) for number in range(2 * count)))
     seconds = time.perf_counter() - begin
     held = sum(v.phases[name] for v in verdicts[before:] for name in ("start", "check", "time") if name in v.phases)
     return {
         "p50": statistics.median(alone),
         "p95": alone[int(0.95 * len(alone))],
         "phases": {name: (statistics.median(s), s[int(0.95 * len(s))]) for name, s in phases.items()},
-        "hourly": 3600 * 4 * count / seconds,
+        "hourly": 3600 * 2 * count / seconds,
         "held": held / seconds,
         "statuses": {status: sum(v.status == status for v in verdicts) for status in {v.status for v in verdicts}},
     }

@@ -268,6 +268,7 @@ def evaluate(
 
     from cuda_agent.config import compose
     from cuda_agent.pipeline import evaluation, runs
+    from cuda_agent.pipeline.verdict_text import verdict_lines
 
     settings = compose(overrides or [])
     verdict = asyncio.run(
@@ -276,7 +277,7 @@ def evaluate(
     if as_json:
         _print_json(verdict.to_json())
     else:
-        print("\n".join(evaluation.verdict_lines(verdict)))
+        print("\n".join(verdict_lines(verdict)))
     sys.exit(0 if verdict.status == "ok" else 75 if verdict.status == "infra" else 1)
 
 

@@ -104,30 +104,6 @@ async def evaluate(settings: Sandbox, cache: Path, task: Path, solution: Path, m
         return await sandbox.evaluate(read, files, mode)
 
 
-def verdict_lines(verdict: Verdict) -> list[str]:
-    """For a person."""
-    lines = [f"{verdict.status}  (lane {verdict.lane}, device {verdict.device}, mode {verdict.mode})"]
-    if verdict.message:
-        lines.append(verdict.message)
-    if verdict.advisory:
-        lines.append("advisory: the solution's Python ran free, and what it computed with is not known")
-    if verdict.clock == "model":
-        lines.append("sandbox.clock=model: the times below are a deterministic cost, not measured")
-    for name, seconds, factor in (
-        ("solution", verdict.seconds, None),
-        ("eager", verdict.eager_seconds, verdict.speedup_eager),
-        ("torch.compile", verdict.compile_seconds, verdict.speedup_compile),
-    ):
-        if seconds is not None:
-            lines.append(
-                f"{name:14} {seconds * 1e6:10.1f} µs" + (f"   solution is {factor:.2f}x as fast" if factor else "")
-            )
-    if verdict.checks:
-        error = f", largest error {verdict.max_error:.2g}" if verdict.max_error is not None else ""
-        lines.append(f"{verdict.checks} checks passed{error}; reward {verdict.reward}")
-    return lines
-
-
 async def benchmark(
     config: Config, cache: Path, player: Player, tasks: Path, output: Path | None, say: Callable[[str], None]
 ) -> Any:

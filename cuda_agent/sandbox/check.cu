@@ -47,8 +47,9 @@ __device__ void moments(const T* want, long long n, double* sums) {
 }
 
 template <class T>
-__device__ void close(const T* want, const T* have, long long n, double tolerance, const double* sums, Found* found) {
-  const double scale = sums[1] > 0 ? fmin(1.0, sqrt(sums[0] / sums[1])) : 1.0;
+__device__ void close(const T* want, const T* have, long long n, double tolerance, double cap, const double* sums,
+                      Found* found) {
+  const double scale = sums[1] > 0 ? fmin(cap, sqrt(sums[0] / sums[1])) : 1.0;
   unsigned long long wrong = 0, first = ~0ull;
   double largest = 0;
   EACH(i) {
@@ -76,11 +77,12 @@ __device__ void equal(const T* want, const T* have, long long n, Found* found) {
 #define FLOATING(name, T)                                                                                        \
   extern "C" __global__ void moments_##name(const T* want, long long n, double* sums) { moments(want, n, sums); } \
   extern "C" __global__ void check_##name(const T* want, const T* have, long long n, double tolerance,            \
-                                          const double* sums, Found* found) {                                     \
-    close(want, have, n, tolerance, sums, found);                                                                 \
+                                          double cap, const double* sums, Found* found) {                                     \
+    close(want, have, n, tolerance, cap, sums, found);                                                                 \
   }
 #define WHOLE(name, T)                                                                                  \
-  extern "C" __global__ void check_##name(const T* want, const T* have, long long n, double, const double*, \
+  extern "C" __global__ void check_##name(const T* want, const T* have, long long n, double, double,        \
+                                          const double*, \
                                           Found* found) {                                               \
     equal(want, have, n, found);                                                                        \
   }
@@ -93,6 +95,29 @@ WHOLE(int32, int)
 WHOLE(int16, short)
 WHOLE(int8, signed char)
 WHOLE(uint8, unsigned char)
+
+// Sums of squares of the difference from the exact values, and of these.
+template <class T>
+__device__ void distance(const T* have, const double* exact, long long n, double* sums) {
+  double off = 0, norm = 0;
+  EACH(i) {
+    double d = number(have[i]) - exact[i];
+    off += d * d, norm += exact[i] * exact[i];
+  }
+  for (int lane = 16; lane; lane /= 2) {
+    off += __shfl_down_sync(~0u, off, lane);
+    norm += __shfl_down_sync(~0u, norm, lane);
+  }
+  if (threadIdx.x % 32 == 0) atomicAdd(sums, off), atomicAdd(sums + 1, norm);
+}
+#define DISTANCE(name, T)                                                                                       \
+  extern "C" __global__ void distance_##name(const T* have, const double* exact, long long n, double* sums) { \
+    distance(have, exact, n, sums);                                                                            \
+  }
+DISTANCE(float32, float)
+DISTANCE(float64, double)
+DISTANCE(float16, __half)
+DISTANCE(bfloat16, __nv_bfloat16)
 
 // How many values differ from the first one: none, and the tensor is a constant.
 template <class T>

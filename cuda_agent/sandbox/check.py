@@ -16,12 +16,16 @@ _CHUNK = 1 << 20  # values compared at a time: bounds the memory of a comparison
 
 
 def mismatch(
-    expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float
+    expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> tuple[str, float]:
-    """What is wrong with ``actual`` (empty: nothing), and the largest absolute difference among finite values."""
+    """What is wrong with ``actual`` (empty: nothing), and the largest absolute difference among finite values.  A value
+    may be off by ``tolerance`` times its magnitude plus the values' typical magnitude, of which at most ``cap``
+    counts."""
     largest = 0.0
     for index, (want, have, tensor) in enumerate(zip(expected, actual, tensors, strict=True)):
-        message, difference = _compare(real(want, tensor.dtype).ravel(), real(have, tensor.dtype).ravel(), tolerance)
+        message, difference = _compare(
+            real(want, tensor.dtype).ravel(), real(have, tensor.dtype).ravel(), tolerance, cap
+        )
         largest = max(largest, difference)
         if message:
             return f"output {index}{list(tensor.shape)}: {message}", largest
@@ -37,7 +41,7 @@ def real(values: Array, dtype: str) -> Array:
     return values
 
 
-def _compare(want: Array, have: Array, tolerance: float) -> tuple[str, float]:
+def _compare(want: Array, have: Array, tolerance: float, cap: float) -> tuple[str, float]:
     if want.dtype.kind in "iu":
         wrong = numpy.flatnonzero(want != have)
         if not wrong.size:
@@ -52,7 +56,7 @@ def _compare(want: Array, have: Array, tolerance: float) -> tuple[str, float]:
     finite = want[numpy.isfinite(want)]
     with numpy.errstate(all="ignore"):
         scale = (
-            min(1.0, float(numpy.sqrt(numpy.mean(numpy.square(finite, dtype=numpy.float64))))) if finite.size else 1.0
+            min(cap, float(numpy.sqrt(numpy.mean(numpy.square(finite, dtype=numpy.float64))))) if finite.size else 1.0
         )
         largest, wrong_count, first_wrong = 0.0, 0, -1
         for start in range(0, want.size, _CHUNK):

@@ -30,7 +30,7 @@ _NUMBERS = {
 }  # fmt: skip
 _FOUND = struct.Struct("QQd")
 
-__all__ = ["Array", "Buffers", "constant", "flush", "mismatch", "open_judge", "same"]
+__all__ = ["Array", "Buffers", "constant", "distance", "flush", "mismatch", "open_judge", "same"]
 
 
 class Array:
@@ -150,19 +150,19 @@ def flush() -> None:
 
 
 def mismatch(
-    expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float
+    expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> tuple[str, float]:
     """What is wrong with ``actual`` (empty: nothing), and the largest absolute difference among finite values."""
     largest = 0.0
     for index, (want, have, tensor) in enumerate(zip(expected, actual, tensors, strict=True)):
-        message, difference = _compare(want, have, tensor, tolerance)
+        message, difference = _compare(want, have, tensor, tolerance, cap)
         largest = max(largest, difference)
         if message:
             return f"output {index}{list(tensor.shape)}: {message}", largest
     return "", largest
 
 
-def _compare(want: Array, have: Array, tensor: Tensor, tolerance: float) -> tuple[str, float]:
+def _compare(want: Array, have: Array, tensor: Tensor, tolerance: float, cap: float) -> tuple[str, float]:
     judge, (dtype, count) = _ours(), _real(tensor)
     if not count:
         return "", 0.0
@@ -172,7 +172,8 @@ def _compare(want: Array, have: Array, tensor: Tensor, tolerance: float) -> tupl
     floating = dtype.startswith(("float", "bfloat"))
     if floating:
         judge.run(f"moments_{dtype}", count, pointers[0], n, sums)
-    judge.run(f"check_{dtype}", count, *pointers, n, ctypes.c_double(tolerance), sums, ctypes.c_uint64(judge.found))
+    limits = ctypes.c_double(tolerance), ctypes.c_double(cap)
+    judge.run(f"check_{dtype}", count, *pointers, n, *limits, sums, ctypes.c_uint64(judge.found))
     wrong, first, largest = judge.answer()
     if not wrong:
         return "", largest
@@ -202,11 +203,23 @@ def same(first: Sequence[Array], second: Sequence[Array]) -> bool:
             continue
         judge.clear()
         pointers = ctypes.c_uint64(one.address), ctypes.c_uint64(other.address)
-        nothing = ctypes.c_double(0), ctypes.c_uint64(judge.sums)
+        nothing = ctypes.c_double(0), ctypes.c_double(0), ctypes.c_uint64(judge.sums)
         judge.run("check_uint8", one.size, *pointers, n, *nothing, ctypes.c_uint64(judge.found))
         if judge.answer()[0]:
             return False
     return True
+
+
+def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
+    """Sums of squares: of the difference, and of the exact values (float64).  Nothing for other than floating types."""
+    if not tensor.dtype.startswith(("float", "bfloat")) or not have.size:
+        return 0.0, 0.0
+    judge, (dtype, count) = _ours(), _real(tensor)
+    judge.clear()
+    pointers = ctypes.c_uint64(have.address), ctypes.c_uint64(exact.address)
+    judge.run(f"distance_{dtype}", count, *pointers, ctypes.c_longlong(count), ctypes.c_uint64(judge.sums))
+    off, norm = struct.unpack("dd", driver.read(judge.sums, 16))
+    return off, norm
 
 
 def constant(values: Array, tensor: Tensor) -> bool:

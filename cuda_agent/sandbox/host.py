@@ -6,11 +6,19 @@ from cuda_agent.sandbox.buffers import Array, Buffers
 from cuda_agent.sandbox.check import mismatch, real, same
 from cuda_agent.sandbox.wire import Tensor
 
-__all__ = ["Array", "Buffers", "constant", "flush", "mismatch", "same"]
+__all__ = ["Array", "Buffers", "constant", "distance", "flush", "mismatch", "same"]
 
 
 def flush() -> None:
     """Nothing: the judge's own filling and comparing leave little of a call in a processor's caches."""
+
+
+def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
+    """Sums of squares: of the difference, and of the exact values (float64).  Nothing for other than floating types."""
+    if not tensor.dtype.startswith(("float", "bfloat")):
+        return 0.0, 0.0
+    off = real(have, tensor.dtype).astype(numpy.float64).ravel() - exact.ravel()
+    return float(numpy.dot(off, off)), float(numpy.dot(exact.ravel(), exact.ravel()))
 
 
 def constant(values: Array, tensor: Tensor) -> bool:

@@ -11,6 +11,7 @@ Not covered: building (the client has it done before), and the caches of verdict
 
 import contextlib
 import ctypes
+import math
 import secrets
 import socket
 import statistics
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.lease import Lease
-from cuda_agent.sandbox import cost, driver, jail
+from cuda_agent.sandbox import cost, driver, jail, strict
 from cuda_agent.sandbox.buffers import byte_count
 from cuda_agent.sandbox.crosscheck import CrossCheck
 from cuda_agent.sandbox.oracle import Settings, memory_of, net, seconds_of_call
@@ -35,6 +36,7 @@ _MOST_PREPARED = {"cpu": 24, "cuda": 8}  # tasks kept ready, least recently used
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
 _NULL_CALLS = 7
 _FEWEST_TIMED = {"cpu": 4, "cuda": 12}  # calls on a GPU cost little beside the start of its worker
+_ENOUGH_SECONDS = 0.2
 _DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
 _FILES = ("runtime", "library", "image")  # of what is loaded
 _STATUS = {"timeout": "timeout", "crash": "crash", "memory": "crash", "threads": "crash", "protocol": "crash"}
@@ -87,9 +89,14 @@ class Judge:
         trial = Trial(self, prepared, request, verdict)
         try:
             trial.start()
-            trial.check()
+            if request["mode"] == "strict":
+                trial.strict()
+            else:
+                trial.check()
             if self.settings.clock == "model":
                 verdict.seconds = trial.cost()
+            elif request["mode"] == "strict":
+                trial.strict_time()
             else:
                 trial.time()
         except Refused as refusal:
@@ -206,6 +213,74 @@ class Trial:
             self._verdict.checks += 1
         self._verdict.phases["check"] = time.perf_counter() - begin
 
+    def strict(self) -> None:
+        """Check on inputs of many kinds, with errors against double precision."""
+        begin = time.perf_counter()
+        prepared, verdict = self._prepared, self._verdict
+
+        def call(entry: Entry, when: str) -> list[Any]:
+            with self._lease.working():
+                return self._call(entry.inputs, when)
+
+        verdict.strict, wrong = strict.check(prepared, call, self._settings.tolerance)
+        if wrong:
+            raise Refused("wrong", wrong)
+        verdict.checks = verdict.strict["inputs"]
+        verdict.phases["check"] = time.perf_counter() - begin
+
+    def strict_time(self) -> None:
+        """Time in turn with eager, in single precision, until the speed-up's interval is narrow."""
+        prepared, verdict = self._prepared, self._verdict
+        yard = strict.yardstick(prepared)
+        begin = time.perf_counter()
+        assert self._worker and verdict.strict
+        oracle = prepared.oracle
+        oracle.precision("fp32")
+        alternating = (self._worker, oracle.worker) if self._settings.device == "cpu" else ()
+        with self._lease.timing(), taking_turns(*alternating) as turn:
+            turn(oracle.worker)
+            first = prepared.entry(prepared.base, timing=True)
+            empty = prepared.empty_call(oracle, first.inputs)
+
+            def candidate() -> float:
+                entry = self._take(timing=True)
+                assert self._worker
+                turn(self._worker)
+                with self._judged("in a timed call"):
+                    seconds, outputs = self._timed(entry.inputs)
+                self._compare(entry, outputs, "an audit of a timed call", audit=True)
+                turn(oracle.worker)
+                return net(seconds, self._null)
+
+            def eager() -> float:
+                return net(oracle.seconds(first.inputs), empty)
+
+            verdict.samples, anchors = strict.time_pairs(candidate, eager)
+        oracle.precision("default")
+        verdict.seconds = self._believed(statistics.median(verdict.samples))
+        verdict.eager_seconds = statistics.median(anchors)
+        drift = verdict.eager_seconds / yard["seconds"]["eager_fp32"]
+        baselines = {name: seconds * drift for name, seconds in yard["seconds"].items()}
+        verdict.compile_seconds = baselines.get("compile_fp32")
+        own = verdict.strict["kinds"].get("normal")
+        verdict.strict |= {
+            "baselines": baselines,
+            "failed": yard["failed"],
+            "interval": strict.interval(verdict.samples, anchors),
+            "eager_errors": yard["errors"],
+            "precision": strict.precision_of(own, yard["errors"]) if own is not None else "",
+        }
+        verdict.phases["time"] = time.perf_counter() - begin
+
+    def _believed(self, told: float) -> float:
+        """Raises ``Refused`` when the judge's own clock does not allow a median that the device's clock gave."""
+        if not self._cross:
+            return told
+        seconds, doubt = self._cross.believe(told)
+        if doubt:
+            raise Refused("cheat", doubt)
+        return seconds
+
     def cost(self) -> float:
         request, spec, threads = self._request, self._prepared.spec, self._settings.threads
         if request["lane"] == "plan":
@@ -236,6 +311,8 @@ class Trial:
                 turn(reference)
                 if number % 2 == 0:
                     eager.append(net(prepared.oracle.seconds(entry.inputs), empty))
+                if time.perf_counter() - begin > _ENOUGH_SECONDS:
+                    fewest = min(fewest, _FEWEST_TIMED["cpu"])  # slow calls differ by less
                 if number + 1 >= fewest and self._clear(verdict.samples, eager):
                     break
             baseline = prepared.baselines.eager or 0.0
@@ -246,12 +323,7 @@ class Trial:
                 verdict.eager_seconds = baseline * drift
                 if verdict.compile_seconds is not None:
                     verdict.compile_seconds *= drift
-        verdict.seconds = statistics.median(verdict.samples)
-        if self._cross:
-            verdict.seconds, doubt = self._cross.believe(verdict.seconds)
-            if doubt:
-                verdict.seconds = None
-                raise Refused("cheat", doubt)
+        verdict.seconds = self._believed(statistics.median(verdict.samples))
         verdict.phases["time"] = time.perf_counter() - begin
 
     def _clear(self, samples: Sequence[float], eager: Sequence[float]) -> bool:
@@ -314,7 +386,9 @@ class Trial:
 
     def _compare(self, entry: Entry, outputs: list[Any], when: str, audit: bool = False) -> None:
         prepared, verdict = self._prepared, self._verdict
-        message, error = self._memory.mismatch(entry.outputs, outputs, prepared.spec.outputs, self._settings.tolerance)
+        cap = math.inf if verdict.mode == "strict" else 1.0
+        tolerance, tensors = self._settings.tolerance, prepared.spec.outputs
+        message, error = self._memory.mismatch(entry.outputs, outputs, tensors, tolerance, cap)
         verdict.max_error = max(error, verdict.max_error or 0.0)
         if message:
             stale = any(self._memory.same(outputs, earlier) for earlier in self._seen)

@@ -8,7 +8,7 @@ import importlib
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cuda_agent.sandbox import driver
@@ -17,6 +17,7 @@ from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError
 from cuda_agent.sandbox.wire import TaskError, TaskSpec
 
 _COMPILE_SECONDS = 120.0
+_FLOATING = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Oracle:
         self.worker = worker
         self._limit = settings.run_seconds
         self._buffers: Any = None
+        self._exact: Any = None
         self._device, self._memory = settings.device, memory_of(settings.device)
         try:
             self._open(code, weights_seed, settings)
@@ -102,10 +104,13 @@ class Oracle:
     def alive(self) -> bool:
         return self.worker.alive
 
-    def inputs(self, seed: int) -> list[Any]:
-        self._ask("G", {"seed": seed})
+    def inputs(self, seed: int, kind: str = "normal") -> list[Any] | None:
+        """Values under this seed; None when the task's inputs have none of this kind."""
+        if not self._ask("G", {"seed": seed, "kind": kind}):
+            return None
         assert self._buffers
-        return self._buffers.values(self._buffers.value_inputs, self.spec.inputs)
+        copies: list[Any] = self._buffers.values(self._buffers.value_inputs, self.spec.inputs)
+        return copies
 
     def outputs(self, inputs: list[Any]) -> list[Any]:
         assert self._buffers
@@ -125,12 +130,32 @@ class Oracle:
             wall, told = self.worker.timed("N" if null else "R", slot)
             return seconds_of_call(self._device, wall, told)
 
-    def compile(self, inputs: list[Any], known: str) -> None:
+    def precision(self, name: str) -> None:
+        """How matrix products compute from here on: default, fp32, tf32, bf16."""
+        self._ask("P", {"precision": name})
+
+    def exact(self, inputs: list[Any]) -> list[Any] | None:
+        """Outputs computed in double precision (float64 in place of every floating dtype); None when those or eager's
+        own (``outputs`` came before, with the same inputs) are not finite.  ``TaskError`` when the model cannot."""
+        assert self._buffers
+        if self._exact is None:
+            wide = [replace(t, dtype="float64") if t.dtype in _FLOATING else t for t in self.spec.outputs]
+            spec = replace(self.spec, inputs=(), outputs=tuple(wide), weights={})
+            self._exact = buffers = self._memory.Buffers(spec, slots=1)
+            body = {"spec": spec.to_json(), "layout": buffers.layout, "sizes": buffers.sizes}
+            self._ask("E", body, fds=buffers.descriptors)
+        self._buffers.fill(0, inputs)
+        if not self._ask("X", slot=0):
+            return None
+        outputs: list[Any] = self._exact.outputs(0)
+        return outputs
+
+    def compile(self, inputs: list[Any], known: str, mode: str = "") -> None:
         """Calls are the compiled model's from here on.  ``WorkerError`` when torch.compile fails."""
         assert self._buffers
         self._buffers.fill(0, inputs)
         self.worker.seconds = _COMPILE_SECONDS
-        self.worker.call("C", {"known": known}, slot=0)
+        self.worker.call("C", {"known": known, "mode": mode}, slot=0)
 
     def count(self, inputs: list[Any]) -> tuple[int, int]:
         """Operators of one call and the bytes they touch."""
@@ -146,8 +171,9 @@ class Oracle:
 
     def close(self) -> None:
         self.worker.kill()
-        if self._buffers:
-            self._buffers.close()
+        for buffers in (self._buffers, self._exact):
+            if buffers:
+                buffers.close()
 
 
 @contextmanager

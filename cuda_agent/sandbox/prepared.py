@@ -14,15 +14,16 @@ import secrets
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox import build, cost
 from cuda_agent.sandbox.buffers import byte_count
-from cuda_agent.sandbox.oracle import Oracle, net
+from cuda_agent.sandbox.oracle import Oracle, memory_of, net
 from cuda_agent.sandbox.processes import WorkerDied, WorkerError, taking_turns
+from cuda_agent.sandbox.wire import TaskError
 from cuda_agent.sandbox.workshop import Workshop
 
 _CLOCK = 2  # of what is measured: a baseline taken in another way is none
@@ -37,6 +38,7 @@ class Entry:
     index: int
     inputs: list[Any]  # the judge's own copies: arrays of ``host`` or ``device``
     outputs: list[Any]
+    exact: list[Any] | None = None  # outputs in double precision (strict mode)
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Baselines:
     compile: float | None = None
     compile_error: str = ""
     compile_tried: bool = False
+    strict: dict[str, dict[str, Any]] = field(default_factory=dict)  # see ``strict.yardstick``
 
 
 class Prepared:
@@ -56,7 +59,10 @@ class Prepared:
         settings = workshop.settings
         self._fixed = settings.clock == "model"
         self._secret = digest.encode() if self._fixed else secrets.token_bytes(16)
-        self._settings = settings
+        self.settings = settings
+        self.memory = memory_of(settings.device)
+        self._fresh = 0
+        self._inexact = False  # the model does not run in double precision
         self._workshop = workshop
         self._code = code
         self._digest = digest
@@ -95,8 +101,40 @@ class Prepared:
         if entry is None or entry.index != index:
             with contextlib.nullcontext() if timing else self._lease.working():
                 inputs = self.oracle.inputs(self._seed(index))
+                assert inputs is not None
                 entry = self._pool[place] = Entry(index, inputs, self.oracle.outputs(inputs))
         return entry
+
+    def fresh(self, kind: str) -> Entry | None:
+        """Inputs of a kind that nobody has seen, with eager's outputs and the exact ones; None when the task has no
+        such inputs, or nothing finite comes of them."""
+        self._fresh += 1
+        with self._lease.working():
+            inputs = self.oracle.inputs(self._seed(-1 - self._fresh), kind)
+            if inputs is None:
+                return None
+            outputs = self.oracle.outputs(inputs)
+            exact = None
+            if not self._inexact:
+                try:
+                    exact = self.oracle.exact(inputs)
+                except TaskError:
+                    self._inexact = True
+        return Entry(-1, inputs, outputs, exact) if exact is not None or kind == "normal" else None
+
+    def compiled(self, mode: str, precision: str) -> Oracle:
+        """A reference whose calls are compiled.  The caller closes it.  ``WorkerError`` when torch.compile fails."""
+        inputs = self.entry(self.base).inputs
+        worker, known = self._workshop.compiler()
+        with self._lease.working():
+            oracle = Oracle(worker, self._code, self.weights_seed, self.settings)
+            try:
+                oracle.precision(precision)
+                oracle.compile(inputs, known, mode)
+            except BaseException:
+                oracle.close()
+                raise
+        return oracle
 
     def _seed(self, index: int) -> int:
         return int.from_bytes(hmac.digest(self._secret, str(index).encode(), "sha256")[:7])
@@ -105,43 +143,39 @@ class Prepared:
         """Fill in the baselines that are missing; with the model clock they are costs."""
         if self._fixed:
             counts = self.oracle.count(self.entry(0).inputs)
-            self.baselines.eager = cost.eager(*counts, self._settings.threads)
-            self.baselines.compile = cost.compiled(self.spec, *counts, self._settings.threads)
+            self.baselines.eager = cost.eager(*counts, self.settings.threads)
+            self.baselines.compile = cost.compiled(self.spec, *counts, self.settings.threads)
             self.baselines.compile_tried = True
             return
         if compile and not self.baselines.compile_tried:
             self._measure_compile()
-            self._save()
+            self.save()
         elif self.baselines.eager is None:
-            self.baselines.eager = self._medians(self.oracle)[0]
-            self._save()
+            self.baselines.eager = self.medians(self.oracle)[0]
+            self.save()
 
     def _measure_compile(self) -> None:
-        inputs = self.entry(self.base).inputs
-        worker, known = self._workshop.compiler()
-        with self._lease.working():
-            oracle = Oracle(worker, self._code, self.weights_seed, self._settings)
-            try:
-                oracle.compile(inputs, known)
-            except (WorkerError, WorkerDied) as error:
-                self.baselines.compile_error = f"torch.compile: {error}"
-        if not self.baselines.compile_error:
-            self.baselines.eager, self.baselines.compile = self._medians(self.oracle, oracle)
-        elif self.baselines.eager is None:
-            self.baselines.eager = self._medians(self.oracle)[0]
-        oracle.close()
+        try:
+            oracle = self.compiled("", "default")
+        except (WorkerError, WorkerDied) as error:
+            self.baselines.compile_error = f"torch.compile: {error}"
+            if self.baselines.eager is None:
+                self.baselines.eager = self.medians(self.oracle)[0]
+        else:
+            self.baselines.eager, self.baselines.compile = self.medians(self.oracle, oracle)
+            oracle.close()
         self.baselines.compile_tried = True
 
     def empty_call(self, oracle: Oracle, inputs: list[Any]) -> float:
         """Seconds of a reference call that computes nothing.  The least ever seen: on a busy machine an empty call may
         take long, and what is subtracted from a time must never be more than what was really in it."""
-        if self._settings.device == "cuda":
+        if self.settings.device == "cuda":
             return 0.0  # the device's clock runs during the call only
         least = min(oracle.seconds(inputs, null=True) for _ in range(_EMPTY_CALLS))
         self._empty = min(self._empty, least)
         return self._empty
 
-    def _medians(self, *oracles: Oracle) -> list[float]:
+    def medians(self, *oracles: Oracle) -> list[float]:
         """Median seconds of one call of each reference, interleaved, the empty call subtracted."""
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
         best = [float("inf")] * len(oracles)
@@ -150,7 +184,7 @@ class Prepared:
             turn(oracle.worker)
             return oracle.seconds(inputs)
 
-        workers = [oracle.worker for oracle in oracles if self._settings.device == "cpu"]
+        workers = [oracle.worker for oracle in oracles if self.settings.device == "cpu"]
         with self._lease.timing(), taking_turns(*workers) as turn:
             empty = float("inf")
             for oracle in oracles:
@@ -170,9 +204,9 @@ class Prepared:
         return [net(seconds, empty) for seconds in best]
 
     def _file(self) -> Path:
-        how = [_CLOCK, self._workshop.torch, build.processor(), self._settings.threads, self._settings.identity]
+        how = [_CLOCK, self._workshop.torch, build.processor(), self.settings.threads, self.settings.identity]
         key = json.dumps([self._digest, *how])
-        return Path(self._settings.cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+        return Path(self.settings.cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
     def _load(self) -> Baselines:
         if self._fixed:
@@ -182,7 +216,7 @@ class Prepared:
         except (OSError, ValueError, TypeError):
             return Baselines()
 
-    def _save(self) -> None:
+    def save(self) -> None:
         file = self._file()
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:

@@ -1,6 +1,7 @@
 """The reference worker: runs a task's ``Model`` and ``get_inputs`` under the judge's seeds."""
 
 import contextlib
+import copy
 import os
 import random
 import socket
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from cuda_agent.sandbox.serving import Worker, run_module
 from cuda_agent.sandbox.slots import Slots, argument_of, describe, flatten, is_plain, rebuild, store
+from cuda_agent.sandbox.varying import vary
 from cuda_agent.sandbox.wire import Frame
 
 
@@ -24,10 +26,12 @@ class Reference(Worker):
         super().__init__(channel, options, fds)
         self._commands = {
             "T": self.load, "M": self.map, "G": self.generate, "R": self.run, "N": self.null, "C": self.compile,
-            "O": self.count,
+            "O": self.count, "P": self.precision, "E": self.map_exact, "X": self.exact,
         }  # fmt: skip
         self._last: list[torch.Tensor] = []
         self._device: str = options["device"]
+        self._autocast = False
+        self._double: torch.nn.Module | None = None
 
     def load(self, frame: Frame) -> dict[str, Any]:
         """Import the task, build its model, run it once on inputs of its own; answers with its spec."""
@@ -87,24 +91,33 @@ class Reference(Worker):
             self._slots.tensor(base + offset, describe(tensor)).copy_(tensor)
         self._settle()
 
-    def generate(self, frame: Frame) -> None:
-        """Fresh inputs under the judge's seed, written where the judge copies them from."""
+    def generate(self, frame: Frame) -> bool:
+        """Fresh inputs under the judge's seed, written where the judge copies them from.  False: none of this kind."""
         seed = frame.body["seed"]
         torch.manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed & 0xFFFFFFFF)  # a state that forks share would be known to candidates
         tensors: list[torch.Tensor] = []
         self._draw(tensors)
+        varied = vary(tensors, frame.body.get("kind", "normal"))
+        if varied is None:
+            return False
+        tensors = varied
         base = self._slots.written
         places = zip(self._values, self._spec["inputs"], strict=True)
         store(tensors, [self._slots.tensor(base + offset, tensor) for offset, tensor in places])
         self._settle()
+        return True
 
     def run(self, frame: Frame) -> Any:
         arguments = rebuild(self._arguments, self._slots.input_tensors(frame.slot))
-        results, times = self._clocked(lambda: self._call(*arguments))
+        with torch.autocast(self._device, torch.bfloat16, enabled=self._autocast):
+            results, times = self._clocked(lambda: self._call(*arguments))
         self._last = flatten(results)
-        store(self._last, self._slots.output_tensors(frame.slot))
+        targets = self._slots.output_tensors(frame.slot)
+        if self._autocast:
+            self._last = [result.to(target.dtype) for result, target in zip(self._last, targets, strict=True)]
+        store(self._last, targets)
         self._settle()
         return times
 
@@ -130,8 +143,32 @@ class Reference(Worker):
                 compiling.use(Path(frame.body["known"]), home)
             else:
                 compiling.record(home)
-        self._call = torch.compile(self._model)
+        self._call = torch.compile(self._model, mode=frame.body.get("mode") or None)
         self.run(frame)
+
+    def precision(self, frame: Frame) -> None:
+        """How matrix products and convolutions compute from here on: default (PyTorch's), fp32, tf32, bf16."""
+        wanted = frame.body["precision"]
+        torch.backends.cuda.matmul.allow_tf32 = wanted == "tf32"
+        torch.backends.cudnn.allow_tf32 = wanted in ("tf32", "default")
+        self._autocast = wanted == "bf16"
+
+    def map_exact(self, frame: Frame) -> None:
+        """Take the buffer of exact outputs."""
+        body = frame.body
+        self._exact = Slots(body["spec"], body["layout"], [], frame.fds, body["sizes"], self._device)
+        self._double = copy.deepcopy(self._model).double()
+
+    def exact(self, frame: Frame) -> bool:
+        """The model in double precision on the inputs of a slot.  False: eager's own outputs are not finite there."""
+        assert self._double
+        given = [t.double() if t.is_floating_point() else t for t in self._slots.input_tensors(frame.slot)]
+        results = flatten(self._double(*rebuild(self._arguments, given)))
+        targets = self._exact.output_tensors(0)
+        store([result.to(target.dtype) for result, target in zip(results, targets, strict=True)], targets)
+        finite = all(bool(torch.isfinite(t).all()) for t in (*self._last, *targets) if t.is_floating_point())
+        self._settle()
+        return finite
 
     def count(self, frame: Frame) -> dict[str, int]:
         """Operators of one forward pass and the bytes they touch, for the model clock."""

@@ -53,6 +53,7 @@ class Verdict:
     max_error: float | None = None  # largest absolute difference over all checks
     phases: dict[str, float] = field(default_factory=dict)  # seconds spent in build, start, check, time
     cached: bool = False
+    strict: dict[str, Any] | None = None  # mode strict: inputs and errors by kind, precision, interval, baselines
 
     @property
     def advisory(self) -> bool:

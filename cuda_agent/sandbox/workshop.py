@@ -136,7 +136,7 @@ class Workshop:
             home = self._home()
             oracle = Oracle(self._start_compiler(home), _WARM_UP, 0, self.settings)
             with contextlib.suppress(WorkerError, WorkerDied):  # compiling fails here: then it will for the task
-                oracle.compile(oracle.inputs(0), "")
+                oracle.compile(oracle.inputs(0) or [], "")
             staged = Path(tempfile.mkdtemp(dir=known.parent))
             if (home / "headers").exists():
                 shutil.copytree(home / "headers", staged / "headers")

@@ -39,28 +39,22 @@ KERNEL = """
 // 1. the kernel
 template <int THREADS>
 __global__ void norm_gelu_kernel(float* out, const float* in, const float* w, const float* b, int columns, float eps) {
-  __shared__ float sums[2][THREADS / 32];
+  __shared__ float sums[2];
   const float* row = in + (size_t)blockIdx.x * columns;
-  float sum = 0, square = 0;
-  for (int i = threadIdx.x; i < columns; i += THREADS) {
-    sum += row[i];
-    square += row[i] * row[i];
-  }
-  for (int lane = 16; lane; lane /= 2) {
-    sum += __shfl_down_sync(~0u, sum, lane);
-    square += __shfl_down_sync(~0u, square, lane);
-  }
-  if (threadIdx.x % 32 == 0) {
-    sums[0][threadIdx.x / 32] = sum;
-    sums[1][threadIdx.x / 32] = square;
-  }
+  if (threadIdx.x < 2) sums[threadIdx.x] = 0;
   __syncthreads();
-  sum = square = 0;
-  for (int i = 0; i < THREADS / 32; i++) {
-    sum += sums[0][i];
-    square += sums[1][i];
-  }
-  const float mean = sum / columns, scale = rsqrtf(square / columns - mean * mean + eps);
+  float sum = 0;
+  for (int i = threadIdx.x; i < columns; i += THREADS) sum += row[i];
+  for (int lane = 16; lane; lane /= 2) sum += __shfl_down_sync(~0u, sum, lane);
+  if (threadIdx.x % 32 == 0) atomicAdd(&sums[0], sum);
+  __syncthreads();
+  const float mean = sums[0] / columns;
+  float square = 0;
+  for (int i = threadIdx.x; i < columns; i += THREADS) square += (row[i] - mean) * (row[i] - mean);
+  for (int lane = 16; lane; lane /= 2) square += __shfl_down_sync(~0u, square, lane);
+  if (threadIdx.x % 32 == 0) atomicAdd(&sums[1], square);
+  __syncthreads();
+  const float scale = rsqrtf(sums[1] / columns + eps);
   for (int i = threadIdx.x; i < columns; i += THREADS) {
     float v = (row[i] - mean) * scale * w[i] + b[i];
     out[(size_t)blockIdx.x * columns + i] = 0.5f * v * (1.0f + erff(v * 0.70710678f));

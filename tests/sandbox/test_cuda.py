@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cuda_agent.config import Sandbox
+from cuda_agent.pipeline.verdict_text import verdict_lines
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.wire import Solution
 from tests.sandbox import published
@@ -161,3 +162,25 @@ def test_a_time_that_the_judges_clock_does_not_allow_is_a_cheat(gpu: Running, li
     verdict = gpu.evaluate(task(SINES), python(LIES[lie]))
     assert verdict.status in ("cheat", "wrong"), verdict
     assert verdict.reward == -1
+
+
+def test_tf32_that_wins_over_fp32_is_shown_for_what_it_is(gpu: Running) -> None:
+    code = MATMUL.replace("randn(2048, 16), torch.randn(16, 512)", "randn(4096, 4096), torch.randn(4096, 4096)")
+    node = {"library": "gemm", "a": "in0", "b": "in1", "c": "out0", "compute": "tf32"}
+    node |= {"m": "in0.shape[0]", "n": "in1.shape[1]", "k": "in0.shape[1]"}
+    solution = Solution("plan", {"plan.json": json.dumps({"nodes": [node]})})
+    verdict = gpu.wait(gpu.sandbox.evaluate(task(code), solution, "strict"))
+    print("\n".join(verdict_lines(verdict)))
+    print(verdict.phases)
+    assert (verdict.status, verdict.message) == ("ok", "")
+    assert verdict.strict and verdict.strict["precision"] == "tf32"
+    assert verdict.speedup_eager and verdict.speedup_eager > 3
+    assert verdict.strict["baselines"]["eager_tf32"] < 1.2 * (verdict.seconds or 0)
+
+
+def test_strict_mode_on_the_device(gpu: Running) -> None:
+    verdict = gpu.wait(gpu.sandbox.evaluate(task(published.TASK), Solution("extension", published.FILES), "strict"))
+    print("\n".join(verdict_lines(verdict)))
+    print(verdict.phases)
+    assert (verdict.status, verdict.message) == ("ok", "")
+    assert verdict.strict and verdict.strict["precision"] == "fp32"

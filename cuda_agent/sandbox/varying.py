@@ -1,0 +1,45 @@
+"""Inputs of other kinds than the task draws: what a kernel that is only right on average gets wrong.
+
+Each kind keeps to the domain that the drawn values show: what is never negative stays so (logarithms, roots), what lies
+in [0, 1] stays there (probabilities), integers (indices, labels) and booleans are left alone.  Runs in the reference
+worker.
+"""
+
+import torch
+
+KINDS = ("normal", "shifted", "ramp", "negative", "large", "sparse", "boundary")
+
+
+def vary(tensors: list[torch.Tensor], kind: str) -> list[torch.Tensor] | None:
+    """``tensors`` of another kind, with their shapes and dtypes; None when no tensor has such values in its domain."""
+    if kind == "normal":
+        return tensors
+    varied = [_vary(tensor, kind) for tensor in tensors]
+    if all(new is None for new in varied):
+        return None
+    return [old if new is None else new.to(old.dtype) for old, new in zip(tensors, varied, strict=True)]
+
+
+def _vary(tensor: torch.Tensor, kind: str) -> torch.Tensor | None:
+    if not tensor.is_floating_point() or tensor.numel() < 2:
+        return None
+    values = tensor.float() if tensor.dtype != torch.float64 else tensor
+    low, high = float(values.min()), float(values.max())
+    positive, unit = low >= 0, low >= 0 and high <= 1
+    resting = low if low > 0 else 0.0  # zero, or the least value where zero is never drawn
+    match kind:
+        case "shifted":
+            return 0.5 + 0.5 * values if unit else values + 3 * float(values.std())
+        case "ramp":
+            return torch.linspace(low, high, tensor.numel(), device=tensor.device).view(tensor.shape)
+        case "negative":
+            return None if positive else -values.abs()
+        case "large":
+            return None if unit else 30 * values
+        case "sparse":
+            return torch.where(torch.rand_like(values) < 0.05, values, resting)
+        case "boundary":
+            edge = torch.full_like(values, resting)
+            edge.view(-1)[-1] = high
+            return edge
+    raise ValueError(f"there is no kind {kind!r}")
