@@ -31,7 +31,7 @@ class Model(nn.Module):
 
     def forward(self, x):
         for _ in range(self.rounds):
-            x = torch.sin(x) + 0.5
+            x = torch.sin(torch.lgamma(x * x + 1.5))
         return x
 
 def get_inputs():
@@ -42,11 +42,12 @@ def get_init_inputs():
 """
 KERNEL = """
 #include <cuda_runtime.h>
+__device__ float step(float v) { return sinf(lgammaf(v * v + 1.5f)); }
 __global__ void chain(const float4* __restrict__ x, float4* __restrict__ y, long n, int rounds) {
   for (long i = blockIdx.x * (long)blockDim.x + threadIdx.x; i < n; i += (long)gridDim.x * blockDim.x) {
     float4 v = x[i];
     for (int r = 0; r < rounds; r++) {
-      v.x = sinf(v.x) + 0.5f; v.y = sinf(v.y) + 0.5f; v.z = sinf(v.z) + 0.5f; v.w = sinf(v.w) + 0.5f;
+      v.x = step(v.x); v.y = step(v.y); v.z = step(v.z); v.w = step(v.w);
     }
     y[i] = v;
   }
@@ -94,7 +95,7 @@ PLAN = {
         }
     ]
 }  # fmt: skip
-SIZES = {"20 us": (2048, 2), "200 us": (16384, 8), "2 ms": (8192, 240)}  # rows, rounds
+SIZES = {"20 us": (1024, 1), "200 us": (4096, 3), "2 ms": (8192, 16)}  # rows, rounds
 
 
 def main() -> None:
@@ -180,7 +181,7 @@ async def bench(sandbox: LocalSandbox, tasks: list[Task], lane: Lane, count: int
 
 def task(rows: int, rounds: int) -> Task:
     code = TASK.replace("{rows}", str(rows)).replace("{rounds}", str(rounds))
-    return Task(f"sin_{rows}_{rounds}", code, ("torch.sin", "torch.add"), "bench")
+    return Task(f"sin_{rows}_{rounds}", code, ("torch.lgamma", "torch.sin"), "bench")
 
 
 def solution(lane: Lane, number: int) -> Solution:
@@ -189,7 +190,7 @@ def solution(lane: Lane, number: int) -> Solution:
     if lane == "plan":
         return Solution("plan", {"plan.json": json.dumps(PLAN), "kernels/chain.cu": note + KERNEL})
     if lane == "python":
-        body = f"for _ in range(self.rounds):\n            x = torch.sin(x).add_(0.5)\n        return x  # {number}"
+        body = f"for _ in range(self.rounds):\n            x = torch.lgamma((x * x).add_(1.5)).sin_()\n        return x  # {number}"
         return Solution("python", {"model_new.py": MODEL.replace("{import_}", "").replace("{body}", body)})
     body = "return cuda_extension.chain_forward(x, self.rounds)"
     return Solution(

@@ -32,7 +32,7 @@ from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError, taking
 from cuda_agent.sandbox.wire import Probe, TaskError, Verdict, receive_frame, send_frame
 from cuda_agent.sandbox.workshop import Workshop
 
-_MOST_PREPARED = {"cpu": 24, "cuda": 8}  # tasks kept ready, least recently used first out
+_MOST_PREPARED = {"cpu": 24, "cuda": 6}  # tasks kept ready, least recently used first out
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
 _NULL_CALLS = 7
 _FEWEST_TIMED = {"cpu": 4, "cuda": 12}  # calls on a GPU cost little beside the start of its worker

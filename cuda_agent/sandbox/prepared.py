@@ -27,7 +27,7 @@ from cuda_agent.sandbox.wire import TaskError
 from cuda_agent.sandbox.workshop import Workshop
 
 _CLOCK = 2  # of what is measured: a baseline taken in another way is none
-_POOL_BYTES = {"cpu": 48 << 20, "cuda": 4 << 30}  # most memory for one task's pool
+_POOL_BYTES = {"cpu": 48 << 20, "cuda": 8 << 30}  # most memory for one task's pool
 _BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # of one round: whichever comes first
 _EMPTY_CALLS = 4
 _BASELINE_ROUNDS, _STEADY = 3, 0.05  # another round when calls differ by more than this (median deviation)
