@@ -11,12 +11,13 @@ What it does not cover: which stage reads which section (``pipeline.graph``), an
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 Positive = Annotated[int, Field(gt=0)]
@@ -57,6 +58,23 @@ class Sandbox(Section):
     required_walls: list[str] = Field(
         default=["no_new_privs", "landlock", "seccomp"], description="walls proven by an attack before a worker starts"
     )
+    servers: list[str] = Field(
+        default=[], description="addresses of `cuda-agent sandbox serve`; none: the sandbox runs in this process"
+    )
+    token_env: str = Field(
+        "CUDA_AGENT_SANDBOX_TOKEN", description="environment variable that holds the token of the servers"
+    )
+    token_file: str | None = Field(None, description="file that holds the token instead")
+
+    @field_validator("servers")
+    @classmethod
+    def _are_addresses(cls, servers: list[str]) -> list[str]:
+        for server in servers:
+            if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", server):
+                raise ValueError(f"expected addresses such as http://host:8750, got {server!r}")
+        if len(set(servers)) < len(servers):
+            raise ValueError("an address is listed twice")
+        return servers
 
 
 class Synthesis(Section):

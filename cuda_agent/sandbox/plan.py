@@ -21,6 +21,7 @@ _C_TYPES = {
     "int32": "int", "int16": "short", "int8": "signed char", "uint8": "unsigned char", "bool": "bool",
     "complex64": "float", "complex128": "double",
 }  # fmt: skip
+DTYPES = frozenset(_C_TYPES)
 _FORMATS = {
     "float32": "f",
     "float64": "d",
