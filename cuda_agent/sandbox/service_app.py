@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import ctypes
 import hmac
-import json
 import logging
 import os
 import sys
@@ -43,6 +42,7 @@ from cuda_agent.sandbox.service_messages import (
     ServiceError,
     Spec,
     Submission,
+    dumps,
     malformed,
     read_token,
 )
@@ -113,7 +113,12 @@ def refusal(error: ServiceError) -> JSONResponse:
     headers = {} if error.retry_after is None else {"Retry-After": seconds(error.retry_after)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error.to_json(), error.status, headers)
+    return Json(error.to_json(), error.status, headers)
+
+
+class Json(JSONResponse):
+    def render(self, content: Any) -> bytes:
+        return dumps(content)
 
 
 class Lines(Response):
@@ -142,7 +147,7 @@ class Lines(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for line in self._source:
-                body = json.dumps(line).encode() + b"\n"
+                body = dumps(line) + b"\n"
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
@@ -168,6 +173,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         title="cuda-agent sandbox",
         description=__doc__,
         version="1",
+        default_response_class=Json,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
     )
@@ -206,7 +212,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         """Prometheus' text format."""
         return Response(service.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/v1/about")
+    @app.get("/v1/about", response_model=None)
     async def about() -> dict[str, Any]:
         """Roles, limits, and the settings that verdicts are made under."""
         return {
@@ -230,22 +236,22 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
             raise ServiceError(404, "unknown", "there is no such job, or it is long over")
         return job
 
-    @app.post("/v1/jobs", status_code=202)
+    @app.post("/v1/jobs", status_code=202, response_model=None)
     async def submit(http: HttpRequest, request: Submission, size: Size, wait: Poll = 0.0) -> dict[str, Any]:
         """Queue an evaluation, a probe, a spec or a build; the same content is the same job."""
         return await shown(http, service.submit(request, size), wait)
 
-    @app.get("/v1/jobs/{id}")
+    @app.get("/v1/jobs/{id}", response_model=None)
     async def job(http: HttpRequest, id: str, wait: Poll = 0.0) -> dict[str, Any]:
         """The job, with its result or error once it is over."""
         return await shown(http, found(id), wait)
 
-    @app.get("/v1/jobs/{id}/events")
+    @app.get("/v1/jobs/{id}/events", response_model=None)
     async def events(id: str) -> Response:
         """What happens to the job, a JSON line each; the last one holds the job."""
         return Lines(service.events(found(id)))
 
-    @app.delete("/v1/jobs/{id}")
+    @app.delete("/v1/jobs/{id}", response_model=None)
     async def cancel(id: str) -> dict[str, Any]:
         """Take one submission back; with the last one the job is cancelled."""
         service.cancel(job := found(id))
@@ -265,29 +271,29 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         status = {"task": 422, "cancelled": 409}.get(error["kind"], 503)
         raise ServiceError(status, error["kind"], error["message"], retry_after=5.0 if status == 503 else None)
 
-    @app.post("/v1/evaluate")
+    @app.post("/v1/evaluate", response_model=None)
     async def evaluate(http: HttpRequest, request: Evaluate, size: Size) -> dict[str, Any]:
         """The verdict of a solution, when it is there."""
         return await at_once(http, request, size)
 
-    @app.post("/v1/probe")
+    @app.post("/v1/probe", response_model=None)
     async def probe(http: HttpRequest, request: Probe, size: Size) -> dict[str, Any]:
         """What running a task without a solution shows."""
         return await at_once(http, request, size)
 
-    @app.post("/v1/spec")
+    @app.post("/v1/spec", response_model=None)
     async def spec(http: HttpRequest, request: Spec, size: Size) -> dict[str, Any]:
         """Shapes, dtypes and plain values of a task."""
         return await at_once(http, request, size)
 
-    @app.post("/v1/build")
+    @app.post("/v1/build", response_model=None)
     async def build(http: HttpRequest, request: Build, size: Size) -> dict[str, Any]:
         """Build a solution and leave it in the cache; ``ok``, or what the compiler says."""
         return await at_once(http, request, size)
 
     # ------------------------------------------------------------------------------------------------------ workspaces
 
-    @app.post("/v1/workspaces", status_code=201)
+    @app.post("/v1/workspaces", status_code=201, response_model=None)
     async def open_workspace(request: OpenWorkspace) -> dict[str, Any]:
         """A work folder; every later request of it needs ``owner`` in the header X-Workspace-Owner."""
         service.admit("workspace")
@@ -298,23 +304,23 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
             raise error
         return {"id": opened.id, "owner": opened.owner, "idle_seconds": service.limits.idle_seconds}
 
-    @app.post("/v1/workspaces/{id}/calls")
+    @app.post("/v1/workspaces/{id}/calls", response_model=None)
     async def call(id: str, owner: Owner, request: Call) -> Response:
         """Call a tool; the answer is a stream of JSON lines (docs/service.md)."""
         return Lines(service.rooms.call(service.rooms.find(id, owner), request.tool, request.arguments))
 
-    @app.post("/v1/workspaces/{id}/answers/{number}")
+    @app.post("/v1/workspaces/{id}/answers/{number}", response_model=None)
     async def answer(id: str, owner: Owner, number: int, request: Answer) -> dict[str, Any]:
         """Answer a command that the stream of a call asked for."""
         service.rooms.answer(service.rooms.find(id, owner), number, ToolResult(request.text, request.error))
         return {}
 
-    @app.get("/v1/workspaces/{id}/files")
+    @app.get("/v1/workspaces/{id}/files", response_model=None)
     async def files(id: str, owner: Owner) -> dict[str, Any]:
         """The folder's text files."""
         return {"files": await service.rooms.files(service.rooms.find(id, owner))}
 
-    @app.delete("/v1/workspaces/{id}")
+    @app.delete("/v1/workspaces/{id}", response_model=None)
     async def close_workspace(id: str, owner: Owner) -> dict[str, Any]:
         """End the workspace."""
         await service.rooms.close(service.rooms.find(id, owner))

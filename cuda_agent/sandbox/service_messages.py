@@ -8,6 +8,7 @@ sandbox's to judge.
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,6 +68,7 @@ def _text(limit: int) -> Any:
 
 def file_name(name: str) -> str:
     """A relative path that stays inside its folder.  Raises ``ValueError``."""
+    name.encode()
     parts = name.split("/")
     if len(name) > MOST_NAME or len(parts) > MOST_DEPTH:
         raise ValueError(f"the file name {name[:40]!r}... is too long or too deep")
@@ -232,6 +234,23 @@ class Answer(Body):
 
     text: _text(SOLUTION_BYTES)  # type: ignore[valid-type]
     error: bool = False
+
+
+def dumps(value: Any) -> bytes:
+    """JSON that everybody reads: ASCII, because a solution may hold half of a surrogate pair, and null for what is not
+    finite, such as an error beyond the range of its type."""
+    try:
+        return json.dumps(value, allow_nan=False).encode()
+    except ValueError:
+        return json.dumps(_finite(value)).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def agree(asked: dict[str, str | int | float], config: Sandbox) -> None:
