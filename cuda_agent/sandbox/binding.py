@@ -37,7 +37,11 @@ def load_module(library: str, names: list[str]) -> types.ModuleType:
     handle = ctypes.CDLL(library)
     module = types.ModuleType("cuda_extension")
     for name in names:
-        setattr(module, name, _function(getattr(handle, f"cuda_extension_{name}"), name))
+        try:
+            native = getattr(handle, f"cuda_extension_{name}")
+        except AttributeError:  # its message holds the library's address
+            raise ImportError(f"REGISTER_BINDING({name}, ...) is in no source that was compiled") from None
+        setattr(module, name, _function(native, name))
     return module
 
 

@@ -189,8 +189,12 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
         path = folder / name
         if (path.is_absolute() and not path.is_relative_to(folder)) or ".." in Path(name).parts:
             raise BuildError(f"{name}: a path must stay inside the work folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        except (OSError, ValueError) as error:  # a file where another needs a folder, a name or text that cannot be
+            reason = error.strerror if isinstance(error, OSError) else "not a possible name or text"
+            raise BuildError(f"{name[:200]!r}: cannot be written: {reason}") from None
 
 
 def _take(source: Path, target: Path) -> None:
