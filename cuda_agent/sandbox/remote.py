@@ -36,6 +36,7 @@ _POLL_SECONDS = 20.0
 _SILENCE_SECONDS = 30.0  # a server that says nothing for so long beyond what was agreed is gone
 _JITTER = 0.3  # share of a wait by which it is stretched at random
 _LONGEST_REST = 15.0  # of a server that did not answer
+_JOB = frozenset({"id", "state", "result", "error"})
 _log = logging.getLogger("cuda_agent.sandbox")
 
 
@@ -205,25 +206,30 @@ class RemoteSandbox:
             order = sorted(self.servers, key=lambda server: (server.workspaces, random.random()))
             try:
                 server = await patience.choose(order, [])
-                return server, await self._send(server, "POST", f"{server.address}/v1/workspaces", content=content)
+                url = f"{server.address}/v1/workspaces"
+                return server, await self._send(server, "POST", url, content, frozenset({"id", "owner"}))
             except _Away:
                 continue
             except (_Lost, _Refused) as error:
                 raise WorkspaceLost(str(error)) from None
 
-    async def _send(self, server: Server, method: str, url: str, content: bytes | None = None) -> dict[str, Any]:
-        """The answer of a server.  Raises ``_Away``, with the server at rest; ``_Refused``; ``SandboxUnready``."""
+    async def _send(
+        self, server: Server, method: str, url: str, content: bytes | None = None, needs: frozenset[str] = _JOB
+    ) -> dict[str, Any]:
+        """The answer of a server, which has the keys ``needs``.  Raises ``_Away``, with the server at rest; ``_Refused``; ``SandboxUnready``."""
         try:
             headers = {"Content-Type": "application/json"}
             response = await self._client.request(method, url, headers=headers, content=content)
             answer = response.json()
-            error = answer.get("error") if response.is_error else None
-        except (httpx.HTTPError, ValueError, AttributeError) as fault:
+            if response.is_success and not needs <= answer.keys():
+                raise ValueError
+            error = None if response.is_success else answer.get("error")
+        except (httpx.HTTPError, ValueError, TypeError, AttributeError) as fault:
             server.failures += 1
             rest = min(0.25 * 2**server.failures, _LONGEST_REST)
             raise self._away(server, "gone", f"does not answer ({type(fault).__name__})", rest) from None
         server.failures = 0
-        if not response.is_error:
+        if response.is_success:
             return dict(answer)
         if not isinstance(error, dict):
             error = {}

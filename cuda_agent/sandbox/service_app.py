@@ -238,8 +238,13 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.post("/v1/jobs", status_code=202, response_model=None)
     async def submit(http: HttpRequest, request: Submission, size: Size, wait: Poll = 0.0) -> dict[str, Any]:
-        """Queue an evaluation, a probe, a spec or a build; the same content is the same job."""
-        return await shown(http, service.submit(request, size), wait)
+        """Queue an evaluation, a probe, a spec or a build; the same content is the same job.  Whoever hangs up before
+        the answer takes the submission back."""
+        job = service.submit(request, size)
+        answer = await shown(http, job, wait)
+        if wait and not job.over and await http.is_disconnected():
+            service.cancel(job)
+        return answer
 
     @app.get("/v1/jobs/{id}", response_model=None)
     async def job(http: HttpRequest, id: str, wait: Poll = 0.0) -> dict[str, Any]:

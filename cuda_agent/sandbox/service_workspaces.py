@@ -23,6 +23,7 @@ from cuda_agent.sandbox.wire import ToolResult
 from cuda_agent.sandbox.workspace import Workspace, WorkspaceLost
 
 HEARTBEAT = 5.0  # seconds without another line
+_LOOK_AGAIN = 2.0  # when one is closed nobody knows; asking is cheap
 _LONGEST_CALL = 3600.0  # a call that waits this long for an answer is nobody's
 _log = logging.getLogger("cuda_agent.sandbox")
 
@@ -68,9 +69,7 @@ class Rooms:
     async def open(self, files: dict[str, str], protected: list[str]) -> Room:
         """Raises ``ServiceError``."""
         if len(self._rooms) >= self._most:
-            oldest = min(room.used for room in self._rooms.values())
-            wait = min(max(1.0, self._idle - (time.monotonic() - oldest)), 15.0)  # mostly they are closed before
-            raise ServiceError(429, "full", f"all {self._most} workspaces are taken", retry_after=wait)
+            raise ServiceError(429, "full", f"all {self._most} workspaces are taken", retry_after=_LOOK_AGAIN)
         room = Room(secrets.token_hex(12), secrets.token_urlsafe(24), time.monotonic())
         self._rooms[room.id] = room
         try:

@@ -116,9 +116,9 @@ def test_much_arbitrary_json_to_every_route_is_refused_or_answered(served, route
 
 
 EXPRESSIONS = st.sampled_from(
-    ["in0", "out0", "in0.numel", "init0", "tmp", "in0.shape[0]", "in0.shape[-9]", "cdiv(in0.numel, 0)", "1 << 99", "w:x",
-     "9" * 400, "(" * 300, "in0.shape[in0.numel]", "select(1, 2)", "min(1)", "out0 + 1", "__import__('os')", "lambda: 0",
-     "in0.numel ** 9", "1.5", "-(-1)", "max(1,2,3)", "in0.numel // 0", "f'{in0}'", "[i for i in ()]", ""]
+    ["in0", "out0", "in0.numel", "init0", "tmp", "in0.shape[0]", "in0.shape[-9]", "cdiv(in0.numel, 0)", "1 << 99",
+     "w:x", "9" * 400, "(" * 300, "in0.shape[in0.numel]", "select(1, 2)", "min(1)", "out0 + 1", "__import__('os')",
+     "lambda: 0", "in0.numel ** 9", "1.5", "-(-1)", "max(1,2,3)", "in0.numel // 0", "f'{in0}'", "[i for i in ()]", ""]
 )  # fmt: skip
 VALUES = EXPRESSIONS | st.integers() | st.floats() | st.none() | TEXT | st.booleans()
 NODE = st.fixed_dictionaries(
