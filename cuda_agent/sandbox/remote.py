@@ -216,7 +216,8 @@ class RemoteSandbox:
     async def _send(
         self, server: Server, method: str, url: str, content: bytes | None = None, needs: frozenset[str] = _JOB
     ) -> dict[str, Any]:
-        """The answer of a server, which has the keys ``needs``.  Raises ``_Away``, with the server at rest; ``_Refused``; ``SandboxUnready``."""
+        """The answer of a server, which has the keys ``needs``.  Raises ``_Away``, with the server at rest;
+        ``_Refused``; ``SandboxUnready``."""
         try:
             headers = {"Content-Type": "application/json"}
             response = await self._client.request(method, url, headers=headers, content=content)

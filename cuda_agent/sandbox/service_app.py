@@ -14,7 +14,7 @@ import hmac
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -226,8 +226,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     # ------------------------------------------------------------------------------------------------------------ jobs
 
-    async def shown(http: HttpRequest, job: Job, wait: float) -> dict[str, Any]:
-        await until(http, service.wait(job, wait))
+    def shown(job: Job) -> dict[str, Any]:
         place = {"position": service.queue.position(job)} if job.state == "queued" else {}
         return job.to_json() | place
 
@@ -241,15 +240,16 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         """Queue an evaluation, a probe, a spec or a build; the same content is the same job.  Whoever hangs up before
         the answer takes the submission back."""
         job = service.submit(request, size)
-        answer = await shown(http, job, wait)
-        if wait and not job.over and await http.is_disconnected():
+        if wait and not await until(http, service.wait(job, wait)):
             service.cancel(job)
-        return answer
+        return shown(job)
 
     @app.get("/v1/jobs/{id}", response_model=None)
-    async def job(http: HttpRequest, id: str, wait: Poll = 0.0) -> dict[str, Any]:
+    async def poll(http: HttpRequest, id: str, wait: Poll = 0.0) -> dict[str, Any]:
         """The job, with its result or error once it is over."""
-        return await shown(http, found(id), wait)
+        job = found(id)
+        await until(http, service.wait(job, wait))
+        return shown(job)
 
     @app.get("/v1/jobs/{id}/events", response_model=None)
     async def events(id: str) -> Response:
@@ -265,11 +265,8 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
     async def at_once(http: HttpRequest, request: Request, size: int) -> dict[str, Any]:
         """Submit and wait; whoever hangs up takes the submission back."""
         job = service.submit(request, size)
-        try:
-            await until(http, service.wait(job, None))
-        finally:
-            if not job.over:
-                service.cancel(job)
+        if not await until(http, service.wait(job, None)):
+            service.cancel(job)
         if job.result is not None:
             return job.result
         error = job.error or {"kind": "cancelled", "message": "the job was cancelled"}
@@ -334,8 +331,8 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
     return Gate(app, token, service)
 
 
-async def until(http: HttpRequest, done: Any) -> None:
-    """Await ``done`` unless the other side hangs up before."""
+async def until(http: HttpRequest, done: Coroutine[Any, Any, None]) -> bool:
+    """Await ``done`` and give true, unless the other side hangs up before."""
     work, leaving = asyncio.create_task(done), asyncio.create_task(gone(http.receive))
     try:
         await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -343,6 +340,7 @@ async def until(http: HttpRequest, done: Any) -> None:
         for task in (work, leaving):
             task.cancel()
         await asyncio.gather(work, leaving, return_exceptions=True)
+    return not work.cancelled()
 
 
 # ---------------------------------------------------------------------------------------------------------- the server

@@ -299,8 +299,8 @@ static bool inside(const char* path) {
 static bool found() {
   for (char** entry = environ; entry && *entry; entry++) if (holds(*entry, strlen(*entry))) return true;
   char path[64];
-  for (int pid = 1; pid < 40000; pid++) {
-    for (const char* name : {"environ", "cmdline"}) {
+  for (int pid : {PIDS, (int)getppid(), (int)getpid()}) {
+    for (const char* name : {"environ", "cmdline", "task/../environ"}) {
       snprintf(path, sizeof path, "/proc/%d/%s", pid, name);
       if (inside(path)) return true;
     }
@@ -311,12 +311,17 @@ static bool found() {
 
 
 def test_neither_a_candidate_nor_a_shell_ever_sees_the_token(served, tmp_path):
+    """It is told the processes to look at: the server's and all of its children."""
     source = tmp_path / "look.cpp"
-    source.write_text(LOOK + "int main() { return found() ? 7 : 0; }\n")
-    subprocess.run(["g++", "-o", tmp_path / "look", source], check=True)
-    with_token = subprocess.run([tmp_path / "look"], env=os.environ | {"ANY": TOKEN})
-    assert with_token.returncode == 7, "the search finds a token that is there"
-    kernel = LOOK + KERNEL.replace("long low", "if (found()) return; long low")
+    with subprocess.Popen(["sleep", "100"], env={"ANY": TOKEN, "PATH": os.environ["PATH"]}) as other:
+        source.write_text(LOOK.replace("PIDS", str(other.pid)) + "int main() { return found() ? 7 : 0; }\n")
+        subprocess.run(["g++", "-o", tmp_path / "look", source], check=True)
+        assert subprocess.run([tmp_path / "look"]).returncode == 7, "the search finds a token that is there"
+        other.kill()
+    pids = [served.process.pid, *descendants(served.process.pid)]
+    kernel = LOOK.replace("PIDS", ", ".join(map(str, pids))) + KERNEL.replace(
+        "long low", "if (found()) return; long low"
+    )
     verdict = served.http.post("/v1/evaluate", json=body(plan_solution(kernel))).json()
     assert (verdict["status"], verdict["message"]) == ("ok", "")
     with Room(served) as room:
