@@ -25,6 +25,10 @@ Rate = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
+# Keys of ``sandbox`` that say where a solution is judged, and nothing about how.
+WHERE_JUDGED = ("servers", "token_env", "token_file")
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -302,8 +306,9 @@ def load(text: str, sha256: str) -> Config:
 
 
 def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
-    """The sub-tree that a stage reads, as JSON values: the seed and the named sections."""
-    whole = config.model_dump(mode="json")
+    """The sub-tree that decides what a stage gives, as JSON values: the seed and the named sections, without the keys
+    that say where its sandbox is."""
+    whole = config.model_dump(mode="json", exclude={"sandbox": set(WHERE_JUDGED)})
     return {name: whole[name] for name in ("seed", *sections)}
 
 

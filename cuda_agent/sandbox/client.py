@@ -23,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cuda_agent.config import Sandbox
+from cuda_agent.config import WHERE_JUDGED, Sandbox
 from cuda_agent.sandbox import build, extension, plan, scratch
 from cuda_agent.sandbox.wire import (
     Mode,
@@ -46,7 +46,6 @@ _HERE = Path(__file__).parent
 _LONGEST_ANSWER = 900.0  # seconds until a judge that says nothing counts as lost
 _MOST_SPECS = 4096  # kept
 _NO_JUDGING = ("workspace", "service", "remote", "schema")  # how names of modules begin that bear on no verdict
-_WHERE = ("servers", "token_env", "token_file")  # keys that say where a solution is judged, and nothing about how
 
 
 class SandboxUnready(RuntimeError):
@@ -235,7 +234,7 @@ class LocalSandbox:
         return Verdict(status, solution.lane, mode, "cpu", self.config.clock, message)
 
     def _verdict_file(self, task: Task, solution: Solution, mode: Mode) -> Path:
-        settings = self.config.model_dump(exclude={"required_walls", "lane", *_WHERE})
+        settings = self.config.model_dump(exclude={"required_walls", "lane", *WHERE_JUDGED})
         machine = build.processor() if self.config.clock == "real" else ""
         key = json.dumps([task.digest, solution.digest, mode, settings, machine, _code_version()])
         name = hashlib.sha256(key.encode()).hexdigest()

@@ -32,6 +32,7 @@ _FORMATS = {
     "uint8": "B",
     "bool": "B",
 }
+WORKSPACE_DTYPES = frozenset(_FORMATS)
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*\s*(<[\w\s,:.+-]*>)?")
 _MOST_NODES, _MOST_BLOCKS, _MOST_WORKSPACE = 256, 1 << 24, 1 << 30
 
@@ -150,7 +151,7 @@ def _memset(node: dict[str, Any], where: str, names: dict[str, Any]) -> dict[str
     if not isinstance(buffer, _Buffer) or buffer.name.startswith(("in:", "w:")):
         raise PlanError(f"{where}.memset: {node['memset']!r} is no output and no workspace")
     value = node.get("value", 0)
-    if not isinstance(value, int) or not 0 <= value <= 255:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 255:
         raise PlanError(f"{where}.value: a byte from 0 to 255, not {value!r}")
     return {"memset": buffer.name, "bytes": byte_count(buffer.tensor), "value": value}
 

@@ -26,7 +26,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cuda_agent.config import ConfigError, Sandbox
+from cuda_agent.config import WHERE_JUDGED, ConfigError, Sandbox
 from cuda_agent.sandbox.client import LocalSandbox
 from cuda_agent.sandbox.service import Limits, Role, Service
 from cuda_agent.sandbox.service_jobs import Job, seconds
@@ -217,7 +217,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         """Roles, limits, and the settings that verdicts are made under."""
         return {
             "roles": service.roles,
-            "sandbox": service.sandbox.config.model_dump(mode="json", exclude={"servers", "token_env", "token_file"}),
+            "sandbox": service.sandbox.config.model_dump(mode="json", exclude=set(WHERE_JUDGED)),
             "judges": service.sandbox.judges,
             "queued": service.queue.queued,
             "running": service.queue.running,
