@@ -53,7 +53,12 @@ class Server:
 
 
 class _Away(Exception):
-    """This server cannot take it: full, gone, draining, not ready, or without the role.  Nothing was begun there."""
+    """This server cannot take it: full, gone, draining, not ready, or without the role.  Nothing was begun there, and
+    nobody should ask again before ``until``."""
+
+    def __init__(self, message: str, until: float) -> None:
+        super().__init__(message)
+        self.until = until
 
 
 class _Lost(Exception):
@@ -173,9 +178,11 @@ class RemoteSandbox:
         patience = _Patience()
         while True:
             server = await patience.choose(order, failed)
-            with contextlib.suppress(_Away):
+            try:
                 url = f"{server.address}/v1/jobs?wait={_POLL_SECONDS:g}"
                 return server, await self._send(server, "POST", url, content=body)
+            except _Away as away:
+                patience.told[server.address] = away.until
 
     async def _result(self, server: Server, job: dict[str, Any]) -> dict[str, Any]:
         url = f"{server.address}/v1/jobs/{job['id']}"
@@ -208,8 +215,8 @@ class RemoteSandbox:
                 server = await patience.choose(order, [])
                 url = f"{server.address}/v1/workspaces"
                 return server, await self._send(server, "POST", url, content, frozenset({"id", "owner"}))
-            except _Away:
-                continue
+            except _Away as away:
+                patience.told[server.address] = away.until
             except (_Lost, _Refused) as error:
                 raise WorkspaceLost(str(error)) from None
 
@@ -247,8 +254,11 @@ class RemoteSandbox:
         raise self._away(server, kind, message, rest)
 
     def _away(self, server: Server, kind: str, reason: str, rest: float) -> _Away:
-        server.kind, server.reason, server.rests_until = kind, f"{server.address}: {reason}", time.monotonic() + rest
-        return _Away(server.reason)
+        """A full server tells each who asks another time; the others may ask again at the earliest of them."""
+        now = time.monotonic()
+        earliest = server.rests_until if kind == "full" and server.rests_until > now else now + rest
+        server.kind, server.reason, server.rests_until = kind, f"{server.address}: {reason}", min(earliest, now + rest)
+        return _Away(server.reason, now + rest)
 
     def _refusal(self, status: Status, solution: Solution, mode: Mode, message: str) -> Verdict:
         return Verdict(status, solution.lane, mode, self.config.device, self.config.clock, message)
@@ -259,6 +269,7 @@ class _Patience:
 
     def __init__(self) -> None:
         self._begun = self._hope = time.monotonic()  # hope: a server is there, only full
+        self.told: dict[str, float] = {}  # when which server said that this work may come back
 
     async def choose(self, order: list[Server], failed: list[Server]) -> Server:
         """The first server in ``order`` that does not rest, one of those that did not fail if there is one; waits until
@@ -266,8 +277,9 @@ class _Patience:
         while True:
             now = time.monotonic()
             fresh = [server for server in order if server not in failed] or order
-            for server in fresh:
-                if server.rests_until <= now:
+            back = [max(server.rests_until, self.told.get(server.address, 0.0)) for server in fresh]
+            for server, when in zip(fresh, back, strict=True):
+                if when <= now:
                     return server
             if any(server.kind == "full" for server in fresh):
                 self._hope = now
@@ -276,7 +288,7 @@ class _Patience:
                 if all(server.kind in ("unready", "role") for server in order):
                     raise SandboxUnready(reasons)
                 raise _Lost(f"no server takes it: {reasons}")
-            await asyncio.sleep(min(server.rests_until for server in fresh) - now)
+            await asyncio.sleep(min(back) - now)
 
 
 class RemoteWorkspace:

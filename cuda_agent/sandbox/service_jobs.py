@@ -15,7 +15,7 @@ from typing import Any, Literal
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 Kind = Literal["evaluate", "probe", "spec", "build"]
 _LEARNING = 0.2  # weight of the newest interval in the running mean
-_LONGEST_WAIT = 30.0  # seconds: the pace may have changed by then
+_LONGEST_WAIT = 10.0  # seconds: the pace may have changed by then, and asking again costs milliseconds
 
 
 class Full(Exception):

@@ -110,21 +110,21 @@ def test_one_of_two_who_asked_cannot_cancel_for_the_other():
 def test_a_full_queue_says_when_there_is_room_from_the_pace_of_the_last_jobs():
     queue = Queue({"a": 1}, most_jobs=2)
     put(queue, "x0")
-    for number in range(1, 60):  # five seconds a job
+    for number in range(1, 60):  # three seconds a job
         put(queue, f"x{number}")
-        job = queue.take(5.0 * (number - 1))
+        job = queue.take(3.0 * (number - 1))
         assert job is not None
-        queue.finish(job, 5.0 * number, OK)
+        queue.finish(job, 3.0 * number, OK)
     put(queue, "last")
     waits = []
     for number in range(3):
         with pytest.raises(Full) as full:
             put(queue, f"more{number}")
         waits.append(full.value.retry_after)
-    assert waits == pytest.approx([5, 10, 15], rel=0.01), "each comes after those who were sent away before"
-    job = queue.take(300.0)
+    assert waits == pytest.approx([3, 6, 9], rel=0.01), "each comes after those who were sent away before"
+    job = queue.take(180.0)
     assert job is not None
-    queue.finish(job, 305.0, OK)
+    queue.finish(job, 183.0, OK)
     put(queue, "more0")
 
 
