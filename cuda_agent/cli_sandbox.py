@@ -44,8 +44,11 @@ def serve(
     from cuda_agent.config import ConfigError, compose
     from cuda_agent.pipeline.runs import local_home
     from cuda_agent.sandbox.service import ROLES, Limits
-    from cuda_agent.sandbox.service_app import serve as serving
 
+    try:
+        from cuda_agent.sandbox.service_app import serve as serving
+    except ModuleNotFoundError as missing:
+        raise ConfigError(f"sandbox serve needs {missing.name}: pip install 'cuda-agent[serve]'") from None
     wanted = {role.strip() for role in roles.split(",") if role.strip()}
     chosen = tuple(role for role in ROLES if role in wanted)
     if not chosen or wanted - set(chosen):

@@ -62,11 +62,11 @@ class _Away(Exception):
 
 
 class _Lost(Exception):
-    """Begun, and gone with its server (``infra`` false) or failed there by our fault; or nobody takes it."""
+    """Begun, and gone with its server or failed there by our fault (``kind`` infra or unready); or nobody takes it."""
 
-    def __init__(self, message: str, server: Server | None = None, infra: bool = False) -> None:
+    def __init__(self, message: str, server: Server | None = None, kind: str = "lost") -> None:
         super().__init__(message)
-        self.server, self.infra = server, infra
+        self.server, self.kind = server, kind
 
 
 class _Refused(Exception):
@@ -169,7 +169,10 @@ class RemoteSandbox:
                     raise
                 _log.warning("%s: %s", lost.server.address, lost)
                 failed.append(lost.server)
-                if attempt == ATTEMPTS or (lost.infra and all(server in failed for server in order)):
+                everywhere = all(server in failed for server in order)
+                if everywhere and lost.kind == "unready":
+                    raise SandboxUnready(str(lost)) from None
+                if attempt == ATTEMPTS or (everywhere and lost.kind == "infra"):
                     raise
         raise AssertionError
 
@@ -204,7 +207,7 @@ class RemoteSandbox:
             raise TaskError(error["message"])
         if error["kind"] == "draining":
             server.rests_until = time.monotonic() + _LONGEST_REST
-        raise _Lost(error["message"], server, infra=error["kind"] == "infra")
+        raise _Lost(error["message"], server, error["kind"])
 
     async def _open(self, body: dict[str, Any]) -> tuple[Server, dict[str, Any]]:
         patience = _Patience()

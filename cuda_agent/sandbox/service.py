@@ -69,16 +69,19 @@ class Service:
         for task in self._work:
             task.cancel()
         await asyncio.gather(self._keeper, *self._work, return_exceptions=True)
+        await self.rooms.close_all()
 
     # -------------------------------------------------------------------------------------------------------- readiness
 
     async def _keep(self) -> None:
         """Becomes ready, and again after a loss; closes workspaces that nobody uses."""
         while True:
-            if self.unready:
-                await self.prove()
-            if closed := await self.rooms.sweep():
-                self.metrics.add("workspaces_idle_total", closed)
+            try:
+                if self.unready:
+                    await self.prove()
+                self.metrics.add("workspaces_idle_total", await self.rooms.sweep())
+            except Exception:  # one workspace that cannot be closed must not end all of this
+                _log.exception("while looking after the service")
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def prove(self) -> None:

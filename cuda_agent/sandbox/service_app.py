@@ -308,23 +308,23 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         return {"id": opened.id, "owner": opened.owner, "idle_seconds": service.limits.idle_seconds}
 
     @app.post("/v1/workspaces/{id}/calls", response_model=None)
-    async def call(id: str, owner: Owner, request: Call) -> Response:
+    async def call(id: str, request: Call, owner: Owner = "") -> Response:
         """Call a tool; the answer is a stream of JSON lines (docs/service.md)."""
         return Lines(service.rooms.call(service.rooms.find(id, owner), request.tool, request.arguments))
 
     @app.post("/v1/workspaces/{id}/answers/{number}", response_model=None)
-    async def answer(id: str, owner: Owner, number: int, request: Answer) -> dict[str, Any]:
+    async def answer(id: str, number: int, request: Answer, owner: Owner = "") -> dict[str, Any]:
         """Answer a command that the stream of a call asked for."""
         service.rooms.answer(service.rooms.find(id, owner), number, ToolResult(request.text, request.error))
         return {}
 
     @app.get("/v1/workspaces/{id}/files", response_model=None)
-    async def files(id: str, owner: Owner) -> dict[str, Any]:
+    async def files(id: str, owner: Owner = "") -> dict[str, Any]:
         """The folder's text files."""
         return {"files": await service.rooms.files(service.rooms.find(id, owner))}
 
     @app.delete("/v1/workspaces/{id}", response_model=None)
-    async def close_workspace(id: str, owner: Owner) -> dict[str, Any]:
+    async def close_workspace(id: str, owner: Owner = "") -> dict[str, Any]:
         """End the workspace."""
         await service.rooms.close(service.rooms.find(id, owner))
         return {}

@@ -93,10 +93,7 @@ class Queue:
     def position(self, job: Job) -> int:
         """How many of its place go first."""
         mine = (-job.priority, job.number)
-        return sum(
-            other.state == "queued" and -first == other.priority and (first, number) < mine
-            for first, number, other in self._heaps[job.place]
-        )
+        return sum(_is_current(entry) and entry[:2] < mine for entry in self._heaps[job.place])
 
     def submit(
         self, id: str, kind: Kind, place: Hashable, priority: int, size: int, request: Any, now: float
@@ -129,8 +126,8 @@ class Queue:
         """The next job to run, of any place that has a use for one; it counts as running from now on."""
         best: Job | None = None
         for place, heap in self._heaps.items():
-            while heap and (heap[0][2].state != "queued" or -heap[0][0] != heap[0][2].priority):
-                heapq.heappop(heap)  # gone, or moved up since
+            while heap and not _is_current(heap[0]):
+                heapq.heappop(heap)
             if heap and self._free[place] > 0:
                 job = heap[0][2]
                 if best is None or (-job.priority, job.number) < (-best.priority, best.number):
@@ -170,6 +167,10 @@ class Queue:
         if job.interest == 0 and job.state == "queued":
             self._leave_queue(job)
             self._end(job, "cancelled", now)
+            heap = self._heaps[job.place]
+            if len(heap) > 2 * self._most_jobs:  # those at the bottom would stay for as long as there is work
+                heap[:] = [entry for entry in heap if _is_current(entry)]
+                heapq.heapify(heap)
 
     def hand_back(self, now: float, kind: str, message: str) -> None:
         """Every queued job fails, so that it can be brought elsewhere."""
@@ -201,6 +202,11 @@ class Queue:
     def _note(self, job: Job, now: float) -> None:
         job.events.append({"event": job.state, "at": now})
         self._changed(job)
+
+
+def _is_current(entry: tuple[int, int, Job]) -> bool:
+    """Whether this entry of a heap is that of a job that waits, and not of one that is gone or was moved up since."""
+    return entry[2].state == "queued" and -entry[0] == entry[2].priority
 
 
 def _stands(job: Job) -> bool:

@@ -158,6 +158,9 @@ class Rooms:
         self._rooms.pop(room.id, None)
         await room.closing.aclose()
 
+    async def close_all(self) -> None:
+        await asyncio.gather(*(self.close(room) for room in list(self._rooms.values())), return_exceptions=True)
+
     async def sweep(self) -> int:
         """Close what nobody uses; how many that were."""
         now = time.monotonic()

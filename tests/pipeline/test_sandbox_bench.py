@@ -20,6 +20,7 @@ def test_every_lane_is_measured_on_solutions_that_are_right():
     assert "extension: 2 evaluations a round (4 ok)" in text and "sandbox.clock=model" in text
 
 
+@pytest.mark.nightly  # torch.compile is timed too
 def test_the_real_clock_shows_where_the_time_goes():
     answer = asyncio.run(
         sandbox_bench.measure(Sandbox(timed_calls=4, checks=2), tasks=1, solutions=1, lanes=["python"])

@@ -211,6 +211,20 @@ def test_a_wrong_token_other_settings_and_a_missing_role_are_told_at_once(served
         use([other.ready().address], evaluate)
 
 
+def test_what_no_server_can_do_is_told_as_in_this_process(tmp_path, monkeypatch):
+    """Here a judge whose walls do not hold after the server was ready."""
+    failed = {
+        "id": "x",
+        "state": "failed",
+        "result": None,
+        "error": {"kind": "unready", "message": "a wall is missing"},
+    }
+    with Broken(lambda method, path: (202, {}, failed)) as one, Broken(lambda method, path: (202, {}, failed)) as two:
+        with pytest.raises(SandboxUnready, match="a wall is missing"):
+            use([one.address, two.address], lambda sandbox: sandbox.evaluate(task(), plan_solution()))
+        assert len(one.seen) == len(two.seen) == 1
+
+
 def test_nobody_there_is_infra_in_the_end(monkeypatch):
     monkeypatch.setattr(remote, "UNREACHABLE_SECONDS", 1.0)
     verdict = use(["http://127.0.0.1:9"], lambda sandbox: sandbox.evaluate(task(), plan_solution()))
@@ -345,12 +359,12 @@ def test_nonsense_is_a_server_that_is_away(served, answer):
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> Iterator[list[Served]]:
+def three(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Served]]:
     servers = []
     for number in range(3):
         folder = tmp_path / str(number)
         folder.mkdir()
-        servers.append(Served(folder, *QUICK))
+        servers.append(Served(folder, "--roles", getattr(request, "param", "evaluate"), *QUICK))
     for server in servers:
         server.ready()
     yield servers
@@ -390,6 +404,7 @@ def test_tasks_stay_with_a_server_and_one_that_is_killed_takes_nothing_with_it(t
     assert sum(_count(server, "verdicts_total") for server in alive) >= len(work) * 2 / 3 - 12
 
 
+@pytest.mark.parametrize("three", ["workspace"], indirect=True)
 def test_a_workspace_dies_with_its_server_and_the_next_one_opens_elsewhere(three):
     async def work(sandbox):
         async with sandbox.workspace({}, frozenset(), _never) as workspace:
