@@ -403,7 +403,8 @@ def test_a_call_that_is_broken_off_ends_the_workspace(served):
     with Room(served) as room:
         request = {"tool": "Bash", "arguments": {"command": "compile"}}
         with served.http.stream("POST", f"{room.path}/calls", json=request, headers=room.headers) as stream:
-            assert "command" in json.loads(next(stream.iter_lines()))
+            lines = stream.iter_lines()  # kept: the stream ends with what reads it
+            assert "command" in json.loads(next(lines))
             busy = served.http.post(f"{room.path}/calls", json=request, headers=room.headers)
             assert busy.status_code == 409 and busy.json()["error"]["kind"] == "busy"
         for _ in range(100):
