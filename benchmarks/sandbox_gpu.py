@@ -190,7 +190,8 @@ def solution(lane: Lane, number: int) -> Solution:
     if lane == "plan":
         return Solution("plan", {"plan.json": json.dumps(PLAN), "kernels/chain.cu": note + KERNEL})
     if lane == "python":
-        body = f"for _ in range(self.rounds):\n            x = torch.lgamma((x * x).add_(1.5)).sin_()\n        return x  # {number}"
+        loop = "for _ in range(self.rounds):\n            x = torch.lgamma((x * x).add_(1.5)).sin_()\n"
+        body = f"{loop}        return x  # {number}"
         return Solution("python", {"model_new.py": MODEL.replace("{import_}", "").replace("{body}", body)})
     body = "return cuda_extension.chain_forward(x, self.rounds)"
     return Solution(

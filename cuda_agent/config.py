@@ -11,17 +11,22 @@ What it does not cover: which stage reads which section (``pipeline.graph``), an
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 Positive = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+
+
+# Keys of ``sandbox`` that say where a solution is judged, and nothing about how.
+WHERE_JUDGED = ("servers", "token_env", "token_file")
 
 
 class Section(BaseModel):
@@ -57,6 +62,23 @@ class Sandbox(Section):
     required_walls: list[str] = Field(
         default=["no_new_privs", "landlock", "seccomp"], description="walls proven by an attack before a worker starts"
     )
+    servers: list[str] = Field(
+        default=[], description="addresses of `cuda-agent sandbox serve`; none: the sandbox runs in this process"
+    )
+    token_env: str = Field(
+        "CUDA_AGENT_SANDBOX_TOKEN", description="environment variable that holds the token of the servers"
+    )
+    token_file: str | None = Field(None, description="file that holds the token instead")
+
+    @field_validator("servers")
+    @classmethod
+    def _are_addresses(cls, servers: list[str]) -> list[str]:
+        for server in servers:
+            if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", server):
+                raise ValueError(f"expected addresses such as http://host:8750, got {server!r}")
+        if len(set(servers)) < len(servers):
+            raise ValueError("an address is listed twice")
+        return servers
 
 
 class Synthesis(Section):
@@ -284,8 +306,9 @@ def load(text: str, sha256: str) -> Config:
 
 
 def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
-    """The sub-tree that a stage reads, as JSON values: the seed and the named sections."""
-    whole = config.model_dump(mode="json")
+    """The sub-tree that decides what a stage gives, as JSON values: the seed and the named sections, without the keys
+    that say where its sandbox is."""
+    whole = config.model_dump(mode="json", exclude={"sandbox": set(WHERE_JUDGED)})
     return {name: whole[name] for name in ("seed", *sections)}
 
 

@@ -26,7 +26,7 @@ from cuda_agent.policy.chat import Chat, ToolCall
 from cuda_agent.policy.engine import Completion, Engine, SamplingParams
 from cuda_agent.policy.episode import Episode
 from cuda_agent.sandbox.wire import Lane, Mode, Solution, TaskError, ToolResult, Verdict
-from cuda_agent.sandbox.workspace import Commands, Workspace, WorkspaceLost
+from cuda_agent.sandbox.workspace import Commands, WorkspaceLost
 from cuda_agent.tasks.task import Task
 
 Ended = Literal["answer", "turns", "tokens", "deadline", "infra"]
@@ -49,6 +49,14 @@ class Settings:
     device: Literal["cpu", "cuda"] = "cpu"
 
 
+class WorkFolder(Protocol):
+    """An open workspace, here or on a server."""
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult: ...
+
+    async def files(self) -> dict[str, str]: ...
+
+
 class Sandbox(Protocol):
     """What the loop needs of the sandbox's client."""
 
@@ -56,7 +64,7 @@ class Sandbox(Protocol):
 
     def workspace(
         self, files: dict[str, str], protected: frozenset[str], commands: Commands
-    ) -> AbstractAsyncContextManager[Workspace]: ...
+    ) -> AbstractAsyncContextManager[WorkFolder]: ...
 
 
 async def run_episode(
@@ -164,7 +172,7 @@ class Play:
             self.files = dict(solution_of(await workspace.files(), settings.lane).files)
         return ended
 
-    async def _take_turns(self, workspace: Workspace) -> Ended:
+    async def _take_turns(self, workspace: WorkFolder) -> Ended:
         for turn in range(self.settings.turns):
             completion = await self._sample(turn)
             if completion is None:
@@ -218,7 +226,7 @@ class Play:
 
     # ----------------------------------------------------------------------------------------------- tools and verdicts
 
-    async def _tool(self, workspace: Workspace, call: ToolCall) -> str:
+    async def _tool(self, workspace: WorkFolder, call: ToolCall) -> str:
         if call.name not in TOOL_NAMES:
             self.flags.add("unknown_tool")
             return f"error: there is no tool {call.name[:40]!r}"

@@ -8,14 +8,13 @@ number, the server's own count, means something.
 import json
 from typing import Any
 
-from cuda_agent.agent.loop import Ended, Play, Sandbox, Settings
+from cuda_agent.agent.loop import Ended, Play, Sandbox, Settings, WorkFolder
 from cuda_agent.agent.prompt import agent_messages
 from cuda_agent.agent.skill import skill_text
 from cuda_agent.agent.tools import TOOLS, solution_of
 from cuda_agent.policy.chat import ToolCall
 from cuda_agent.policy.episode import Episode
 from cuda_agent.policy.served import Reply, ServedModel
-from cuda_agent.sandbox.workspace import Workspace
 from cuda_agent.tasks.task import Task
 
 CHARACTERS = 4  # a token, about: tool results are cut without the model's tokenizer
@@ -47,7 +46,7 @@ class _Visit(Play):
             self.files = dict(solution_of(await workspace.files(), settings.lane).files)
         return ended
 
-    async def _talk(self, workspace: Workspace) -> Ended:
+    async def _talk(self, workspace: WorkFolder) -> Ended:
         sent: list[dict[str, Any]] = [dict(message) for message in self.messages]
         for turn in range(self.settings.turns):
             room = min(self.settings.turn_tokens, self.settings.context - len(self.ids))

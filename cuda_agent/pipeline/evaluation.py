@@ -97,10 +97,10 @@ def _wanted(lane: str) -> str:
 
 async def evaluate(settings: Sandbox, cache: Path, task: Path, solution: Path, mode: Mode) -> Verdict:
     """The sandbox's verdict.  Raises TaskError for a task or a folder that is not one."""
-    from cuda_agent.sandbox.client import LocalSandbox
+    from cuda_agent.sandbox.client import open_sandbox
 
     read, files = task_from_file(task), read_solution(solution, settings.lane)
-    async with LocalSandbox(settings, cache) as sandbox:
+    async with open_sandbox(settings, cache) as sandbox:
         return await sandbox.evaluate(read, files, mode)
 
 
@@ -110,13 +110,13 @@ async def benchmark(
     """Plays every task of the set ``evaluate.samples`` times and returns the ``stages.scores.Scores``; ``output`` gets
     ``episodes.jsonl`` and ``scores.json``."""
     from cuda_agent.policy.episode import write_episodes
-    from cuda_agent.sandbox.client import LocalSandbox
+    from cuda_agent.sandbox.client import open_sandbox
     from cuda_agent.stages.rollouts import seed_of
     from cuda_agent.stages.scores import score, write_scores
 
     chosen = read_any(tasks)
     done = 0
-    async with LocalSandbox(config.sandbox, cache) as sandbox, _opened(config, cache, player, sandbox) as play:
+    async with open_sandbox(config.sandbox, cache) as sandbox, _opened(config, cache, player, sandbox) as play:
 
         async def job(task: Any, name: str) -> Any:
             nonlocal done

@@ -77,8 +77,13 @@ def identify(stage: Stage, config: Config, inputs: dict[str, str]) -> Identity:
         environment=environment_digest(),
         config=section_values(config, stage.config),
         inputs=inputs,
-        device=device_name(config.sandbox.device) if stage.timing else None,
+        device=_device(config) if stage.timing else None,
     )
+
+
+def _device(config: Config) -> str:
+    """What times were taken on.  Servers are one device, whichever they are, and never the machine that asks them."""
+    return "servers" if config.sandbox.servers else device_name(config.sandbox.device)
 
 
 def cache_entry(stage: str, key: str) -> str:

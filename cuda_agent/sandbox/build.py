@@ -308,7 +308,8 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         except (OSError, ValueError) as error:  # a name too long, a file that is also a folder, half a character
-            raise BuildError(f"{printable(name)}: cannot be written: {printable(str(error))}") from None
+            reason = error.strerror if isinstance(error, OSError) else "not a possible name or text"
+            raise BuildError(f"{printable(name[:200])}: cannot be written: {reason}") from None
 
 
 def _take(source: Path, target: Path) -> None:

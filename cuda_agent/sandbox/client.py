@@ -1,8 +1,9 @@
 """The client of the sandbox: what stages and the command line call.
 
-``LocalSandbox`` runs everything on this machine: it builds solutions, hands them to judge processes, and caches
-verdicts by content.  Concurrency is bounded here (builds in parallel, timing alone); an infrastructure fault is retried
-once in a fresh judge and is never charged to the candidate.  Nothing that a model wrote runs in this process.
+``open_sandbox`` gives the one that the configuration asks for.  ``LocalSandbox`` runs everything on this machine: it
+builds solutions, hands them to judge processes, and caches verdicts by content.  Concurrency is bounded here (builds
+in parallel, timing alone); an infrastructure fault is retried once in a fresh judge and is never charged to the
+candidate.  Nothing that a model wrote runs in this process.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -19,9 +21,9 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cuda_agent.config import Sandbox
+from cuda_agent.config import WHERE_JUDGED, Sandbox
 from cuda_agent.sandbox import build, extension, plan, scratch
 from cuda_agent.sandbox.wire import (
     Mode,
@@ -37,8 +39,13 @@ from cuda_agent.sandbox.wire import (
 from cuda_agent.sandbox.workspace import Workspace, Workspaces
 from cuda_agent.tasks.task import Task
 
+if TYPE_CHECKING:
+    from cuda_agent.sandbox.remote import RemoteSandbox
+
 _HERE = Path(__file__).parent
 _LONGEST_ANSWER = 900.0  # seconds until a judge that says nothing counts as lost
+_MOST_SPECS = 4096  # kept
+_NO_JUDGING = ("workspace", "service", "remote", "schema")  # how names of modules begin that bear on no verdict
 
 
 class SandboxUnready(RuntimeError):
@@ -70,13 +77,18 @@ class LocalSandbox:
             "threads": config.threads, "checks": config.checks, "tolerance": config.tolerance,
             "timed_calls": config.timed_calls, "run_seconds": config.run_seconds, "memory_mb": config.memory_mb,
             "clock": config.clock, "required_walls": list(config.required_walls), "cache": str(self.cache),
-            "scratch": str(self._scratch), "lease": str(self.lease_folder), "device": config.device,
+            "lease": str(self.lease_folder), "device": config.device,
         }  # fmt: skip
         count = min(2, os.cpu_count() or 1)
         if config.device == "cuda":
             count = 1  # one exclusive judge a device
             settings |= await self._device()
-        self._judges = [_JudgeHandle(settings, self._scratch) for _ in range(count)]
+        self._judges = []
+        for number in range(count):
+            folder = self._scratch / f"judge-{number}"  # of its own: two judges prove their walls side by side
+            folder.mkdir()
+            folder.chmod(0o711)
+            self._judges.append(_JudgeHandle(settings | {"scratch": str(folder)}, folder))
         return self
 
     async def _device(self) -> dict[str, Any]:
@@ -94,6 +106,26 @@ class LocalSandbox:
         except (build.BuildError, build.CompilerMissing) as error:
             raise SandboxUnready(f"the CUDA compiler does not work in the sandbox: {error}") from None
         return {"kernels": str(image), "identity": found["identity"]}
+
+    async def ready(self) -> None:
+        """Prove the walls, and that the compiler works.  Raises ``SandboxUnready`` that names what is missing."""
+        await asyncio.gather(*(judge.begin() for judge in self._judges))
+        await self.prove_compiler()
+
+    async def prove_compiler(self) -> None:
+        """Build something new: what lies in the cache proves nothing.  Raises ``SandboxUnready``."""
+        proof = secrets.token_hex(16)
+        try:
+            if self.config.device == "cuda":
+                source = {"proof.cu": f"__device__ int proof_{proof};"}
+                built, _ = await self._builder.kernels(source, "proof.cu", [], self._architecture)
+            else:
+                await self._runtime()
+                source = {"proof.cpp": f'extern "C" const char proof[] = "{proof}";'}
+                built = await self._builder.library(source, ["proof.cpp"])
+            shutil.rmtree(built.parent)
+        except (build.BuildError, build.CompilerMissing) as error:
+            raise SandboxUnready(f"the compiler does not work in the sandbox: {error}") from None
 
     async def __aexit__(self, *_: object) -> None:
         await self._workspaces.close()
@@ -178,8 +210,25 @@ class LocalSandbox:
         """Shapes, dtypes and plain values of a task.  Raises ``TaskError``."""
         if task.digest not in self._specs:
             request = {"task": {"digest": task.digest, "code": task.code}}
-            self._specs[task.digest] = TaskSpec.from_json(await self._judge(task).ask("S", request))
+            spec = TaskSpec.from_json(await self._judge(task).ask("S", request))
+            if len(self._specs) >= _MOST_SPECS:
+                self._specs.pop(next(iter(self._specs)))
+            self._specs[task.digest] = spec
+            return spec
         return self._specs[task.digest]
+
+    async def build(self, solution: Solution, spec: TaskSpec) -> str:
+        """Build a solution and leave it in the cache; empty, or what the compiler says.  No judge takes part."""
+        try:
+            await self._prepare(solution, spec)
+        except (plan.PlanError, build.BuildError, extension.ExtensionError) as error:
+            return str(error)
+        return ""
+
+    def kill(self) -> None:
+        """End the judges at once, with whatever they judge: for a process that can wait no longer."""
+        for judge in self._judges:
+            judge.kill()
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
         """Run a task without a solution.  What is wrong with it is in ``Probe.error``."""
@@ -203,15 +252,23 @@ class LocalSandbox:
         async with self._workspaces.open(files, protected, commands) as workspace:
             yield workspace
 
-    def _judge(self, task: Task) -> "_JudgeHandle":
+    @property
+    def judges(self) -> int:
+        """How many tasks can be judged side by side."""
+        return len(self._judges)
+
+    def judge_of(self, task: Task) -> int:
         """Always the same judge for a task: it keeps it prepared."""
-        return self._judges[int(task.digest, 16) % len(self._judges)]
+        return int(task.digest, 16) % len(self._judges)
+
+    def _judge(self, task: Task) -> "_JudgeHandle":
+        return self._judges[self.judge_of(task)]
 
     def _refusal(self, solution: Solution, mode: Mode, status: Any, message: str) -> Verdict:
         return Verdict(status, solution.lane, mode, self.config.device, self.config.clock, message)
 
     def _verdict_file(self, task: Task, solution: Solution, mode: Mode) -> Path:
-        settings = self.config.model_dump(exclude={"required_walls", "lane"})
+        settings = self.config.model_dump(exclude={"required_walls", "lane", *WHERE_JUDGED})
         machine = build.processor() if self.config.clock == "real" else ""
         key = json.dumps([task.digest, solution.digest, mode, settings, machine, _code_version()])
         name = hashlib.sha256(key.encode()).hexdigest()
@@ -231,6 +288,20 @@ class _JudgeHandle:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = asyncio.Lock()
+
+    async def begin(self) -> None:
+        """Start it now.  Raises ``SandboxUnready``."""
+        async with self._turn:
+            await asyncio.shield(asyncio.to_thread(self._begin))
+
+    def _begin(self) -> None:
+        with self._lock:
+            try:
+                if self._process is None:
+                    self._start()
+            except (OSError, ValueError) as error:
+                self._stop()
+                raise SandboxUnready(f"the judge does not start: {error}; {self._last_words()}") from None
 
     async def ask(self, kind: str, body: dict[str, Any]) -> Any:
         """Raises ``TaskError``, ``SandboxUnready`` or ``_JudgeLost``."""
@@ -288,13 +359,27 @@ class _JudgeHandle:
         with self._lock:
             self._stop()
 
+    def kill(self) -> None:
+        """Without waiting for the request that it answers."""
+        if (process := self._process) is not None:
+            process.kill()
+
+
+def open_sandbox(config: Sandbox, cache: Path) -> "LocalSandbox | RemoteSandbox":
+    """The sandbox that the configuration asks for: on ``sandbox.servers``, or in this process."""
+    if config.servers:
+        from cuda_agent.sandbox.remote import RemoteSandbox
+
+        return RemoteSandbox(config)
+    return LocalSandbox(config, cache)
+
 
 @lru_cache
 def _code_version() -> str:
-    """Hash of the sandbox's own code: a verdict of other code is not this code's verdict."""
+    """Hash of the code that judges: a verdict of other code is not this code's verdict."""
     digest = hashlib.sha256()
     for path in sorted(_HERE.glob("*")):
-        if path.suffix in (".py", ".cpp", ".cu", ".h") and not path.name.startswith("workspace"):
+        if path.suffix in (".py", ".cpp", ".cu", ".h") and not path.name.startswith(_NO_JUDGING):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 

@@ -22,6 +22,7 @@ _C_TYPES = {
     "int32": "int", "int16": "short", "int8": "signed char", "uint8": "unsigned char", "bool": "bool",
     "complex64": "float", "complex128": "double",
 }  # fmt: skip
+DTYPES = frozenset(_C_TYPES)
 _FORMATS = {
     "float32": "f",
     "float64": "d",
@@ -32,6 +33,7 @@ _FORMATS = {
     "uint8": "B",
     "bool": "B",
 }
+WORKSPACE_DTYPES = frozenset(_FORMATS)
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*\s*(<[\w\s,:.+-]*>)?")
 _MOST_NODES, _MOST_BLOCKS, _MOST_WORKSPACE = 256, 1 << 24, 1 << 30
 _MOST_GRID, _MOST_BLOCK, _MOST_THREADS = ((1 << 31) - 1, 65535, 65535), (1024, 1024, 64), 1024
@@ -170,7 +172,7 @@ def _memset(node: dict[str, Any], where: str, names: dict[str, Any]) -> dict[str
     if not isinstance(buffer, Buffer) or buffer.name.startswith(("in:", "w:")):
         raise PlanError(f"{where}.memset: {node['memset']!r} is no output and no workspace")
     value = node.get("value", 0)
-    if not isinstance(value, int) or not 0 <= value <= 255:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 255:
         raise PlanError(f"{where}.value: a byte from 0 to 255, not {value!r}")
     return {"memset": buffer.name, "bytes": byte_count(buffer.tensor), "value": value}
 

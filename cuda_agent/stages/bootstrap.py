@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.model import PolicyError, load_policy, new_policy, save_policy, train_tokenizer
-from cuda_agent.sandbox.client import LocalSandbox
+from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.sandbox.wire import Solution
 from cuda_agent.stages.context import BadConfiguration, StageContext
 from cuda_agent.stages.dialogues import Dialogue, corpus, encode, texts
@@ -51,7 +51,7 @@ async def verify_teacher(ctx: StageContext, tasks: Sequence[Task]) -> None:
     if not count:
         return
     rng = random.Random(f"{ctx.config.seed}/verify")
-    async with LocalSandbox(ctx.config.sandbox, ctx.cache) as sandbox:
+    async with open_sandbox(ctx.config.sandbox, ctx.cache) as sandbox:
         drawn = [tasks[index % len(tasks)] for index in range(count)]
         verdicts = await asyncio.gather(
             *(sandbox.evaluate(task, Solution("plan", solve(task, rng).files)) for task in drawn)

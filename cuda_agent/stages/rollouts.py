@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cuda_agent.agent.loop import Settings, run_episode, run_many, run_single
+from cuda_agent.agent.loop import Sandbox, Settings, run_episode, run_many, run_single
 from cuda_agent.config import Config
 from cuda_agent.lease import Lease
 from cuda_agent.policy.chat import Chat
@@ -21,7 +21,7 @@ from cuda_agent.policy.episode import Episode, read_episodes, write_episodes
 from cuda_agent.policy.local import LocalEngine
 from cuda_agent.policy.model import load_policy
 from cuda_agent.policy.scripted import ScriptedEngine
-from cuda_agent.sandbox.client import LocalSandbox
+from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.stages.context import StageContext, TryAgain
 from cuda_agent.stages.drill import Script
 from cuda_agent.tasks.io import read_tasks
@@ -42,7 +42,7 @@ class Rollouts:
     tokenizer: Any
     engine: LocalEngine | ScriptedEngine
     chat: Chat
-    sandbox: LocalSandbox
+    sandbox: Sandbox
     settings: Settings
     seed: int
     concurrency: int
@@ -89,7 +89,7 @@ async def open_rollouts(
     style: Style = "compact" if config.policy.base is None else "full"
     settings = episode_settings(config, style, turns=turns, context=context, temperature=temperature)
     chat = Chat(tokenizer, style)
-    async with LocalSandbox(config.sandbox, ctx.cache) as sandbox:
+    async with open_sandbox(config.sandbox, ctx.cache) as sandbox:
         engine: LocalEngine | ScriptedEngine
         if config.policy.engine == "scripted":
             engine = ScriptedEngine(Script(chat, read_tasks(ctx.inputs["tasks"])), tokenizer, model)

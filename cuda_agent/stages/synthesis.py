@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.sandbox.client import LocalSandbox
+from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.stages.context import BadConfiguration, StageContext, TryAgain
 from cuda_agent.synthesis.family import combination, sample_task
 from cuda_agent.synthesis.synthesize import synthesize
@@ -40,7 +40,7 @@ async def _run(ctx: StageContext) -> None:
         if ctx.should_stop():
             raise TryAgain(f"stopped after {len(known)} probes")
 
-    async with LocalSandbox(config.sandbox, ctx.cache) as sandbox:
+    async with open_sandbox(config.sandbox, ctx.cache) as sandbox:
         tasks, card = await synthesize(
             config.synthesis,
             config.seed,

@@ -1,0 +1,213 @@
+"""How many solutions the sandbox judges a minute on this machine, and where the time of one goes.
+
+Solutions of the scripted teacher with random designs, each built, checked and timed anew in a cache of its own, lane by
+lane: once one after the other, once all at once.  The same kernel is wrapped for the ``extension`` lane; the ``python``
+lane gets the reference itself.  Tasks are prepared first, as synthesis prepares them, and that is measured beside it.
+
+Not covered: how a solution's time spreads from run to run, and servers (``sandbox.servers`` is ignored).
+"""
+
+import asyncio
+import json
+import platform
+import random
+import re
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.config import ConfigError, Sandbox
+from cuda_agent.pipeline.closure import device_name
+from cuda_agent.sandbox.client import LocalSandbox
+from cuda_agent.sandbox.wire import Lane, Solution, TaskSpec, Verdict
+from cuda_agent.synthesis.family import sample_task
+from cuda_agent.synthesis.filters import Refused, check_eager
+from cuda_agent.synthesis.teacher import KERNEL, PLAN, solve
+from cuda_agent.tasks.task import Task
+
+LANES: tuple[Lane, ...] = ("plan", "extension", "python")
+WINDOW = (1e-4, 5e-3)  # seconds of an eager call: the demo's
+
+
+def lanes_of(text: str) -> tuple[Lane, ...]:
+    """``plan,python`` -> the lanes in their order.  Raises ``ConfigError``."""
+    wanted = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in wanted if name not in LANES]:
+        raise ConfigError(f"--lanes: expected any of {', '.join(LANES)}, got {unknown[0]!r}")
+    return tuple(lane for lane in LANES if lane in wanted)
+
+
+async def measure(config: Sandbox, tasks: int, solutions: int, lanes: Sequence[Lane]) -> dict[str, Any]:
+    """``solutions`` a task, lane and round (fewer where the teacher has no more designs); seconds everywhere."""
+    rng = random.Random(0)
+    with tempfile.TemporaryDirectory() as cache:
+        async with LocalSandbox(config.model_copy(update={"servers": []}), Path(cache)) as sandbox:
+            prepared, seconds = await prepare(sandbox, tasks, rng)
+            rounds = {lane: await _measure_lane(sandbox, prepared, lane, solutions, rng) for lane in lanes}
+    return {
+        "device": config.device,
+        "machine": f"{platform.machine()}, {device_name(config.device)}",
+        "clock": config.clock,
+        "prepare": figures(seconds),
+        "lanes": rounds,
+    }
+
+
+async def _measure_lane(
+    sandbox: LocalSandbox, tasks: Sequence[Task], lane: Lane, count: int, rng: random.Random
+) -> dict[str, Any]:
+    specs = {task.name: await sandbox.spec(task) for task in tasks}
+    drawn = distinct(tasks, 2 * count, rng, lambda task: solution_of(task, specs[task.name], lane, rng))
+    half = len(drawn) // 2
+    verdicts: list[Verdict] = []
+
+    async def evaluate(task: Task, solution: Solution) -> float:
+        begin = time.perf_counter()
+        verdicts.append(await sandbox.evaluate(task, solution))
+        return time.perf_counter() - begin
+
+    begin = time.perf_counter()
+    alone = [await evaluate(*one) for one in drawn[:half]]
+    alone_seconds = time.perf_counter() - begin
+    phases = {
+        name: figures([verdict.phases[name] for verdict in verdicts if name in verdict.phases])
+        for name in sorted({name for verdict in verdicts for name in verdict.phases})
+    }
+    begin = time.perf_counter()
+    await asyncio.gather(*(evaluate(*one) for one in drawn[half:]))
+    crowd_seconds = time.perf_counter() - begin
+    per_minute = {"one_by_one": 60 * half / alone_seconds, "all_at_once": 60 * (len(drawn) - half) / crowd_seconds}
+    answer = {
+        "evaluations": half,
+        "phases": phases | {"whole": figures(alone)},  # of the first round: nothing waits for anything
+        "per_minute": per_minute,
+        "statuses": dict(Counter(verdict.status for verdict in verdicts)),
+    }
+    if sandbox.config.device == "cuda":
+        answer["per_gpu_hour"] = 60 * per_minute["all_at_once"]
+    return answer
+
+
+async def prepare(sandbox: LocalSandbox, count: int, rng: random.Random) -> tuple[list[Task], list[float]]:
+    """Tasks inside the window with their baselines measured, and the seconds that each took (the first one pays for
+    what is made once a machine)."""
+    window = WINDOW if sandbox.config.clock == "real" else (0.0, float("inf"))
+    tasks: list[Task] = []
+    seconds: list[float] = []
+    while len(tasks) < count:
+        task = sample_task(rng)
+        begin = time.perf_counter()
+        try:
+            check_eager(await sandbox.probe(task, compile=False), window)
+        except Refused:
+            continue
+        if not (await sandbox.probe(task)).error:
+            tasks.append(task)
+            seconds.append(time.perf_counter() - begin)
+    return tasks, seconds
+
+
+def solution_of(task: Task, spec: TaskSpec, lane: Lane, rng: random.Random) -> Solution:
+    """A solution of a task of the teacher's family in any lane."""
+    if lane == "python":
+        code = re.sub(r"^class Model\b", "class ModelNew", task.code, flags=re.MULTILINE)
+        return Solution(lane, {"model_new.py": f"{code}\n# {rng.getrandbits(32)}\n"})
+    files = solve(task, rng).files
+    return Solution(lane, files if lane == "plan" else _work_folder(files, spec))
+
+
+_BINDING = """#include "../binding_registry.h"
+{declaration};
+static Tensor forward({inputs}) {{
+  Tensor z = {output};
+{workspace}  long grid = {grid};
+#pragma omp parallel for
+  for (long block = 0; block < grid; block++) fused(block, grid, {arguments});
+  return z;
+}}
+REGISTER_BINDING(forward, forward);
+"""
+_MODEL = """import cuda_extension
+import torch
+
+
+class ModelNew(torch.nn.Module):
+    def __init__(self, *arguments):
+        super().__init__()
+
+    def forward(self, *inputs):
+        return cuda_extension.forward(*inputs)
+"""
+
+
+def _work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
+    """The published form around the kernel of a plan."""
+    plan = json.loads(files[PLAN])
+    (node,) = plan["nodes"]
+    spelled = {
+        "in0": "x.data<float>()", "in1": "y.data<float>()", "out0": "z.data<float>()", "tmp": "b.data<float>()",
+        "in0.numel": "x.numel()", "in0.shape[0]": "x.size(0)", "in0.shape[1]": "x.size(1)",
+    }  # fmt: skip
+    shape = ", ".join(str(extent) for extent in spec.outputs[0].shape)
+    declaration = re.search(r"void fused\([^)]*\)", files[KERNEL])
+    assert declaration is not None
+    binding = _BINDING.format(
+        declaration=declaration[0],
+        inputs=", ".join(f"const Tensor& {name}" for name in "xy"[: len(spec.inputs)]),
+        output=f"empty({{{shape}}})" if shape else "empty(nullptr, 0)",
+        workspace="  Tensor b = empty_like(x);\n" if "tmp" in plan.get("workspaces", {}) else "",
+        grid=spelled.get(node["grid"], node["grid"]),
+        arguments=", ".join(spelled[name] for name in node["args"]),
+    )
+    return {"model_new.py": _MODEL, KERNEL: files[KERNEL], KERNEL.replace(".cpp", "_binding.cpp"): binding}
+
+
+def distinct(
+    tasks: Sequence[Task], count: int, rng: random.Random, solution: Callable[[Task], Solution]
+) -> list[tuple[Task, Solution]]:
+    """``count`` different solutions a task, or as many as there are, in random order."""
+    found: list[tuple[Task, Solution]] = []
+    for task in tasks:
+        mine: dict[str, Solution] = {}
+        for _ in range(50 * count):
+            one = solution(task)
+            mine.setdefault(one.digest, one)
+            if len(mine) == count:
+                break
+        found += [(task, one) for one in mine.values()]
+    rng.shuffle(found)
+    return found
+
+
+def figures(seconds: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {"p50": statistics.median(ordered), "p95": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]}
+
+
+def lines(answer: dict[str, Any]) -> list[str]:
+    """For a person."""
+    text = [answer["machine"], f"prepare a task: {_seconds(answer['prepare'])}"]
+    if answer["clock"] == "model":
+        text.append("sandbox.clock=model: nothing is timed, so that an evaluation is cheaper than a real one")
+    for lane, row in answer["lanes"].items():
+        statuses = ", ".join(f"{count} {status}" for status, count in sorted(row["statuses"].items()))
+        text += ["", f"{lane}: {row['evaluations']} evaluations a round ({statuses})"]
+        text += [f"  {name:8} {_seconds(row['phases'][name])}" for name in _ordered(row["phases"])]
+        pace = row["per_minute"]
+        text.append(f"  {pace['one_by_one']:.0f} a minute one by one, {pace['all_at_once']:.0f} all at once")
+        if "per_gpu_hour" in row:
+            text.append(f"  {row['per_gpu_hour']:.0f} per GPU-hour")
+    return text
+
+
+def _seconds(figure: dict[str, float]) -> str:
+    return f"p50 {figure['p50']:.3f} s  p95 {figure['p95']:.3f} s"
+
+
+def _ordered(phases: dict[str, Any]) -> list[str]:
+    known = ["build", "start", "check", "time", "whole"]
+    return sorted(phases, key=lambda name: known.index(name) if name in known else -1)

@@ -1,0 +1,386 @@
+"""The sandbox on other machines: ``LocalSandbox``'s interface over any number of ``cuda-agent sandbox serve``.
+
+A task prefers one server (by rendezvous hashing of its digest), because a server keeps tasks prepared and baselines
+belong to one machine; a server that is full or gone is passed over until it said it would have room, or for a while.
+What was lost with a server, and what a server calls ``infra``, is tried elsewhere a bounded number of times; then the
+verdict is ``infra``.  A solution whose form is refused is the candidate's ``build_error``, a task's a ``TaskError``.
+
+Not covered: workspaces survive no server (``WorkspaceLost``, as when a local one dies), and nothing is judged here.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from cuda_agent.config import Sandbox
+from cuda_agent.sandbox.client import SandboxUnready
+from cuda_agent.sandbox.service_messages import AGREED, TASK_BYTES, read_token
+from cuda_agent.sandbox.wire import Mode, Probe, Solution, Status, TaskError, TaskSpec, ToolResult, Verdict
+from cuda_agent.sandbox.workspace import ARGUMENT_BYTES, Commands, WorkspaceLost
+from cuda_agent.tasks.task import Task
+
+ATTEMPTS = 4  # how often work that was begun is begun again elsewhere
+UNREACHABLE_SECONDS = 60.0  # without a server that answers or is ready: then it is ``infra``, or SandboxUnready
+FULL_SECONDS = 3600.0  # of waiting for room
+_POLL_SECONDS = 20.0
+_SILENCE_SECONDS = 30.0  # a server that says nothing for so long beyond what was agreed is gone
+_JITTER = 0.3  # share of a wait by which it is stretched at random
+_LONGEST_REST = 15.0  # of a server that did not answer
+_JOB = frozenset({"id", "state", "result", "error"})
+_log = logging.getLogger("cuda_agent.sandbox")
+
+
+@dataclass
+class Server:
+    """One address, and what is known of it."""
+
+    address: str
+    rests_until: float = 0.0  # monotonic
+    failures: int = 0  # in a row
+    workspaces: int = 0  # that we have open there
+    kind: str = ""  # of its last refusal
+    reason: str = "was not asked"
+
+
+class _Away(Exception):
+    """This server cannot take it: full, gone, draining, not ready, or without the role.  Nothing was begun there, and
+    nobody should ask again before ``until``."""
+
+    def __init__(self, message: str, until: float) -> None:
+        super().__init__(message)
+        self.until = until
+
+
+class _Lost(Exception):
+    """Begun, and gone with its server or failed there by our fault (``kind`` infra or unready); or nobody takes it."""
+
+    def __init__(self, message: str, server: Server | None = None, kind: str = "lost") -> None:
+        super().__init__(message)
+        self.server, self.kind = server, kind
+
+
+class _Refused(Exception):
+    """What was asked is wrong, everywhere; ``where`` is the part of the request."""
+
+    def __init__(self, message: str, where: str) -> None:
+        super().__init__(message)
+        self.where = where
+
+
+class _OfCommands(Exception):
+    """Carries an exception of ``commands`` through the stream of a call."""
+
+
+class RemoteSandbox:
+    """An async context manager."""
+
+    def __init__(self, config: Sandbox) -> None:
+        self.config = config
+        self.servers = [Server(address.rstrip("/")) for address in config.servers]
+        self._settings = {name: getattr(config, name) for name in AGREED}
+
+    async def __aenter__(self) -> "RemoteSandbox":
+        token = read_token(self.config, os.environ)
+        self._client = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=httpx.Timeout(_POLL_SECONDS + _SILENCE_SECONDS, connect=5.0, pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,  # a proxy that is meant for the internet does not reach a sandbox
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick", priority: int = 0) -> Verdict:
+        """The verdict of ``solution``.  Raises ``TaskError`` when the task itself cannot be run, ``SandboxUnready``
+        when no server is ready or they have other settings."""
+        request = {
+            "kind": "evaluate", "task": _task(task), "solution": {"lane": solution.lane, "files": solution.files},
+            "mode": mode, "priority": priority,
+        }  # fmt: skip
+        try:
+            return Verdict.from_json(await self._ask(request, task))
+        except _Refused as refusal:
+            if refusal.where.startswith("task") or len(task.code.encode(errors="replace")) > TASK_BYTES:
+                raise TaskError(str(refusal)) from None
+            return self._refusal("build_error", solution, mode, str(refusal))
+        except _Lost as lost:
+            return self._refusal("infra", solution, mode, str(lost))
+
+    async def probe(self, task: Task, compile: bool = True) -> Probe:
+        """Run a task without a solution.  What is wrong with it is in ``Probe.error``."""
+        try:
+            return Probe.from_json(await self._ask({"kind": "probe", "task": _task(task), "compile": compile}, task))
+        except _Refused as refusal:
+            return Probe(error=str(refusal))
+        except _Lost as lost:
+            return Probe(error=f"infrastructure: {lost}")
+
+    async def spec(self, task: Task) -> TaskSpec:
+        """Shapes, dtypes and plain values of a task.  Raises ``TaskError``."""
+        try:
+            return TaskSpec.from_json(await self._ask({"kind": "spec", "task": _task(task)}, task))
+        except _Refused as refusal:
+            raise TaskError(str(refusal)) from None
+        except _Lost as lost:
+            raise SandboxUnready(str(lost)) from None
+
+    @contextlib.asynccontextmanager
+    async def workspace(
+        self, files: dict[str, str], protected: frozenset[str], commands: Commands
+    ) -> "AsyncIterator[RemoteWorkspace]":
+        """A jailed work folder on the server where we have the fewest.  Raises ``WorkspaceLost``."""
+        server, opened = await self._open({"files": files, "protected": sorted(protected)})
+        server.workspaces += 1
+        headers = {"X-Workspace-Owner": opened["owner"]}
+        path = f"{server.address}/v1/workspaces/{opened['id']}"
+        try:
+            yield RemoteWorkspace(self._client, path, headers, commands)
+        finally:
+            server.workspaces -= 1
+            with contextlib.suppress(httpx.HTTPError):
+                await self._client.delete(path, headers=headers)
+
+    # ------------------------------------------------------------------------------------------------------------- jobs
+
+    async def _ask(self, request: dict[str, Any], task: Task) -> dict[str, Any]:
+        """The result of a job, from the first server that has one.  Raises ``_Refused``, ``_Lost``, ``TaskError`` or
+        ``SandboxUnready``."""
+        body = json.dumps(request | {"settings": self._settings}).encode()
+        order = sorted(self.servers, key=lambda server: _weight(server.address, task.digest), reverse=True)
+        failed: list[Server] = []
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                server, job = await self._submit(body, order, failed)
+                return await self._result(server, job)
+            except _Lost as lost:
+                if lost.server is None:
+                    raise
+                _log.warning("%s: %s", lost.server.address, lost)
+                failed.append(lost.server)
+                everywhere = all(server in failed for server in order)
+                if everywhere and lost.kind == "unready":
+                    raise SandboxUnready(str(lost)) from None
+                if attempt == ATTEMPTS or (everywhere and lost.kind == "infra"):
+                    raise
+        raise AssertionError
+
+    async def _submit(self, body: bytes, order: list[Server], failed: list[Server]) -> tuple[Server, dict[str, Any]]:
+        """Hand the job to the first server that takes it; those that ``failed`` it come last."""
+        patience = _Patience()
+        while True:
+            server = await patience.choose(order, failed)
+            try:
+                url = f"{server.address}/v1/jobs?wait={_POLL_SECONDS:g}"
+                return server, await self._send(server, "POST", url, content=body)
+            except _Away as away:
+                patience.told[server.address] = away.until
+
+    async def _result(self, server: Server, job: dict[str, Any]) -> dict[str, Any]:
+        url = f"{server.address}/v1/jobs/{job['id']}"
+        try:
+            while job["state"] in ("queued", "running"):
+                try:
+                    job = await self._send(server, "GET", f"{url}?wait={_POLL_SECONDS:g}")
+                except (_Away, _Refused) as away:
+                    raise _Lost(f"lost with its server: {away}", server) from None
+        except asyncio.CancelledError:
+            with contextlib.suppress(httpx.HTTPError):
+                await asyncio.shield(self._client.delete(url, timeout=2.0))
+            raise
+        if job["result"] is not None and job["result"].get("status") != "infra":
+            result: dict[str, Any] = job["result"]
+            return result
+        error = job["error"] or {"kind": "infra", "message": (job["result"] or {}).get("message", "no result")}
+        if error["kind"] == "task":
+            raise TaskError(error["message"])
+        if error["kind"] == "draining":
+            server.rests_until = time.monotonic() + _LONGEST_REST
+        raise _Lost(error["message"], server, error["kind"])
+
+    async def _open(self, body: dict[str, Any]) -> tuple[Server, dict[str, Any]]:
+        patience = _Patience()
+        content = json.dumps(body).encode()
+        while True:
+            order = sorted(self.servers, key=lambda server: (server.workspaces, random.random()))
+            try:
+                server = await patience.choose(order, [])
+                url = f"{server.address}/v1/workspaces"
+                return server, await self._send(server, "POST", url, content, frozenset({"id", "owner"}))
+            except _Away as away:
+                patience.told[server.address] = away.until
+            except (_Lost, _Refused) as error:
+                raise WorkspaceLost(str(error)) from None
+
+    async def _send(
+        self, server: Server, method: str, url: str, content: bytes | None = None, needs: frozenset[str] = _JOB
+    ) -> dict[str, Any]:
+        """The answer of a server, which has the keys ``needs``.  Raises ``_Away``, with the server at rest;
+        ``_Refused``; ``SandboxUnready``."""
+        try:
+            headers = {"Content-Type": "application/json"}
+            response = await self._client.request(method, url, headers=headers, content=content)
+            answer = response.json()
+            if response.is_success and not needs <= answer.keys():
+                raise ValueError
+            error = None if response.is_success else answer.get("error")
+        except (httpx.HTTPError, ValueError, TypeError, AttributeError) as fault:
+            server.failures += 1
+            rest = min(0.25 * 2**server.failures, _LONGEST_REST)
+            raise self._away(server, "gone", f"does not answer ({type(fault).__name__})", rest) from None
+        server.failures = 0
+        if response.is_success:
+            return dict(answer)
+        if not isinstance(error, dict):
+            error = {}
+        kind = str(error.get("kind", "unknown"))
+        message = str(error.get("message", f"HTTP {response.status_code}"))
+        if kind in ("malformed", "too_large"):
+            raise _Refused(message, str(error.get("where", "")))
+        if kind == "token":
+            where = self.config.token_file or f"the environment variable {self.config.token_env}"
+            raise SandboxUnready(f"{server.address}: {message}; here it is taken from {where}")
+        if kind == "settings":
+            raise SandboxUnready(f"{server.address}: {message}")
+        rest = UNREACHABLE_SECONDS if kind == "role" else _stretched(response.headers.get("Retry-After", "1"))
+        raise self._away(server, kind, message, rest)
+
+    def _away(self, server: Server, kind: str, reason: str, rest: float) -> _Away:
+        """A full server tells each who asks another time; the others may ask again at the earliest of them."""
+        now = time.monotonic()
+        earliest = server.rests_until if kind == "full" and server.rests_until > now else now + rest
+        server.kind, server.reason, server.rests_until = kind, f"{server.address}: {reason}", min(earliest, now + rest)
+        return _Away(server.reason, now + rest)
+
+    def _refusal(self, status: Status, solution: Solution, mode: Mode, message: str) -> Verdict:
+        return Verdict(status, solution.lane, mode, self.config.device, self.config.clock, message)
+
+
+class _Patience:
+    """Chooses servers for one piece of work, and knows when to give up."""
+
+    def __init__(self) -> None:
+        self._begun = self._hope = time.monotonic()  # hope: a server is there, only full
+        self.told: dict[str, float] = {}  # when which server said that this work may come back
+
+    async def choose(self, order: list[Server], failed: list[Server]) -> Server:
+        """The first server in ``order`` that does not rest, one of those that did not fail if there is one; waits until
+        there is one.  Raises ``_Lost``, or ``SandboxUnready`` when servers answer and none can be used."""
+        while True:
+            now = time.monotonic()
+            fresh = [server for server in order if server not in failed] or order
+            back = [max(server.rests_until, self.told.get(server.address, 0.0)) for server in fresh]
+            for server, when in zip(fresh, back, strict=True):
+                if when <= now:
+                    return server
+            if any(server.kind == "full" for server in fresh):
+                self._hope = now
+            if now - self._hope >= UNREACHABLE_SECONDS or now - self._begun >= FULL_SECONDS:
+                reasons = "; ".join(server.reason for server in order)
+                if all(server.kind in ("unready", "role") for server in order):
+                    raise SandboxUnready(reasons)
+                raise _Lost(f"no server takes it: {reasons}")
+            await asyncio.sleep(min(back) - now)
+
+
+class RemoteWorkspace:
+    """One open workspace, as ``workspace.Workspace``.  Calls run one after the other."""
+
+    def __init__(self, client: httpx.AsyncClient, path: str, headers: dict[str, str], commands: Commands) -> None:
+        self._client, self._path, self._headers, self._commands = client, path, headers, commands
+        self._turn = asyncio.Lock()
+        self._timeout = httpx.Timeout(_SILENCE_SECONDS, pool=None)
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Run a tool.  Exceptions of ``commands`` come through.
+
+        Raises:
+            WorkspaceLost: the workspace died or hangs, or its server did.
+        """
+        try:
+            body = json.dumps({"tool": tool[:100], "arguments": dict(arguments)})
+        except (TypeError, ValueError, RecursionError):
+            return ToolResult("error: the arguments are not plain values", error=True)
+        if len(body) > ARGUMENT_BYTES:
+            return ToolResult("error: the arguments are too large", error=True)
+        async with self._turn:
+            try:
+                return await self._call(body)
+            except _OfCommands as carried:
+                assert carried.__cause__ is not None
+                raise carried.__cause__ from None
+
+    async def _call(self, body: str) -> ToolResult:
+        headers = self._headers | {"Content-Type": "application/json"}
+        try:
+            async with self._client.stream(
+                "POST", f"{self._path}/calls", content=body.encode(), headers=headers, timeout=self._timeout
+            ) as response:
+                if response.status_code == 422:
+                    message = json.loads(await response.aread())["error"]["message"]
+                    return ToolResult(f"error: {message}", error=True)
+                if response.is_error:
+                    raise WorkspaceLost(f"the workspace is gone: HTTP {response.status_code}")
+                async for text in response.aiter_lines():
+                    line = json.loads(text)
+                    if "result" in line:
+                        return ToolResult(str(line["result"]["text"]), bool(line["result"]["error"]))
+                    if "lost" in line:
+                        raise WorkspaceLost(line["lost"])
+                    if "command" in line:
+                        await self._command(line["command"])
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise WorkspaceLost(f"the workspace is gone: {type(error).__name__}") from None
+        raise WorkspaceLost("the workspace is gone: its stream ended")
+
+    async def _command(self, question: dict[str, Any]) -> None:
+        try:
+            result = await self._commands(question["name"], question["argv"], question["files"])
+        except Exception as error:
+            raise _OfCommands from error
+        url = f"{self._path}/answers/{question['number']}"
+        answer = {"text": result.text, "error": result.error}
+        response = await self._client.post(url, json=answer, headers=self._headers, timeout=self._timeout)
+        response.raise_for_status()
+
+    async def files(self) -> dict[str, str]:
+        """The folder's text files within the limits of ``workspace_files``.
+
+        Raises:
+            WorkspaceLost: as ``call``.
+        """
+        async with self._turn:
+            try:
+                response = await self._client.get(f"{self._path}/files", headers=self._headers, timeout=60.0)
+                response.raise_for_status()
+                return dict(response.json()["files"])
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                raise WorkspaceLost(f"the workspace is gone: {type(error).__name__}") from None
+
+
+def _task(task: Task) -> dict[str, str]:
+    return {"name": task.name[:50], "code": task.code}
+
+
+def _weight(address: str, digest: str) -> bytes:
+    return hashlib.sha256(f"{address} {digest}".encode()).digest()
+
+
+def _stretched(header: str) -> float:
+    """Seconds to wait, stretched at random so that not all come back at once."""
+    try:
+        seconds = max(0.0, float(header))
+    except ValueError:
+        seconds = 1.0
+    return seconds * random.uniform(1.0, 1.0 + _JITTER)

@@ -1,0 +1,220 @@
+"""The service's queue: jobs named for their content, taken by priority, with an honest guess of when there is room.
+
+Pure: no clock (the caller passes the time), no tasks, no I/O.  A job belongs to one *place* (a judge, or the builder)
+and a place takes only as many at once as it can use: what waits here can still be overtaken by what is more urgent,
+what was handed on cannot.  Not covered: doing the work, and the cache of verdicts that outlives the process.
+"""
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+State = Literal["queued", "running", "done", "failed", "cancelled"]
+Kind = Literal["evaluate", "probe", "spec", "build"]
+_LEARNING = 0.2  # weight of the newest interval in the running mean
+_LONGEST_WAIT = 10.0  # seconds: the pace may have changed by then, and asking again costs milliseconds
+
+
+class Full(Exception):
+    """No room; ``retry_after`` seconds from now there should be."""
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__(f"the queue is full; there should be room in {retry_after:.0f} s")
+        self.retry_after = retry_after
+
+
+@dataclass
+class Job:
+    """One request and what became of it.  ``interest``: how many asked for it and did not cancel."""
+
+    id: str
+    kind: Kind
+    place: Hashable
+    priority: int
+    number: int  # order of arrival
+    size: int  # bytes of the request
+    request: Any  # dropped with the end
+    submitted: float
+    interest: int = 1
+    state: State = "queued"
+    started: float | None = None
+    ended: float | None = None
+    result: dict[str, Any] | None = None
+    error: dict[str, str] | None = None  # kind and message
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        return self.state in ("done", "failed", "cancelled")
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("id", "kind", "state", "priority", "submitted", "started", "ended", "result", "error")
+        return {name: getattr(self, name) for name in names}
+
+
+class Queue:
+    """``places``: how many jobs each place can use at once.  ``most_jobs`` and ``most_bytes`` bound what waits,
+    ``kept`` what is remembered of finished ones.  ``changed`` is called with each job whose state changed."""
+
+    def __init__(
+        self,
+        places: Mapping[Hashable, int],
+        most_jobs: int = 256,
+        most_bytes: int = 256 << 20,
+        kept: int = 2048,
+        changed: Callable[[Job], None] = lambda job: None,
+    ) -> None:
+        self._free = dict(places)
+        self._most_jobs, self._most_bytes, self._kept = most_jobs, most_bytes, kept
+        self._changed = changed
+        self._heaps: dict[Hashable, list[tuple[int, int, Job]]] = {place: [] for place in places}
+        self._alive: dict[str, Job] = {}  # queued or running
+        self._over: OrderedDict[str, Job] = OrderedDict()
+        self._arrivals = 0
+        self._queued = self._bytes = self._running = 0
+        self._turned_away = 0  # since the queue was last known to have had room for all
+        self._interval = 1.0  # seconds between two ends while there is work: a guess until there were some
+        self._busy_since = 0.0
+
+    @property
+    def queued(self) -> int:
+        return self._queued
+
+    @property
+    def running(self) -> int:
+        return self._running
+
+    def find(self, id: str) -> Job | None:
+        return self._alive.get(id) or self._over.get(id)
+
+    def position(self, job: Job) -> int:
+        """How many of its place go first."""
+        mine = (-job.priority, job.number)
+        return sum(_is_current(entry) and entry[:2] < mine for entry in self._heaps[job.place])
+
+    def submit(
+        self, id: str, kind: Kind, place: Hashable, priority: int, size: int, request: Any, now: float
+    ) -> tuple[Job, bool]:
+        """The job of this content, and whether it is new: one that is queued or running is joined, and a verdict that
+        stands is given again.  Raises ``Full``."""
+        if job := self._alive.get(id):
+            job.interest += 1
+            if job.state == "queued" and priority > job.priority:
+                job.priority = priority
+                heapq.heappush(self._heaps[place], (-priority, job.number, job))
+            return job, False
+        if (old := self._over.get(id)) and _stands(old):
+            self._over.move_to_end(id)
+            return old, False
+        if self._queued >= self._most_jobs or self._bytes + size > self._most_bytes:
+            self._turned_away += 1
+            raise Full(self.room_in())
+        job = Job(id, kind, place, priority, self._arrivals, size, request, now)
+        self._arrivals += 1
+        self._over.pop(id, None)
+        self._alive[id] = job
+        self._queued += 1
+        self._bytes += size
+        heapq.heappush(self._heaps[place], (-priority, job.number, job))
+        self._note(job, now)
+        return job, True
+
+    def take(self, now: float) -> Job | None:
+        """The next job to run, of any place that has a use for one; it counts as running from now on."""
+        best: Job | None = None
+        for place, heap in self._heaps.items():
+            while heap and not _is_current(heap[0]):
+                heapq.heappop(heap)
+            if heap and self._free[place] > 0:
+                job = heap[0][2]
+                if best is None or (-job.priority, job.number) < (-best.priority, best.number):
+                    best = job
+        if best is None:
+            return None
+        heapq.heappop(self._heaps[best.place])
+        if not self._running:
+            self._busy_since = now
+        self._leave_queue(best)
+        self._free[best.place] -= 1
+        self._running += 1
+        best.state, best.started = "running", now
+        self._note(best, now)
+        return best
+
+    def finish(
+        self, job: Job, now: float, result: dict[str, Any] | None = None, error: dict[str, str] | None = None
+    ) -> None:
+        """A running job has ended: its place is free."""
+        self._free[job.place] += 1
+        self._running -= 1
+        self._interval += _LEARNING * (now - self._busy_since - self._interval)
+        self._busy_since = now
+        if not job.interest:
+            self._end(job, "cancelled", now)
+        else:
+            job.result, job.error = result, error
+            self._end(job, "done" if result is not None else "failed", now)
+
+    def cancel(self, job: Job, now: float) -> None:
+        """One of those who asked for it no longer does.  With the last one a queued job goes; a running one runs on
+        (a judge is not interrupted), and its result is dropped unless somebody asks again before it ends."""
+        if job.over or not job.interest:
+            return
+        job.interest -= 1
+        if job.interest == 0 and job.state == "queued":
+            self._leave_queue(job)
+            self._end(job, "cancelled", now)
+            heap = self._heaps[job.place]
+            if len(heap) > 2 * self._most_jobs:  # those at the bottom would stay for as long as there is work
+                heap[:] = [entry for entry in heap if _is_current(entry)]
+                heapq.heapify(heap)
+
+    def hand_back(self, now: float, kind: str, message: str) -> None:
+        """Every queued job fails, so that it can be brought elsewhere."""
+        for job in [job for job in self._alive.values() if job.state == "queued"]:
+            self._leave_queue(job)
+            job.error = {"kind": kind, "message": message}
+            self._end(job, "failed", now)
+
+    def room_in(self) -> float:
+        """Seconds until there is room for one who is turned away now, if all who were turned away before come back
+        first: one leaves the queue with each end of a job."""
+        return min(max(1.0, self._interval * self._turned_away), _LONGEST_WAIT)
+
+    def _leave_queue(self, job: Job) -> None:
+        self._queued -= 1
+        self._bytes -= job.size
+        self._turned_away = max(0, self._turned_away - 1)
+        if not self._queued:
+            self._turned_away = 0
+
+    def _end(self, job: Job, state: State, now: float) -> None:
+        job.state, job.ended, job.request = state, now, None
+        self._alive.pop(job.id, None)
+        self._over[job.id] = job
+        while len(self._over) > self._kept:
+            self._over.popitem(last=False)
+        self._note(job, now)
+
+    def _note(self, job: Job, now: float) -> None:
+        job.events.append({"event": job.state, "at": now})
+        self._changed(job)
+
+
+def _is_current(entry: tuple[int, int, Job]) -> bool:
+    """Whether this entry of a heap is that of a job that waits, and not of one that is gone or was moved up since."""
+    return entry[2].state == "queued" and -entry[0] == entry[2].priority
+
+
+def _stands(job: Job) -> bool:
+    """Whether a finished job answers the same question again: a verdict does, a fault of ours does not; probes and
+    specs are cheap to repeat, and what went wrong with a task may have been our load."""
+    return job.kind == "evaluate" and job.result is not None and job.result.get("status") != "infra"
+
+
+def seconds(value: float) -> str:
+    """As the header Retry-After wants it: whole seconds, never too early."""
+    return str(math.ceil(value))

@@ -1,0 +1,49 @@
+"""The benchmark of the sandbox: real evaluations in every lane, and what is said of them."""
+
+import asyncio
+import random
+
+import pytest
+
+from cuda_agent.config import ConfigError, Sandbox
+from cuda_agent.pipeline import sandbox_bench
+
+
+def test_every_lane_is_measured_on_solutions_that_are_right():
+    config = Sandbox(clock="model", checks=2, servers=["http://nobody.invalid"])
+    answer = asyncio.run(sandbox_bench.measure(config, tasks=1, solutions=2, lanes=sandbox_bench.LANES))
+    assert list(answer["lanes"]) == ["plan", "extension", "python"]
+    for row in answer["lanes"].values():
+        assert row["statuses"] == {"ok": 4} and row["evaluations"] == 2
+        assert row["phases"]["whole"]["p50"] > 0 and row["per_minute"]["all_at_once"] > 0
+    text = "\n".join(sandbox_bench.lines(answer))
+    assert "extension: 2 evaluations a round (4 ok)" in text and "sandbox.clock=model" in text
+
+
+@pytest.mark.nightly  # torch.compile is timed too
+def test_the_real_clock_shows_where_the_time_goes():
+    answer = asyncio.run(
+        sandbox_bench.measure(Sandbox(timed_calls=4, checks=2), tasks=1, solutions=1, lanes=["python"])
+    )
+    phases = answer["lanes"]["python"]["phases"]
+    assert set(phases) == {"build", "start", "check", "time", "whole"}
+    parts = sum(phases[name]["p50"] for name in ("start", "check", "time"))
+    assert 0 < parts <= phases["whole"]["p50"]
+
+
+def test_p95_is_of_the_slow_end():
+    figures = sandbox_bench.figures([float(n) for n in random.Random(0).sample(range(100), 100)])
+    assert figures == {"p50": 49.5, "p95": 95.0}
+
+
+def test_a_gpu_is_paid_by_the_hour():
+    row = {"evaluations": 1, "statuses": {"ok": 2}, "phases": {"whole": {"p50": 1.0, "p95": 2.0}}}
+    row |= {"per_minute": {"one_by_one": 60.0, "all_at_once": 90.0}, "per_gpu_hour": 5400.0}
+    answer = {"machine": "m", "clock": "real", "prepare": {"p50": 1.0, "p95": 1.0}, "lanes": {"plan": row}}
+    assert "  5400 per GPU-hour" in sandbox_bench.lines(answer)
+
+
+def test_lanes_come_in_their_order_and_others_are_refused():
+    assert sandbox_bench.lanes_of("python, plan") == ("plan", "python")
+    with pytest.raises(ConfigError, match="got 'shell'"):
+        sandbox_bench.lanes_of("plan,shell")
