@@ -114,6 +114,8 @@ class RemoteSandbox:
         except _Refused as refusal:
             if refusal.where.startswith("task") or len(task.code.encode(errors="replace")) > TASK_BYTES:
                 raise TaskError(str(refusal)) from None
+            if refusal.where and not refusal.where.startswith("solution"):  # of another version: nobody's fault here
+                raise SandboxUnready(f"a server refused {refusal.where}: {refusal}") from None
             return self._refusal("build_error", solution, mode, str(refusal))
         except _Lost as lost:
             return self._refusal("infra", solution, mode, str(lost))

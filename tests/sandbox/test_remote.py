@@ -225,6 +225,12 @@ def test_what_no_server_can_do_is_told_as_in_this_process(tmp_path, monkeypatch)
         assert len(one.seen) == len(two.seen) == 1
 
 
+def test_a_server_that_does_not_know_a_setting_is_no_fault_of_the_candidate():
+    unknown = {"error": {"kind": "malformed", "message": "'threads' is none of clock", "where": "settings"}}
+    with Broken(lambda method, path: (422, {}, unknown)) as broken, pytest.raises(SandboxUnready, match="settings"):
+        use([broken.address], lambda sandbox: sandbox.evaluate(task(), plan_solution()))
+
+
 def test_nobody_there_is_infra_in_the_end(monkeypatch):
     monkeypatch.setattr(remote, "UNREACHABLE_SECONDS", 1.0)
     verdict = use(["http://127.0.0.1:9"], lambda sandbox: sandbox.evaluate(task(), plan_solution()))
