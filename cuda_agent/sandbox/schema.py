@@ -61,7 +61,7 @@ def plan() -> dict[str, Any]:
             },
             "block": _one_to_three(expression, cuda_only + "threads of a block"),
             "cluster": _one_to_three(expression, cuda_only + "blocks of a cluster"),
-            "dynamic_shared_memory": expression | {"description": cuda_only + "bytes a block"},
+            "shared": expression | {"description": cuda_only + "bytes of dynamic shared memory a block"},
             "cooperative": {"type": "boolean", "description": cuda_only + "the grid may synchronise"},
         },
         "required": ["kernel", "function"],
@@ -77,21 +77,33 @@ def plan() -> dict[str, Any]:
         "required": ["memset"],
         "additionalProperties": False,
     }
+    buffer, flag = {"$ref": "#/$defs/buffer"}, {"type": "boolean", "default": False}
     library = {
         "type": "object",
-        "description": cuda_only + "a call of a vendor's library; its further fields are the library's.",
+        "description": cuda_only
+        + "c = a @ b by the vendor's library, row-major; batch matrices lie one after the other.",
         "properties": {
-            "library": {"enum": ["gemm", "convolution"]},
-            "compute_type": {"type": "string", "description": "such as float32, tf32 or float16: never implied"},
+            "library": {"enum": ["gemm"]},
+            "a": buffer,
+            "b": buffer,
+            "c": buffer,
+            "m": expression,
+            "n": expression,
+            "k": expression,
+            "batch": expression | {"default": 1},
+            "transpose_a": flag,
+            "transpose_b": flag,
+            "compute": {"enum": ["fp32", "tf32"], "default": "fp32"},
         },
-        "required": ["library", "compute_type"],
+        "required": ["library", "a", "b", "c", "m", "n", "k"],
+        "additionalProperties": False,
     }
     workspace = {
         "type": "object",
         "properties": {
             "size": expression | {"description": "elements"},
             "dtype": {"enum": sorted(WORKSPACE_DTYPES), "default": "float32"},
-            "init": {"type": ["number", "boolean"], "description": "of every element, before each call"},
+            "init": {"type": ["number", "boolean"], "description": "of every element, when the plan is loaded"},
         },
         "required": ["size"],
         "additionalProperties": False,

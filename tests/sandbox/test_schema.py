@@ -79,15 +79,19 @@ def test_the_plans_of_the_guide_fit():
 
 CUDA = {
     "kernel": "kernels/a.cu", "function": "a<4>", "grid": ["cdiv(in0.numel, 256)", 1, 2], "block": [256, 1, 1],
-    "cluster": 2, "dynamic_shared_memory": "4 * in0.shape[1]", "cooperative": True, "args": ["in0", "out0", 1.5],
+    "cluster": 2, "shared": "4 * in0.shape[1]", "cooperative": True, "args": ["in0", "out0", 1.5],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("node", [CUDA, {"library": "gemm", "compute_type": "tf32"}])
+GEMM = {"library": "gemm", "a": "in0", "b": "in0", "c": "out0", "m": 1, "n": 1, "k": 1, "compute": "tf32"}
+
+
+@pytest.mark.parametrize("node", [CUDA, GEMM])
 def test_nodes_for_a_gpu_fit_and_the_cpu_refuses_them(node):
     GRAMMAR.validate({"nodes": [node]})
     with pytest.raises(plan.PlanError):
         plan.compile_plan({"plan.json": json.dumps({"nodes": [node]}), "kernels/a.cu": ""}, SPEC)
+    plan.compile_plan({"plan.json": json.dumps({"nodes": [node]}), "kernels/a.cu": ""}, SPEC, "cuda")
 
 
 @pytest.mark.parametrize(
