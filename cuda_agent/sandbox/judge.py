@@ -3,8 +3,8 @@
 ``python -m cuda_agent.sandbox.judge FD`` answers one request at a time over a socket: the spec of a task, a verdict of
 a solution, a probe of a task.  A candidate is checked on fresh secret inputs first; then it is timed by this process's
 own clock, from the request to the answer and minus the empty call (measured before the candidate is loaded),
-interleaved with an eager anchor.  Every call, timed or not, gets inputs of its own and has its outputs checked: there is
-no call that a candidate could recognise and leave out.  Only this file decides a status.
+interleaved with an eager anchor.  Every call, timed or not, gets inputs of its own and has its outputs checked: there
+is no call that a candidate could recognise and leave out.  Only this file decides a status.
 
 Not covered: building (the client has it done before), and the caches of verdicts.
 """
