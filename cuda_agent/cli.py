@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from cuda_agent.cli_sandbox import sandbox_app
+
 app = typer.Typer(
     name="cuda-agent",
     help="Teach a language model to write fast GPU kernels, and put it to work.",
@@ -24,6 +26,7 @@ app = typer.Typer(
 )
 tasks_app = typer.Typer(help="Look at task sets, and import others'.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(tasks_app, name="tasks")
+app.add_typer(sandbox_app, name="sandbox")
 
 Overrides = Annotated[
     list[str] | None,
