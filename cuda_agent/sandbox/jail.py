@@ -327,6 +327,8 @@ def filter_program(machine: str, processes: bool, pid: int) -> list[_Instruction
     allow = (_RETURN, 0, 0, _ALLOW)
     flags = (_LOAD, 0, 0, _ARG0)
     on("prctl", flags, (_EQUAL, 1, 0, _PR_SET_SECCOMP), (_EQUAL, 0, 1, _PR_SET_PDEATHSIG), refuse, allow)
+    if not processes:  # more processors than were given to it would make it faster than what it is compared with
+        on("sched_setaffinity", refuse)
     for name in _OF_A_PROCESS:  # of oneself only: another process of the same user could be starved or killed
         on(name, flags, (_EQUAL, 0, 1, 0), allow, refuse)
     on("setpriority", flags, (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, _ARG1), (_EQUAL, 0, 1, 0), allow, refuse)
