@@ -1,16 +1,17 @@
-"""The commands of the sandbox: serve it, measure it, print its formats.
+"""The commands of the sandbox: serve it, measure it, test it, print its formats.
 
 As in ``cli``, whatever a command needs is imported inside of it.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 sandbox_app = typer.Typer(
-    help="Serve the sandbox, measure it, print its formats.", no_args_is_help=True, rich_markup_mode=None
+    help="Serve the sandbox, measure it, test it, print its formats.", no_args_is_help=True, rich_markup_mode=None
 )
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in sandbox.clock=model")
@@ -86,3 +87,30 @@ def schema(which: Annotated[Literal["verdict", "plan"], typer.Argument(help="ver
     from cuda_agent.sandbox.schema import SCHEMAS
 
     print(json.dumps(SCHEMAS[which](), indent=2))
+
+
+@sandbox_app.command(
+    epilog="\b\nExamples:\n  cuda-agent sandbox selftest\n  cuda-agent sandbox selftest --lane python --json\n"
+    "  cuda-agent sandbox selftest --only by_address"
+)
+def selftest(
+    lane: Annotated[Literal["plan", "extension", "python"] | None, typer.Option(help="only this lane")] = None,
+    only: Annotated[str | None, typer.Option(metavar="NAME", help="one exploit, honest solution or wall")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON for a program")] = False,
+) -> None:
+    """Try every known exploit and many honest solutions on this installation, and every wall without itself.
+
+    Exits with 79 when an exploit got through or an honest solution was refused.
+    """
+    import asyncio
+
+    from cuda_agent.sandbox.exploits import selftest as test
+
+    report = asyncio.run(
+        test.run(lane, only, (lambda line: None) if as_json else (lambda line: print(line, flush=True)))
+    )
+    if as_json:
+        print(json.dumps(report, indent=1, ensure_ascii=False))
+    else:
+        print("\n".join(test.lines(report)))
+    sys.exit(79 if report["failed"] else 0)

@@ -6,12 +6,15 @@ interpreter, so advisory against a determined cheat.
 """
 
 import ctypes
+import math
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
+
+from cuda_agent.sandbox.slots import store
 
 _MOST_DIMS, _MOST_RESULTS, _MOST_ARGUMENTS = 8, 8, 32
 _DTYPES = (
@@ -50,7 +53,47 @@ _Entry._fields_ = [
 ]  # fmt: skip
 
 
-def load_module(library: str, device: str) -> types.ModuleType:
+class Outputs:
+    """Lets an extension write its outputs where the judge looks, so that nothing has to be copied while time is taken:
+    a tensor that will be an output gets the output's memory.  Which one that will be is known from the call before; it
+    has the same place in the order of allocations."""
+
+    def __init__(self, targets: list[list[torch.Tensor]], device: str = "cpu") -> None:
+        self._targets = targets
+        self._device = device
+        self._slot = 0
+        self._made: list[int] = []  # addresses, in the order of this call's allocations
+        self._wanted: dict[int, int] = {}  # place in that order -> output
+
+    def begin(self, slot: int) -> None:
+        self._slot = slot
+        self._made.clear()
+
+    def empty(self, sizes: list[int], dtype: torch.dtype) -> torch.Tensor:
+        index = self._wanted.get(len(self._made))
+        target = None if index is None else self._targets[self._slot][index]
+        if target is not None and target.dtype == dtype and target.numel() == math.prod(sizes):
+            tensor = target.view(sizes)
+        else:
+            tensor = torch.empty(sizes, dtype=dtype, device=self._device)
+        self._made.append(tensor.data_ptr())
+        return tensor
+
+    def store(self, results: list[torch.Tensor]) -> None:
+        targets = self._targets[self._slot]
+        places = [t.data_ptr() for t in targets]
+        for index, (result, place) in enumerate(zip(results, places, strict=False)):
+            if result.data_ptr() != place and result.data_ptr() in places:
+                results[index] = result.clone()  # it lies in another output, which comes first
+        self._wanted = {
+            self._made.index(result.data_ptr()): index
+            for index, result in enumerate(results)
+            if result.numel() and result.data_ptr() in self._made
+        }
+        store(results, targets)
+
+
+def load_module(library: str, outputs: Outputs) -> types.ModuleType:
     """The module: whatever the library's sources registered when it was loaded."""
     handle = ctypes.CDLL(library)
     handle.cuda_extension_entries.restype = ctypes.POINTER(_Entry)
@@ -58,12 +101,12 @@ def load_module(library: str, device: str) -> types.ModuleType:
     entry = handle.cuda_extension_entries()
     while entry:
         name = entry.contents.name.decode()
-        setattr(module, name, _function(entry.contents, name, device))
+        setattr(module, name, _function(entry.contents, name, outputs))
         entry = entry.contents.next
     return module
 
 
-def _function(entry: _Entry, name: str, device: str) -> Callable[..., Any]:
+def _function(entry: _Entry, name: str, outputs: Outputs) -> Callable[..., Any]:
     native, function, count = entry.call, entry.function, entry.count
     names = [entry.arguments[i].name.decode() for i in range(entry.named)]
     standard = {names[i]: _plain(entry.arguments[i].standard) for i in range(entry.named)}
@@ -71,7 +114,7 @@ def _function(entry: _Entry, name: str, device: str) -> Callable[..., Any]:
 
     def allocate(pointer: Any) -> None:
         value = pointer.contents
-        tensor = torch.empty(value.sizes[: value.dims], dtype=_DTYPES[value.dtype], device=device)
+        tensor = outputs.empty(value.sizes[: value.dims], _DTYPES[value.dtype])
         value.data, value.handle = tensor.data_ptr(), len(live)
         live.append(tensor)
 

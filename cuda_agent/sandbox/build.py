@@ -34,6 +34,7 @@ _PRELUDE = "".join(f"#include <{name}>\n" for name in ("cmath", "algorithm", "cs
 _NVRTC = Path(__file__).parent / "nvrtc.py"
 _LIBRARY_MB = 64
 _MESSAGE_LENGTH = 1200
+_LOG_BYTES = 1 << 20  # of a compiler's messages that are looked at
 
 
 class BuildError(Exception):
@@ -278,13 +279,13 @@ class Builder:
 
     def _run(self, lease: Lease, command: list[str], work: Path) -> None:
         environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "TMPDIR": str(work), "HOME": str(work)}
-        with lease.working():
+        with lease.working(), tempfile.TemporaryFile() as log:  # a file: the limit on files holds for it, too
             process = subprocess.Popen(
-                command, cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
+                command, cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log,
+                start_new_session=True,
             )  # fmt: skip
             try:
-                _, errors = process.communicate(timeout=self._seconds)
+                process.wait(self._seconds)
             except subprocess.TimeoutExpired:
                 raise BuildError(f"the build exceeds its limit of {self._seconds:g} s") from None
             finally:
@@ -293,6 +294,8 @@ class Builder:
                 except (ProcessLookupError, PermissionError):
                     process.kill()
                 process.wait()
+            log.seek(0)
+            errors = log.read(_LOG_BYTES).decode(errors="replace")
         if process.returncode != 0:
             raise BuildError(first_errors(errors))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cuda_agent.sandbox.binding import OnlyTheExtension, load_module
+from cuda_agent.sandbox.binding import OnlyTheExtension, Outputs, load_module
 from cuda_agent.sandbox.serving import Worker, run_module
 from cuda_agent.sandbox.slots import Slots, flatten, map_memory, rebuild, store
 from cuda_agent.sandbox.wire import Frame
@@ -53,8 +53,11 @@ class Candidate(Worker):
         """``ModelNew`` of the extension lane, with its library and the rule to compute with it alone; or of the python
         lane, free to use torch.  Built with the random numbers that built the reference, and given its weights."""
         spec, restricted = self._options["spec"], self._options["lane"] == "extension"
+        numbers = range(len(self._slots.layout))
+        given = [rebuild(spec["arguments"], self._slots.input_tensors(slot)) for slot in numbers]
+        outputs = Outputs([self._slots.output_tensors(slot) for slot in numbers], self._options["device"])
         if restricted:
-            sys.modules["cuda_extension"] = load_module(frame.body["library"], self._options["device"])
+            sys.modules["cuda_extension"] = load_module(frame.body["library"], outputs)
         torch.manual_seed(frame.body["seed"])
         module = run_module("model_new", frame.body["code"], "model_new.py")
         if not hasattr(module, "ModelNew"):
@@ -63,14 +66,12 @@ class Candidate(Worker):
         weights = self._slots.weight_tensors()
         if restricted or model.state_dict().keys() == weights.keys():  # KernelBench's own solutions may rename them
             model.load_state_dict(weights, strict=True)
-        numbers = range(len(self._slots.layout))
-        given = [rebuild(spec["arguments"], self._slots.input_tensors(slot)) for slot in numbers]
-        targets = [self._slots.output_tensors(slot) for slot in numbers]
 
         def run(call: Frame) -> Any:
+            outputs.begin(call.slot)
             with OnlyTheExtension() if restricted else contextlib.nullcontext():
                 results, times = self._clocked(lambda: model(*given[call.slot]), call.extra)
-            store(flatten(results), targets[call.slot])
+            outputs.store(flatten(results))
             if self._options["device"] == "cuda":
                 torch.cuda.synchronize()
             return times

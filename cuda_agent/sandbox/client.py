@@ -282,6 +282,8 @@ class _JudgeLost(Exception):
 class _JudgeHandle:
     """A judge process, started at the first request and again after a loss; answers one request at a time."""
 
+    program = "cuda_agent.sandbox.judge"
+
     def __init__(self, settings: dict[str, Any], scratch: Path) -> None:
         self._settings = settings
         self._scratch = scratch
@@ -329,7 +331,7 @@ class _JudgeHandle:
         environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with open(self._scratch / "judge.log", "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "cuda_agent.sandbox.judge", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", self.program, str(theirs.fileno())],
                 env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
             )  # fmt: skip
         theirs.close()

@@ -243,8 +243,8 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 _SAME = {
     "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428,
     "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_open": 434, "clone3": 435,
-    "pidfd_getfd": 438, "fchmodat2": 452, "process_madvise": 440,
-    "mount_setattr": 442, "memfd_secret": 447, "process_mrelease": 448,
+    "pidfd_getfd": 438, "process_madvise": 440, "mount_setattr": 442, "memfd_secret": 447, "process_mrelease": 448,
+    "fchmodat2": 452,
 }  # fmt: skip
 _NUMBERS = {
     "x86_64": _SAME | {
@@ -329,6 +329,8 @@ def filter_program(machine: str, processes: bool, pid: int) -> list[_Instruction
     allow = (_RETURN, 0, 0, _ALLOW)
     flags = (_LOAD, 0, 0, _ARG0)
     on("prctl", flags, (_EQUAL, 1, 0, _PR_SET_SECCOMP), (_EQUAL, 0, 1, _PR_SET_PDEATHSIG), refuse, allow)
+    if not processes:  # more processors than were given to it would make it faster than what it is compared with
+        on("sched_setaffinity", refuse)
     for name in _OF_A_PROCESS:  # of oneself only: another process of the same user could be starved or killed
         on(name, flags, (_EQUAL, 0, 1, 0), allow, refuse)
     on("setpriority", flags, (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, _ARG1), (_EQUAL, 0, 1, 0), allow, refuse)

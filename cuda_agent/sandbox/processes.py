@@ -56,7 +56,8 @@ class WorkerError(Exception):
 
 
 class WarmParent:
-    """The process that imported torch and forks workers.  ``imports``: further modules that it imports first."""
+    """The process that imported torch and forks workers.  ``imports``: further modules that it imports first.  It and
+    its workers have as many processors as they may have threads: more would be an advantage over the baselines."""
 
     def __init__(self, threads: int, log: Path, imports: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair()
@@ -66,7 +67,7 @@ class WarmParent:
             "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": str(threads),
             "TORCHINDUCTOR_COMPILE_THREADS": "1", **_KEEPING_MEMORY, "USER": "worker", "LOGNAME": "worker",
         }  # fmt: skip
-        with open(log, "ab") as errors:
+        with open(log, "ab") as errors, _processors(threads):
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "cuda_agent.sandbox.worker", str(theirs.fileno()), *imports],
                 env=environment, cwd="/", stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
@@ -75,6 +76,10 @@ class WarmParent:
         theirs.close()
         self._socket = ours
         self.torch = ""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def wait_ready(self) -> None:
         answer = receive_frame(self._socket).body
@@ -97,6 +102,18 @@ class WarmParent:
             self._process.wait(5)
         self._process.kill()
         self._process.wait()
+
+
+@contextlib.contextmanager
+def _processors(count: int) -> Iterator[None]:
+    """What is started meanwhile gets ``count`` of this process's processors, the same ones each time."""
+    all_of_them = sorted(os.sched_getaffinity(0))
+    first = os.getpid() * count  # judges run side by side: others for each, where there are enough
+    os.sched_setaffinity(0, {all_of_them[(first + i) % len(all_of_them)] for i in range(count)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, all_of_them)
 
 
 class Worker:
@@ -139,6 +156,7 @@ class Worker:
     def hand_over(self, file: Path, name: str) -> str:
         """A file of the trusted cache, readable for this worker under its own folder; gives the path there."""
         place = self._home / f"{name}{file.suffix}"
+        place.unlink(missing_ok=True)  # a copy would go through the link, into the cache
         try:
             os.link(file, place)
         except OSError:  # another file system
@@ -265,7 +283,7 @@ class Worker:
         """A processor of its own for each thread that works, where there are no more processors than such threads:
         the scheduler wakes a helper beside the busy main thread and may leave it there for whole calls, which then take
         twice as long.  Threads that never worked yet, and a process of one thread, keep their freedom."""
-        processors = sorted(os.sched_getaffinity(0))
+        processors = sorted(os.sched_getaffinity(self._parent.pid))
         busy = sorted(self._busy(), reverse=True)
         if len(busy) < len(processors) or len(busy) == 1:
             return
@@ -275,7 +293,7 @@ class Worker:
 
     def gather(self) -> None:
         """All processors for all threads again."""
-        processors = os.sched_getaffinity(0)
+        processors = os.sched_getaffinity(self._parent.pid)
         for _, thread in self._busy():
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(thread, processors)

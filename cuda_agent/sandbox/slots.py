@@ -118,7 +118,8 @@ def store(results: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
             raise ValueError(
                 f"output {index} is {result.dtype} {list(result.shape)} instead of {target.dtype} {list(target.shape)}"
             )
-        target.copy_(result)
+        if result.data_ptr() != target.data_ptr() or not result.is_contiguous():
+            target.copy_(result)
 
 
 def is_plain(value: Any) -> bool:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -203,8 +204,8 @@ def send_frame(
 
 
 def receive_frame(sock: socket.socket, max_fds: int = 0) -> Frame:
-    """Blocks (or times out as the socket does).  ``ConnectionError`` at the end of the stream, ``ValueError`` when
-    the peer does not speak the format."""
+    """Blocks, or times out: the socket's limit is for the whole body, not for each drop of it.  ``ConnectionError`` at
+    the end of the stream, ``ValueError`` when the peer does not speak the format."""
     fds: list[int] = []
     if max_fds:
         head, fds, _, _ = socket.recv_fds(sock, HEAD.size, max_fds)
@@ -225,7 +226,11 @@ def receive_frame(sock: socket.socket, max_fds: int = 0) -> Frame:
 
 def _exactly(sock: socket.socket, count: int) -> bytes:
     parts = bytearray()
+    limit = sock.gettimeout()
+    end = None if limit is None else time.monotonic() + limit
     while len(parts) < count:
+        if end is not None and time.monotonic() > end:
+            raise TimeoutError("a frame that does not end")
         part = sock.recv(min(count - len(parts), 1 << 20))
         if not part:
             raise ConnectionError("the other side is gone")

@@ -11,6 +11,7 @@ package but its wire format, the jail and its own modules.
 """
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -27,6 +28,8 @@ from cuda_agent.sandbox.candidate import Candidate
 from cuda_agent.sandbox.reference import Reference
 from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
 
+_PR_SET_CHILD_SUBREAPER = 36
+
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -37,6 +40,7 @@ def main() -> None:
     threads = len(os.listdir("/proc/self/task"))
     send_frame(control, "=", {"threads": threads, "torch": torch.__version__})
     children: set[int] = set()
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     while True:
         try:
             frame = receive_frame(control, max_fds=8)
@@ -56,7 +60,21 @@ def main() -> None:
         elif frame.kind == "W":
             _, status = os.waitpid(frame.body["pid"], 0)
             children.discard(frame.body["pid"])
+            _bury_orphans(children)
             send_frame(control, "=", {"status": os.waitstatus_to_exitcode(status)})
+
+
+def _bury_orphans(children: set[int]) -> None:
+    """End what dead workers left: those that may run a compiler can leave processes, which come to this one."""
+    while True:
+        found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        orphans = {int(pid) for pid in found} - children
+        if not orphans:
+            return
+        for pid in orphans:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def _child(frame: Frame) -> None:

@@ -60,13 +60,13 @@ class Workshop:
         if self._spare is None or not self._spare.alive:
             self._spare = self._start_candidate()
 
-    def _start_candidate(self) -> Worker:
+    def _start_candidate(self, **more: Any) -> Worker:
         assert self.torch
         cpu_seconds = int(self.settings.run_seconds * self.settings.threads * 4) + 60
         home = self._home()
         home.chmod(0o755)
         policy = jail.Policy(read=(str(home),), file_mb=0)
-        return self._start(self._plain, {"role": "candidate"}, policy, home, cpu_seconds)
+        return self._start(self._plain, {"role": "candidate", **more}, policy, home, cpu_seconds)
 
     def reference(self) -> Worker:
         """A worker for one task, with a small private folder: libraries make their cache folders when imported."""

@@ -1,7 +1,9 @@
 """The extension lane: a work folder with a Python module, kernels and bindings."""
 
 import pytest
+import torch
 
+from cuda_agent.sandbox.binding import Outputs
 from cuda_agent.sandbox.wire import Solution
 from tests.sandbox.conftest import Running, task
 
@@ -108,3 +110,27 @@ def test_a_broken_work_folder_gets_the_status_it_earned(
     verdict = running.evaluate(task(LINEAR), solution)
     assert words in verdict.message
     assert verdict.status == status
+
+
+def test_an_output_is_written_in_its_place_from_the_second_call_on() -> None:
+    """Copying it would be timed."""
+    targets = [[torch.zeros(2, 3)], [torch.zeros(2, 3)]]
+    outputs = Outputs(targets)
+    for call, slot in enumerate((0, 1, 0)):
+        outputs.begin(slot)
+        outputs.empty([4], torch.float32)
+        made = outputs.empty([6], torch.float32)
+        made.fill_(call + 1)
+        outputs.store([made.view(2, 3)])
+        assert bool((targets[slot][0] == call + 1).all())
+        assert (made.data_ptr() == targets[slot][0].data_ptr()) is (call > 0)
+
+
+def test_outputs_that_lie_in_each_others_memory_are_not_mixed_up() -> None:
+    targets = [[torch.zeros(2), torch.zeros(2)]]
+    outputs = Outputs(targets)
+    for order in ((0, 1), (1, 0), (0, 1)):
+        outputs.begin(0)
+        made = [outputs.empty([2], torch.float32).fill_(value) for value in (1, 2)]
+        outputs.store([made[i] for i in order])
+        assert [t[0].item() for t in targets[0]] == [order[0] + 1, order[1] + 1]

@@ -1,13 +1,22 @@
 """What untrusted code can do to those who run it: their files, their messages, their handling of its end."""
 
 import asyncio
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
 
 import numpy
 import pytest
 
+from cuda_agent.sandbox import jail
 from cuda_agent.sandbox.build import BuildError, first_errors
 from cuda_agent.sandbox.check import mismatch
-from cuda_agent.sandbox.wire import Solution, TaskError, Tensor
+from cuda_agent.sandbox.processes import WarmParent, Worker
+from cuda_agent.sandbox.wire import HEAD, Solution, TaskError, Tensor, receive_frame
 from tests.sandbox.conftest import CHAIN, KERNEL, Running, plan_solution, task
 
 
@@ -86,3 +95,78 @@ def test_two_builds_at_once_of_a_name_that_cannot_be_written_both_fail(running: 
         return list(await asyncio.gather(*builds, return_exceptions=True))
 
     assert all(isinstance(error, BuildError) for error in running.wait(both()))
+
+
+def test_a_frame_that_comes_in_drops_is_given_up() -> None:
+    """Each drop comes in time, the whole never does."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(0.3)
+
+    def drip() -> None:
+        theirs.sendall(HEAD.pack(ord("="), 0, 0, 1000))
+        for _ in range(100):
+            try:
+                theirs.send(b" ")
+            except OSError:
+                return
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    with pytest.raises(TimeoutError):
+        receive_frame(ours)
+    ours.close()
+    thread.join()
+    theirs.close()
+
+
+def test_a_compiler_that_never_stops_talking_fills_no_memory(running: Running) -> None:
+    talk = "".join('#pragma message("' + "x" * 1000 + '")\n' for _ in range(3000))
+    verdict = running.evaluate(task(), plan_solution(talk + KERNEL.replace("y[i] =", "undeclared[i] =")))
+    assert verdict.status == "build_error" and len(verdict.message) <= 1200
+
+
+LEAVING = (
+    """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execvp("sleep", ["sleep", "SECONDS"])
+    os._exit(0)
+"""
+    + CHAIN
+)
+
+
+def test_processes_that_a_worker_leaves_are_ended_with_it_and_share_its_few_processors(tmp_path: Path) -> None:
+    """Workers that may run a compiler can leave some; they would work beside what is timed next."""
+    seconds = f"{300 + secrets.randbelow(10**6) / 10**6}"
+    tmp_path.chmod(0o755)
+    parent = WarmParent(1, tmp_path / "log")
+    parent.wait_ready()
+    execute = (*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix)
+    policy = jail.Policy(read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix), execute=execute, read_any=True)
+    options = {"role": "reference", "threads": 1, "folder": str(tmp_path), "environment": {}}
+    worker = Worker(parent, options, policy, 400)
+    worker.seconds = 20.0
+    worker.call("T", {"code": LEAVING.replace("SECONDS", seconds), "seed": 1})
+
+    def left() -> list[int]:
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if seconds.encode() in (folder / "cmdline").read_bytes():
+                    found.append(int(folder.name))
+            except OSError:
+                pass
+        return found
+
+    until = time.monotonic() + 10
+    while not left() and time.monotonic() < until:
+        time.sleep(0.01)
+    (orphan,) = left()
+    assert len(os.sched_getaffinity(orphan)) == 1
+    worker.kill()
+    assert left() == []
+    parent.close()

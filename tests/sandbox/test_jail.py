@@ -92,6 +92,8 @@ def test_the_filter_is_a_valid_program_for_both_machines(machine: str, processes
         ("clone", 0x00010000, False, True), ("clone", 17, False, False), ("clone", 17, True, True),
         ("clone", 0x10000000, True, False), ("kill", 42, False, True), ("kill", 1, False, False),
         ("prctl", 22, True, False), ("prctl", 15, False, True), ("prctl", 1, False, False), ("ptrace", 0, True, False),
+        ("sched_setaffinity", 0, True, True), ("sched_setaffinity", 0, False, False), ("fchmod", 3, False, False),
+        ("fchmod", 3, True, True), ("sched_setaffinity", 1, True, False),
     ],
 )  # fmt: skip
 def test_what_the_filter_lets_through(name: str, argument: int, processes: bool, allowed: bool) -> None:
