@@ -8,6 +8,7 @@ which needs no GPU.  Not covered: whether what is built does anything sensible.
 """
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -251,7 +252,6 @@ class Builder:
     ) -> None:
         """Run the compiler on ``files`` and move ``products`` to ``target``, whole or not at all."""
         async with self._slots:
-            lease = Lease(self._lease)
             work = Path(tempfile.mkdtemp(prefix="build-", dir=self._scratch))
             try:
                 _write(work, files)
@@ -264,7 +264,7 @@ class Builder:
                     cpu_seconds=int(self._seconds) + 1,
                     read_any=True,
                 )
-                await asyncio.to_thread(self._run, lease, jail.command(policy, command), work)
+                await asyncio.to_thread(self._run, jail.command(policy, command), work)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 staged = Path(tempfile.mkdtemp(dir=target.parent))
                 for name in products:
@@ -276,9 +276,9 @@ class Builder:
             finally:
                 shutil.rmtree(work, ignore_errors=True)
 
-    def _run(self, lease: Lease, command: list[str], work: Path) -> None:
+    def _run(self, command: list[str], work: Path) -> None:
         environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "TMPDIR": str(work), "HOME": str(work)}
-        with lease.working():
+        with contextlib.closing(Lease(self._lease)) as lease, lease.working():
             process = subprocess.Popen(
                 command, cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,

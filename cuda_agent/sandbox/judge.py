@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.lease import Lease
 from cuda_agent.sandbox import cost, driver, jail
 from cuda_agent.sandbox.buffers import byte_count
 from cuda_agent.sandbox.crosscheck import CrossCheck
@@ -51,8 +50,8 @@ class Refused(Exception):
 class Judge:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._lease = Lease(Path(settings.lease))
         self._workshop = Workshop(settings)
+        self._lease = self._workshop.lease
         self._prepared: OrderedDict[str, Prepared] = OrderedDict()
         self.memory = memory_of(settings.device)
 

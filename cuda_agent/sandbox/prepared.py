@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.lease import Lease
 from cuda_agent.sandbox import build, cost
 from cuda_agent.sandbox.buffers import byte_count
 from cuda_agent.sandbox.oracle import Oracle, net
@@ -60,7 +59,7 @@ class Prepared:
         self._workshop = workshop
         self._code = code
         self._digest = digest
-        self._lease = Lease(Path(settings.lease))
+        self._lease = workshop.lease
         with self._lease.working():
             self.oracle = Oracle(workshop.reference(), code, self.weights_seed, settings)
         self.spec = self.oracle.spec

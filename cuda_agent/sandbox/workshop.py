@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cuda_agent.lease import Lease
 from cuda_agent.sandbox import build, jail
 from cuda_agent.sandbox.oracle import Oracle, Settings
 from cuda_agent.sandbox.processes import WarmParent, Worker, WorkerDied, WorkerError
@@ -34,6 +35,7 @@ class Workshop:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.lease = Lease(Path(settings.lease))  # one for all that its judge does, in one thread
         self._log = Path(settings.scratch) / "workers.log"
         self._plain = WarmParent(settings.threads, self._log)
         self._compiling: WarmParent | None = None
