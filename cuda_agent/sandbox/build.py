@@ -9,6 +9,7 @@ which needs no GPU.  Not covered: whether what is built does anything sensible.
 
 import asyncio
 import contextlib
+import errno
 import functools
 import hashlib
 import importlib.util
@@ -35,10 +36,17 @@ _PRELUDE = "".join(f"#include <{name}>\n" for name in ("cmath", "algorithm", "cs
 _NVRTC = Path(__file__).parent / "nvrtc.py"
 _LIBRARY_MB = 64
 _MESSAGE_LENGTH = 1200
+_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)  # no author's fault
+_KILLED = "Killed signal terminated program"
 
 
 class BuildError(Exception):
-    """The sources do not build; the message is the compiler's, cut to what helps."""
+    """The sources do not build; the message is the compiler's, cut to what helps.  Where the machine is at fault, such
+    as a full disk, an ``OSError`` is raised instead."""
+
+
+class _Killed(BuildError):
+    """The compiler was killed: by its limit of processor time, by the system, or by an operator."""
 
 
 class CompilerMissing(RuntimeError):
@@ -234,13 +242,17 @@ class Builder:
         future: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
         self._under_way[key] = future
         try:
-            await self._compile(command, files, products, done, read)
+            try:
+                await self._compile(command, files, products, done, read)
+            except _Killed:  # perhaps not by its own doing: once more
+                await self._compile(command, files, products, done, read)
             future.set_result(done)
             return done
         except BaseException as error:
-            if isinstance(error, BuildError) and "limit" not in str(error):
-                failed.parent.mkdir(parents=True, exist_ok=True)
-                failed.write_text(str(error))
+            if isinstance(error, BuildError) and not isinstance(error, _Killed) and "limit" not in str(error):
+                with contextlib.suppress(OSError):
+                    failed.parent.mkdir(parents=True, exist_ok=True)
+                    failed.write_text(str(error))
             future.set_exception(error if isinstance(error, Exception) else BuildError("the build was interrupted"))
             future.exception()
             raise
@@ -293,6 +305,12 @@ class Builder:
                 except (ProcessLookupError, PermissionError):
                     process.kill()
                 process.wait()
+                assert process.stderr
+                process.stderr.close()  # after a timeout nobody else does
+        if process.returncode != 0 and shutil.disk_usage(work).free < _LIBRARY_MB << 20:
+            raise OSError(errno.ENOSPC, "too little space left for a build", str(work))
+        if process.returncode == -signal.SIGKILL or (process.returncode != 0 and _KILLED in errors):
+            raise _Killed(first_errors(errors))
         if process.returncode != 0:
             raise BuildError(first_errors(errors))
 
@@ -308,6 +326,8 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         except (OSError, ValueError) as error:  # a name too long, a file that is also a folder, half a character
+            if getattr(error, "errno", None) in _OURS:
+                raise
             raise BuildError(f"{printable(name)}: cannot be written: {printable(str(error))}") from None
 
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import lru_cache
 from pathlib import Path
@@ -39,6 +40,8 @@ from cuda_agent.tasks.task import Task
 
 _HERE = Path(__file__).parent
 _LONGEST_ANSWER = 900.0  # seconds until a judge that says nothing counts as lost
+_QUARANTINE = 60.0  # seconds until a device that failed its health probe is asked again
+_JUDGE = "cuda_agent.sandbox.judge"
 
 
 class SandboxUnready(RuntimeError):
@@ -59,8 +62,12 @@ class LocalSandbox:
         self._architecture = ""  # of the GPU
 
     async def __aenter__(self) -> "LocalSandbox":
-        self.cache.mkdir(parents=True, exist_ok=True)
-        self._scratch = scratch.make_folder("sandbox")
+        try:
+            self.cache.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.cache).close()
+            self._scratch = scratch.make_folder("sandbox")
+        except OSError as error:
+            raise SandboxUnready(f"the sandbox needs its cache and a temporary folder: {error}") from None
         config = self.config
         self._builder = build.Builder(
             self.cache / "builds", self._scratch, self.lease_folder, config.build_seconds, config.memory_mb,
@@ -112,15 +119,15 @@ class LocalSandbox:
             verdict = Verdict.from_json(found)
             verdict.cached = self.config.clock == "real"
             return verdict
-        for attempt in (1, 2):
+        for _ in (1, 2):
             try:
                 verdict = await self._evaluate(task, solution, mode)
-                break
-            except _JudgeLost as lost:
+            except (_JudgeLost, OSError) as lost:  # OSError: a full disk, a cache that cannot be written
                 verdict = self._refusal(solution, mode, "infra", str(lost))
-                if attempt == 2:
-                    return verdict
-        await asyncio.to_thread(_write_json, file, verdict.to_json())
+            if verdict.status != "infra":
+                with contextlib.suppress(OSError):  # it is only known to nobody else then
+                    await asyncio.to_thread(_write_json, file, verdict.to_json())
+                break
         return verdict
 
     async def _evaluate(self, task: Task, solution: Solution, mode: Mode) -> Verdict:
@@ -233,6 +240,7 @@ class _JudgeHandle:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = asyncio.Lock()
+        self._quarantine = (0.0, "")  # until when (monotonic), and why
 
     async def ask(self, kind: str, body: dict[str, Any]) -> Any:
         """Raises ``TaskError``, ``SandboxUnready`` or ``_JudgeLost``."""
@@ -241,6 +249,9 @@ class _JudgeHandle:
 
     def _ask(self, kind: str, body: dict[str, Any]) -> Any:
         with self._lock:
+            until, why = self._quarantine
+            if time.monotonic() < until:
+                raise _JudgeLost(why)
             try:
                 if self._process is None:
                     self._start()
@@ -260,7 +271,7 @@ class _JudgeHandle:
         environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with open(self._scratch / "judge.log", "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "cuda_agent.sandbox.judge", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", _JUDGE, str(theirs.fileno())],
                 env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
             )  # fmt: skip
         theirs.close()
@@ -270,7 +281,11 @@ class _JudgeHandle:
         answer = receive_frame(ours)
         if answer.kind == "!":
             self._stop()
-            raise SandboxUnready(answer.body["message"])
+            message = answer.body["message"]
+            if answer.body["kind"] == "device":
+                self._quarantine = (time.monotonic() + _QUARANTINE, f"{message}: quarantined")
+                raise _JudgeLost(f"{message}: quarantined")
+            raise SandboxUnready(message)
 
     def _last_words(self) -> str:
         with contextlib.suppress(OSError):

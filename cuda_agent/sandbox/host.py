@@ -6,11 +6,17 @@ from cuda_agent.sandbox.buffers import Array, Buffers
 from cuda_agent.sandbox.check import mismatch, real, same
 from cuda_agent.sandbox.wire import Tensor
 
-__all__ = ["Array", "Buffers", "constant", "flush", "mismatch", "same"]
+__all__ = ["Array", "Buffers", "constant", "flush", "healthy", "mismatch", "same"]
 
 
 def flush() -> None:
     """Nothing: the judge's own filling and comparing leave little of a call in a processor's caches."""
+
+
+def healthy() -> bool:
+    """Whether a comparison with a known answer comes out right."""
+    ones, tensors = numpy.ones(1024, numpy.float32), [Tensor((1024,), "float32")]
+    return not mismatch([ones], [ones], tensors, 0.1)[0] and bool(mismatch([ones], [2 * ones], tensors, 0.1)[0])
 
 
 def constant(values: Array, tensor: Tensor) -> bool:

@@ -38,7 +38,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 
 
 class WorkerDied(Exception):
-    """``reason`` is one of timeout, memory, threads, crash, protocol."""
+    """``reason``: timeout, memory, threads, crash, protocol, or killed (by a SIGKILL that nobody here sent)."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -245,7 +245,7 @@ class Worker:
             text = f"ended itself (exit {status})" if status >= 0 else f"was ended by {_name_of_signal(-status)}"
             if status == -signal.SIGSEGV:
                 text += " (an address out of bounds, or a write to an input)"
-            return WorkerDied(reason, text)
+            return WorkerDied("killed" if status == -signal.SIGKILL else reason, text)
         return WorkerDied(
             reason,
             {

@@ -14,7 +14,7 @@ from typing import Any
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox import build, jail
 from cuda_agent.sandbox.oracle import Oracle, Settings
-from cuda_agent.sandbox.processes import WarmParent, Worker, WorkerDied, WorkerError
+from cuda_agent.sandbox.processes import NotStarted, WarmParent, Worker, WorkerDied, WorkerError
 
 _COMPILING = "cuda_agent.sandbox.compiling"  # imported by the warm parent of compiling workers, never here
 
@@ -52,10 +52,13 @@ class Workshop:
     def candidate(self) -> Worker:
         """A single-use worker that can write nothing but the outputs it is given later, and read its own folder."""
         spare, self._spare = self._spare, None
-        if spare is None or not spare.alive:
-            spare = self._start_candidate()
-        spare.wait_started()
-        return spare
+        if spare is not None and spare.alive:
+            with contextlib.suppress(NotStarted):  # it died while nobody watched
+                spare.wait_started()
+                return spare
+        worker = self._start_candidate()
+        worker.wait_started()
+        return worker
 
     def start_spare(self) -> None:
         """Begin to start the next candidate's worker, for which nobody waits now."""
