@@ -43,7 +43,7 @@ _DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
 _FILES = ("runtime", "library", "image")  # of what is loaded
 _STATUS = {
     "timeout": "timeout", "crash": "crash", "memory": "crash", "threads": "crash", "protocol": "crash",
-    "killed": "crash",
+    "processes": "crash", "killed": "crash",
 }  # fmt: skip
 
 

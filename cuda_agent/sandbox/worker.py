@@ -11,6 +11,7 @@ package but its wire format, the jail and its own modules.
 """
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -24,12 +25,14 @@ import torch
 
 from cuda_agent.sandbox import gpu, jail
 from cuda_agent.sandbox.candidate import Candidate
+from cuda_agent.sandbox.descendants import descendants
 from cuda_agent.sandbox.reference import Reference
 from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
 
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what a dead worker leaves comes here
     for name in sys.argv[2:]:
         __import__(name)
     gc.collect()
@@ -41,8 +44,7 @@ def main() -> None:
         try:
             frame = receive_frame(control, max_fds=8)
         except ConnectionError:
-            for pid in children:
-                os.kill(pid, signal.SIGKILL)
+            _bury(set())
             return
         if frame.kind == "F":
             pid = os.fork()
@@ -56,7 +58,23 @@ def main() -> None:
         elif frame.kind == "W":
             _, status = os.waitpid(frame.body["pid"], 0)
             children.discard(frame.body["pid"])
+            _bury(children)
             send_frame(control, "=", {"status": os.waitstatus_to_exitcode(status)})
+
+
+def _bury(living: set[int]) -> None:
+    """End the processes that dead workers left (those that compile may start some).  All are stopped before any is
+    killed: the rest of a fork bomb would go on otherwise."""
+    seen: set[int] = set()
+    while found := descendants(os.getpid(), living):
+        standing = found <= seen
+        seen |= found
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if standing else signal.SIGSTOP)
+        for pid in found if standing else ():
+            with contextlib.suppress(ChildProcessError):  # the next generation comes here when this one is gone
+                os.waitpid(pid, 0)
 
 
 def _child(frame: Frame) -> None:
