@@ -116,7 +116,7 @@ class Worker:
         self._parent = parent
         self._memory_mb = memory_mb
         self._home = home
-        self._forks = bool(policy.execute)
+        self._forks = policy.one_group
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(5.0)  # for one frame: one that stops in the middle is none
         self.seconds = 0.0
@@ -228,7 +228,7 @@ class Worker:
             raise self._died("memory")
         if self._threads() > _MOST_THREADS:
             raise self._died("threads")
-        if self._forks and len(descendants(self.pid)) > _MOST_PROCESSES:
+        if self._forks and len(descendants(self.pid, most=_MOST_PROCESSES)) > _MOST_PROCESSES:
             raise self._died("processes")
 
     def _private_bytes(self) -> int:
@@ -306,6 +306,9 @@ class Worker:
             time.sleep(0.001)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
+        if self._forks:
+            with contextlib.suppress(OSError):  # no group of its own: there was nothing to end
+                os.killpg(self.pid, signal.SIGKILL)  # all at once: one by one, a fork bomb is faster
         self._socket.close()
         status = self._parent.reap(self.pid)
         shutil.rmtree(self._home, ignore_errors=True)

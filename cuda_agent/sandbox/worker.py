@@ -44,6 +44,9 @@ def main() -> None:
         try:
             frame = receive_frame(control, max_fds=8)
         except ConnectionError:
+            for pid in children:
+                with contextlib.suppress(OSError):  # it has no group of its own
+                    os.killpg(pid, signal.SIGKILL)
             _bury(set())
             return
         if frame.kind == "F":
@@ -96,7 +99,10 @@ def _child(frame: Frame) -> None:
             Path("/proc/self/oom_score_adj").write_text("1000")
         if options["device"] == "cuda":
             gpu.open_gpu()  # the driver writes below /proc while it starts, which the walls forbid
-        jail.enter(jail.Policy.from_json(options["policy"]))
+        policy = jail.Policy.from_json(options["policy"])
+        if policy.one_group:
+            os.setpgid(0, 0)
+        jail.enter(policy)
         os.dup2(null, 2)
         os.close(null)  # until here a fault is ours, and goes to the log
         channel = socket.socket(fileno=frame.fds[0])

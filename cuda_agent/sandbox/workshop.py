@@ -92,7 +92,7 @@ class Workshop:
     def _start_compiler(self, home: Path, read: tuple[str, ...] = ()) -> Worker:
         assert self._compiling
         execute = (*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix)
-        policy = jail.Policy(read=read, write=(str(home),), execute=execute, file_mb=256)
+        policy = jail.Policy(read=read, write=(str(home),), execute=execute, file_mb=256, one_group=True)
         worker = self._start(self._compiling, {"role": "reference"}, policy, home)
         worker.wait_started()
         return worker
