@@ -97,7 +97,7 @@ def settings(device: str, clock: str) -> Sandbox:
     return Sandbox(
         device=device,  # type: ignore[arg-type]
         clock=clock,  # type: ignore[arg-type]
-        run_seconds=3.0,
+        run_seconds=3.0 if device == "cpu" else 6.0,
         build_seconds=8.0 if device == "cpu" else 20.0,
         memory_mb=memory_mb,
     )

@@ -207,7 +207,7 @@ _FREE: dict[str, tuple[str, str, str]] = {  # the same in Python, on either devi
         "crash timeout", "resource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nwhile True: pass", "",
     ),
     "null pointer": ("crash", "ctypes.string_at(0)", ""),
-    "many small allocations": ("crash", "hog = [bytearray(1 << 20) for _ in range(1 << 20)]", ""),
+    "many small allocations": ("crash", "hog = [b'1' * ((1 << 20) + n) for n in range(1 << 20)]", ""),
     "one huge allocation": ("crash", "torch.ones(1 << 42)", ""),
     "deep recursion": ("crash", "(dive := lambda: dive())()", "sys.setrecursionlimit(1 << 30)"),
     "thread bomb": (
