@@ -22,6 +22,10 @@ class Lease:
         self._gate = os.open(folder / "lease.gate", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._lock = os.open(folder / "lease.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
+    def close(self) -> None:
+        os.close(self._gate)
+        os.close(self._lock)
+
     @contextmanager
     def working(self) -> Iterator[None]:
         """Held for one step of decoding or training (milliseconds to a second), shared with other workers."""

@@ -8,6 +8,8 @@ which needs no GPU.  Not covered: whether what is built does anything sensible.
 """
 
 import asyncio
+import contextlib
+import errno
 import functools
 import hashlib
 import importlib.util
@@ -35,10 +37,17 @@ _NVRTC = Path(__file__).parent / "nvrtc.py"
 _LIBRARY_MB = 64
 _MESSAGE_LENGTH = 1200
 _LOG_BYTES = 1 << 20  # of a compiler's messages that are looked at
+_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)  # no author's fault
+_KILLED = "Killed signal terminated program"
 
 
 class BuildError(Exception):
-    """The sources do not build; the message is the compiler's, cut to what helps."""
+    """The sources do not build; the message is the compiler's, cut to what helps.  Where the machine is at fault, such
+    as a full disk, an ``OSError`` is raised instead."""
+
+
+class _Killed(BuildError):
+    """The compiler was killed: by its limit of processor time, by the system, or by an operator."""
 
 
 class CompilerMissing(RuntimeError):
@@ -234,13 +243,17 @@ class Builder:
         future: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
         self._under_way[key] = future
         try:
-            await self._compile(command, files, products, done, read)
+            try:
+                await self._compile(command, files, products, done, read)
+            except _Killed:  # perhaps not by its own doing: once more
+                await self._compile(command, files, products, done, read)
             future.set_result(done)
             return done
         except BaseException as error:
-            if isinstance(error, BuildError) and "limit" not in str(error):
-                failed.parent.mkdir(parents=True, exist_ok=True)
-                failed.write_text(str(error))
+            if isinstance(error, BuildError) and not isinstance(error, _Killed) and "limit" not in str(error):
+                with contextlib.suppress(OSError):
+                    failed.parent.mkdir(parents=True, exist_ok=True)
+                    failed.write_text(str(error))
             future.set_exception(error if isinstance(error, Exception) else BuildError("the build was interrupted"))
             future.exception()
             raise
@@ -252,7 +265,6 @@ class Builder:
     ) -> None:
         """Run the compiler on ``files`` and move ``products`` to ``target``, whole or not at all."""
         async with self._slots:
-            lease = Lease(self._lease)
             work = Path(tempfile.mkdtemp(prefix="build-", dir=self._scratch))
             try:
                 _write(work, files)
@@ -265,7 +277,7 @@ class Builder:
                     cpu_seconds=int(self._seconds) + 1,
                     read_any=True,
                 )
-                await asyncio.to_thread(self._run, lease, jail.command(policy, command), work)
+                await asyncio.to_thread(self._run, jail.command(policy, command), work)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 staged = Path(tempfile.mkdtemp(dir=target.parent))
                 for name in products:
@@ -277,9 +289,11 @@ class Builder:
             finally:
                 shutil.rmtree(work, ignore_errors=True)
 
-    def _run(self, lease: Lease, command: list[str], work: Path) -> None:
+    def _run(self, command: list[str], work: Path) -> None:
         environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "TMPDIR": str(work), "HOME": str(work)}
-        with lease.working(), tempfile.TemporaryFile() as log:  # a file: the limit on files holds for it, too
+        lease = Lease(self._lease)
+        # What the compiler says goes to a file: the limit on files holds for it, too.
+        with contextlib.closing(lease), lease.working(), tempfile.TemporaryFile() as log:
             process = subprocess.Popen(
                 command, cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log,
                 start_new_session=True,
@@ -296,6 +310,10 @@ class Builder:
                 process.wait()
             log.seek(0)
             errors = log.read(_LOG_BYTES).decode(errors="replace")
+        if process.returncode != 0 and shutil.disk_usage(work).free < _LIBRARY_MB << 20:
+            raise OSError(errno.ENOSPC, "too little space left for a build", str(work))
+        if process.returncode == -signal.SIGKILL or (process.returncode != 0 and _KILLED in errors):
+            raise _Killed(first_errors(errors))
         if process.returncode != 0:
             raise BuildError(first_errors(errors))
 
@@ -311,6 +329,8 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         except (OSError, ValueError) as error:  # a name too long, a file that is also a folder, half a character
+            if getattr(error, "errno", None) in _OURS:
+                raise
             reason = error.strerror if isinstance(error, OSError) else "not a possible name or text"
             raise BuildError(f"{printable(name[:200])}: cannot be written: {reason}") from None
 

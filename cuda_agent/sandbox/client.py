@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import lru_cache
 from pathlib import Path
@@ -45,7 +46,15 @@ if TYPE_CHECKING:
 _HERE = Path(__file__).parent
 _LONGEST_ANSWER = 900.0  # seconds until a judge that says nothing counts as lost
 _MOST_SPECS = 4096  # kept
-_NO_JUDGING = ("workspace", "service", "remote", "schema")  # how names of modules begin that bear on no verdict
+_NO_JUDGING = (
+    "workspace",
+    "service",
+    "remote",
+    "schema",
+    "drill",
+    "faults",
+)  # how names of modules begin that bear on no verdict
+_QUARANTINE = 60.0  # seconds until a device that failed its health probe is asked again
 
 
 class SandboxUnready(RuntimeError):
@@ -66,8 +75,12 @@ class LocalSandbox:
         self._architecture = ""  # of the GPU
 
     async def __aenter__(self) -> "LocalSandbox":
-        self.cache.mkdir(parents=True, exist_ok=True)
-        self._scratch = scratch.make_folder("sandbox")
+        try:
+            self.cache.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.cache).close()
+            self._scratch = scratch.make_folder("sandbox")
+        except OSError as error:
+            raise SandboxUnready(f"the sandbox needs its cache and a temporary folder: {error}") from None
         config = self.config
         self._builder = build.Builder(
             self.cache / "builds", self._scratch, self.lease_folder, config.build_seconds, config.memory_mb,
@@ -142,15 +155,15 @@ class LocalSandbox:
             verdict = Verdict.from_json(found)
             verdict.cached = self.config.clock == "real"
             return verdict
-        for attempt in (1, 2):
+        for _ in (1, 2):
             try:
                 verdict = await self._evaluate(task, solution, mode)
-                break
-            except _JudgeLost as lost:
+            except (_JudgeLost, OSError) as lost:  # OSError: a full disk, a cache that cannot be written
                 verdict = self._refusal(solution, mode, "infra", str(lost))
-                if attempt == 2:
-                    return verdict
-        await asyncio.to_thread(_write_json, file, verdict.to_json())
+            if verdict.status != "infra":
+                with contextlib.suppress(OSError):  # it is only known to nobody else then
+                    await asyncio.to_thread(_write_json, file, verdict.to_json())
+                break
         return verdict
 
     async def _evaluate(self, task: Task, solution: Solution, mode: Mode) -> Verdict:
@@ -290,6 +303,7 @@ class _JudgeHandle:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = asyncio.Lock()
+        self._quarantine = (0.0, "")  # until when (monotonic), and why
 
     async def begin(self) -> None:
         """Start it now.  Raises ``SandboxUnready``."""
@@ -312,6 +326,9 @@ class _JudgeHandle:
 
     def _ask(self, kind: str, body: dict[str, Any]) -> Any:
         with self._lock:
+            until, why = self._quarantine
+            if time.monotonic() < until:
+                raise _JudgeLost(why)
             try:
                 if self._process is None:
                     self._start()
@@ -341,7 +358,11 @@ class _JudgeHandle:
         answer = receive_frame(ours)
         if answer.kind == "!":
             self._stop()
-            raise SandboxUnready(answer.body["message"])
+            message = answer.body["message"]
+            if answer.body["kind"] == "device":
+                self._quarantine = (time.monotonic() + _QUARANTINE, f"{message}: quarantined")
+                raise _JudgeLost(f"{message}: quarantined")
+            raise SandboxUnready(message)
 
     def _last_words(self) -> str:
         with contextlib.suppress(OSError):

@@ -30,7 +30,7 @@ _NUMBERS = {
 }  # fmt: skip
 _FOUND = struct.Struct("QQd")
 
-__all__ = ["Array", "Buffers", "constant", "distance", "flush", "mismatch", "open_judge", "same"]
+__all__ = ["Array", "Buffers", "constant", "distance", "flush", "healthy", "mismatch", "open_judge", "same"]
 
 
 class Array:
@@ -147,6 +147,15 @@ def flush() -> None:
     """Rewrite twice the L2 cache: what the next call reads comes from memory."""
     driver.fill_bytes(_ours().flushed, secrets.randbelow(256), _ours().flush_bytes)
     driver.synchronize()
+
+
+def healthy() -> bool:
+    """Whether a comparison with a known answer comes out right: memory, a launch and a copy back."""
+    ones, twos, tensors = Array(4096), Array(4096), [Tensor((1024,), "float32")]
+    for array, word in ((ones, 0x3F800000), (twos, 0x40000000)):
+        driver.fill_words(array.address, word, 1024)
+    driver.synchronize()
+    return not mismatch([ones], [ones], tensors, 0.1)[0] and bool(mismatch([ones], [twos], tensors, 0.1)[0])
 
 
 def mismatch(

@@ -6,7 +6,7 @@ from cuda_agent.sandbox.buffers import Array, Buffers
 from cuda_agent.sandbox.check import mismatch, real, same
 from cuda_agent.sandbox.wire import Tensor
 
-__all__ = ["Array", "Buffers", "constant", "distance", "flush", "mismatch", "same"]
+__all__ = ["Array", "Buffers", "constant", "distance", "flush", "healthy", "mismatch", "same"]
 
 
 def flush() -> None:
@@ -19,6 +19,12 @@ def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
         return 0.0, 0.0
     off = real(have, tensor.dtype).astype(numpy.float64).ravel() - exact.ravel()
     return float(numpy.dot(off, off)), float(numpy.dot(exact.ravel(), exact.ravel()))
+
+
+def healthy() -> bool:
+    """Whether a comparison with a known answer comes out right."""
+    ones, tensors = numpy.ones(1024, numpy.float32), [Tensor((1024,), "float32")]
+    return not mismatch([ones], [ones], tensors, 0.1)[0] and bool(mismatch([ones], [2 * ones], tensors, 0.1)[0])
 
 
 def constant(values: Array, tensor: Tensor) -> bool:

@@ -50,6 +50,7 @@ class Policy:
     processes: int = 64  # processes and threads of the own user
     file_mb: int = 64  # largest file it may write
     cpu_seconds: int = 600
+    one_group: bool = False  # whatever it starts stays in its process group, and so can be ended at one stroke
     own_user: bool = True  # as root: change to an ordinary user
     read_any: bool = False  # own user: let Landlock alone decide what can be read (Python may live in a closed home)
 
@@ -72,7 +73,7 @@ def enter(policy: Policy) -> None:
         os._exit(1)
     _libc_call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _landlock(policy)
-    _seccomp(bool(policy.execute))
+    _seccomp(bool(policy.execute), policy.one_group)
 
 
 def narrow(policy: Policy) -> None:
@@ -261,7 +262,7 @@ _NUMBERS = {
         "clone": 56, "fork": 57, "vfork": 58, "execve": 59, "execveat": 322, "migrate_pages": 256, "move_pages": 279,
         "prlimit64": 302, "sched_setaffinity": 203, "sched_setscheduler": 144, "sched_setparam": 142,
         "sched_setattr": 314,
-        "setpriority": 141, "ioprio_set": 251,
+        "setpriority": 141, "ioprio_set": 251, "setsid": 112, "setpgid": 109,
         "chmod": 90, "fchmod": 91, "fchmodat": 268, "chown": 92, "fchown": 93, "lchown": 94, "fchownat": 260,
         "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280, "setxattr": 188, "lsetxattr": 189,
         "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199,
@@ -281,7 +282,7 @@ _NUMBERS = {
         "clone": 220, "execve": 221, "execveat": 281, "migrate_pages": 238, "move_pages": 239,
         "prlimit64": 261, "sched_setaffinity": 122, "sched_setscheduler": 119, "sched_setparam": 118,
         "sched_setattr": 274,
-        "setpriority": 140, "ioprio_set": 30,
+        "setpriority": 140, "ioprio_set": 30, "setsid": 157, "setpgid": 154,
         "fchmod": 52, "fchmodat": 53, "fchown": 55, "fchownat": 54, "utimensat": 88, "setxattr": 5, "lsetxattr": 6,
         "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16,
     },
@@ -289,7 +290,8 @@ _NUMBERS = {
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _OF_A_PROCESS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
 _SPECIAL = {"clone", "clone3", "kill", "tgkill", "tkill", "prctl", "fork", "vfork", "execve", "execveat", "setpriority"}
-_SPECIAL |= set(_OF_A_PROCESS)
+_OF_GROUPS = {"setsid", "setpgid"}
+_SPECIAL |= set(_OF_A_PROCESS) | _OF_GROUPS
 # Landlock does not look at these: without a user of its own, a worker could lock the judge out of its own files.
 _OF_FILES = {
     "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "utime", "utimes", "futimesat",
@@ -304,7 +306,7 @@ _NR, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24  # offsets in struct seccomp_data (littl
 _Instruction = tuple[int, int, int, int]  # opcode, jump if true, jump if false, operand
 
 
-def filter_program(machine: str, processes: bool, pid: int) -> list[_Instruction]:
+def filter_program(machine: str, processes: bool, pid: int, one_group: bool = False) -> list[_Instruction]:
     """The filter: everything is allowed but what is listed.  ``processes``: may fork and run programs (a shell, a
     compiler); otherwise threads only, and signals to itself (``pid``) only."""
     numbers = _NUMBERS[machine]
@@ -323,7 +325,7 @@ def filter_program(machine: str, processes: bool, pid: int) -> list[_Instruction
             program.extend([(_EQUAL, 0, len(body), numbers[name]), *body])
 
     for name in numbers:
-        if name not in _SPECIAL:
+        if name not in _SPECIAL or (name in _OF_GROUPS and one_group):
             on(name, refuse)
     on("clone3", (_RETURN, 0, 0, _REFUSE | errno.ENOSYS))  # its flags are behind a pointer; libc falls back to clone
     allow = (_RETURN, 0, 0, _ALLOW)
@@ -349,11 +351,11 @@ class _Filter(ctypes.Structure):
     _fields_ = [("count", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
-def _seccomp(processes: bool) -> None:
+def _seccomp(processes: bool, one_group: bool) -> None:
     machine = os.uname().machine
     if machine not in _NUMBERS:
         return  # the proof names the missing wall
-    program = filter_program(machine, processes, os.getpid())
+    program = filter_program(machine, processes, os.getpid(), one_group)
     code = b"".join(
         op.to_bytes(2, "little") + bytes((yes, no)) + operand.to_bytes(4, "little") for op, yes, no, operand in program
     )

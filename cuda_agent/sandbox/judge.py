@@ -11,50 +11,70 @@ Not covered: building (the client has it done before), and the caches of verdict
 
 import contextlib
 import ctypes
+import functools
 import math
+import os
 import secrets
+import signal
 import socket
 import statistics
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from cuda_agent.lease import Lease
 from cuda_agent.sandbox import cost, driver, jail, strict
 from cuda_agent.sandbox.buffers import byte_count
 from cuda_agent.sandbox.crosscheck import CrossCheck
-from cuda_agent.sandbox.oracle import Settings, memory_of, net, seconds_of_call
+from cuda_agent.sandbox.oracle import Settings, TaskKilled, memory_of, net, seconds_of_call
 from cuda_agent.sandbox.prepared import Entry, Prepared
 from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.wire import Probe, TaskError, Verdict, receive_frame, send_frame
 from cuda_agent.sandbox.workshop import Workshop
 
+_Answer = TypeVar("_Answer")
 _MOST_PREPARED = {"cpu": 24, "cuda": 6}  # tasks kept ready, least recently used first out
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
 _NULL_CALLS = 7
 _FEWEST_TIMED = {"cpu": 4, "cuda": 12}  # calls on a GPU cost little beside the start of its worker
 _ENOUGH_SECONDS = 0.2
+_PROBE_SECONDS = 10  # of the device's health
 _DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
 _FILES = ("runtime", "library", "image")  # of what is loaded
-_STATUS = {"timeout": "timeout", "crash": "crash", "memory": "crash", "threads": "crash", "protocol": "crash"}
+_STATUS = {
+    "timeout": "timeout", "crash": "crash", "memory": "crash", "threads": "crash", "protocol": "crash",
+    "processes": "crash", "killed": "crash",
+}  # fmt: skip
 
 
 class Refused(Exception):
-    """Ends an evaluation: the candidate's fault."""
+    """Ends a trial: the candidate's fault.  ``doubtful``: or it may be another's; then it gets a second trial."""
 
-    def __init__(self, status: Any, message: str) -> None:
+    def __init__(self, status: Any, message: str, doubtful: bool = False) -> None:
         super().__init__(message)
         self.status = status
+        self.doubtful = doubtful
+
+
+def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
+    """Ask again when the task's worker was killed by nobody here: the second time it is the task's doing."""
+
+    @functools.wraps(method)
+    def asked(*arguments: Any) -> _Answer:
+        with contextlib.suppress(TaskKilled):
+            return method(*arguments)
+        return method(*arguments)
+
+    return asked
 
 
 class Judge:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._lease = Lease(Path(settings.lease))
         self._workshop = Workshop(settings)
+        self._lease = self._workshop.lease
         self._prepared: OrderedDict[str, Prepared] = OrderedDict()
         self.memory = memory_of(settings.device)
 
@@ -74,17 +94,29 @@ class Judge:
             self._prepared.popitem(last=False)[1].close()
         return found
 
+    @_once_more
     def spec(self, request: dict[str, Any]) -> dict[str, Any]:
         return self.prepared(request["task"]).spec.to_json()
 
     # ---------------------------------------------------------------------------------------------------------- verdict
 
+    @_once_more
     def evaluate(self, request: dict[str, Any]) -> dict[str, Any]:
         """The verdict of a built solution, as JSON."""
-        prepared = self.prepared(request["task"])
-        prepared.measure(compile=True)
         settings = self.settings
         verdict = Verdict("ok", request["lane"], request["mode"], settings.device, settings.clock)  # type: ignore[arg-type]
+        if self._tried(request, verdict):
+            # What was timed stays, so that nobody gets a second draw of a time by ending the first.
+            verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
+            self._tried(request, verdict)
+        if self.settings.clock == "model":
+            verdict.phases = {}
+        return verdict.to_json()
+
+    def _tried(self, request: dict[str, Any], verdict: Verdict) -> bool:
+        """Fill in ``verdict`` by one trial; whether the candidate should have another one."""
+        prepared = self.prepared(request["task"])
+        prepared.measure(compile=True)
         verdict.eager_seconds, verdict.compile_seconds = prepared.baselines.eager, prepared.baselines.compile
         trial = Trial(self, prepared, request, verdict)
         try:
@@ -101,13 +133,20 @@ class Judge:
                 trial.time()
         except Refused as refusal:
             verdict.status, verdict.message = refusal.status, str(refusal)
+            return refusal.doubtful
+        except TaskKilled:
+            raise
+        except (TaskError, driver.DriverError) as error:
+            trial.end()
+            prepared = self.prepared(request["task"])  # raises when it is the task, or the device, after all
+            prepared.oracle.outputs(prepared.entry(prepared.base).inputs)
+            verdict.status, verdict.message = "crash", f"beside the solution, and only there, the task fails: {error}"
+            return True
         finally:
             trial.close()
             prepared.rotate()
             self._workshop.start_spare()
-        if self.settings.clock == "model":
-            verdict.phases = {}
-        return verdict.to_json()
+        return False
 
     # ------------------------------------------------------------------------------------------------------------ probe
 
@@ -118,6 +157,7 @@ class Judge:
         except TaskError as error:
             return Probe(error=str(error)).to_json()
 
+    @_once_more
     def _probe(self, task: dict[str, str], compile: bool) -> Probe:
         prepared = self.prepared(task)
         spec, tolerance, memory = prepared.spec, self.settings.tolerance, self.memory
@@ -137,6 +177,17 @@ class Judge:
         if compile:
             probe.error = prepared.baselines.compile_error
         return probe
+
+    def healthy(self) -> bool:
+        """Whether the device still computes a known answer, in this process's own context.  Where it does not answer at
+        all, the alarm ends this process."""
+        signal.alarm(_PROBE_SECONDS)
+        try:
+            return bool(self.memory.healthy())
+        except driver.DriverError:
+            return False
+        finally:
+            signal.alarm(0)
 
     def close(self) -> None:
         for prepared in self._prepared.values():
@@ -160,6 +211,7 @@ class Trial:
         self._null = 0.0
         self._cross: CrossCheck | None = None  # on a GPU, in the lanes whose host code is not ours
         self._worker: Worker | None = None
+        self._loaded = False
         spec = prepared.spec
         size = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs))
         slots = 3 if size <= _SLOTS_BYTES[self._settings.device] else 2
@@ -196,6 +248,7 @@ class Trial:
         if self._settings.device == "cuda" and request["lane"] != "plan":
             with self._lease.timing(), self._judged():
                 self._cross = CrossCheck(self._empty_wall)
+        self._loaded = True
         try:
             with self._lease.working(), self._judged("while it was loaded"):
                 worker.call("L", load | {"seed": self._prepared.weights_seed})
@@ -378,10 +431,15 @@ class Trial:
         try:
             yield
         except WorkerDied as death:
-            raise Refused(_STATUS[death.reason], f"the solution {death} {when}".strip()) from None
+            if not self._loaded:  # nothing untrusted has run in it
+                raise Refused("infra", f"a worker {death} before the solution was loaded", doubtful=True) from None
+            killed = death.reason == "killed"  # by the system, by an operator, or by itself
+            raise Refused(_STATUS[death.reason], f"the solution {death} {when}".strip(), killed) from None
         except WorkerError as error:
             if when == "while it was loaded":
                 raise
+            if not self._loaded:
+                raise Refused("infra", f"a worker, before the solution was loaded: {error}", doubtful=True) from None
             raise Refused("cheat" if error.cheat else "crash", f"{error} {when}".strip()) from None
 
     def _compare(self, entry: Entry, outputs: list[Any], when: str, audit: bool = False) -> None:
@@ -399,9 +457,12 @@ class Trial:
         if len(self._seen) < 2:
             self._seen.append(outputs)
 
-    def close(self) -> None:
+    def end(self) -> None:
         if self._worker:
             self._worker.kill()
+
+    def close(self) -> None:
+        self.end()
         self._buffers.close()
 
 
@@ -418,6 +479,10 @@ def main() -> None:
     except (jail.JailError, driver.NoDevice) as error:
         send_frame(client, "!", {"kind": "jail", "message": str(error)})
         return
+    device = f"the device {judge.settings.device} {judge.settings.identity}".strip()
+    if not judge.healthy():
+        send_frame(client, "!", {"kind": "device", "message": f"{device} fails its health probe"})
+        os._exit(1)
     send_frame(client, "=", {"breaches": breaches, "torch": judge._workshop.torch})
     handlers = {"E": judge.evaluate, "P": judge.probe, "S": judge.spec}
     while True:
@@ -432,6 +497,9 @@ def main() -> None:
             send_frame(client, "!", {"kind": "task", "message": str(error)})
         else:
             send_frame(client, "=", answer)
+            if frame.kind == "E" and answer["status"] in ("crash", "timeout") and not judge.healthy():
+                print(f"{device} failed its health probe", file=sys.stderr, flush=True)
+                os._exit(1)  # the client begins again with a new process; workers end with this one
 
 
 if __name__ == "__main__":

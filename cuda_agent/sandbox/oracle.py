@@ -62,6 +62,10 @@ def net(seconds: float, empty: float) -> float:
     return max(seconds - empty, seconds / 10)
 
 
+class TaskKilled(TaskError):
+    """Its worker was killed by nobody here.  That may be the task's doing, or anybody else's."""
+
+
 class Oracle:
     """A reference worker of one task, which it owns, and its buffers.  Every failure of the task is a ``TaskError``."""
 
@@ -180,5 +184,7 @@ class Oracle:
 def _of_the_task() -> Iterator[None]:
     try:
         yield
-    except (WorkerError, WorkerDied) as error:
-        raise TaskError(f"the task {error}" if isinstance(error, WorkerDied) else str(error)) from None
+    except WorkerError as error:
+        raise TaskError(str(error)) from None
+    except WorkerDied as death:
+        raise (TaskKilled if death.reason == "killed" else TaskError)(f"the task {death}") from None

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.sandbox import jail
+from cuda_agent.sandbox.descendants import descendants
 from cuda_agent.sandbox.wire import Frame, printable, receive_frame, send_frame
 
 _STEP_MS = 20  # how often a worker that is waited for is looked at
 _MOST_THREADS = 64
+_MOST_PROCESSES = 48  # below a worker that may start some: less than root's workers may have, and for everybody
 _START_SECONDS = 30.0
 _STOP_SECONDS = 1.0  # until a process that was told to stop counts as one that cannot be
 _IDLE_NS = 200_000  # a thread that worked less was only started
@@ -38,7 +40,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 
 
 class WorkerDied(Exception):
-    """``reason`` is one of timeout, memory, threads, crash, protocol."""
+    """``reason``: timeout, memory, threads, processes, crash, protocol, or killed (by a SIGKILL not sent here)."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -131,6 +133,7 @@ class Worker:
         self._parent = parent
         self._memory_mb = memory_mb
         self._home = home
+        self._forks = policy.one_group
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(5.0)  # for one frame: one that stops in the middle is none
         self.seconds = 0.0
@@ -243,6 +246,8 @@ class Worker:
             raise self._died("memory")
         if self._threads() > _MOST_THREADS:
             raise self._died("threads")
+        if self._forks and len(descendants(self.pid, most=_MOST_PROCESSES)) > _MOST_PROCESSES:
+            raise self._died("processes")
 
     def _private_bytes(self) -> int:
         try:
@@ -263,12 +268,13 @@ class Worker:
             text = f"ended itself (exit {status})" if status >= 0 else f"was ended by {_name_of_signal(-status)}"
             if status == -signal.SIGSEGV:
                 text += " (an address out of bounds, or a write to an input)"
-            return WorkerDied(reason, text)
+            return WorkerDied("killed" if status == -signal.SIGKILL else reason, text)
         return WorkerDied(
             reason,
             {
                 "timeout": "did not finish in time",
                 "memory": f"used more than {self._memory_mb} MB",
+                "processes": f"started more than {_MOST_PROCESSES} processes",
                 "threads": f"started more than {_MOST_THREADS} threads",
                 "protocol": "answered nonsense",
             }[reason],
@@ -318,6 +324,9 @@ class Worker:
             time.sleep(0.001)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
+        if self._forks:
+            with contextlib.suppress(OSError):  # no group of its own: there was nothing to end
+                os.killpg(self.pid, signal.SIGKILL)  # all at once: one by one, a fork bomb is faster
         self._socket.close()
         status = self._parent.reap(self.pid)
         shutil.rmtree(self._home, ignore_errors=True)

@@ -25,6 +25,7 @@ import torch
 
 from cuda_agent.sandbox import gpu, jail
 from cuda_agent.sandbox.candidate import Candidate
+from cuda_agent.sandbox.descendants import descendants
 from cuda_agent.sandbox.reference import Reference
 from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
 
@@ -33,6 +34,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what a dead worker leaves comes here
     for name in sys.argv[2:]:
         __import__(name)
     gc.collect()
@@ -46,7 +48,9 @@ def main() -> None:
             frame = receive_frame(control, max_fds=8)
         except ConnectionError:
             for pid in children:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(OSError):  # it has no group of its own
+                    os.killpg(pid, signal.SIGKILL)
+            _bury(set())
             return
         if frame.kind == "F":
             pid = os.fork()
@@ -60,21 +64,23 @@ def main() -> None:
         elif frame.kind == "W":
             _, status = os.waitpid(frame.body["pid"], 0)
             children.discard(frame.body["pid"])
-            _bury_orphans(children)
+            _bury(children)
             send_frame(control, "=", {"status": os.waitstatus_to_exitcode(status)})
 
 
-def _bury_orphans(children: set[int]) -> None:
-    """End what dead workers left: those that may run a compiler can leave processes, which come to this one."""
-    while True:
-        found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        orphans = {int(pid) for pid in found} - children
-        if not orphans:
-            return
-        for pid in orphans:
+def _bury(living: set[int]) -> None:
+    """End the processes that dead workers left (those that compile may start some).  All are stopped before any is
+    killed: the rest of a fork bomb would go on otherwise."""
+    seen: set[int] = set()
+    while found := descendants(os.getpid(), living):
+        standing = found <= seen
+        seen |= found
+        for pid in found:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+                os.kill(pid, signal.SIGKILL if standing else signal.SIGSTOP)
+        for pid in found if standing else ():
+            with contextlib.suppress(ChildProcessError):  # the next generation comes here when this one is gone
+                os.waitpid(pid, 0)
 
 
 def _child(frame: Frame) -> None:
@@ -96,7 +102,10 @@ def _child(frame: Frame) -> None:
             Path("/proc/self/oom_score_adj").write_text("1000")
         if options["device"] == "cuda":
             gpu.open_gpu()  # the driver writes below /proc while it starts, which the walls forbid
-        jail.enter(jail.Policy.from_json(options["policy"]))
+        policy = jail.Policy.from_json(options["policy"])
+        if policy.one_group:
+            os.setpgid(0, 0)
+        jail.enter(policy)
         os.dup2(null, 2)
         os.close(null)  # until here a fault is ours, and goes to the log
         channel = socket.socket(fileno=frame.fds[0])

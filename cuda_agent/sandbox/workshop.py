@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cuda_agent.lease import Lease
 from cuda_agent.sandbox import build, jail
 from cuda_agent.sandbox.oracle import Oracle, Settings
-from cuda_agent.sandbox.processes import WarmParent, Worker, WorkerDied, WorkerError
+from cuda_agent.sandbox.processes import NotStarted, WarmParent, Worker, WorkerDied, WorkerError
 
 _COMPILING = "cuda_agent.sandbox.compiling"  # imported by the warm parent of compiling workers, never here
 
@@ -34,6 +35,7 @@ class Workshop:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.lease = Lease(Path(settings.lease))  # one for all that its judge does, in one thread
         self._log = Path(settings.scratch) / "workers.log"
         self._plain = WarmParent(settings.threads, self._log)
         self._compiling: WarmParent | None = None
@@ -50,10 +52,13 @@ class Workshop:
     def candidate(self) -> Worker:
         """A single-use worker that can write nothing but the outputs it is given later, and read its own folder."""
         spare, self._spare = self._spare, None
-        if spare is None or not spare.alive:
-            spare = self._start_candidate()
-        spare.wait_started()
-        return spare
+        if spare is not None and spare.alive:
+            with contextlib.suppress(NotStarted):  # it died while nobody watched
+                spare.wait_started()
+                return spare
+        worker = self._start_candidate()
+        worker.wait_started()
+        return worker
 
     def start_spare(self) -> None:
         """Begin to start the next candidate's worker, for which nobody waits now."""
@@ -87,7 +92,7 @@ class Workshop:
     def _start_compiler(self, home: Path, read: tuple[str, ...] = ()) -> Worker:
         assert self._compiling
         execute = (*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix)
-        policy = jail.Policy(read=read, write=(str(home),), execute=execute, file_mb=256)
+        policy = jail.Policy(read=read, write=(str(home),), execute=execute, file_mb=256, one_group=True)
         worker = self._start(self._compiling, {"role": "reference"}, policy, home)
         worker.wait_started()
         return worker

@@ -147,8 +147,9 @@ def test_processes_that_a_worker_leaves_are_ended_with_it_and_share_its_few_proc
     parent.wait_ready()
     execute = (*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix)
     policy = jail.Policy(read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix), execute=execute, read_any=True)
-    options = {"role": "reference", "threads": 1, "folder": str(tmp_path), "environment": {}}
-    worker = Worker(parent, options, policy, 400)
+    options = {"role": "reference", "threads": 1, "folder": str(tmp_path), "environment": {}, "device": "cpu"}
+    worker = Worker(parent, options, policy, 400, tmp_path / "home")
+    worker.wait_started()
     worker.seconds = 20.0
     worker.call("T", {"code": LEAVING.replace("SECONDS", seconds), "seed": 1})
 

@@ -73,8 +73,10 @@ def test_plans_of_the_teacher_fit_and_are_accepted():
 
 def test_the_plans_of_the_guide_fit():
     text = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
-    (example,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
-    GRAMMAR.validate(json.loads(example))
+    examples = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        GRAMMAR.validate(json.loads(example))
 
 
 CUDA = {

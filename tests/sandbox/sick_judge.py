@@ -1,0 +1,33 @@
+"""A judge on a device that fails its health probe as often as a file in the cache says, and is well after that
+(``test_faults``)."""
+
+import types
+from pathlib import Path
+
+from cuda_agent.sandbox import host, judge
+from cuda_agent.sandbox.oracle import Settings
+
+
+class SickMemory(types.ModuleType):
+    def __init__(self, file: Path) -> None:
+        super().__init__("sick")
+        vars(self).update({name: vars(host)[name] for name in host.__all__})
+
+        def healthy() -> bool:
+            left = int(file.read_text()) if file.exists() else 0
+            if left:
+                file.write_text(str(left - 1))
+            return not left and host.healthy()
+
+        vars(self)["healthy"] = healthy
+
+
+class SickJudge(judge.Judge):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.memory = SickMemory(Path(settings.cache) / "sick")
+
+
+if __name__ == "__main__":
+    vars(judge)["Judge"] = SickJudge
+    judge.main()
