@@ -28,6 +28,7 @@ _MOST_THREADS = 64
 _MOST_PROCESSES = 48  # below a worker that may start some: less than root's workers may have, and for everybody
 _START_SECONDS = 30.0
 _STOP_SECONDS = 1.0  # until a process that was told to stop counts as one that cannot be
+_END_SECONDS = 0.2  # for the threads of a process that was killed
 _IDLE_NS = 200_000  # a thread that worked less was only started
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 # Memory given back after each call and mapped again in the next, or not, as fragmentation has it, doubles a time.
@@ -182,7 +183,7 @@ class Worker:
         before it is done."""
         self.stop()
         if self._poll.poll(0):
-            raise self._died("protocol")  # an answer that nobody asked for
+            raise self._died("protocol" if self._said() else "crash")  # an answer that nobody asked for
         try:
             send_frame(self._socket, kind, slot=slot, extra=extra)
         except OSError:
@@ -195,7 +196,7 @@ class Worker:
         end = time.perf_counter()
         answer = self._answer()
         if self._state() in "ZX":
-            raise self._died("protocol")  # its main thread is gone, and another one answers
+            raise self._died("crash" if self._ends() else "protocol")  # main thread gone: another one answers
         return end - start, answer
 
     def stop(self) -> None:
@@ -211,6 +212,20 @@ class Worker:
         if self._stopped:
             self._stopped = False
             self.signal(signal.SIGCONT)
+
+    def _said(self) -> bool:
+        """Whether something lies there to be read: the end of a stream counts as ready, too."""
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+    def _ends(self) -> bool:
+        """Whether all of it is dead or dying, and not its main thread alone."""
+        deadline = time.monotonic() + _END_SECONDS
+        while self._threads() > 1 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return self._threads() <= 1
 
     def _answer(self) -> Any:
         self._wait()

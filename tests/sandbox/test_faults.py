@@ -67,6 +67,35 @@ def _alive(pid: int) -> bool:
         return False
 
 
+def test_a_worker_killed_after_its_answer_costs_an_honest_solution_nothing(running: Running) -> None:
+    running.evaluate(task(), python(0))
+    judge = judge_of(running)
+    future = begun(running, python(time.time_ns(), SLOW))
+    worker = _children(parent_of(running))[-1]
+    os.kill(judge, signal.SIGSTOP)  # so that the answer lies there unread
+    time.sleep(0.3)
+    os.kill(worker, signal.SIGKILL)
+    os.kill(judge, signal.SIGCONT)
+    verdict = future.result(120)
+    assert (verdict.status, verdict.message) == ("ok", "")
+
+
+def test_a_worker_killed_between_two_calls_costs_an_honest_solution_nothing(running: Running) -> None:
+    """It is stopped then, for as long as its buffers are filled: a moment that is not hit every time."""
+    for _ in range(10):
+        running.evaluate(task(), python(0))
+        future = begun(running, python(time.time_ns(), SLOW))
+        stat = Path(f"/proc/{_children(parent_of(running))[-1]}/stat")
+        with contextlib.suppress(OSError):  # missed: it is gone
+            while stat.read_text().rpartition(")")[2].split()[0] != "T":
+                pass
+            os.kill(int(stat.parent.name), signal.SIGKILL)
+            break
+        future.result(120)
+    verdict = future.result(120)
+    assert (verdict.status, verdict.message) == ("ok", "")
+
+
 def test_a_spare_worker_that_dies_before_its_use_is_replaced(running: Running) -> None:
     for number in range(2):
         running.evaluate(task(), python(time.time_ns()))
