@@ -31,7 +31,7 @@ class Model(nn.Module):
 
     def forward(self, x):
         for _ in range(self.rounds):
-            x = torch.sin(torch.lgamma(x * x + 1.5))
+            x = torch.tanh(x * 1.1 + 0.1)
         return x
 
 def get_inputs():
@@ -42,7 +42,11 @@ def get_init_inputs():
 """
 KERNEL = """
 #include <cuda_runtime.h>
-__device__ float step(float v) { return sinf(lgammaf(v * v + 1.5f)); }
+__device__ float step(float v) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(v * 1.1f + 0.1f));
+  return y;
+}
 __global__ void chain(const float4* __restrict__ x, float4* __restrict__ y, long n, int rounds) {
   for (long i = blockIdx.x * (long)blockDim.x + threadIdx.x; i < n; i += (long)gridDim.x * blockDim.x) {
     float4 v = x[i];
@@ -90,12 +94,13 @@ class ModelNew(nn.Module):
 PLAN = {
     "nodes": [
         {
-            "kernel": "kernels/chain.cu", "function": "chain", "grid": "132 * 8", "block": 256,
+            "kernel": "kernels/chain.cu", "function": "chain",
             "args": ["in0", "out0", "in0.numel // 4", "init0"],
         }
     ]
 }  # fmt: skip
-SIZES = {"20 us": (1024, 1), "200 us": (4096, 3), "2 ms": (8192, 16)}  # rows, rounds
+SIZES = {"20 us": (1024, 16, 132 * 8, 256), "200 us": (8192, 24, 132 * 8, 256), "2 ms": (8192, 32, 66, 64)}
+# rows, rounds, blocks and threads of the plan: the last one leaves half of the device idle
 
 
 def main() -> None:
@@ -121,7 +126,7 @@ def main() -> None:
 
 
 async def measure(solutions: int, repeats: int, cache: Path) -> dict[str, Any]:
-    tasks = {name: task(*size) for name, size in SIZES.items()}
+    tasks = {name: task(rows, rounds) for name, (rows, rounds, _, _) in SIZES.items()}
     answer: dict[str, Any] = {"prepare": {}, "lanes": {}, "repeat": {}}
     async with LocalSandbox(Sandbox(device="cuda", memory_mb=8192, timed_calls=24), cache) as sandbox:
         for name, one in tasks.items():
@@ -132,9 +137,9 @@ async def measure(solutions: int, repeats: int, cache: Path) -> dict[str, Any]:
                 raise SystemExit(f"{name}: {probe.error}")
         lanes: tuple[Lane, ...] = ("plan", "extension", "python")
         for lane in lanes:
-            answer["lanes"][lane] = await bench(sandbox, list(tasks.values()), lane, solutions)
+            answer["lanes"][lane] = await bench(sandbox, tasks, lane, solutions)
         for name, one in tasks.items():
-            verdicts = [await sandbox.evaluate(one, solution("plan", 10_000 + i)) for i in range(repeats)]
+            verdicts = [await sandbox.evaluate(one, solution("plan", name, 10_000 + i)) for i in range(repeats)]
             speedups = [v.speedup_eager or 0.0 for v in verdicts]
             answer["repeat"][name] = {
                 "seconds": statistics.median(v.seconds or 0.0 for v in verdicts),
@@ -146,13 +151,14 @@ async def measure(solutions: int, repeats: int, cache: Path) -> dict[str, Any]:
     return answer
 
 
-async def bench(sandbox: LocalSandbox, tasks: list[Task], lane: Lane, count: int) -> dict[str, Any]:
+async def bench(sandbox: LocalSandbox, tasks: dict[str, Task], lane: Lane, count: int) -> dict[str, Any]:
     verdicts: list[Verdict] = []
     whole: list[float] = []
 
     async def one(number: int) -> None:
+        name = list(tasks)[number % len(tasks)]
         begin = time.perf_counter()
-        verdicts.append(await sandbox.evaluate(tasks[number % len(tasks)], solution(lane, number)))
+        verdicts.append(await sandbox.evaluate(tasks[name], solution(lane, name, number)))
         whole.append(time.perf_counter() - begin)
 
     await one(count)  # the first one of a lane warms up what all share
@@ -181,16 +187,18 @@ async def bench(sandbox: LocalSandbox, tasks: list[Task], lane: Lane, count: int
 
 def task(rows: int, rounds: int) -> Task:
     code = TASK.replace("{rows}", str(rows)).replace("{rounds}", str(rounds))
-    return Task(f"sin_{rows}_{rounds}", code, ("torch.lgamma", "torch.sin"), "bench")
+    return Task(f"tanh_{rows}_{rounds}", code, ("torch.tanh",), "bench")
 
 
-def solution(lane: Lane, number: int) -> Solution:
+def solution(lane: Lane, size: str, number: int) -> Solution:
     """The ``number``-th solution of a lane: the same kernel under another source."""
     note = f"// {number}\n"
+    _, _, blocks, threads = SIZES[size]
     if lane == "plan":
-        return Solution("plan", {"plan.json": json.dumps(PLAN), "kernels/chain.cu": note + KERNEL})
+        node = PLAN["nodes"][0] | {"grid": str(blocks), "block": threads}
+        return Solution("plan", {"plan.json": json.dumps({"nodes": [node]}), "kernels/chain.cu": note + KERNEL})
     if lane == "python":
-        loop = "for _ in range(self.rounds):\n            x = torch.lgamma((x * x).add_(1.5)).sin_()\n"
+        loop = "for _ in range(self.rounds):\n            x = (x * 1.1).add_(0.1).tanh_()\n"
         body = f"{loop}        return x  # {number}"
         return Solution("python", {"model_new.py": MODEL.replace("{import_}", "").replace("{body}", body)})
     body = "return cuda_extension.chain_forward(x, self.rounds)"

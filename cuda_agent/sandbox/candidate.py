@@ -28,15 +28,24 @@ class Candidate(Worker):
         self._slots = Slots(
             options["spec"], options["layout"], options["weights"], frame.fds, options["sizes"], options["device"]
         )
-        # On the CPU its time is subtracted, so it holds nothing that a solution could leave out, such as copying
-        # outputs to their place.  On a GPU it goes into a bound that must not be too high: it does all of that.
-        self._commands = {"N": self.empty_call if options["device"] == "cuda" else lambda frame: None}
+        # On the CPU the empty call's time is subtracted, so it holds nothing that a solution could leave out, such as
+        # copying outputs to their place.  On a GPU empty chains go into a bound that must not be too high: they do it.
+        self._commands = {"Z": self.empty_chain} if options["device"] == "cuda" else {"N": lambda frame: None}
         self._commands["L"] = self.load_plan if options["lane"] == "plan" else self.load_model
 
-    def empty_call(self, frame: Frame) -> Any:
-        targets = self._slots.output_tensors(frame.slot)
-        _, times = self._clocked(lambda: None, frame.extra)
-        store([torch.zeros_like(target) for target in targets], targets)
+    def empty_chain(self, frame: Frame) -> Any:
+        slots = [self._slots.output_tensors(slot) for slot in range(frame.slot)]
+        results = [[torch.zeros_like(target) for target in targets] for targets in slots]
+
+        def enqueue() -> None:
+            for targets, zeros in zip(slots, results, strict=True):
+                store(zeros, targets)
+
+        return self._finished(enqueue, frame)
+
+    def _finished(self, enqueue: Callable[[], None], frame: Frame) -> Any:
+        """The times of a chain of ``frame.slot`` calls, once the device is through with it."""
+        times = self._clocked(enqueue, frame.extra)[1]
         torch.cuda.synchronize()
         return times
 
@@ -76,7 +85,15 @@ class Candidate(Worker):
                 torch.cuda.synchronize()
             return times
 
+        def enqueue(count: int) -> None:
+            for slot in range(count):
+                outputs.begin(slot)
+                with OnlyTheExtension() if restricted else contextlib.nullcontext():
+                    results = model(*given[slot])
+                outputs.store(flatten(results))
+
         self._commands["R"] = run
+        self._commands["C"] = lambda call: self._finished(lambda: enqueue(call.slot), call)
 
 
 class _Node(ctypes.Structure):

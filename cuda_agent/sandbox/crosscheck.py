@@ -1,47 +1,85 @@
 """Whether what a worker tells of the device's clock can be true.
 
 In the extension and python lanes the solution shares its process with the events that time it, and could forge them,
-or leave work to a stream that they do not cover.  So the judge's own clock sets a bound: a call lasts from its request
-until the judge holds a copy of its outputs, and an empty call of the same form, measured before anything untrusted was
-loaded, says how much of that is not the call's.  While the host enqueues a call the device waits in a kernel of known
-length, so that an honest host's own time does not count.
+or leave work to a stream that they do not cover.  So the judge's own clock sets a bound: what a chain of calls on
+different inputs, in one request, takes longer than one call, from the request until the judge holds a copy of all
+outputs.  The difference leaves out what a request costs; what an empty call of the same form costs, measured before
+anything untrusted was loaded, is taken off.  The device waits in a kernel of known length while the host enqueues the
+chain, so that an honest host's own time does not count.
 
-Times far below the bound are not believed.  What it cannot resolve is left to the device's clock: stopping and
-continuing processes and switching between their contexts makes walls differ by up to half a millisecond (H200), so a
-lie about a shorter call is not seen here.
+Times far below the bound are not believed.  Stopping and continuing processes and switching between their contexts
+makes walls longer by up to some tenths of a millisecond (H200), never shorter: so the shortest of several chains
+counts, and more of them are timed before anybody is accused.  What is left of the noise a chain divides by its length:
+a lie about a time that is shorter than that is not seen here.
 """
 
-import statistics
+import math
 from collections.abc import Callable
 
 UNIT = 16e-6  # seconds; the delay crosses as a number of these
+LONGEST_CHAIN = 8
 _SHORTEST, _LONGEST = 4, 1250  # in units: 64 us and 20 ms
-_CALLS = 9
-_SLACK = 5e-4  # seconds by which an honest call's wall time may exceed the empty call's, beside the device's time
+_EMPTY_DELAY = 64  # units: longer than a host takes to enqueue the longest empty chain
+_ROUNDS, _MOST_ROUNDS = 3, 12  # the latter when in doubt
+CALLS = _ROUNDS * (1 + LONGEST_CHAIN)  # of a candidate that nobody doubts, at most, each on inputs of its own
+_LONG_ENOUGH = 5e-3  # seconds of calls that a chain needs at most
+_SLACK = 3e-4  # seconds that the shortest walls of two kinds of request may differ by, beside the device's time
 _SHARE = 0.8
 
 
 class CrossCheck:
-    def __init__(self, empty_call: Callable[[int], float]) -> None:
-        """``empty_call``: wall seconds of an empty call with a delay of so many units."""
-        low, high = _SHORTEST, 16 * _SHORTEST
-        first = statistics.median(empty_call(low) for _ in range(_CALLS))
-        second = statistics.median(empty_call(high) for _ in range(_CALLS))
-        self._slope = max(0.0, (second - first) / (high - low))
-        self._empty = first - self._slope * low
-        self._calls: list[tuple[float, float]] = []  # bound, and by how much the host was late
+    def __init__(self, slots: int, empty: Callable[[int, int], float]) -> None:
+        """``empty``: wall seconds of a chain of so many empty calls, with a delay of so many units.  ``slots``: the
+        longest chain, at least 2."""
         self.delay = _SHORTEST
+        self._slots = slots
+        walls = _Walls(slots)
+        for _ in range(2 * _ROUNDS):
+            walls.add(lambda count: empty(count, _EMPTY_DELAY))
+        self._empty = max(0.0, walls.slope())
 
-    def add(self, wall: float, host: float) -> None:
-        """One call with the current ``delay``: wall seconds, and for how long its host says it enqueued."""
-        self._calls.append((wall - self._empty - self._slope * self.delay, host - self.delay * UNIT))
-        self.delay = min(max(int((1.5 * host + 2 * UNIT) / UNIT) + 1, _SHORTEST), _LONGEST)
+    def heard(self, host: float) -> None:
+        """For how long the host of one call enqueued it, as it says: the next call's delay covers that."""
+        self.delay = _units(1.5 * host)
 
-    def believe(self, told: float) -> tuple[float, str]:
-        """The time to report for a ``told`` median, and what is wrong with it (empty: nothing)."""
-        bound = statistics.median(bound for bound, _ in self._calls)
-        if told >= _SHARE * bound - _SLACK:
-            return told, ""
-        if statistics.median(late for _, late in self._calls) > 0:
+    def believe(self, told: float, chain: Callable[[int, int], tuple[float, float]]) -> tuple[float, str]:
+        """The time to report for a ``told`` median, and what is wrong with it (empty: nothing).  ``chain``: seconds of
+        so many calls with a delay of so many units: of the judge's wall, and of the host while it enqueued."""
+        count = min(max(2, math.ceil(_LONG_ENOUGH / max(told, 1e-6))), self._slots)
+        delay = _units(count * self.delay * UNIT)
+        late: list[float] = []
+
+        def wall(calls: int) -> float:
+            seconds, host = chain(calls, delay)
+            late.append(host - delay * UNIT)
+            return seconds
+
+        walls = _Walls(count)
+        for number in range(_MOST_ROUNDS):
+            walls.add(wall)
+            bound = walls.slope() - self._empty
+            if number + 1 >= _ROUNDS and told >= _SHARE * bound - _SLACK / (count - 1):
+                return told, ""
+        if max(late) > 0:
             return bound, ""  # the host takes longer than any delay: it is the host's time that counts
         return bound, f"the device's clock says {told * 1e6:.0f} us of calls that take at least {bound * 1e6:.0f} us"
+
+
+def _units(seconds: float) -> int:
+    return min(max(math.ceil(seconds / UNIT) + 2, _SHORTEST), _LONGEST)
+
+
+class _Walls:
+    """The shortest walls of chains of one call and of ``count``."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._short = self._long = math.inf
+
+    def add(self, wall: Callable[[int], float]) -> None:
+        self._short = min(self._short, wall(1))
+        self._long = min(self._long, wall(self._count))
+
+    def slope(self) -> float:
+        """Seconds of one more call."""
+        return (self._long - self._short) / (self._count - 1)

@@ -20,6 +20,7 @@ from cuda_agent.sandbox.buffers import Layout, byte_count
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
 
 _BLOCK = 256
+_POOL_BYTES = 8 << 30
 _REAL = {
     "complex64": ("float32", 2),
     "complex128": ("float64", 2),
@@ -30,7 +31,18 @@ _NUMBERS = {
 }  # fmt: skip
 _FOUND = struct.Struct("QQd")
 
-__all__ = ["Array", "Buffers", "constant", "distance", "flush", "healthy", "mismatch", "open_judge", "same"]
+__all__ = [
+    "Array",
+    "Buffers",
+    "constant",
+    "distance",
+    "flush",
+    "healthy",
+    "mismatch",
+    "open_judge",
+    "pool_bytes",
+    "same",
+]
 
 
 class Array:
@@ -141,6 +153,11 @@ def open_judge(kernels: Path) -> None:
 def _ours() -> _Judge:
     assert _judge, "open_judge comes first"
     return _judge
+
+
+def pool_bytes() -> int:
+    """Most memory for one task's pool of inputs."""
+    return min(_POOL_BYTES, driver.memory_bytes() // 16)
 
 
 def flush() -> None:

@@ -25,7 +25,7 @@ from cuda_agent.sandbox.wire import Solution
 from cuda_agent.tasks.task import Task
 
 RECOVERY = 15.0  # seconds within which the next evaluation on the device must have come back right
-_PARALLEL = 3
+_PARALLEL = {"cpu": 3, "cuda": 2}  # a device does one thing at a time: more would only wait
 _LONGEST = 240.0  # seconds: an evaluation that takes longer counts as lost
 _SET_CHILD_SUBREAPER = 36
 
@@ -97,7 +97,7 @@ def settings(device: str, clock: str) -> Sandbox:
     return Sandbox(
         device=device,  # type: ignore[arg-type]
         clock=clock,  # type: ignore[arg-type]
-        run_seconds=3.0 if device == "cpu" else 6.0,
+        run_seconds=3.0 if device == "cpu" else 4.0,
         build_seconds=8.0 if device == "cpu" else 20.0,
         memory_mb=memory_mb,
     )
@@ -134,7 +134,7 @@ async def drill(evaluations: int, seed: int, device: str, clock: str, cache: Pat
                         fault.recovery = time.monotonic() - ended
                     fault = outcome if what else None
 
-        await asyncio.gather(*(stream() for _ in range(_PARALLEL)))
+        await asyncio.gather(*(stream() for _ in range(_PARALLEL[device])))
     report.seconds = time.monotonic() - begin
     for _ in range(30):  # what was told to end may need a moment
         report.left = {kind: sorted(names - before[kind]) for kind, names in _present().items() if names - before[kind]}

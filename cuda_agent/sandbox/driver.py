@@ -119,6 +119,13 @@ def l2_bytes() -> int:
     return attribute(_L2_BYTES)
 
 
+def memory_bytes() -> int:
+    """Of the whole device."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    _call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+    return total.value
+
+
 def identity(device: int = 0) -> str:
     """Name and driver: what a time depends on."""
     name, version = ctypes.create_string_buffer(100), ctypes.c_int()

@@ -6,7 +6,12 @@ from cuda_agent.sandbox.buffers import Array, Buffers
 from cuda_agent.sandbox.check import mismatch, real, same
 from cuda_agent.sandbox.wire import Tensor
 
-__all__ = ["Array", "Buffers", "constant", "distance", "flush", "healthy", "mismatch", "same"]
+__all__ = ["Array", "Buffers", "constant", "distance", "flush", "healthy", "mismatch", "pool_bytes", "same"]
+
+
+def pool_bytes() -> int:
+    """Most memory for one task's pool of inputs."""
+    return 48 << 20
 
 
 def flush() -> None:

@@ -51,7 +51,7 @@ def seconds_of_call(device: str, wall: float, told: Any) -> float:
     if device == "cpu":
         return wall
     match told:
-        case [float(seconds), float(host)] if 0 < seconds <= wall and host > 0:
+        case [float(seconds), float(host)] if 0 < seconds <= wall and 0 < host <= wall:
             return seconds
     raise WorkerError(f"the device's clock says {str(told)[:60]} of a call that took {wall:.6f} s")
 

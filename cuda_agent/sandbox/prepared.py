@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.sandbox import build, cost
+from cuda_agent.sandbox import build, cost, crosscheck
 from cuda_agent.sandbox.buffers import byte_count
 from cuda_agent.sandbox.oracle import Oracle, memory_of, net
 from cuda_agent.sandbox.processes import WorkerDied, WorkerError, taking_turns
@@ -26,7 +26,6 @@ from cuda_agent.sandbox.wire import TaskError
 from cuda_agent.sandbox.workshop import Workshop
 
 _CLOCK = 2  # of what is measured: a baseline taken in another way is none
-_POOL_BYTES = {"cpu": 48 << 20, "cuda": 8 << 30}  # most memory for one task's pool
 _BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # of one round: whichever comes first
 _EMPTY_CALLS = 4
 _BASELINE_ROUNDS, _STEADY = 3, 0.05  # another round when calls differ by more than this (median deviation)
@@ -70,9 +69,8 @@ class Prepared:
             self.oracle = Oracle(workshop.reference(), code, self.weights_seed, settings)
         self.spec = self.oracle.spec
         size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs))
-        self._pool: list[Entry | None] = [None] * max(
-            2, min(settings.checks + settings.timed_calls, _POOL_BYTES[settings.device] // max(1, size))
-        )
+        calls = settings.checks + settings.timed_calls + (crosscheck.CALLS if settings.device == "cuda" else 0)
+        self._pool: list[Entry | None] = [None] * max(2, min(calls, self.memory.pool_bytes() // max(1, size)))
         self.base = 0
         self._empty = float("inf")
         self.empty_candidate: dict[str, float] = {}  # the same of candidates, by lane
@@ -120,6 +118,16 @@ class Prepared:
                 except TaskError:
                     self._inexact = True
         return Entry(-1, inputs, outputs, exact) if exact is not None or kind == "normal" else None
+
+    def outputs_at(self, inputs: list[Any], precision: str) -> list[Any]:
+        """Eager's outputs at another precision than the task's own."""
+        with self._lease.working():
+            self.oracle.precision(precision)
+            try:
+                return self.oracle.outputs(inputs)
+            finally:
+                if self.oracle.alive:
+                    self.oracle.precision("default")
 
     def compiled(self, mode: str, precision: str) -> Oracle:
         """A reference whose calls are compiled.  The caller closes it.  ``WorkerError`` when torch.compile fails."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from cuda_agent.sandbox import cost, strict
 from cuda_agent.sandbox.buffers import byte_count
-from cuda_agent.sandbox.crosscheck import CrossCheck
+from cuda_agent.sandbox.crosscheck import LONGEST_CHAIN, CrossCheck
 from cuda_agent.sandbox.oracle import net, seconds_of_call
 from cuda_agent.sandbox.prepared import Entry, Prepared
 from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError, taking_turns
@@ -26,7 +26,7 @@ from cuda_agent.sandbox.workshop import Workshop
 
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
 _NULL_CALLS = 7
-_FEWEST_TIMED = {"cpu": 4, "cuda": 12}  # calls on a GPU cost little beside the start of its worker
+_FEWEST_TIMED = {"cpu": 4, "cuda": 20}  # calls on a GPU cost little beside the start of its worker
 _ENOUGH_SECONDS = 0.2
 _DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
 _FILES = ("runtime", "library", "image")  # of what is loaded
@@ -65,6 +65,8 @@ class Trial:
         spec = prepared.spec
         size = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs))
         slots = 3 if size <= _SLOTS_BYTES[self._settings.device] else 2
+        if self._settings.device == "cuda" and request["lane"] != "plan":
+            slots = min(max(2, 3 * _SLOTS_BYTES["cuda"] // max(1, size)), LONGEST_CHAIN)
         self._buffers = self._memory.Buffers(spec, slots=slots, fixed=self._fixed)
         self._buffers.set_weights(prepared.oracle.weights)
         self._seen: list[list[Any]] = []  # outputs of earlier calls: a later call must not give them again
@@ -97,7 +99,7 @@ class Trial:
             self._null = known[request["lane"]] = min(least, known.get(request["lane"], least))
         if self._settings.device == "cuda" and request["lane"] != "plan":
             with self._lease.timing(), self._judged():
-                self._cross = CrossCheck(self._empty_wall)
+                self._cross = CrossCheck(len(self._buffers.slots), lambda *chain: self._chained("Z", *chain)[0])
         self._loaded = True
         try:
             with self._lease.working(), self._judged("while it was loaded"):
@@ -182,7 +184,8 @@ class Trial:
         """Raises ``Refused`` when the judge's own clock does not allow a median that the device's clock gave."""
         if not self._cross:
             return told
-        seconds, doubt = self._cross.believe(told)
+        with self._lease.timing(), self._judged("in a timed call"):
+            seconds, doubt = self._cross.believe(told, self._chain)
         if doubt:
             raise Refused("cheat", doubt)
         return seconds
@@ -257,23 +260,34 @@ class Trial:
         self._worker.stop()
         self._buffers.fill(slot, inputs)
         self._memory.flush()
-        begin = time.perf_counter()
         wall, told = self._worker.timed(kind, slot, self._cross.delay if self._cross else 0)
         outputs = self._buffers.outputs(slot)
-        seconds = seconds_of_call(self._settings.device, wall, told)
         if self._cross:
-            self._cross.add(time.perf_counter() - begin, told[1])
-        return seconds, outputs
+            self._cross.heard(told[1])
+        return seconds_of_call(self._settings.device, wall, told), outputs
 
-    def _empty_wall(self, delay: int) -> float:
-        """Seconds from the request of an empty call until its outputs are copied."""
+    def _chain(self, count: int, delay: int) -> tuple[float, float]:
+        """A chain of calls on inputs of their own, each one checked: seconds of the wall and of the host."""
+        entries = [self._take(timing=True) for _ in range(count)]
+        assert self._worker
+        self._worker.stop()
+        for slot, entry in enumerate(entries):
+            self._buffers.fill(slot, entry.inputs)
+        wall, host, outputs = self._chained("C", count, delay)
+        for entry, own in zip(entries, outputs, strict=True):
+            self._compare(entry, own, "an audit of a timed call", audit=True)
+        return wall, host
+
+    def _chained(self, kind: str, count: int, delay: int) -> tuple[float, float, list[list[Any]]]:
+        """Seconds from the request until the outputs are copied, of the host while it enqueued; and the outputs."""
         assert self._worker
         self._worker.stop()
         self._memory.flush()
         begin = time.perf_counter()
-        self._worker.timed("N", 0, delay)
-        self._buffers.outputs(0)
-        return time.perf_counter() - begin
+        wall, told = self._worker.timed(kind, count, delay)
+        seconds_of_call(self._settings.device, wall, told)  # no nonsense
+        outputs = [self._buffers.outputs(slot) for slot in range(count)]
+        return time.perf_counter() - begin, told[1], outputs
 
     def _call(self, inputs: Sequence[Any], when: str) -> list[Any]:
         with self._judged(when):
