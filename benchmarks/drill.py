@@ -102,7 +102,8 @@ def show(report: Report) -> None:
         print(f"{kind:52} {len(outcomes):3}  {statuses:24} {max(o.seconds for o in outcomes):8.1f} {recovery}")
     sound = [o for o in report.outcomes if o.kind.startswith(("honest", "outside"))]
     recoveries = [o.recovery for o in report.outcomes if o.recovery is not None]
-    where = f"{report.device}, clock {report.clock}, seed {report.seed}, user {report.user}"
+    where = f"{report.device}, clock {report.clock}, seed {report.seed}, user {report.user}, "
+    where += f"control groups of version {report.groups}" if report.groups else "no control groups"
     print(
         f"{len(report.outcomes)} evaluations in {report.seconds:.0f} s on {where}: "
         f"{sum(o.status == 'ok' for o in sound)} of {len(sound)} honest ones ok, "

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.config import Sandbox
+from cuda_agent.sandbox import cgroups
 from cuda_agent.sandbox.client import LocalSandbox
 from cuda_agent.sandbox.faults import Fault, Make, faults, honest, python, tasks
 from cuda_agent.sandbox.wire import Solution
@@ -49,6 +50,7 @@ class Report:
     clock: str
     seed: int
     user: int
+    groups: int = 0  # version of the control groups that limit workers; 0: there are none
     seconds: float = 0.0
     outcomes: list[Outcome] = field(default_factory=list)
     left: dict[str, list[str]] = field(default_factory=dict)  # processes, temporary files ... that should be gone
@@ -107,7 +109,8 @@ async def drill(evaluations: int, seed: int, device: str, clock: str, cache: Pat
     """Run ``evaluations``, a few at a time.  ``TMPDIR`` should be this process's own: whatever lies there afterwards
     counts as left behind."""
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become children of ours, and are seen
-    report = Report(device, clock, seed, os.geteuid())
+    groups = cgroups.find()
+    report = Report(device, clock, seed, os.geteuid(), groups.version if groups else 0)
     before = _present()
     begin = time.monotonic()
     async with LocalSandbox(settings(device, clock), cache) as sandbox:
@@ -198,6 +201,7 @@ def _present() -> dict[str, set[str]]:
     return {
         "process": {f"{pid} {_command(pid)}" for pid in _descendants(os.getpid())},
         "shared memory": {*os.listdir("/dev/shm")} if os.path.isdir("/dev/shm") else set(),
+        "control group": {str(p) for p in Path("/sys/fs/cgroup").glob(f"**/{cgroups.PREFIX}{os.getpid()}-*")},
         "temporary": {str(p) for p in Path(tempfile.gettempdir()).iterdir()},
         "descriptor": {d for d in descriptors if not d.endswith("/fd")},
     }

@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.sandbox import jail
+from cuda_agent.sandbox.cgroups import Group, Groups
 from cuda_agent.sandbox.descendants import descendants
 from cuda_agent.sandbox.wire import Frame, printable, receive_frame, send_frame
 
 _STEP_MS = 20  # how often a worker that is waited for is looked at
 _MOST_THREADS = 64
+_GROUP_MB = 64  # beside a worker's own memory: what the kernel keeps for it, and cached files
 _MOST_PROCESSES = 48  # below a worker that may start some: less than root's workers may have, and for everybody
 _START_SECONDS = 30.0
 _STOP_SECONDS = 1.0  # until a process that was told to stop counts as one that cannot be
@@ -130,6 +132,7 @@ class Worker:
         policy: jail.Policy,
         memory_mb: int,
         home: Path,
+        groups: Groups | None = None,
     ) -> None:
         self._parent = parent
         self._memory_mb = memory_mb
@@ -147,6 +150,15 @@ class Worker:
             theirs.close()
         self.alive = True
         self._private = 1 << 60
+        self._group: Group | None = None
+        if groups:  # it waits for its first request: nothing untrusted has run
+            tasks = _MOST_PROCESSES * 8 if self._forks else 2 * _MOST_THREADS
+            try:
+                self._group = groups.make(memory_mb + _GROUP_MB, tasks)
+                self._group.add(self.pid)
+            except BaseException:
+                self.kill()
+                raise
 
     def wait_started(self) -> None:
         """Until its walls are closed; nothing untrusted has run yet."""
@@ -278,7 +290,9 @@ class Worker:
             return 0
 
     def _died(self, reason: str) -> WorkerDied:
-        status = self.kill(wait=0.2 if reason == "crash" else 0.0)
+        status, overran = self._killed(wait=0.2 if reason == "crash" else 0.0)
+        if overran:
+            reason = "memory"
         if reason == "crash":
             text = f"ended itself (exit {status})" if status >= 0 else f"was ended by {_name_of_signal(-status)}"
             if status == -signal.SIGSEGV:
@@ -331,8 +345,12 @@ class Worker:
 
     def kill(self, wait: float = 0.0) -> int:
         """End it, after up to ``wait`` seconds for it to end by itself; gives the exit code (negative: signal)."""
+        return self._killed(wait)[0]
+
+    def _killed(self, wait: float) -> tuple[int, bool]:
+        """The same, and whether the kernel had ended it for want of memory."""
         if not self.alive:
-            return 0
+            return 0, False
         self.alive = False
         deadline = time.monotonic() + wait
         while time.monotonic() < deadline and self._state() not in "ZX":
@@ -345,7 +363,11 @@ class Worker:
         self._socket.close()
         status = self._parent.reap(self.pid)
         shutil.rmtree(self._home, ignore_errors=True)
-        return status
+        if self._group is None:
+            return status, False
+        overran = self._group.killed()
+        self._group.close()
+        return status, overran
 
     def _state(self) -> str:
         """R, S, D, T (stopped), Z (a zombie) ... as the kernel calls it."""

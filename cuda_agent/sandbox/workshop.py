@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.lease import Lease
-from cuda_agent.sandbox import build, jail
+from cuda_agent.sandbox import build, cgroups, jail
 from cuda_agent.sandbox.oracle import Oracle, Settings
 from cuda_agent.sandbox.processes import NotStarted, WarmParent, Worker, WorkerDied, WorkerError
 
@@ -37,6 +37,7 @@ class Workshop:
         self.settings = settings
         self.lease = Lease(Path(settings.lease))  # one for all that its judge does, in one thread
         self._log = Path(settings.scratch) / "workers.log"
+        self._groups = cgroups.find()
         self._plain = WarmParent(settings.threads, self._log)
         self._compiling: WarmParent | None = None
         self._ready = False
@@ -125,7 +126,7 @@ class Workshop:
         options = {
             "threads": settings.threads, "folder": folder, "environment": environment, "device": settings.device
         } | options  # fmt: skip
-        return Worker(parent, options, policy, settings.memory_mb, home)
+        return Worker(parent, options, policy, settings.memory_mb, home, self._groups)
 
     def _known(self) -> Path:
         """What compiling workers share, made by a trusted warm-up when this machine's cache has none."""

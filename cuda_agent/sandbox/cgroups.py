@@ -1,0 +1,136 @@
+"""Limits by control group, where this process may write one: the kernel then holds a worker to its memory and to its
+number of tasks, however fast it grows.
+
+Both versions of control groups.  Version 1: a group below this process's own, in the hierarchies of memory and pids.
+Version 2: below its own group or, where that one holds processes and so cannot have children with limits, beside it
+(systemd: ``Delegate=yes`` with ``DelegateSubgroup=``).  Where neither can be written, as in a restricted pod or by an
+ordinary user, there is none, and the judge's watchdog (``processes``) is alone.
+
+Not covered: processor time, and what the judge itself uses.
+"""
+
+import contextlib
+import itertools
+import os
+import time
+from pathlib import Path
+
+PREFIX = "cuda-agent-worker-"  # then the judge's parent, the judge, and a number
+_ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_GONE_SECONDS = 1.0  # for the kernel to let go of a group whose processes were killed
+
+
+class Group:
+    """The limits of one worker."""
+
+    def __init__(self, folders: dict[str, Path], version: int) -> None:
+        self._folders = folders
+        self._version = version
+
+    def add(self, pid: int) -> None:
+        for folder in {*self._folders.values()}:
+            (folder / "cgroup.procs").write_text(str(pid))
+
+    def killed(self) -> bool:
+        """Whether the kernel ended a process in it for want of memory."""
+        file = "memory.events" if self._version == 2 else "memory.oom_control"
+        with contextlib.suppress(OSError, ValueError):
+            for line in (self._folders["memory"] / file).read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1]) > 0
+        return False
+
+    def close(self) -> None:
+        """Remove it, once its processes are gone."""
+        for folder in {*self._folders.values()}:
+            deadline = time.monotonic() + _GONE_SECONDS
+            while not _removed(folder) and time.monotonic() < deadline:
+                time.sleep(0.002)
+
+
+class Groups:
+    """Where groups of workers are made: a folder for each controller."""
+
+    def __init__(self, places: dict[str, Path], version: int) -> None:
+        self._places = places
+        self.version = version
+        self._numbers = itertools.count()
+        for place in {*places.values()}:
+            _sweep(place)
+
+    def make(self, memory_mb: int, tasks: int) -> Group:
+        name = f"{PREFIX}{os.getppid()}-{os.getpid()}-{next(self._numbers)}"
+        folders = {controller: place / name for controller, place in self._places.items()}
+        for folder in {*folders.values()}:
+            folder.mkdir(exist_ok=True)
+        if self.version == 2:
+            (folders["memory"] / "memory.max").write_text(str(memory_mb << 20))
+            with contextlib.suppress(OSError):  # a kernel without swap
+                (folders["memory"] / "memory.swap.max").write_text("0")
+        else:
+            (folders["memory"] / "memory.limit_in_bytes").write_text(str(memory_mb << 20))
+        (folders["pids"] / "pids.max").write_text(str(tasks))
+        return Group(folders, self.version)
+
+
+def find(root: Path = _ROOT, own: Path = _OWN) -> Groups | None:
+    """Where this process may make groups with limits of memory and tasks; None: nowhere."""
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return None
+    places = {}
+    for _, controllers, path in lines:
+        for controller in {*controllers.split(",")} & {"memory", "pids"}:
+            place = root / controller / path.lstrip("/")
+            if not place.is_dir():  # inside a container the mount may show the own group only
+                place = root / controller
+            places[controller] = place
+    if len(places) == 2 and all(_makes(place) for place in places.values()):
+        return Groups(places, 1)
+    for _, controllers, path in lines:
+        if controllers:
+            continue
+        for mount in (root, root / "unified"):
+            here = mount / path.lstrip("/")
+            for place in (here, here.parent):
+                if (place / "cgroup.procs").exists() and _switched_on(place) and _makes(place):
+                    return Groups({"memory": place, "pids": place}, 2)
+    return None
+
+
+def _switched_on(place: Path) -> bool:
+    """Whether children of this group have limits of both kinds; switches them on where that is possible."""
+    switch = place / "cgroup.subtree_control"
+    with contextlib.suppress(OSError):
+        if not {"memory", "pids"} <= {*switch.read_text().split()}:
+            switch.write_text("+memory +pids")
+        return {"memory", "pids"} <= {name.lstrip("+") for name in switch.read_text().split()}
+    return False
+
+
+def _makes(place: Path) -> bool:
+    probe = place / f"{PREFIX}{os.getppid()}-{os.getpid()}-probe"
+    try:
+        probe.mkdir(exist_ok=True)
+    except OSError:
+        return False
+    return _removed(probe)
+
+
+def _removed(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _sweep(place: Path) -> None:
+    """Groups of judges that were killed: empty, as their workers ended with them."""
+    for folder in place.glob(f"{PREFIX}*"):
+        pid = folder.name.removeprefix(PREFIX).split("-")[1]
+        if not Path(f"/proc/{pid}").exists():
+            _removed(folder)
