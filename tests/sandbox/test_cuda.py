@@ -80,13 +80,50 @@ def get_init_inputs():
 """
 
 
-@pytest.mark.parametrize("compute", ["fp32", "tf32"])
+@pytest.mark.parametrize("compute", ["fp32", "tf32", "fp16", "bf16"])
 def test_a_library_node_multiplies_matrices(gpu: Running, compute: str) -> None:
     node = {"library": "gemm", "a": "in0", "b": "in1", "c": "out0", "compute": compute}
     node |= {"m": "in0.shape[0]", "n": "in1.shape[1]", "k": "in0.shape[1]"}
     verdict = gpu.evaluate(task(MATMUL), Solution("plan", {"plan.json": json.dumps({"nodes": [node]})}))
     print(verdict)
     assert (verdict.status, verdict.message) == ("ok", "")
+
+
+CONVOLUTIONS = {
+    "Conv1d": ("Conv1d(8, 16, 5, padding=2, dilation=2)", (16, 8, 512), {"padding": 2, "dilation": 2}),
+    "Conv2d": ("Conv2d(8, 16, 3, stride=2, groups=4)", (16, 8, 64, 64), {"stride": 2, "groups": 4}),
+    "Conv3d": ("Conv3d(4, 8, 3, padding=(0, 1, 2))", (4, 4, 12, 12, 12), {"padding": [0, 1, 2]}),
+    "transposed": (
+        "ConvTranspose2d(8, 4, 3, stride=2, padding=1, output_padding=1)",
+        (8, 8, 32, 32),
+        {"transposed": True, "stride": 2, "padding": 1, "output_padding": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("compute", ["fp32", "tf32", "fp16", "bf16"])
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_a_library_node_convolves(gpu: Running, kind: str, compute: str) -> None:
+    made, shape, how = CONVOLUTIONS[kind]
+    code = f"""
+import torch
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.{made}
+    def forward(self, x):
+        return self.conv(x)
+def get_inputs():
+    return [torch.randn{shape}]
+def get_init_inputs():
+    return []
+"""
+    node = {"library": "convolution", "input": "in0", "weight": "w:conv.weight", "bias": "w:conv.bias"}
+    plan = {"nodes": [node | how | {"output": "out0", "compute": compute}]}
+    verdict = gpu.evaluate(task(code, kind), Solution("plan", {"plan.json": json.dumps(plan)}))
+    print(verdict)
+    assert (verdict.status, verdict.message) == ("ok", "")
+    assert (verdict.max_error or 0) < {"fp32": 2e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 1e-1}[compute]
 
 
 @pytest.mark.parametrize(
