@@ -7,13 +7,15 @@ import itertools
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from cuda_agent.sandbox import vendor
 from cuda_agent.sandbox.binding import OnlyTheExtension, Outputs, load_module
-from cuda_agent.sandbox.serving import Worker, run_module
+from cuda_agent.sandbox.passes import play_back
+from cuda_agent.sandbox.serving import Worker, build_model
 from cuda_agent.sandbox.slots import Slots, flatten, map_memory, rebuild, store
 from cuda_agent.sandbox.wire import Frame
 
@@ -61,11 +63,10 @@ class Candidate(Worker):
         outputs = Outputs([self._slots.output_tensors(slot) for slot in numbers], self._options["device"])
         if restricted:
             sys.modules["cuda_extension"] = load_module(frame.body["library"], outputs)
+        if frame.body.get("place"):
+            play_back(Path(frame.body["place"]["folder"]))
         torch.manual_seed(frame.body["seed"])
-        module = run_module("model_new", frame.body["code"], "model_new.py")
-        if not hasattr(module, "ModelNew"):
-            raise AttributeError("model_new.py defines no ModelNew")
-        model = module.ModelNew(*[item["value"] for item in spec["init"]]).eval().to(self._options["device"])
+        model = build_model(frame.body["code"], [item["value"] for item in spec["init"]], self._options["device"])
         weights = self._slots.weight_tensors()
         if restricted or model.state_dict().keys() == weights.keys():  # KernelBench's own solutions may rename them
             model.load_state_dict(weights, strict=True)

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -41,7 +42,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 
 
 class WorkerDied(Exception):
-    """``reason``: timeout, memory, threads, processes, crash, protocol, or killed (by a SIGKILL not sent here)."""
+    """``reason``: timeout, memory, threads, processes, disk, crash, protocol, or killed (a SIGKILL not sent here)."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -78,6 +79,7 @@ class WarmParent:
             )  # fmt: skip
         theirs.close()
         self._socket = ours
+        self._turn = threading.Lock()  # of those who ask it something, where they are several threads
         self.torch = ""
 
     @property
@@ -91,13 +93,15 @@ class WarmParent:
         self.torch = answer["torch"]
 
     def fork(self, options: dict[str, Any], fds: Sequence[int]) -> int:
-        send_frame(self._socket, "F", options, fds=fds)
-        return int(receive_frame(self._socket).body["pid"])
+        with self._turn:
+            send_frame(self._socket, "F", options, fds=fds)
+            return int(receive_frame(self._socket).body["pid"])
 
     def reap(self, pid: int) -> int:
         """The exit code of a worker that is dead or dying; negative: the signal."""
-        send_frame(self._socket, "W", {"pid": pid})
-        return int(receive_frame(self._socket).body["status"])
+        with self._turn:
+            send_frame(self._socket, "W", {"pid": pid})
+            return int(receive_frame(self._socket).body["status"])
 
     def close(self) -> None:
         self._socket.close()
@@ -121,7 +125,8 @@ def _processors(count: int) -> Iterator[None]:
 
 class Worker:
     """One jailed process, with the folder ``home`` that goes with it.  It serves once ``wait_started`` returned.
-    ``seconds`` is what it may still spend running; waiting for it is what is counted."""
+    ``seconds`` is what it may still spend running; waiting for it is what is counted.  ``overrun``: a further look of
+    the watchdog, which names what it uses too much."""
 
     def __init__(
         self,
@@ -130,7 +135,9 @@ class Worker:
         policy: jail.Policy,
         memory_mb: int,
         home: Path,
+        overrun: "Callable[[Worker], str] | None" = None,
     ) -> None:
+        self._overrun = overrun
         self._parent = parent
         self._memory_mb = memory_mb
         self._home = home
@@ -263,6 +270,8 @@ class Worker:
             raise self._died("threads")
         if self._forks and len(descendants(self.pid, most=_MOST_PROCESSES)) > _MOST_PROCESSES:
             raise self._died("processes")
+        if self._overrun and (what := self._overrun(self)):
+            raise self._died(what)
 
     def _private_bytes(self) -> int:
         try:
@@ -290,6 +299,7 @@ class Worker:
                 "timeout": "did not finish in time",
                 "memory": f"used more than {self._memory_mb} MB",
                 "processes": f"started more than {_MOST_PROCESSES} processes",
+                "disk": "wrote too many or too large files",
                 "threads": f"started more than {_MOST_THREADS} threads",
                 "protocol": "answered nonsense",
             }[reason],
