@@ -21,18 +21,17 @@ import re
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cuda_agent.lease import Lease
-from cuda_agent.sandbox import build, jail
+from cuda_agent.sandbox import build, jail, scratch
 from cuda_agent.sandbox.descendants import descendants
 from cuda_agent.sandbox.processes import NotStarted, WarmParent, Worker, WorkerDied, WorkerError
 from cuda_agent.sandbox.wire import NO_PROGRAMS, Status, Verdict, printable
@@ -112,7 +111,7 @@ class FirstPass:
         return place
 
     def _make(self, folder: Path, place: Place, task: Task, files: dict[str, str]) -> None:
-        _remove(folder)
+        scratch.remove(folder)
         folder.mkdir()
         try:
             build.write_files(folder, {name: text for name, text in files.items() if name != "model_new.py"})
@@ -127,13 +126,14 @@ class FirstPass:
                 self._run(folder, place, request)  # perhaps not by its own doing: once more
             _freeze(folder)
         except BaseException:
-            _remove(folder)
+            scratch.remove(folder)
             raise
 
     def _run(self, folder: Path, place: Place, request: dict[str, Any]) -> None:
+        home = Path(tempfile.mkdtemp(prefix="worker-", dir=self._scratch))
         policy = jail.Policy(
             read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix),
-            write=(str(folder),),
+            write=(str(folder), str(home)),
             execute=(*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix),
             memory_mb=2 * _MEMORY_MB if self._device == "cpu" else 0,  # virtual, of one process
             processes=256,
@@ -143,14 +143,14 @@ class FirstPass:
             read_any=True,
         )
         options = {
-            "role": "first_pass", "threads": self._threads, "folder": str(folder), "environment": place.environment,
-            "device": self._device,
+            "role": "first_pass", "threads": self._threads, "folder": str(folder), "device": self._device,
+            # gcc asks whether its temporary folder can be reached without privileges; a cache may be in a closed home
+            "environment": place.environment | {"TMPDIR": str(home)},
         }  # fmt: skip
-        home = Path(tempfile.mkdtemp(prefix="worker-", dir=self._scratch))
         worker: Worker | None = None
         with _working(self._lease) as pause:
             try:
-                worker = Worker(self._warm(), options, policy, _MEMORY_MB, home, _watch(folder, pause))
+                worker = Worker(self._warm(), options, policy, _MEMORY_MB, home, _watch((folder, home), pause))
                 worker.wait_started()
                 worker.seconds = self._seconds
                 answer = worker.call("F", request)
@@ -166,7 +166,7 @@ class FirstPass:
                 if worker:
                     with contextlib.suppress(ConnectionError):  # its parent is gone, and it with it
                         worker.kill()
-                shutil.rmtree(home, ignore_errors=True)
+                scratch.remove(home)
         if answer is not None:
             raise FirstPassFailed("build_error", _explained(answer, folder))
 
@@ -233,7 +233,7 @@ def _working(folder: Path) -> Iterator[Callable[[], None]]:
         yield pause
 
 
-def _watch(folder: Path, pause: Callable[[], None]) -> Callable[[Worker], str]:
+def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[Worker], str]:
     """What the watchdog calls: names what is used too much."""
     looked = breathed = time.monotonic()
 
@@ -249,7 +249,7 @@ def _watch(folder: Path, pause: Callable[[], None]) -> Callable[[Worker], str]:
             looked = now
             if sum(map(_private_bytes, descendants(worker.pid))) > _MEMORY_MB << 20:
                 return "memory"
-            if too_much(folder):
+            if any(map(too_much, folders)):
                 return "disk"
         return ""
 
@@ -323,16 +323,8 @@ def _freeze(folder: Path) -> None:
                 if stat.S_ISREG(os.fstat(descriptor).st_mode):
                     shutil.copyfileobj(source, copy)
             target.chmod(0o644)
-    _remove(folder)
+    scratch.remove(folder)
     os.rename(staged, folder)
-
-
-def _remove(folder: Path) -> None:
-    """Also what is too deep for a recursive function."""
-    with contextlib.suppress(RecursionError):
-        shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        subprocess.run(["rm", "-rf", "--", str(folder)], stderr=subprocess.DEVNULL, timeout=60)
 
 
 def _explained(answer: Any, folder: Path) -> str:

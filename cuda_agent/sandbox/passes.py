@@ -57,6 +57,8 @@ class FirstPass(Worker):
             flatten(model(*rebuild(arguments, given)))
             if device == "cuda":
                 torch.cuda.synchronize()
+        except MemoryError:
+            return {"error": "out of memory", "log": ""}
         except BaseException as error:
             return {"error": explain(error), "log": _messages(error)[-_LOG:]}
         (place / _NOTES).write_text(json.dumps(notes))

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.sandbox import jail
+from cuda_agent.sandbox import jail, scratch
 from cuda_agent.sandbox.descendants import descendants
 from cuda_agent.sandbox.wire import Frame, printable, receive_frame, send_frame
 
@@ -354,7 +354,7 @@ class Worker:
                 os.killpg(self.pid, signal.SIGKILL)  # all at once: one by one, a fork bomb is faster
         self._socket.close()
         status = self._parent.reap(self.pid)
-        shutil.rmtree(self._home, ignore_errors=True)
+        scratch.remove(self._home)
         return status
 
     def _state(self) -> str:
