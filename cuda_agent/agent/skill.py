@@ -78,6 +78,8 @@ loaded into it); its forward calls functions of the module `cuda_extension` only
 _PYTHON = """
 ## The form of a solution: `model_new.py`
 One file that defines `class ModelNew` with the signature and the parameter names of `Model`. Its verdict is advisory.
+It may compile (`load_inline`, Triton, `torch.compile`): that happens once before it is judged. When it is judged no
+program can be started and nothing can be written; it finds what it compiled.
 """
 
 

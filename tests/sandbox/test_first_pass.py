@@ -238,7 +238,8 @@ INLINE = solution(CPU_SOURCE, "return chain.chain(x, self.scale)")
 
 @pytest.mark.nightly  # torch's headers take half a minute
 @pytest.mark.skipif(shutil.which("ninja") is None, reason="load_inline needs ninja")
-def test_load_inline_works(running: Running) -> None:
+def test_load_inline_works(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running.sandbox._first_pass, "_seconds", 290.0)  # on a busy machine
     verdict = running.evaluate(task(), INLINE)
     assert (verdict.status, verdict.message, verdict.checks) == ("ok", "", 5)
 
@@ -271,6 +272,7 @@ def test_cuda_sources_of_load_inline_compile_without_a_gpu(running: Running, mon
     except build.CompilerMissing:
         pytest.skip("no nvcc")
     monkeypatch.setattr(running.sandbox, "_architecture", "sm_90a")
+    monkeypatch.setattr(running.sandbox._first_pass, "_seconds", 290.0)
     verdict = running.evaluate(task(), solution(CUDA_SOURCE, "assert chain.chain\n        " + HONEST))
     assert (verdict.status, verdict.message) == ("ok", "")
     assert (kept(running)[-1] / "extensions" / "chain" / "chain.so").is_file()
