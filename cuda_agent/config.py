@@ -57,6 +57,11 @@ class Sandbox(Section):
     tolerance: float = Field(1e-2, gt=0, description="absolute and relative tolerance of a check")
     timed_calls: Positive = Field(12, description="most timed calls of a candidate in quick mode")
     build_seconds: float = Field(20.0, gt=0, description="limit for one build")
+    first_pass_seconds: float = Field(
+        180.0,
+        gt=0,
+        description="limit for a Python solution that compiles (load_inline, Triton, ...) to do so",
+    )
     run_seconds: float = Field(10.0, gt=0, description="limit for one evaluation after the build")
     memory_mb: Positive = Field(2048, description="limit for one worker")
     required_walls: list[str] = Field(

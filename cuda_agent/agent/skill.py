@@ -60,6 +60,11 @@ void fused(long block, long grid, const float* x, float* y, long n) {
 - Blocks run in any order, spread over the threads; a node begins when the one before has ended.
 - `{"memset": "out0", "value": 0}` is a node too. `"function": "fused<8>"` names a template. Conditions that shapes
   must meet go into `"guards": ["in0.shape[1] % 8 == 0"]`.
+- Matrix products and convolutions may be left to the library, with the arithmetic that you name (`fp32`, `fp16`,
+  `bf16`; `tf32` on a GPU): `{"library": "gemm", "a": "in0", "b": "w:linear.weight", "c": "tmp", "m": 64, "n": 32, "k":
+  16, "transpose_b": true, "compute": "fp32"}` and `{"library": "convolution", "input": "in0", "weight":
+  "w:conv.weight", "bias": "w:conv.bias", "output": "out0", "stride": 2, "padding": [1, 1]}` (also `dilation`, `groups`,
+  `transposed`, `output_padding`; `input_shape` and `weight_shape` where the buffer is a workspace).
 - Built with `g++ -O3 -march=native -ffast-math -std=c++17`.
 """
 
@@ -73,6 +78,8 @@ loaded into it); its forward calls functions of the module `cuda_extension` only
 _PYTHON = """
 ## The form of a solution: `model_new.py`
 One file that defines `class ModelNew` with the signature and the parameter names of `Model`. Its verdict is advisory.
+It may compile (`load_inline`, Triton, `torch.compile`): that happens once before it is judged. When it is judged no
+program can be started and nothing can be written; it finds what it compiled.
 """
 
 

@@ -267,7 +267,7 @@ class Builder:
         async with self._slots:
             work = Path(tempfile.mkdtemp(prefix="build-", dir=self._scratch))
             try:
-                _write(work, files)
+                write_files(work, files)
                 policy = jail.Policy(
                     read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix, *read),
                     write=(str(work),),
@@ -318,7 +318,8 @@ class Builder:
             raise BuildError(first_errors(errors))
 
 
-def _write(folder: Path, files: Mapping[str, str]) -> None:
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """An author's files into an empty folder.  Raises ``BuildError`` for a name that is none."""
     for name, text in files.items():
         path = folder / name
         if (path.is_absolute() and not path.is_relative_to(folder)) or ".." in Path(name).parts:
@@ -350,6 +351,11 @@ def _take(source: Path, target: Path) -> None:
 _ERROR = re.compile(
     r"^(?P<where>[^\s:(][^:(]*((:\d+)+|\(\d+\)))?:? ?(catastrophic |fatal )?error( #[\w-]+)?: (?P<what>.*)$"
 )
+
+
+def has_errors(text: str) -> bool:
+    """Whether a compiler's errors are among these lines."""
+    return any(_ERROR.match(line) or "undefined reference to" in line for line in text.splitlines())
 
 
 def first_errors(text: str) -> str:

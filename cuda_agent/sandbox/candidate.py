@@ -2,15 +2,20 @@
 
 import contextlib
 import ctypes
+import functools
+import itertools
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from cuda_agent.sandbox import vendor
 from cuda_agent.sandbox.binding import OnlyTheExtension, Outputs, load_module
-from cuda_agent.sandbox.serving import Worker, run_module
+from cuda_agent.sandbox.passes import play_back
+from cuda_agent.sandbox.serving import Worker, build_model
 from cuda_agent.sandbox.slots import Slots, flatten, map_memory, rebuild, store
 from cuda_agent.sandbox.wire import Frame
 
@@ -67,11 +72,10 @@ class Candidate(Worker):
         outputs = Outputs([self._slots.output_tensors(slot) for slot in numbers], self._options["device"])
         if restricted:
             sys.modules["cuda_extension"] = load_module(frame.body["library"], outputs)
+        if frame.body.get("place"):
+            play_back(Path(frame.body["place"]["folder"]))
         torch.manual_seed(frame.body["seed"])
-        module = run_module("model_new", frame.body["code"], "model_new.py")
-        if not hasattr(module, "ModelNew"):
-            raise AttributeError("model_new.py defines no ModelNew")
-        model = module.ModelNew(*[item["value"] for item in spec["init"]]).eval().to(self._options["device"])
+        model = build_model(frame.body["code"], [item["value"] for item in spec["init"]], self._options["device"])
         weights = self._slots.weight_tensors()
         if restricted or model.state_dict().keys() == weights.keys():  # KernelBench's own solutions may rename them
             model.load_state_dict(weights, strict=True)
@@ -119,7 +123,9 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
             content = pattern * (workspace["bytes"] // len(pattern))
             ctypes.memmove(workspaces[name], content, len(content))
 
-    def bind(slot: int) -> Any:
+    def bind(slot: int) -> list[Callable[[], Any]]:
+        """Kernels and memsets that follow each other are one call of the executor; a library node is one of its own."""
+
         def address(buffer: str) -> int:
             kind, _, rest = buffer.partition(":")
             if kind == "in":
@@ -128,8 +134,23 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
                 return slots.outputs[slot][int(rest)]
             return slots.weights[int(rest)] if kind == "w" else workspaces[rest]
 
-        nodes = (_Node * len(program["nodes"]))()
-        for node, item in zip(nodes, program["nodes"], strict=True):
+        steps: list[Callable[[], Any]] = []
+        for ours, items in itertools.groupby(program["nodes"], lambda item: "library" not in item):
+            if ours:
+                nodes = executor_nodes(list(items), address)
+                keep.append(nodes)
+                steps.append(functools.partial(execute, ctypes.addressof(nodes), len(nodes)))
+            else:
+                tensor = functools.partial(tensor_of, address)
+                steps.extend(vendor.bind(item, tensor, "cpu") for item in items)
+        return steps
+
+    def tensor_of(address: Callable[[str], int], item: dict[str, Any]) -> torch.Tensor:
+        return slots.tensor(address(item["buffer"]), item)
+
+    def executor_nodes(items: list[dict[str, Any]], address: Callable[[str], int]) -> Any:
+        nodes = (_Node * len(items))()
+        for node, item in zip(nodes, items, strict=True):
             if "memset" in item:
                 node.target, node.bytes, node.value = address(item["memset"]), item["bytes"], item["value"]
                 continue
@@ -147,15 +168,15 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
             node.grid, node.args = item["grid"], ctypes.addressof(pointers)
         return nodes
 
-    bound = [bind(slot) for slot in range(len(slots.layout))]
-    runtime.start(ctypes.c_long(threads))
     execute = runtime.run
     execute.argtypes = [ctypes.c_void_p, ctypes.c_long]
     execute.restype = None
-    count = len(program["nodes"])
+    bound = [bind(slot) for slot in range(len(slots.layout))]
+    runtime.start(ctypes.c_long(threads))
 
     def run(slot: int) -> None:
-        execute(ctypes.addressof(bound[slot]), count)
+        for step in bound[slot]:
+            step()
 
     run.keep = keep  # type: ignore[attr-defined]
     return run

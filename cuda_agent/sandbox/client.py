@@ -20,12 +20,13 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cuda_agent.config import WHERE_JUDGED, Sandbox
-from cuda_agent.sandbox import build, extension, plan, scratch
+from cuda_agent.sandbox import build, extension, first_pass, plan, scratch
 from cuda_agent.sandbox.wire import (
     Mode,
     Probe,
@@ -86,6 +87,10 @@ class LocalSandbox:
             self.cache / "builds", self._scratch, self.lease_folder, config.build_seconds, config.memory_mb,
             parallel=2 if config.device == "cpu" else max(2, (os.cpu_count() or 2) - 2),
         )  # fmt: skip
+        self._first_pass = first_pass.FirstPass(
+            self.cache / "passes", self._scratch, self.lease_folder, config.device, config.threads,
+            config.first_pass_seconds,
+        )  # fmt: skip
         settings = {
             "threads": config.threads, "checks": config.checks, "tolerance": config.tolerance,
             "timed_calls": config.timed_calls, "run_seconds": config.run_seconds, "memory_mb": config.memory_mb,
@@ -145,6 +150,8 @@ class LocalSandbox:
         for judge in self._judges:
             await asyncio.to_thread(judge.close)
         if self._scratch:
+            await asyncio.to_thread(self._first_pass.close)
+        if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick") -> Verdict:
@@ -173,18 +180,31 @@ class LocalSandbox:
         begin = clock()
         if self.config.device == "cpu":
             await self._runtime()
+        compiles = solution.lane == "python" and first_pass.asks(solution.files.get("model_new.py", ""))
         try:
             load = await self._prepare(solution, spec)
+            if compiles:
+                load["place"] = asdict(await self._first_pass(task, solution.files, self._architecture))
         except (plan.PlanError, build.BuildError, extension.ExtensionError) as error:
             return self._refusal(solution, mode, "build_error", str(error))
         except build.CompilerMissing as error:
             raise SandboxUnready(str(error)) from None
+        except first_pass.FirstPassFailed as failure:
+            return self._refusal(solution, mode, failure.status, str(failure))
         built = clock() - begin
         request = {
             "task": {"digest": task.digest, "code": task.code}, "lane": solution.lane, "mode": mode, "load": load,
             "files": solution.files,
         }  # fmt: skip
         verdict = Verdict.from_json(await judge.ask("E", request))
+        if solution.lane == "python" and not compiles and first_pass.was_refused(verdict):
+            begin = clock()
+            try:
+                load["place"] = asdict(await self._first_pass(task, solution.files, self._architecture))
+            except first_pass.FirstPassFailed as failure:
+                return self._refusal(solution, mode, failure.status, str(failure))
+            built += clock() - begin
+            verdict = Verdict.from_json(await judge.ask("E", request))
         if self.config.clock == "real":
             verdict.phases = {"build": built} | verdict.phases
         return verdict

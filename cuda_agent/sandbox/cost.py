@@ -37,6 +37,10 @@ def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads
         if "memset" in node:
             total += _CALL / 2 + node["bytes"] / (_BYTES_PER_SECOND * threads)
             continue
+        if "library" in node:
+            used = {item["buffer"] for item in node["tensors"].values()}
+            total += _CALL + sum(sizes[name] for name in used) / (_BYTES_PER_SECOND * threads)
+            continue
         used = {a["buffer"] for a in node["args"] if "buffer" in a}
         workers = min(threads, node["grid"])
         total += _CALL + node["grid"] * 1e-8 + hint * sum(sizes[name] for name in used) / (_BYTES_PER_SECOND * workers)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cuda_agent.sandbox import driver
+from cuda_agent.sandbox import driver, vendor
 from cuda_agent.sandbox.crosscheck import UNIT
 from cuda_agent.sandbox.slots import Slots
 
@@ -97,7 +97,7 @@ def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
             if "memset" in node:
                 steps.append(partial(driver.fill_bytes, address(node["memset"]), node["value"], node["bytes"]))
             elif "library" in node:
-                steps.append(_product(node, address, slots))
+                steps.append(vendor.bind(node, lambda item: slots.tensor(address(item["buffer"]), item), "cuda"))
             else:
                 assert function
                 cells = _arguments(node, codes, address)
@@ -131,26 +131,3 @@ def _arguments(node: dict[str, Any], codes: str, address: Callable[[str], int]) 
         value = argument.get("float", argument.get("int"))
         cells.append(_CELLS[code](value if code in "fd" else int(value)))
     return cells
-
-
-def _product(node: dict[str, Any], address: Callable[[str], int], slots: Slots) -> Callable[[], Any]:
-    """A matrix product by the vendor's library, with the arithmetic that the plan asks for."""
-
-    def matrix(role: str, rows: int, columns: int, transposed: bool = False) -> torch.Tensor:
-        shape = [node["batch"], columns, rows] if transposed else [node["batch"], rows, columns]
-        tensor = slots.tensor(address(node[role]), {"shape": shape, "dtype": node["dtype"]})
-        return tensor.transpose(1, 2) if transposed else tensor
-
-    a = matrix("a", node["m"], node["k"], node["transpose_a"])
-    b = matrix("b", node["k"], node["n"], node["transpose_b"])
-    c = matrix("c", node["m"], node["n"])
-    tf32 = node["compute"] == "tf32"
-
-    def step() -> None:
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-        if node["batch"] == 1:
-            torch.mm(a[0], b[0], out=c[0])
-        else:
-            torch.bmm(a, b, out=c)
-
-    return step

@@ -325,8 +325,10 @@ def filter_program(machine: str, processes: bool, pid: int, one_group: bool = Fa
             program.extend([(_EQUAL, 0, len(body), numbers[name]), *body])
 
     for name in numbers:
-        if name not in _SPECIAL or (name in _OF_GROUPS and one_group):
+        if name not in _SPECIAL or (name == "setsid" and one_group):
             on(name, refuse)
+    if one_group:  # ninja gives each compiler a group, and gives up where it cannot: it hears that it could
+        on("setpgid", (_RETURN, 0, 0, _REFUSE | 0))
     on("clone3", (_RETURN, 0, 0, _REFUSE | errno.ENOSYS))  # its flags are behind a pointer; libc falls back to clone
     allow = (_RETURN, 0, 0, _ALLOW)
     flags = (_LOAD, 0, 0, _ARG0)

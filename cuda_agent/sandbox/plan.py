@@ -3,16 +3,17 @@
 ``compile_plan`` is pure: it checks the plan against the task's shapes, evaluates every integer expression, and writes
 the source through which the executor reaches the kernels: on ``cpu`` a C++ trampoline, on ``cuda`` a translation unit
 that also tells the types of their arguments.  Errors name the node.  Nothing is built or run here, and the keys that
-only ``cuda`` has (block, shared memory, cluster, cooperative launches, library nodes) are refused on the CPU.
+only ``cuda`` has (block, shared memory, cluster, cooperative launches) are refused on the CPU.  Library nodes are read
+by ``library``.
 """
 
 import json
-import math
 import re
 import struct
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from cuda_agent.sandbox import library
 from cuda_agent.sandbox.buffers import byte_count
 from cuda_agent.sandbox.expressions import Buffer, PlanError, evaluate
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
@@ -93,9 +94,7 @@ def compile_plan(files: dict[str, str], spec: TaskSpec, device: str = "cpu") -> 
         if isinstance(node, dict) and "memset" in node:
             program.nodes.append(_memset(node, where, names))
         elif isinstance(node, dict) and "library" in node:
-            if device == "cpu":
-                raise PlanError(f"{where}: library nodes do not exist on cpu")
-            program.nodes.append(_library(node, where, names))
+            program.nodes.append(library.describe(node, where, names, device))
         else:
             describe = _function if device == "cpu" else _kernel
             item, call = describe(node, where, names, files, index)
@@ -120,7 +119,7 @@ def _buffers(node: dict[str, Any]) -> list[str]:
     if "memset" in node:
         return [node["memset"]]
     if "library" in node:
-        return [node["c"]]
+        return [node["writes"]]
     return [a["buffer"] for a in node["args"] if "buffer" in a]
 
 
@@ -227,43 +226,6 @@ def _kernel(
         f'#line 1 "plan.json {where}"\nextern "C" __device__ plan_signature<decltype({function})> {item["codes"]}{{}};'
     )
     return item, told
-
-
-def _library(node: dict[str, Any], where: str, names: dict[str, Any]) -> dict[str, Any]:
-    """A matrix product of the vendor's library: ``c = a @ b``, batched when the buffers have three dimensions."""
-    needed = {"library", "a", "b", "c", "m", "n", "k"}
-    _object(node, where, needed, {*needed, "batch", "transpose_a", "transpose_b", "compute"})
-    if node["library"] != "gemm":
-        raise PlanError(f"{where}.library: {node['library']!r} is not gemm")
-    item: dict[str, Any] = {"library": "gemm"}
-    buffers = {}
-    for role in ("a", "b", "c"):
-        buffer = names.get(node[role]) if isinstance(node[role], str) else None
-        if not isinstance(buffer, Buffer):
-            raise PlanError(f"{where}.{role}: {node[role]!r} is no buffer")
-        buffers[role], item[role] = buffer, buffer.name
-    if buffers["c"].name.startswith(("in:", "w:")):
-        raise PlanError(f"{where}.c: {node['c']!r} is no output and no workspace")
-    dtypes = {buffer.tensor.dtype for buffer in buffers.values()}
-    if len(dtypes) != 1 or not dtypes <= {"float32", "float16", "bfloat16", "float64"}:
-        raise PlanError(f"{where}: a, b and c must have one floating type, not {', '.join(sorted(dtypes))}")
-    item["dtype"] = dtypes.pop()
-    for extent in ("m", "n", "k", "batch"):
-        item[extent] = evaluate(node.get(extent, 1), names, f"{where}.{extent}")
-        if not 0 < item[extent] < 1 << 31:
-            raise PlanError(f"{where}.{extent}: {item[extent]} is not possible")
-    for role, rows, columns in (("a", "m", "k"), ("b", "k", "n"), ("c", "m", "n")):
-        wanted, there = item["batch"] * item[rows] * item[columns], math.prod(buffers[role].tensor.shape)
-        if wanted > there:
-            raise PlanError(f"{where}.{role}: {node[role]} has {there} elements, {wanted} are needed")
-    for key in ("transpose_a", "transpose_b"):
-        if not isinstance(node.get(key, False), bool):
-            raise PlanError(f"{where}.{key}: true or false")
-        item[key] = node.get(key, False)
-    item["compute"] = node.get("compute", "fp32")
-    if item["compute"] not in ("fp32", "tf32"):
-        raise PlanError(f"{where}.compute: {item['compute']!r} is neither fp32 nor tf32")
-    return item
 
 
 def _named_function(node: dict[str, Any], where: str, files: dict[str, str]) -> str:

@@ -13,13 +13,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.sandbox import jail
+from cuda_agent.sandbox import jail, scratch
 from cuda_agent.sandbox.cgroups import Group, Groups
 from cuda_agent.sandbox.descendants import descendants
 from cuda_agent.sandbox.wire import Frame, printable, receive_frame, send_frame
@@ -43,7 +44,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 
 
 class WorkerDied(Exception):
-    """``reason``: timeout, memory, threads, processes, crash, protocol, or killed (by a SIGKILL not sent here)."""
+    """``reason``: timeout, memory, threads, processes, disk, crash, protocol, or killed (a SIGKILL not sent here)."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -80,6 +81,7 @@ class WarmParent:
             )  # fmt: skip
         theirs.close()
         self._socket = ours
+        self._turn = threading.Lock()  # of those who ask it something, where they are several threads
         self.torch = ""
 
     @property
@@ -93,13 +95,15 @@ class WarmParent:
         self.torch = answer["torch"]
 
     def fork(self, options: dict[str, Any], fds: Sequence[int]) -> int:
-        send_frame(self._socket, "F", options, fds=fds)
-        return int(receive_frame(self._socket).body["pid"])
+        with self._turn:
+            send_frame(self._socket, "F", options, fds=fds)
+            return int(receive_frame(self._socket).body["pid"])
 
     def reap(self, pid: int) -> int:
         """The exit code of a worker that is dead or dying; negative: the signal."""
-        send_frame(self._socket, "W", {"pid": pid})
-        return int(receive_frame(self._socket).body["status"])
+        with self._turn:
+            send_frame(self._socket, "W", {"pid": pid})
+            return int(receive_frame(self._socket).body["status"])
 
     def close(self) -> None:
         self._socket.close()
@@ -123,7 +127,8 @@ def _processors(count: int) -> Iterator[None]:
 
 class Worker:
     """One jailed process, with the folder ``home`` that goes with it.  It serves once ``wait_started`` returned.
-    ``seconds`` is what it may still spend running; waiting for it is what is counted."""
+    ``seconds`` is what it may still spend running; waiting for it is what is counted.  ``overrun``: a further look of
+    the watchdog, which names what it uses too much."""
 
     def __init__(
         self,
@@ -133,7 +138,9 @@ class Worker:
         memory_mb: int,
         home: Path,
         groups: Groups | None = None,
+        overrun: "Callable[[Worker], str] | None" = None,
     ) -> None:
+        self._overrun = overrun
         self._parent = parent
         self._memory_mb = memory_mb
         self._home = home
@@ -275,6 +282,8 @@ class Worker:
             raise self._died("threads")
         if self._forks and len(descendants(self.pid, most=_MOST_PROCESSES)) > _MOST_PROCESSES:
             raise self._died("processes")
+        if self._overrun and (what := self._overrun(self)):
+            raise self._died(what)
 
     def _private_bytes(self) -> int:
         try:
@@ -304,6 +313,7 @@ class Worker:
                 "timeout": "did not finish in time",
                 "memory": f"used more than {self._memory_mb} MB",
                 "processes": f"started more than {_MOST_PROCESSES} processes",
+                "disk": "wrote too many or too large files",
                 "threads": f"started more than {_MOST_THREADS} threads",
                 "protocol": "answered nonsense",
             }[reason],
@@ -362,7 +372,7 @@ class Worker:
                 os.killpg(self.pid, signal.SIGKILL)  # all at once: one by one, a fork bomb is faster
         self._socket.close()
         status = self._parent.reap(self.pid)
-        shutil.rmtree(self._home, ignore_errors=True)
+        scratch.remove(self._home)
         if self._group is None:
             return status, False
         overran = self._group.killed()

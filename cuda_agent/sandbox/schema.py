@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from cuda_agent.sandbox.library import COMPUTE
 from cuda_agent.sandbox.plan import WORKSPACE_DTYPES
 from cuda_agent.sandbox.wire import Verdict
 
@@ -78,10 +79,13 @@ def plan() -> dict[str, Any]:
         "additionalProperties": False,
     }
     buffer, flag = {"$ref": "#/$defs/buffer"}, {"type": "boolean", "default": False}
-    library = {
+    compute = {
+        "enum": list(COMPUTE),
+        "description": "arithmetic; by default that of the buffers, fp32 for half precision; " + cuda_only + "tf32",
+    }
+    gemm = {
         "type": "object",
-        "description": cuda_only
-        + "c = a @ b by the vendor's library, row-major; batch matrices lie one after the other.",
+        "description": "c = a @ b by the vendor's library, row-major; batch matrices lie one after the other.",
         "properties": {
             "library": {"enum": ["gemm"]},
             "a": buffer,
@@ -93,9 +97,32 @@ def plan() -> dict[str, Any]:
             "batch": expression | {"default": 1},
             "transpose_a": flag,
             "transpose_b": flag,
-            "compute": {"enum": ["fp32", "tf32"], "default": "fp32"},
+            "compute": compute,
         },
         "required": ["library", "a", "b", "c", "m", "n", "k"],
+        "additionalProperties": False,
+    }
+    shape = {"anyOf": [{"type": "null"}, {"type": "array", "items": expression, "minItems": 3, "maxItems": 5}]}
+    convolution = {
+        "type": "object",
+        "description": "A convolution of one to three extents by the vendor's library, batch and channels first.",
+        "properties": {
+            "library": {"enum": ["convolution"]},
+            "input": buffer,
+            "weight": buffer | {"description": "[out, in / groups, extents]; transposed: [in, out / groups, extents]"},
+            "bias": {"anyOf": [{"type": "null"}, buffer]},
+            "output": buffer,
+            "input_shape": shape | {"description": "where it is not the buffer's own, as for a workspace"},
+            "weight_shape": shape,
+            "stride": _one_to_three(expression, "of every extent, or one number for all"),
+            "padding": _one_to_three(expression, "on both sides"),
+            "dilation": _one_to_three(expression, "of the kernel"),
+            "groups": expression | {"default": 1},
+            "transposed": flag,
+            "output_padding": _one_to_three(expression, "where transposed is true"),
+            "compute": compute,
+        },
+        "required": ["library", "input", "weight", "output"],
         "additionalProperties": False,
     }
     workspace = {
@@ -116,7 +143,7 @@ def plan() -> dict[str, Any]:
         "properties": {
             "nodes": {
                 "type": "array",
-                "items": {"anyOf": [kernel, memset, library]},
+                "items": {"anyOf": [kernel, memset, gemm, convolution]},
                 "minItems": 1,
                 "maxItems": 256,
             },

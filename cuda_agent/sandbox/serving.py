@@ -3,14 +3,17 @@
 import linecache
 import os
 import socket
+import subprocess
 import sys
 import traceback
 import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from cuda_agent.sandbox import driver
-from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
+from cuda_agent.sandbox.wire import NO_PROGRAMS, Frame, receive_frame, send_frame
 
 _SOURCES = ("model.py", "model_new.py")  # names under which untrusted Python runs
 
@@ -66,7 +69,20 @@ def explain(error: BaseException) -> str:
     message = lines[0] if lines else ""
     if message.startswith("[enforce fail at") or "DefaultCPUAllocator" in message:
         message = "out of memory: " + message.rpartition("DefaultCPUAllocator:")[2].strip()
-    return f"{type(error).__name__}: {message}"[:600] + where
+    return f"{type(error).__name__}: {message}"[:600] + where + (f"; {NO_PROGRAMS}" if _wanted_program(error) else "")
+
+
+def _wanted_program(error: BaseException | None) -> bool:
+    """Whether it came of a program that the walls did not let start."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, PermissionError) and error.__traceback__ is not None:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            if last.filename == subprocess.__file__ or last.name == "play_back":
+                return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def run_module(name: str, code: str, filename: str) -> types.ModuleType:
@@ -76,3 +92,12 @@ def run_module(name: str, code: str, filename: str) -> types.ModuleType:
     linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)  # inspect.getsource works
     exec(compile(code, filename, "exec"), module.__dict__)
     return module
+
+
+def build_model(code: str, init: list[Any], device: str) -> torch.nn.Module:
+    """``ModelNew`` of a solution, on the device."""
+    module = run_module("model_new", code, "model_new.py")
+    if not hasattr(module, "ModelNew"):
+        raise AttributeError("model_new.py defines no ModelNew")
+    model: torch.nn.Module = module.ModelNew(*init).eval().to(device)
+    return model

@@ -29,6 +29,7 @@ _NULL_CALLS = 7
 _FEWEST_TIMED = {"cpu": 4, "cuda": 20}  # calls on a GPU cost little beside the start of its worker
 _ENOUGH_SECONDS = 0.2
 _DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
+_FINDING_SECONDS = 30.0  # more for a solution that compiled: torch.compile traces it again to find what it made
 _FILES = ("runtime", "library", "image")  # of what is loaded
 _STATUS = {
     "timeout": "timeout", "crash": "crash", "memory": "crash", "threads": "crash", "protocol": "crash",
@@ -83,8 +84,9 @@ class Trial:
             "sizes": buffers.sizes,
         }
         with self._lease.working():
-            self._worker = worker = self._workshop.candidate()
-        worker.seconds = self._settings.run_seconds
+            place = request["load"].get("place")
+            self._worker = worker = self._workshop.locked(place) if place else self._workshop.candidate()
+        worker.seconds = self._settings.run_seconds + (_FINDING_SECONDS if place else 0.0)
         load = request["load"] | {
             name: worker.hand_over(Path(request["load"][name]), name) for name in _FILES if request["load"].get(name)
         }

@@ -109,6 +109,10 @@ class ToolResult:
     error: bool = False
 
 
+# How a worker says that untrusted code tried to start a program where none can be started.
+NO_PROGRAMS = "no program can be started here"
+
+
 class TaskError(Exception):
     """The task itself cannot be run (does not import, has no Model, never ends ...); the message is one clear line."""
 

@@ -3,8 +3,8 @@
 ``python -m cuda_agent.sandbox.worker FD`` is the warm parent: it imports torch, starts no thread, runs no tensor
 operation, and forks a worker for every request of the judge.  A worker closes the jail around itself and then serves
 the judge over one socket: a *reference* worker (``reference``) runs the task and may live on; a *candidate* worker
-(``candidate``) runs one solution and dies.  Tensors cross in shared memory that the judge made (``slots``); inputs map
-read-only.
+(``candidate``) runs one solution and dies; a *first pass* (``passes``) runs one that compiles, and answers no judge.
+Tensors cross in shared memory that the judge made (``slots``); inputs map read-only.
 
 Nothing a worker says is believed: seeds, buffers, clock and verdict are the judge's.  This side imports nothing of the
 package but its wire format, the jail and its own modules.
@@ -26,6 +26,7 @@ import torch
 from cuda_agent.sandbox import gpu, jail
 from cuda_agent.sandbox.candidate import Candidate
 from cuda_agent.sandbox.descendants import descendants
+from cuda_agent.sandbox.passes import FirstPass
 from cuda_agent.sandbox.reference import Reference
 from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
 
@@ -112,7 +113,7 @@ def _child(frame: Frame) -> None:
         send_frame(channel, "=")
         torch.set_num_threads(options["threads"])
         torch.set_grad_enabled(False)
-        serve = Reference if options["role"] == "reference" else Candidate
+        serve = {"reference": Reference, "candidate": Candidate, "first_pass": FirstPass}[options["role"]]
         serve(channel, options, frame.fds[1:]).serve()
     except ConnectionError:
         pass

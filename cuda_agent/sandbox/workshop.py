@@ -68,11 +68,13 @@ class Workshop:
 
     def _start_candidate(self, **more: Any) -> Worker:
         assert self.torch
-        cpu_seconds = int(self.settings.run_seconds * self.settings.threads * 4) + 60
         home = self._home()
         home.chmod(0o755)
         policy = jail.Policy(read=(str(home),), file_mb=0)
-        return self._start(self._plain, {"role": "candidate", **more}, policy, home, cpu_seconds)
+        return self._start(self._plain, {"role": "candidate", **more}, policy, home, self._candidate_seconds())
+
+    def _candidate_seconds(self) -> int:
+        return int(self.settings.run_seconds * self.settings.threads * 4) + 60
 
     def reference(self) -> Worker:
         """A worker for one task, with a small private folder: libraries make their cache folders when imported."""
@@ -84,11 +86,24 @@ class Workshop:
 
     def compiler(self) -> tuple[Worker, str]:
         """A reference worker that may run the C++ compiler, and the folder of what the warm-up found out."""
+        self._parent_that_compiles()
+        known = str(self._known())
+        return self._start_compiler(self._home(), (known,)), known
+
+    def locked(self, place: dict[str, Any]) -> Worker:
+        """A candidate's worker that also reads what the solution's first pass left, and starts no program either."""
+        parent, home = self._parent_that_compiles(), self._home()
+        policy = jail.Policy(read=(str(home), place["folder"]), file_mb=0)
+        options = {"role": "candidate", "folder": place["folder"], "environment": place["environment"]}
+        worker = self._start(parent, options, policy, home, self._candidate_seconds())
+        worker.wait_started()
+        return worker
+
+    def _parent_that_compiles(self) -> WarmParent:
         if self._compiling is None:
             self._compiling = WarmParent(self.settings.threads, self._log, (_COMPILING,))
             self._compiling.wait_ready()
-        known = str(self._known())
-        return self._start_compiler(self._home(), (known,)), known
+        return self._compiling
 
     def _start_compiler(self, home: Path, read: tuple[str, ...] = ()) -> Worker:
         assert self._compiling

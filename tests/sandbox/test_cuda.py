@@ -11,6 +11,7 @@ from cuda_agent.pipeline.verdict_text import verdict_lines
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.wire import Solution
 from tests.sandbox import published
+from tests.sandbox import test_first_pass as compiling
 from tests.sandbox.conftest import CHAIN, Running, task
 
 pytestmark = pytest.mark.gpu
@@ -80,13 +81,50 @@ def get_init_inputs():
 """
 
 
-@pytest.mark.parametrize("compute", ["fp32", "tf32"])
+@pytest.mark.parametrize("compute", ["fp32", "tf32", "fp16"])
 def test_a_library_node_multiplies_matrices(gpu: Running, compute: str) -> None:
     node = {"library": "gemm", "a": "in0", "b": "in1", "c": "out0", "compute": compute}
     node |= {"m": "in0.shape[0]", "n": "in1.shape[1]", "k": "in0.shape[1]"}
     verdict = gpu.evaluate(task(MATMUL), Solution("plan", {"plan.json": json.dumps({"nodes": [node]})}))
     print(verdict)
     assert (verdict.status, verdict.message) == ("ok", "")
+
+
+CONVOLUTIONS = {
+    "Conv1d": ("Conv1d(8, 16, 5, padding=2, dilation=2)", (16, 8, 512), {"padding": 2, "dilation": 2}),
+    "Conv2d": ("Conv2d(8, 16, 3, stride=2, groups=4)", (16, 8, 64, 64), {"stride": 2, "groups": 4}),
+    "Conv3d": ("Conv3d(4, 8, 3, padding=(0, 1, 2))", (4, 4, 12, 12, 12), {"padding": [0, 1, 2]}),
+    "transposed": (
+        "ConvTranspose2d(8, 4, 3, stride=2, padding=1, output_padding=1)",
+        (8, 8, 32, 32),
+        {"transposed": True, "stride": 2, "padding": 1, "output_padding": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("compute", ["fp32", "tf32", "fp16", "bf16"])
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_a_library_node_convolves(gpu: Running, kind: str, compute: str) -> None:
+    made, shape, how = CONVOLUTIONS[kind]
+    code = f"""
+import torch
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.{made}
+    def forward(self, x):
+        return self.conv(x)
+def get_inputs():
+    return [torch.randn{shape}]
+def get_init_inputs():
+    return []
+"""
+    node = {"library": "convolution", "input": "in0", "weight": "w:conv.weight", "bias": "w:conv.bias"}
+    plan = {"nodes": [node | how | {"output": "out0", "compute": compute}]}
+    verdict = gpu.evaluate(task(code, kind), Solution("plan", {"plan.json": json.dumps(plan)}))
+    print(verdict)
+    assert (verdict.status, verdict.message) == ("ok", "")
+    assert (verdict.max_error or 0) < {"fp32": 2e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 1e-1}[compute]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +193,55 @@ def test_an_honest_python_solution_is_believed(gpu: Running) -> None:
     verdict = gpu.evaluate(task(SINES), python(LOOP))
     assert (verdict.status, verdict.message) == ("ok", "")
     assert verdict.speedup_eager and 0.8 < verdict.speedup_eager < 1.25
+
+
+TRITON = """
+import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def kernel(x, y, n, scale, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < n)
+    tl.store(y + at, tl.maximum(value, 0.0) * scale, mask=at < n)
+
+class ModelNew(torch.nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+    def forward(self, x):
+        y = torch.empty_like(x)
+        n = x.numel()
+        kernel[(triton.cdiv(n, 1024),)](x, y, n, self.scale, BLOCK=1024)
+        return y
+"""
+COMPILERS = {
+    "triton": TRITON,
+    "autotuned triton": TRITON.replace(
+        "@triton.jit",
+        "@triton.autotune([triton.Config({'BLOCK': b}) for b in (512, 1024)], key=['n'])\n@triton.jit",
+    )
+    .replace(", BLOCK=1024)", ")")
+    .replace("kernel[(triton.cdiv(n, 1024),)]", "kernel[lambda meta: (triton.cdiv(n, meta['BLOCK']),)]"),
+    "load_inline": compiling.solution(compiling.CUDA_SOURCE, "return chain.chain(x, self.scale)").files["model_new.py"],
+    "torch.compile": compiling.COMPILED.files["model_new.py"],
+}
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_solution_may_bring_its_own_compiler(gpu: Running, compiler: str) -> None:
+    verdict = gpu.evaluate(task(LARGE), Solution("python", {"model_new.py": COMPILERS[compiler]}))
+    print(verdict)
+    assert (verdict.status, verdict.message) == ("ok", "")
+    assert verdict.speedup_eager and verdict.speedup_eager > 1.1  # one pass over memory in the place of two
+
+
+def test_what_triton_refuses_is_a_build_error(gpu: Running) -> None:
+    broken = TRITON.replace("tl.maximum(value, 0.0)", "tl.no_such_function(value)")
+    verdict = gpu.evaluate(task(), Solution("python", {"model_new.py": broken}))
+    print(verdict)
+    assert verdict.status == "build_error" and "no_such_function" in verdict.message
 
 
 @pytest.mark.parametrize("lie", LIES)

@@ -78,7 +78,7 @@ def test_expressions(text: Any, value: int) -> None:
         ({"nodes": [dict(NODE, grid="9 ** 9")]}, "nodes[0].grid"),
         ({"nodes": [dict(NODE, grid="(" * 200)]}, "nodes[0].grid"),
         ({"nodes": [{"memset": "in0"}]}, "nodes[0].memset: 'in0' is no output and no workspace"),
-        ({"nodes": [{"library": "gemm"}]}, "nodes[0]: library nodes do not exist on cpu"),
+        ({"nodes": [{"library": "gemm"}]}, "nodes[0]: 'a' is missing"),
         ({"nodes": [NODE], "guards": ["in0.shape[1] % 64 == 0"]}, "guards[0]: 'in0.shape[1] % 64 == 0' does not hold"),
         ({"nodes": [NODE], "workspaces": {"t": {"size": "1 << 40"}}}, "workspaces.t.size"),
         ({"nodes": [NODE], "workspaces": {"t": {"size": 1 << 40}}}, "workspaces.t.size"),
@@ -92,13 +92,22 @@ def test_an_error_points_at_its_place(plan: Any, words: str) -> None:
     assert words in str(caught.value)
 
 
+LIBRARY_NODES: list[dict[str, Any]] = [
+    {"library": "gemm", "a": "in0", "b": "in0", "c": "out0", "m": 4, "n": 4, "k": 96, "transpose_b": True},
+    {
+        "library": "convolution", "input": "in0", "weight": "w:linear.weight", "output": "out0", "compute": "fp32",
+        "input_shape": [4, 1, 96], "weight_shape": [1, 1, 3], "padding": [1], "transposed": False,
+    },
+]  # fmt: skip
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 
 
 @settings(deadline=None)
 @given(st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_any_json_is_either_a_program_or_a_plan_error(value: Any) -> None:
-    for plan in (value, {"nodes": value}, {"nodes": [value]}, {"nodes": [dict(NODE, grid=value, args=[value])]}):
+    plans = [value, {"nodes": value}, {"nodes": [value]}, {"nodes": [dict(NODE, grid=value, args=[value])]}]
+    plans += [{"nodes": [node | {key: value}]} for node in LIBRARY_NODES for key in (*node, "bias", "stride", "batch")]
+    for plan in plans:
         with contextlib.suppress(PlanError):
             compile_plan(files(json.dumps(plan)), SPEC)
 

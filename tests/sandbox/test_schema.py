@@ -74,7 +74,7 @@ def test_plans_of_the_teacher_fit_and_are_accepted():
 def test_the_plans_of_the_guide_fit():
     text = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
     examples = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) == 3
     for example in examples:
         GRAMMAR.validate(json.loads(example))
 
@@ -86,9 +86,14 @@ CUDA = {
 
 
 GEMM = {"library": "gemm", "a": "in0", "b": "in0", "c": "out0", "m": 1, "n": 1, "k": 1, "compute": "tf32"}
+CONVOLUTION = {
+    "library": "convolution", "input": "in0", "weight": "w:w", "bias": None, "output": "out0", "stride": 1, "groups": 1,
+    "input_shape": [1, 1, "in0.numel"], "weight_shape": [1, 1, 3], "padding": [1], "dilation": 1, "compute": "tf32",
+    "transposed": False, "output_padding": 0,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("node", [CUDA, GEMM])
+@pytest.mark.parametrize("node", [CUDA, GEMM, CONVOLUTION])
 def test_nodes_for_a_gpu_fit_and_the_cpu_refuses_them(node):
     GRAMMAR.validate({"nodes": [node]})
     with pytest.raises(plan.PlanError):
@@ -109,6 +114,9 @@ def test_nodes_for_a_gpu_fit_and_the_cpu_refuses_them(node):
         {"nodes": [PLAN["nodes"][0]], "workspaces": {"a": {"size": 1, "dtype": "float7"}}},
         {"nodes": [PLAN["nodes"][0]], "guards": [1.5]},
         {"nodes": [{"library": "gemm"}]},
+        {"nodes": [CONVOLUTION | {"library": "gemm"}]},
+        {"nodes": [CONVOLUTION | {"stride": []}]},
+        {"nodes": [CONVOLUTION | {"compute": "fp8"}]},
     ],
 )
 def test_what_no_plan_may_say_does_not_fit(bad):
@@ -131,6 +139,15 @@ NODES = st.one_of(
         optional={"grid": VALUES, "args": st.lists(VALUES, max_size=4), "note": VALUES},
     ),
     st.fixed_dictionaries({"memset": VALUES}, optional={"value": st.integers(-1, 300) | st.booleans()}),
+    st.builds(
+        dict.__or__,
+        st.sampled_from([CONVOLUTION | {"compute": "fp32"}, GEMM | {"compute": "bf16"}]),
+        st.dictionaries(
+            st.sampled_from(sorted({*CONVOLUTION, *GEMM, "batch", "transpose_a"})),
+            VALUES | st.lists(VALUES, max_size=4) | st.booleans() | st.sampled_from(["fp16", "tf32"]),
+            max_size=2,
+        ),
+    ),
 )
 SPACES = st.dictionaries(
     st.sampled_from(["tmp", "in0", "init7", "a b", "größe", "x_1"]),

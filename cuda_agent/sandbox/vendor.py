@@ -1,0 +1,116 @@
+"""Library nodes of a plan, as a worker runs them: cuBLAS and cuDNN on a GPU, what torch was built with on a CPU.
+
+The arithmetic is what the node asks for.  fp32: products and sums in single precision; half-precision buffers are
+summed in it.  tf32: the operands are rounded to TF32.  fp16 and bf16: where the buffers are wider, operands and result
+are rounded to that type, as under autocast; where they have that type, partial sums may be rounded, too.  fp64: double.
+Shapes were checked where the plan was read (``library``); what the library still refuses is an error that names the
+node.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_Tensor = torch.Tensor
+_Step = Callable[[], Any]
+
+
+def bind(node: dict[str, Any], tensor: Callable[[dict[str, Any]], _Tensor], device: str) -> _Step:
+    """What runs a node of ``library.describe``; ``tensor`` gives the memory of one of its ``tensors``."""
+    tensors = {role: tensor(item) for role, item in node["tensors"].items()}
+    constant = {role for role, item in node["tensors"].items() if item["buffer"].startswith("w:")}
+    step = (
+        _product(node, tensors, constant)
+        if node["library"] == "gemm"
+        else _convolution(node, tensors, constant, device)
+    )
+
+    def named() -> None:
+        try:
+            step()
+        except RuntimeError as error:
+            raise RuntimeError(f"{node['where']}: {error}") from error
+
+    return named
+
+
+def _operand(tensor: _Tensor, wanted: torch.dtype | None, constant: bool) -> tuple[_Tensor, _Step | None]:
+    """A tensor in the type to compute in, and what fills it again before every call, if something must."""
+    if wanted is None or tensor.dtype == wanted:
+        return tensor, None
+    rounded = tensor.to(wanted)
+    return rounded, None if constant else lambda: rounded.copy_(tensor)
+
+
+def _product(node: dict[str, Any], tensors: dict[str, _Tensor], constant: set[str]) -> _Step:
+    compute, c = node["compute"], tensors["c"]
+    wanted = _HALF.get(compute)
+    a, fill_a = _operand(tensors["a"], wanted, "a" in constant)
+    b, fill_b = _operand(tensors["b"], wanted, "b" in constant)
+    target = torch.empty_like(c, dtype=a.dtype) if a.dtype != c.dtype else c
+    left = a.transpose(1, 2) if node["transpose_a"] else a
+    right = b.transpose(1, 2) if node["transpose_b"] else b
+    fills = [fill for fill in (fill_a, fill_b) if fill]
+    single = c.shape[0] == 1
+
+    def step() -> None:
+        matmul = torch.backends.cuda.matmul
+        matmul.allow_tf32 = compute == "tf32"
+        matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = bool(wanted)
+        for fill in fills:
+            fill()
+        if single:
+            torch.mm(left[0], right[0], out=target[0])
+        else:
+            torch.bmm(left, right, out=target)
+        if target is not c:
+            c.copy_(target)
+
+    return step
+
+
+def _convolution(node: dict[str, Any], tensors: dict[str, _Tensor], constant: set[str], device: str) -> _Step:
+    wanted, output = _HALF.get(node["compute"]), tensors["output"]
+    given, fill_given = _operand(tensors["input"], wanted, "input" in constant)
+    weight, fill_weight = _operand(tensors["weight"], wanted, "weight" in constant)
+    bias, fill_bias = None, None
+    if "bias" in tensors:
+        bias, fill_bias = _operand(tensors["bias"], wanted if device == "cpu" else None, "bias" in constant)
+    fills = [fill for fill in (fill_given, fill_weight, fill_bias) if fill]
+    stride, padding, dilation = node["stride"], node["padding"], node["dilation"]
+    transposed, extra, groups = node["transposed"], node["output_padding"], node["groups"]
+    if device == "cpu":
+
+        def on_cpu() -> None:
+            for fill in fills:
+                fill()
+            output.copy_(
+                torch.ops.aten.convolution(given, weight, bias, stride, padding, dilation, transposed, extra, groups)
+            )
+
+        return on_cpu
+    place = output
+    if given.ndim == 3:  # cuDNN has no convolutions of one extent
+        given, weight, place = given.unsqueeze(2), weight.unsqueeze(2), output.unsqueeze(2)
+        stride, padding, dilation, extra = [1, *stride], [0, *padding], [1, *dilation], [0, *extra]
+    direct = not transposed and given.dtype == output.dtype
+    shown = bias.view(1, -1, *[1] * (output.ndim - 2)) if bias is not None else None
+    how = groups, False, True, node["compute"] == "tf32"  # no benchmark, deterministic
+
+    def on_gpu() -> None:
+        for fill in fills:
+            fill()
+        if direct:
+            torch.ops.aten.cudnn_convolution.out(given, weight, padding, stride, dilation, *how, out=place)
+        elif transposed:
+            place.copy_(
+                torch.ops.aten.cudnn_convolution_transpose(given, weight, padding, extra, stride, dilation, *how)
+            )
+        else:
+            place.copy_(torch.ops.aten.cudnn_convolution(given, weight, padding, stride, dilation, *how))
+        if shown is not None:
+            output.add_(shown)
+
+    return on_gpu
