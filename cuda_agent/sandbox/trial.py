@@ -29,6 +29,7 @@ _NULL_CALLS = 7
 _FEWEST_TIMED = {"cpu": 4, "cuda": 12}  # calls on a GPU cost little beside the start of its worker
 _ENOUGH_SECONDS = 0.2
 _DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
+_ALONE_CALLS, _BESIDE = 3, 1.1  # of eager without the candidate, and how much longer it may take beside it
 _FILES = ("runtime", "library", "image")  # of what is loaded
 _STATUS = {
     "timeout": "timeout", "crash": "crash", "memory": "crash", "threads": "crash", "protocol": "crash",
@@ -96,8 +97,10 @@ class Trial:
             known = prepared.empty_candidate
             self._null = known[request["lane"]] = min(least, known.get(request["lane"], least))
         if self._settings.device == "cuda" and request["lane"] != "plan":
+            inputs = self._prepared.entry(self._next).inputs
             with self._lease.timing(), self._judged():
-                self._cross = CrossCheck(self._empty_wall)
+                host = self._prepared.oracle.host_seconds(inputs)
+                self._cross = CrossCheck(self._empty_wall, host)
         self._loaded = True
         try:
             with self._lease.working(), self._judged("while it was loaded"):
@@ -160,11 +163,12 @@ class Trial:
 
             try:
                 verdict.samples, anchors = strict.time_pairs(candidate, eager)
+                alone = self._eager_alone(first.inputs, empty)
             finally:
                 if oracle.alive:
                     oracle.precision("default")
         verdict.seconds = self._believed(statistics.median(verdict.samples))
-        verdict.eager_seconds = statistics.median(anchors)
+        verdict.eager_seconds = min(statistics.median(anchors), _BESIDE * alone)
         drift = verdict.eager_seconds / yard["seconds"]["eager_fp32"]
         baselines = {name: seconds * drift for name, seconds in yard["seconds"].items()}
         verdict.compile_seconds = baselines.get("compile_fp32")
@@ -225,12 +229,18 @@ class Trial:
             if baseline and abs(statistics.median(eager) / baseline - 1) > _DRIFT:
                 for _ in range(2):
                     eager.append(net(prepared.oracle.seconds(first), empty))
-                drift = statistics.median(eager) / baseline
+                drift = min(statistics.median(eager), _BESIDE * self._eager_alone(first, empty)) / baseline
                 verdict.eager_seconds = baseline * drift
                 if verdict.compile_seconds is not None:
                     verdict.compile_seconds *= drift
         verdict.seconds = self._believed(statistics.median(verdict.samples))
         verdict.phases["time"] = time.perf_counter() - begin
+
+    def _eager_alone(self, inputs: Sequence[Any], empty: float) -> float:
+        """Seconds of an eager call once the candidate is gone, and with it whatever it left running on the device: a
+        stopped process does not stop its kernels."""
+        self.end()
+        return statistics.median(net(self._prepared.oracle.seconds(list(inputs)), empty) for _ in range(_ALONE_CALLS))
 
     def _clear(self, samples: Sequence[float], eager: Sequence[float]) -> bool:
         """Whether more calls could still change what is more than 5 % faster than what."""
