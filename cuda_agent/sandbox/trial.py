@@ -237,10 +237,13 @@ class Trial:
         verdict.phases["time"] = time.perf_counter() - begin
 
     def _eager_alone(self, inputs: Sequence[Any], empty: float) -> float:
-        """Seconds of an eager call once the candidate is gone, and with it whatever it left running on the device: a
-        stopped process does not stop its kernels."""
+        """Seconds of an eager call once the candidate is gone, and with it whatever it left running on a GPU: a stopped
+        process does not stop its kernels.  Nothing to compare with on the CPU, where it does stop."""
+        if self._settings.device == "cpu":
+            return math.inf
         self.end()
-        return statistics.median(net(self._prepared.oracle.seconds(list(inputs)), empty) for _ in range(_ALONE_CALLS))
+        oracle = self._prepared.oracle
+        return statistics.median(net(oracle.seconds(list(inputs)), empty) for _ in range(_ALONE_CALLS))
 
     def _clear(self, samples: Sequence[float], eager: Sequence[float]) -> bool:
         """Whether more calls could still change what is more than 5 % faster than what."""
