@@ -29,7 +29,7 @@ _NULL_CALLS = 7
 _FEWEST_TIMED = {"cpu": 4, "cuda": 12}  # calls on a GPU cost little beside the start of its worker
 _ENOUGH_SECONDS = 0.2
 _DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
-_ALONE_CALLS, _BESIDE = 3, 1.1  # of eager without the candidate, and how much longer it may take beside it
+_ALONE_CALLS, _BESIDE = 3, 1.03  # of eager without the candidate, and how much longer it may take beside it
 _FILES = ("runtime", "library", "image")  # of what is loaded
 _STATUS = {
     "timeout": "timeout", "crash": "crash", "memory": "crash", "threads": "crash", "protocol": "crash",
