@@ -91,11 +91,12 @@ def schema(which: Annotated[Literal["verdict", "plan"], typer.Argument(help="ver
 
 @sandbox_app.command(
     epilog="\b\nExamples:\n  cuda-agent sandbox selftest\n  cuda-agent sandbox selftest --lane python --json\n"
-    "  cuda-agent sandbox selftest --only by_address"
+    "  cuda-agent sandbox selftest --only by_address\n  cuda-agent sandbox selftest --device cuda"
 )
 def selftest(
     lane: Annotated[Literal["plan", "extension", "python"] | None, typer.Option(help="only this lane")] = None,
     only: Annotated[str | None, typer.Option(metavar="NAME", help="one exploit, honest solution or wall")] = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="what the solutions run on")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for a program")] = False,
 ) -> None:
     """Try every known exploit and many honest solutions on this installation, and every wall without itself.
@@ -107,7 +108,7 @@ def selftest(
     from cuda_agent.sandbox.exploits import selftest as test
 
     report = asyncio.run(
-        test.run(lane, only, (lambda line: None) if as_json else (lambda line: print(line, flush=True)))
+        test.run(lane, only, (lambda line: None) if as_json else (lambda line: print(line, flush=True)), device)
     )
     if as_json:
         print(json.dumps(report, indent=1, ensure_ascii=False))

@@ -217,7 +217,8 @@ class Builder:
             tools.compiler, "-gencode", f"arch=compute_{code},code=sm_{code}", "-O3", "--use_fast_math", "-std=c++20",
             "--threads", "2", "-Xcompiler", "-fPIC,-O3,-fmax-errors=3", *defined, *extra,
             *(f"-I{folder}" for folder in tools.includes), *(f"-L{folder}" for folder in tools.places),
-            *units, "-shared", "-o", "library.so", *(path for name in libraries for path in tools.libraries(name)),
+            *units, "-shared", "-o", "library.so",
+            *(f"-Xlinker={path}" for name in libraries for path in tools.libraries(name)),  # nvcc refuses lib*.so.13
         ]  # fmt: skip
         parts = [tools.identity, architecture, *units, *extra, *libraries]
         return (await self._built(parts, command, files, ("library.so",), ())) / "library.so"

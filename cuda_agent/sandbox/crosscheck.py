@@ -5,12 +5,13 @@ or leave work to a stream that they do not cover.  So the judge's own clock sets
 different inputs, in one request, takes longer than one call, from the request until the judge holds a copy of all
 outputs.  The difference leaves out what a request costs; what an empty call of the same form costs, measured before
 anything untrusted was loaded, is taken off.  The device waits in a kernel of known length while the host enqueues the
-chain, so that an honest host's own time does not count.
+chain, so that an honest host's own time does not count.  How long it enqueues is the solution's own word, and what
+another stream does while the device waits is not seen: the wait is bounded by what eager's host needs.
 
 Times far below the bound are not believed.  Stopping and continuing processes and switching between their contexts
 makes walls longer by up to some tenths of a millisecond (H200), never shorter: so the shortest of several chains
 counts, and more of them are timed before anybody is accused.  What is left of the noise a chain divides by its length:
-a lie about a time that is shorter than that is not seen here.
+a lie about a time that is shorter than that is not seen here, nor what fits into the wait.
 """
 
 import math
@@ -18,7 +19,7 @@ from collections.abc import Callable
 
 UNIT = 16e-6  # seconds; the delay crosses as a number of these
 LONGEST_CHAIN = 8
-_SHORTEST, _LONGEST = 4, 1250  # in units: 64 us and 20 ms
+_SHORTEST, _ENOUGH, _LONGEST = 4, 16, 1250  # in units: 64 us, 256 us and 20 ms
 _EMPTY_DELAY = 64  # units: longer than a host takes to enqueue the longest empty chain
 _ROUNDS, _MOST_ROUNDS = 3, 12  # the latter when in doubt
 CALLS = _ROUNDS * (1 + LONGEST_CHAIN)  # of a candidate that nobody doubts, at most, each on inputs of its own
@@ -27,11 +28,18 @@ _SLACK = 3e-4  # seconds that the shortest walls of two kinds of request may dif
 _SHARE = 0.8
 
 
+def longest(host: float) -> float:
+    """Seconds of the longest wait for a call that eager's host enqueues in ``host`` seconds."""
+    return 2 * host
+
+
 class CrossCheck:
-    def __init__(self, slots: int, empty: Callable[[int, int], float]) -> None:
+    def __init__(self, slots: int, empty: Callable[[int, int], float], host: float) -> None:
         """``empty``: wall seconds of a chain of so many empty calls, with a delay of so many units.  ``slots``: the
-        longest chain, at least 2."""
+        longest chain, at least 2.  ``host``: seconds in which eager's host enqueues a call."""
         self.delay = _SHORTEST
+        self._allowed = longest(host)
+        self._enqueues = 0.0
         self._slots = slots
         walls = _Walls(slots)
         for _ in range(2 * _ROUNDS):
@@ -40,13 +48,14 @@ class CrossCheck:
 
     def heard(self, host: float) -> None:
         """For how long the host of one call enqueued it, as it says: the next call's delay covers that."""
-        self.delay = _units(1.5 * host)
+        self._enqueues = min(1.5 * host, self._allowed)
+        self.delay = max(_units(self._enqueues), min(_units(1.5 * host), _ENOUGH))
 
     def believe(self, told: float, chain: Callable[[int, int], tuple[float, float]]) -> tuple[float, str]:
         """The time to report for a ``told`` median, and what is wrong with it (empty: nothing).  ``chain``: seconds of
         so many calls with a delay of so many units: of the judge's wall, and of the host while it enqueued."""
         count = min(max(2, math.ceil(_LONG_ENOUGH / max(told, 1e-6))), self._slots)
-        delay = _units(count * self.delay * UNIT)
+        delay = _units(count * self._enqueues)
         late: list[float] = []
 
         def wall(calls: int) -> float:

@@ -161,7 +161,8 @@ def pool_bytes() -> int:
 
 
 def flush() -> None:
-    """Rewrite twice the L2 cache: what the next call reads comes from memory."""
+    """Rewrite twice the L2 cache, kept lines and all: what the next call reads comes from memory."""
+    driver.forget_persisting_lines()
     driver.fill_bytes(_ours().flushed, secrets.randbelow(256), _ours().flush_bytes)
     driver.synchronize()
 

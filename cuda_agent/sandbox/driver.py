@@ -17,6 +17,7 @@ READ, READ_WRITE = 1, 3
 _MAJOR, _MINOR, _PROCESSORS, _L2_BYTES, _SHARED_OPTIN = 75, 76, 16, 38, 97
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14  # function attributes
 _CLUSTER, _COOPERATIVE = 4, 2  # launch attributes
+_NOT_SUPPORTED = 801
 
 
 class DriverError(RuntimeError):
@@ -179,6 +180,13 @@ def fill_words(address: int, word: int, count: int) -> None:
 def fill_bytes(address: int, value: int, count: int) -> None:
     if count:
         _call("cuMemsetD8Async", _address(address), ctypes.c_ubyte(value), _size(count), None)
+
+
+def forget_persisting_lines() -> None:
+    """Lines of the L2 cache that a kernel asked to keep become ordinary ones.  Nothing on devices that keep none."""
+    code = _library().cuCtxResetPersistingL2Cache()
+    if code not in (0, _NOT_SUPPORTED):
+        raise DriverError(code, "cuCtxResetPersistingL2Cache")
 
 
 class Shared:

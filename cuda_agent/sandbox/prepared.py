@@ -50,6 +50,12 @@ class Baselines:
     strict: dict[str, dict[str, Any]] = field(default_factory=dict)  # see ``strict.yardstick``
 
 
+def baselines_file(cache: str, digest: str, torch: str, threads: int, identity: str) -> Path:
+    """Where the baselines of a task are kept; its name is made of everything that they depend on."""
+    key = json.dumps([digest, _CLOCK, torch, build.processor(), threads, identity])
+    return Path(cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+
 class Prepared:
     """One task, ready for candidates."""
 
@@ -215,9 +221,8 @@ class Prepared:
         return [net(seconds, empty) for seconds in best]
 
     def _file(self) -> Path:
-        how = [_CLOCK, self._workshop.torch, build.processor(), self.settings.threads, self.settings.identity]
-        key = json.dumps([self._digest, *how])
-        return Path(self.settings.cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+        settings = self.settings
+        return baselines_file(settings.cache, self._digest, self._workshop.torch, settings.threads, settings.identity)
 
     def _load(self) -> Baselines:
         if self._fixed:

@@ -30,6 +30,7 @@ _FEWEST_TIMED = {"cpu": 4, "cuda": 20}  # calls on a GPU cost little beside the 
 _ENOUGH_SECONDS = 0.2
 _DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
 _FINDING_SECONDS = 30.0  # more for a solution that compiled: torch.compile traces it again to find what it made
+_ALONE_CALLS, _BESIDE = 3, 1.03  # of eager without the candidate, and how much longer it may take beside it
 _FILES = ("runtime", "library", "image")  # of what is loaded
 _STATUS = {
     "timeout": "timeout", "crash": "crash", "memory": "crash", "threads": "crash", "protocol": "crash",
@@ -100,8 +101,11 @@ class Trial:
             known = prepared.empty_candidate
             self._null = known[request["lane"]] = min(least, known.get(request["lane"], least))
         if self._settings.device == "cuda" and request["lane"] != "plan":
+            inputs = self._prepared.entry(self._next).inputs
             with self._lease.timing(), self._judged():
-                self._cross = CrossCheck(len(self._buffers.slots), lambda *chain: self._chained("Z", *chain)[0])
+                host = self._prepared.oracle.host_seconds(inputs)
+                slots = len(self._buffers.slots)
+                self._cross = CrossCheck(slots, lambda *chain: self._chained("Z", *chain)[0], host)
         self._loaded = True
         try:
             with self._lease.working(), self._judged("while it was loaded"):
@@ -164,11 +168,12 @@ class Trial:
 
             try:
                 verdict.samples, anchors = strict.time_pairs(candidate, eager)
+                verdict.seconds = self._believed(statistics.median(verdict.samples))
+                alone = self._eager_alone(first.inputs, empty)
             finally:
                 if oracle.alive:
                     oracle.precision("default")
-        verdict.seconds = self._believed(statistics.median(verdict.samples))
-        verdict.eager_seconds = statistics.median(anchors)
+        verdict.eager_seconds = min(statistics.median(anchors), _BESIDE * alone)
         drift = verdict.eager_seconds / yard["seconds"]["eager_fp32"]
         baselines = {name: seconds * drift for name, seconds in yard["seconds"].items()}
         verdict.compile_seconds = baselines.get("compile_fp32")
@@ -183,10 +188,10 @@ class Trial:
         verdict.phases["time"] = time.perf_counter() - begin
 
     def _believed(self, told: float) -> float:
-        """Raises ``Refused`` when the judge's own clock does not allow a median that the device's clock gave."""
+        """Raises ``Refused`` when the judge's own clock does not allow a median that the device told.  Under the lease."""
         if not self._cross:
             return told
-        with self._lease.timing(), self._judged("in a timed call"):
+        with self._judged("in a timed call"):
             seconds, doubt = self._cross.believe(told, self._chain)
         if doubt:
             raise Refused("cheat", doubt)
@@ -226,16 +231,25 @@ class Trial:
                     fewest = min(fewest, _FEWEST_TIMED["cpu"])  # slow calls differ by less
                 if number + 1 >= fewest and self._clear(verdict.samples, eager):
                     break
+            verdict.seconds = self._believed(statistics.median(verdict.samples))
             baseline = prepared.baselines.eager or 0.0
             if baseline and abs(statistics.median(eager) / baseline - 1) > _DRIFT:
                 for _ in range(2):
                     eager.append(net(prepared.oracle.seconds(first), empty))
-                drift = statistics.median(eager) / baseline
+                drift = min(statistics.median(eager), _BESIDE * self._eager_alone(first, empty)) / baseline
                 verdict.eager_seconds = baseline * drift
                 if verdict.compile_seconds is not None:
                     verdict.compile_seconds *= drift
-        verdict.seconds = self._believed(statistics.median(verdict.samples))
         verdict.phases["time"] = time.perf_counter() - begin
+
+    def _eager_alone(self, inputs: Sequence[Any], empty: float) -> float:
+        """Seconds of an eager call once the candidate is gone, and with it whatever it left running on a GPU: a stopped
+        process does not stop its kernels.  Nothing to compare with on the CPU, where it does stop."""
+        if self._settings.device == "cpu":
+            return math.inf
+        self.end()
+        oracle = self._prepared.oracle
+        return statistics.median(net(oracle.seconds(list(inputs)), empty) for _ in range(_ALONE_CALLS))
 
     def _clear(self, samples: Sequence[float], eager: Sequence[float]) -> bool:
         """Whether more calls could still change what is more than 5 % faster than what."""

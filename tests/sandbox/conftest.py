@@ -61,18 +61,30 @@ def plan_solution(kernel: str = KERNEL, plan: Any = PLAN) -> Solution:
     return Solution("plan", {"plan.json": json.dumps(plan), "kernels/chain.cpp": kernel})
 
 
-class Running:
-    """A sandbox in a loop of its own, called from synchronous tests."""
+class Loop:
+    """An event loop in a thread of its own, for synchronous tests."""
 
-    def __init__(self, config: Sandbox, cache: Path) -> None:
+    def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.sandbox = LocalSandbox(config, cache)
-        self.wait(self.sandbox.__aenter__())
 
     def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(300)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Running(Loop):
+    """A sandbox in a loop of its own, called from synchronous tests."""
+
+    def __init__(self, config: Sandbox, cache: Path) -> None:
+        super().__init__()
+        self.sandbox = LocalSandbox(config, cache)
+        self.wait(self.sandbox.__aenter__())
 
     def evaluate(self, task: Task, solution: Solution) -> Verdict:
         return self.wait(self.sandbox.evaluate(task, solution))
@@ -95,9 +107,7 @@ class Running:
 
     def close(self) -> None:
         self.wait(self.sandbox.__aexit__())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        super().close()
 
 
 def one_judge(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,12 @@ import pytest
 
 from cuda_agent.sandbox.crosscheck import UNIT, CrossCheck
 
-REQUEST, COPY = 4e-4, 1e-5  # seconds: of a request, and of one call's outputs
+REQUEST, COPY, EAGER_HOST = 4e-4, 1e-5, 1e-3  # seconds: of a request, of one call's outputs, of eager's host
 
 
 def made(device: float, host: float = 2e-5, noise: Callable[[], float] = lambda: 0.0) -> tuple[CrossCheck, Callable]:
     """A check, and the chains of a candidate whose calls take so long on the device and on the host."""
-    check = CrossCheck(8, lambda count, delay: REQUEST + delay * UNIT + count * COPY + noise())
+    check = CrossCheck(8, lambda count, delay: REQUEST + delay * UNIT + count * COPY + noise(), EAGER_HOST)
     check.heard(host)
 
     def chain(count: int, delay: int) -> tuple[float, float]:
@@ -50,5 +50,17 @@ def test_what_a_host_takes_longer_than_any_delay_is_the_time_that_is_reported() 
 
 
 def test_empty_calls_that_were_slow_only_lower_the_bound() -> None:
-    check = CrossCheck(8, lambda count, delay: REQUEST + delay * UNIT + count * 1e-3)
+    check = CrossCheck(8, lambda count, delay: REQUEST + delay * UNIT + count * 1e-3, EAGER_HOST)
     assert check.believe(2e-5, made(2e-4)[1]) == (2e-5, "")
+
+
+def test_a_host_that_says_it_is_slow_hides_no_more_than_eagers_would() -> None:
+    device, says = 1.5e-2, 1.4e-2
+    check, _ = made(1e-6, host=says)
+
+    def chain(count: int, delay: int) -> tuple[float, float]:
+        """It leaves the wait out where it has many calls to do, and uses the time."""
+        return REQUEST + count * (COPY + device) + (delay * UNIT if count == 1 else 0.0), count * says
+
+    assert check.believe(1e-6, chain)[0] > device - 3 * EAGER_HOST
+    assert check.delay * UNIT < 3 * EAGER_HOST
