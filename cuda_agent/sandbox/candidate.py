@@ -5,13 +5,15 @@ import ctypes
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from cuda_agent.sandbox import observe
 from cuda_agent.sandbox.binding import OnlyTheExtension, Outputs, load_module
 from cuda_agent.sandbox.serving import Worker, run_module
-from cuda_agent.sandbox.slots import Slots, flatten, map_memory, rebuild, store
+from cuda_agent.sandbox.slots import Slots, flatten, map_memory, owned, rebuild, store
 from cuda_agent.sandbox.wire import Frame
 
 
@@ -48,6 +50,8 @@ class Candidate(Worker):
         else:
             run = bind_plan(frame.body, self._slots, self._options["threads"])
         self._commands["R"] = lambda call: self._clocked(lambda: run(call.slot))[1]
+        steps = run.steps  # type: ignore[attr-defined]
+        self._commands["O"] = lambda call: observe.seconds_of(steps[call.slot], self._options["device"])
 
     def load_model(self, frame: Frame) -> None:
         """``ModelNew`` of the extension lane, with its library and the rule to compute with it alone; or of the python
@@ -64,19 +68,50 @@ class Candidate(Worker):
             raise AttributeError("model_new.py defines no ModelNew")
         model = module.ModelNew(*[item["value"] for item in spec["init"]]).eval().to(self._options["device"])
         weights = self._slots.weight_tensors()
+        rule = OnlyTheExtension if restricted else contextlib.nullcontext
+        given_places = self._slots.given
         if restricted or model.state_dict().keys() == weights.keys():  # KernelBench's own solutions may rename them
             model.load_state_dict(weights, strict=True)
 
         def run(call: Frame) -> Any:
             outputs.begin(call.slot)
-            with OnlyTheExtension() if restricted else contextlib.nullcontext():
-                results, times = self._clocked(lambda: model(*given[call.slot]), call.extra)
+            with rule():
+                results, times = self._clocked(lambda: answer(call.slot), call.extra)
             outputs.store(flatten(results))
             if self._options["device"] == "cuda":
                 torch.cuda.synchronize()
             return times
 
+        def answer(slot: int) -> Any:
+            """On a GPU outputs are copied after the clock has stopped: a view of something would cost nothing there."""
+            results = model(*given[slot])
+            if self._options["device"] == "cpu" or not self._options["own_outputs"]:
+                return results
+            with torch._C.DisableTorchFunction():  # the rule is for the solution
+                return [owned(result, given_places) for result in flatten(results)]
+
+        def observed(call: Frame, watch: Callable[[Callable[..., Any]], Any]) -> Any:
+            """One call in the hands of ``watch``."""
+            results: list[Any] = []
+
+            def watched(seen: observe.Operators | None = None) -> None:
+                outputs.watch = seen.add if seen else None
+                with rule():
+                    results.append(model(*given[call.slot]))
+
+            outputs.begin(call.slot)
+            try:
+                told = watch(watched)
+            finally:
+                outputs.watch = None
+            outputs.store(flatten(results[0]))
+            if self._options["device"] == "cuda":
+                torch.cuda.synchronize()
+            return told
+
         self._commands["R"] = run
+        self._commands["O"] = lambda call: observed(call, lambda it: observe.operators(it, self._options["device"]))
+        self._commands["K"] = lambda call: observed(call, observe.kernels)
 
 
 class _Node(ctypes.Structure):
@@ -140,5 +175,9 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
     def run(slot: int) -> None:
         execute(ctypes.addressof(bound[slot]), count)
 
+    size = ctypes.sizeof(_Node)
     run.keep = keep  # type: ignore[attr-defined]
+    run.steps = [  # type: ignore[attr-defined]
+        [partial(execute, ctypes.addressof(nodes) + size * index, 1) for index in range(count)] for nodes in bound
+    ]
     return run

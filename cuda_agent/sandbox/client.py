@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cuda_agent.config import WHERE_JUDGED, Sandbox
-from cuda_agent.sandbox import build, extension, plan, scratch
+from cuda_agent.sandbox import build, extension, plan, rules, scratch
 from cuda_agent.sandbox.wire import (
     Mode,
     Probe,
@@ -170,21 +170,26 @@ class LocalSandbox:
         clock = asyncio.get_running_loop().time
         judge = self._judge(task)
         spec = await self.spec(task)
+        found = await asyncio.to_thread(rules.findings, solution)
+        advice = rules.advice(found)
         begin = clock()
         if self.config.device == "cpu":
             await self._runtime()
         try:
             load = await self._prepare(solution, spec)
         except (plan.PlanError, build.BuildError, extension.ExtensionError) as error:
-            return self._refusal(solution, mode, "build_error", str(error))
+            verdict = self._refusal(solution, mode, "build_error", str(error))
+            verdict.advice = advice
+            return verdict
         except build.CompilerMissing as error:
             raise SandboxUnready(str(error)) from None
         built = clock() - begin
         request = {
             "task": {"digest": task.digest, "code": task.code}, "lane": solution.lane, "mode": mode, "load": load,
-            "files": solution.files,
+            "files": solution.files, "observe": bool(found),
         }  # fmt: skip
         verdict = Verdict.from_json(await judge.ask("E", request))
+        verdict.advice = [*advice, *verdict.advice]
         if self.config.clock == "real":
             verdict.phases = {"build": built} | verdict.phases
         return verdict

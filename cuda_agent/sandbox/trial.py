@@ -15,19 +15,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.sandbox import cost, strict
+from cuda_agent.sandbox import cost, driver, legality, strict
 from cuda_agent.sandbox.buffers import byte_count
 from cuda_agent.sandbox.crosscheck import CrossCheck
 from cuda_agent.sandbox.oracle import net, seconds_of_call
 from cuda_agent.sandbox.prepared import Entry, Prepared
 from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError, taking_turns
-from cuda_agent.sandbox.wire import Verdict
+from cuda_agent.sandbox.wire import TaskError, Verdict
 from cuda_agent.sandbox.workshop import Workshop
 
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
 _NULL_CALLS = 7
 _FEWEST_TIMED = {"cpu": 4, "cuda": 12}  # calls on a GPU cost little beside the start of its worker
 _ENOUGH_SECONDS = 0.2
+_OBSERVE_SECONDS = 5.0  # for one observed call, the profiler's start included
 _DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
 _FILES = ("runtime", "library", "image")  # of what is loaded
 _STATUS = {
@@ -79,6 +80,7 @@ class Trial:
             "layout": buffers.layout,
             "weights": buffers.weights,
             "sizes": buffers.sizes,
+            "own_outputs": self._prepared.written_once,
         }
         with self._lease.working():
             self._worker = worker = self._workshop.candidate()
@@ -180,12 +182,61 @@ class Trial:
 
     def _believed(self, told: float) -> float:
         """Raises ``Refused`` when the judge's own clock does not allow a median that the device's clock gave."""
-        if not self._cross:
-            return told
-        seconds, doubt = self._cross.believe(told)
+        seconds, doubt = self._cross.believe(told) if self._cross else (told, "")
+        if not doubt and self._request["lane"] != "plan":
+            doubt = self._prepared.too_fast(seconds)
         if doubt:
             raise Refused("cheat", doubt)
         return seconds
+
+    def observe(self) -> None:
+        """Fill in what ran, by one more call or two after all that counts: a failure changes nothing else.  Quick mode
+        asks for it where the static rules found something."""
+        request, verdict = self._request, self._verdict
+        plan, strict_mode = request["lane"] == "plan", verdict.mode == "strict"
+        nodes = request["load"]["nodes"] if plan else []
+        if plan and (self._fixed or not strict_mode):
+            verdict.ran = legality.of_plan(nodes)
+            return
+        if not strict_mode and not request.get("observe"):
+            return
+        begin = time.perf_counter()
+        told, missing = self._observed("O")
+        if plan:
+            verdict.ran = legality.of_plan(nodes, told)
+        else:
+            library = Path(request["load"]["library"]).read_bytes() if request["load"].get("library") else b""
+            kernels: Any = None
+            if strict_mode and self._settings.device == "cuda" and not missing:
+                kernels, missing = self._observed("K")
+            rows = [*(kernels or []), *(told or [])]
+            if self._fixed:  # a share is a time
+                rows = [[*row[:3], None] for row in rows if isinstance(row, list)]
+            verdict.ran = legality.of_call(rows, request["files"].values(), library)
+            verdict.advice += legality.advice(verdict.ran, verdict.lane)
+        if missing:
+            verdict.advice.append(f"not observed: {missing}"[:300])
+        verdict.phases["observe"] = time.perf_counter() - begin
+
+    def _observed(self, kind: str) -> tuple[Any, str]:
+        """What the worker tells of one more call, and why it tells nothing."""
+        worker = self._worker
+        if worker is None or not worker.alive:
+            return None, "the solution has ended"
+        try:
+            entry = self._take()
+            worker.stop()
+            slot = secrets.randbelow(len(self._buffers.slots))
+            self._buffers.fill(slot, entry.inputs)
+            worker.seconds = min(self._settings.run_seconds, _OBSERVE_SECONDS)
+            with self._lease.working():
+                told = worker.call(kind, slot=slot)
+                outputs = self._buffers.outputs(slot)
+            tensors = self._prepared.spec.outputs
+            wrong = self._memory.mismatch(entry.outputs, outputs, tensors, self._settings.tolerance)[0]
+        except (WorkerDied, WorkerError, TaskError, driver.DriverError) as error:
+            return None, str(error)
+        return (None, f"another answer while it was observed: {wrong}") if wrong else (told, "")
 
     def cost(self) -> float:
         request, spec, threads = self._request, self._prepared.spec, self._settings.threads
