@@ -15,7 +15,6 @@ from tests.sandbox.conftest import Running, plan_solution, task
 from tests.sandbox.test_extension import LINEAR, MODEL, folder
 from tests.sandbox.test_roofline import PYTHON
 
-OWN = 'extern "C" __global__ void relu_all(float* y)'
 KERNELS = [
     ("void norm_gelu_kernel<256>(float*, float const*, int, float)", "own"),
     ("relu_all", "own"),
