@@ -14,6 +14,7 @@ from typing import Any
 from cuda_agent.sandbox.wire import Lane, Ran, RanKind, printable
 
 _TORCH = re.compile(r"\b(at|at_cuda_detail|c10|torch|pytorch_flash|sdp|aten)::|^triton_(poi|red|per|tem)_")
+_COPIES = re.compile(r"FillFunctor|direct_copy_kernel")  # kernels of torch that compute nothing
 _LIBRARY = re.compile(
     r"\b(cutlass|cublas\w*|cublasLt|cudnn\w*|cask\w*|nvjet|xmma)\b|^(void )?(cutlass|cudnn|cublas|cask|nvjet)"
     r"|^(void )?(volta|turing|ampere|hopper|blackwell|maxwell|sm\d\d+)_\w*"
@@ -21,7 +22,7 @@ _LIBRARY = re.compile(
     r"|winograd\w*|nchwToNhwc\w*|nhwcToNchw\w*|fft2d\w*|convolve\w*_sgemm\w*|fmha\w*)\b",
 )  # fmt: skip
 _KINDS = ("own", "library", "torch", "memset", "unknown")
-_MOST, _LONGEST = 40, 120  # records, characters of a name
+_MOST, _LONGEST, _READ = 64, 120, 1000  # records; characters of a name that are kept, and looked at
 _SHOWN = 4
 
 
@@ -43,17 +44,18 @@ def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran
     return _merged((name, kind, 1, share) for (name, kind), share in zip(rows, times, strict=True))
 
 
-def of_call(told: object, sources: Iterable[str] = (), library: bytes = b"") -> list[Ran]:
-    """What a worker told of one call (``observe.told``); a kernel without a kind gets one by its name.  Nonsense is
-    left out.  ``sources``: of the solution; ``library``: the content of what was built of them."""
+def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes = b"") -> list[Ran]:
+    """What a worker told of a call, in one list or several (``observe.told``); a kernel without a kind gets one by its
+    name.  Nonsense is left out.  ``sources``: of the solution; ``library``: the content of what was built of them."""
     text = "\n".join(sources)
     rows: list[tuple[str, RanKind, int, float | None]] = []
-    for item in told if isinstance(told, list) else ():
+    for item in [item for part in told if isinstance(part, list) for item in part[:_MOST]]:
         match item:
             case [str(name), str(kind), int(calls), float() | int() | None as share] if calls > 0:
+                name = name[:_READ]
                 known: RanKind = kind if kind in _KINDS else kind_of(name, text, library)  # type: ignore[assignment]
                 part = float(share) if share is not None and 0 <= share <= 1 else None
-                rows.append((short(name), known, min(calls, 1 << 31), part))
+                rows.append((short(name), known, int(min(calls, 1 << 31)), part))
     return _merged(rows)
 
 
@@ -65,7 +67,7 @@ def kind_of(name: str, sources: str = "", library: bytes = b"") -> RanKind:
     if base and (symbol in library or b"\0" + base.encode() + b"\0" in library):
         return "own"
     if _TORCH.search(name):
-        return "torch"
+        return "memset" if _COPIES.search(name) else "torch"
     if _LIBRARY.search(name):
         return "library"
     if base and re.search(rf"\b{re.escape(base)}\b", sources):

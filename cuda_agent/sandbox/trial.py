@@ -12,6 +12,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,14 +206,14 @@ class Trial:
         if plan:
             verdict.ran = legality.of_plan(nodes, told)
         else:
-            library = Path(request["load"]["library"]).read_bytes() if request["load"].get("library") else b""
+            library = b""
+            with contextlib.suppress(OSError):
+                library = Path(request["load"].get("library") or "").read_bytes()
             kernels: Any = None
             if strict_mode and self._settings.device == "cuda" and not missing:
                 kernels, missing = self._observed("K")
-            rows = [*(kernels or []), *(told or [])]
-            if self._fixed:  # a share is a time
-                rows = [[*row[:3], None] for row in rows if isinstance(row, list)]
-            verdict.ran = legality.of_call(rows, request["files"].values(), library)
+            ran = legality.of_call([kernels, told], request["files"].values(), library)
+            verdict.ran = [replace(r, share=None) for r in ran] if self._fixed else ran  # a share is a time
             verdict.advice += legality.advice(verdict.ran, verdict.lane)
         if missing:
             verdict.advice.append(f"not observed: {missing}"[:300])

@@ -27,6 +27,7 @@ KERNELS = [
      "library"),
     ("nvjet_tst_128x64_64x8_1x2_h_bz_TNT", "library"),
     ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x128_32x3_nn_align4>(int)", "library"),
+    ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>(int)", "memset"),
     ("void cudnn::ops::nchwToNhwcKernel<float>(int)", "library"),
     ("void implicit_convolve_sgemm<float, 128>(int)", "library"),
     ("void gemv2T_kernel_val<int, float>(int)", "library"),
@@ -87,10 +88,10 @@ ANYTHING: st.SearchStrategy[Any] = st.recursive(
 @given(ANYTHING)
 def test_whatever_a_worker_tells_becomes_good_records(told: Any) -> None:
     for wrapped in (told, [told], [["name", "own", told, told]], [[told, told, 1, None]], [["k(", "", 2, told]] * 90):
-        ran = legality.of_call(wrapped)
-        assert len(ran) <= 40
+        ran = legality.of_call([wrapped, None])
+        assert len(ran) <= 64
         for record in ran:
-            assert record.name.isprintable() and record.calls > 0
+            assert record.name.isprintable() and record.calls > 0 and type(record.calls) is int
             assert record.kind in ("own", "library", "torch", "memset", "unknown")
             assert record.share is None or 0 <= record.share <= 2**7
         legality.advice(ran, "python")
@@ -180,6 +181,16 @@ def test_what_goes_wrong_under_observation_changes_no_verdict(running: Running, 
     assert (verdict.status, verdict.checks, verdict.ran) == ("ok", 5, [])
     assert verdict.advice[-1].startswith("not observed: ") and words in verdict.advice[-1]
     assert running.evaluate(task(), plan_solution()).status == "ok"
+
+
+@pytest.mark.parametrize(
+    "nonsense", ["5", "{'a': 1}", "'text'", "[5, [], [1]]", "[['\\ud800', 'own', True, 9]]", "[[]] * 9999"]
+)
+def test_nonsense_instead_of_what_ran_is_left_out(running: Running, nonsense: str) -> None:
+    lie = f"import sys\nsys.modules['cuda_agent.sandbox.observe'].operators = lambda *a: (a[0](None), {nonsense})[1]\n"
+    verdict = running.evaluate(task(), Solution("python", {"model_new.py": lie + PYTHON}))
+    assert (verdict.status, verdict.message) == ("ok", "")
+    assert verdict.ran in ([], [Ran(" ", "own", 1)])
 
 
 def test_a_verdict_with_records_survives_its_journey(running: Running) -> None:
