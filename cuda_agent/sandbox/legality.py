@@ -36,7 +36,7 @@ def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran
         elif "library" in node:
             rows.append((f"{node['library']} {node.get('compute', '')}".strip(), "library"))
         else:
-            rows.append((node.get("function", node["symbol"]), "own"))
+            rows.append((printable(node.get("function", node["symbol"])), "own"))
     times: list[float | None] = [None] * len(rows)
     if isinstance(seconds, list) and len(seconds) == len(rows) and all(_is_time(item) for item in seconds):
         whole = sum(seconds)
@@ -63,8 +63,8 @@ def kind_of(name: str, sources: str = "", library: bytes = b"") -> RanKind:
     """Whose kernel a (demangled) name is.  The built library decides first; names in sources come last, because a
     comment may hold any name."""
     base = base_name(name)
-    symbol = f"{len(base)}{base}".encode()  # as C++ mangles it
-    if base and (symbol in library or b"\0" + base.encode() + b"\0" in library):
+    plain = base.encode(errors="replace")  # half a character may be told, too
+    if base and (b"%d%b" % (len(plain), plain) in library or b"\0%b\0" % plain in library):  # C++ mangles; C does not
         return "own"
     if _TORCH.search(name):
         return "memset" if _COPIES.search(name) else "torch"
@@ -134,5 +134,5 @@ def _merged(rows: Iterable[tuple[str, RanKind, int, float | None]]) -> list[Ran]
     for name, kind, calls, share in rows:
         old = found.get((name, kind))
         both = None if share is None or (old and old.share is None) else share + ((old.share or 0.0) if old else 0.0)
-        found[name, kind] = Ran(name, kind, calls + (old.calls if old else 0), both)
+        found[name, kind] = Ran(name, kind, calls + (old.calls if old else 0), None if both is None else min(both, 1.0))
     return sorted(found.values(), key=lambda r: -(r.share or 0.0))[:_MOST]
