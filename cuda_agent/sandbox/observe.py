@@ -107,7 +107,7 @@ def seconds_of(steps: Sequence[Callable[[], Any]], device: str) -> list[float]:
             times.append(time.perf_counter())
         return [end - begin for begin, end in itertools.pairwise(times)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
-    torch.cuda._sleep(int(1e6))  # the device must not wait for this loop between two steps
+    torch.cuda._sleep(1_000_000 + 40_000 * len(steps))  # the device must not wait for this loop between two steps
     events[0].record()
     for step, event in zip(steps, events[1:], strict=True):
         step()
