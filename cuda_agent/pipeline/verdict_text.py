@@ -1,7 +1,11 @@
 """A verdict on one screen, for a person."""
 
+import statistics
+from collections.abc import Sequence
+
 from cuda_agent.sandbox.wire import Verdict
 
+_SHOWN = 6  # records of what ran
 _NAMES = {"eager": "eager", "compile": "torch.compile", "max_autotune": "max-autotune"}
 
 
@@ -14,7 +18,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     if verdict.clock == "model":
         lines.append("sandbox.clock=model: the times below are a deterministic cost, not measured")
     if verdict.seconds is not None:
-        lines.append(_row("solution", verdict.seconds))
+        lines.append(_row("solution", verdict.seconds, note=_spread(verdict.samples)))
     if verdict.strict and "baselines" in verdict.strict:
         lines += _strict_times(verdict, verdict.strict)
     else:
@@ -34,6 +38,59 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     if verdict.checks:
         error = f", largest difference from eager {verdict.max_error:.2g}" if verdict.max_error is not None else ""
         lines.append(f"{verdict.checks} checks passed{error}; reward {verdict.reward}")
+    lines += _shares_of_peak(verdict) + _ran(verdict)
+    return lines + [f"advice: {line}" for line in verdict.advice]
+
+
+def _spread(samples: Sequence[float]) -> str:
+    """The middle half of the timed calls."""
+    if len(samples) < 4:
+        return ""
+    low, _, high = statistics.quantiles(samples, n=4)
+    return f"   half of {len(samples)} calls between {low * 1e6:.1f} and {high * 1e6:.1f}"
+
+
+def _shares_of_peak(verdict: Verdict) -> list[str]:
+    """How much of what the device can do at best a call has used."""
+    if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
+        return []
+    lines = []
+    best = "the device's peak" if verdict.device == "cuda" else "a measured copy"
+    if verdict.bytes:
+        rate = verdict.bytes / verdict.seconds
+        lines.append(f"inputs and outputs of {_amount(verdict.bytes, 'B')}: {_amount(rate, 'B/s')}")
+        lines[-1] += _of_peak(rate, verdict.peak_bytes_per_second, best, "caches held a part, or not all was needed")
+    if verdict.flops:
+        rate = verdict.flops / verdict.seconds
+        lines.append(f"{_amount(verdict.flops, 'FLOP')} in the reference: {_amount(rate, 'FLOP/s')}")
+        lines[-1] += _of_peak(rate, verdict.peak_flops, "the device's peak", "rougher arithmetic, or less of it")
+    return lines
+
+
+def _of_peak(rate: float, peak: float | None, best: str, why_more: str) -> str:
+    if not peak:
+        return ""
+    if rate > peak:
+        return f", {rate / peak:.2g} times {best}: {why_more}"
+    return f", {rate / peak:.0%} of {best}"
+
+
+def _amount(value: float, unit: str) -> str:
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def _ran(verdict: Verdict) -> list[str]:
+    """What ran in one call, a line a kernel or operator, the first few of them."""
+    lines = []
+    for ran in verdict.ran[:_SHOWN]:
+        times = f" x{ran.calls}" if ran.calls > 1 else ""
+        share = f" {ran.share:.0%}" if ran.share is not None else ""
+        lines.append(f"ran: {ran.name}{times} ({ran.kind}{share})")
+    if len(verdict.ran) > _SHOWN:
+        lines.append(f"ran: {len(verdict.ran) - _SHOWN} more")
     return lines
 
 

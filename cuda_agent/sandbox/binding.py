@@ -7,6 +7,7 @@ interpreter, so advisory against a determined cheat.
 
 import ctypes
 import math
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from cuda_agent.sandbox.rules import ALLOWED
 from cuda_agent.sandbox.slots import store
 
 _MOST_DIMS, _MOST_RESULTS, _MOST_ARGUMENTS = 8, 8, 32
@@ -64,6 +66,7 @@ class Outputs:
         self._slot = 0
         self._made: list[int] = []  # addresses, in the order of this call's allocations
         self._wanted: dict[int, int] = {}  # place in that order -> output
+        self.watch: Callable[[str, str, float], None] | None = None  # told of every call of the extension
 
     def begin(self, slot: int) -> None:
         self._slot = slot
@@ -140,7 +143,10 @@ def _function(entry: _Entry, name: str, outputs: Outputs) -> Callable[..., Any]:
                 value.kind, value.number = 3, argument
             elif argument is not None:
                 raise TypeError(f"{name}: an argument of type {type(argument).__name__}")
+        begin = time.perf_counter() if outputs.watch else 0.0
         made = native(function, allocator, values, len(arguments), results, message)
+        if outputs.watch:
+            outputs.watch(name, "own", time.perf_counter() - begin)
         if made < 0:
             raise RuntimeError(message.value.decode(errors="replace"))
         found = [live[results[i].handle] for i in range(made)]
@@ -172,21 +178,11 @@ def _complete(
     return arguments
 
 
-_ALLOWED_TEXT = """
-    empty empty_like zeros zeros_like ones ones_like full full_like new_empty new_zeros new_ones new_full empty_strided
-    __get__ size dim ndimension numel nelement stride storage_offset element_size data_ptr is_contiguous contiguous
-    view view_as reshape flatten unflatten squeeze unsqueeze expand expand_as permute transpose movedim t detach
-    is_floating_point get_device type to float double half bfloat16 long int bool __len__ __iter__ __getitem__ unbind
-    requires_grad_ __repr__ __bool__ item dtype device shape
-"""
-_ALLOWED = frozenset(_ALLOWED_TEXT.split())
-
-
 class OnlyTheExtension(TorchFunctionMode):
     """Refuses torch's operators, as the published rules do; tensors may be created, viewed and looked at."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ not in _ALLOWED:
+        if func.__name__ not in ALLOWED:
             name = resolve_name(func) or func.__name__
             raise Cheat(f"ModelNew.forward calls {name}: computing is the extension's part")
         return func(*args, **(kwargs or {}))

@@ -2,21 +2,21 @@
 
 import contextlib
 import ctypes
-import functools
 import itertools
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cuda_agent.sandbox import vendor
+from cuda_agent.sandbox import observe, vendor
 from cuda_agent.sandbox.binding import OnlyTheExtension, Outputs, load_module
 from cuda_agent.sandbox.passes import play_back
 from cuda_agent.sandbox.serving import Worker, build_model
-from cuda_agent.sandbox.slots import Slots, flatten, map_memory, rebuild, store
+from cuda_agent.sandbox.slots import Slots, flatten, map_memory, owned, rebuild, store
 from cuda_agent.sandbox.wire import Frame
 
 
@@ -62,6 +62,8 @@ class Candidate(Worker):
         else:
             run = bind_plan(frame.body, self._slots, self._options["threads"])
         self._commands["R"] = lambda call: self._clocked(lambda: run(call.slot))[1]
+        steps = run.steps  # type: ignore[attr-defined]
+        self._commands["O"] = lambda call: observe.seconds_of(steps[call.slot], self._options["device"])
 
     def load_model(self, frame: Frame) -> None:
         """``ModelNew`` of the extension lane, with its library and the rule to compute with it alone; or of the python
@@ -77,27 +79,58 @@ class Candidate(Worker):
         torch.manual_seed(frame.body["seed"])
         model = build_model(frame.body["code"], [item["value"] for item in spec["init"]], self._options["device"])
         weights = self._slots.weight_tensors()
+        rule = OnlyTheExtension if restricted else contextlib.nullcontext
+        given_places = self._slots.given
         if restricted or model.state_dict().keys() == weights.keys():  # KernelBench's own solutions may rename them
             model.load_state_dict(weights, strict=True)
 
         def run(call: Frame) -> Any:
             outputs.begin(call.slot)
-            with OnlyTheExtension() if restricted else contextlib.nullcontext():
-                results, times = self._clocked(lambda: model(*given[call.slot]), call.extra)
+            with rule():
+                results, times = self._clocked(lambda: answer(call.slot), call.extra)
             outputs.store(flatten(results))
             if self._options["device"] == "cuda":
                 torch.cuda.synchronize()
             return times
 
+        def answer(slot: int) -> Any:
+            """On a GPU outputs are copied after the clock has stopped: a view of something would cost nothing there."""
+            results = model(*given[slot])
+            if self._options["device"] == "cpu" or not self._options["own_outputs"]:
+                return results
+            with torch._C.DisableTorchFunction():  # the rule is for the solution
+                return [owned(result, given_places) for result in flatten(results)]
+
+        def observed(call: Frame, watch: Callable[[Callable[..., Any]], Any]) -> Any:
+            """One call in the hands of ``watch``."""
+            results: list[Any] = []
+
+            def watched(seen: observe.Operators | None = None) -> None:
+                outputs.watch = seen.add if seen else None
+                with rule():
+                    results.append(model(*given[call.slot]))
+
+            outputs.begin(call.slot)
+            try:
+                told = watch(watched)
+            finally:
+                outputs.watch = None
+            outputs.store(flatten(results[0]))
+            if self._options["device"] == "cuda":
+                torch.cuda.synchronize()
+            return told
+
         def enqueue(count: int) -> None:
             for slot in range(count):
                 outputs.begin(slot)
-                with OnlyTheExtension() if restricted else contextlib.nullcontext():
-                    results = model(*given[slot])
+                with rule():
+                    results = answer(slot)
                 outputs.store(flatten(results))
 
         self._commands["R"] = run
         self._commands["C"] = lambda call: self._finished(lambda: enqueue(call.slot), call)
+        self._commands["O"] = lambda call: observed(call, lambda it: observe.operators(it, self._options["device"]))
+        self._commands["K"] = lambda call: observed(call, observe.kernels)
 
 
 class _Node(ctypes.Structure):
@@ -123,8 +156,9 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
             content = pattern * (workspace["bytes"] // len(pattern))
             ctypes.memmove(workspaces[name], content, len(content))
 
-    def bind(slot: int) -> list[Callable[[], Any]]:
-        """Kernels and memsets that follow each other are one call of the executor; a library node is one of its own."""
+    def bind(slot: int) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
+        """Kernels and memsets that follow each other are one call of the executor, a library node is its own; and
+        beside them each node alone."""
 
         def address(buffer: str) -> int:
             kind, _, rest = buffer.partition(":")
@@ -135,15 +169,19 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
             return slots.weights[int(rest)] if kind == "w" else workspaces[rest]
 
         steps: list[Callable[[], Any]] = []
+        each: list[Callable[[], Any]] = []
         for ours, items in itertools.groupby(program["nodes"], lambda item: "library" not in item):
             if ours:
                 nodes = executor_nodes(list(items), address)
                 keep.append(nodes)
-                steps.append(functools.partial(execute, ctypes.addressof(nodes), len(nodes)))
+                begin, size = ctypes.addressof(nodes), ctypes.sizeof(_Node)
+                steps.append(partial(execute, begin, len(nodes)))
+                each += [partial(execute, begin + size * index, 1) for index in range(len(nodes))]
             else:
-                tensor = functools.partial(tensor_of, address)
-                steps.extend(vendor.bind(item, tensor, "cpu") for item in items)
-        return steps
+                products = [vendor.bind(item, partial(tensor_of, address), "cpu") for item in items]
+                steps += products
+                each += products
+        return steps, each
 
     def tensor_of(address: Callable[[str], int], item: dict[str, Any]) -> torch.Tensor:
         return slots.tensor(address(item["buffer"]), item)
@@ -175,8 +213,9 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
     runtime.start(ctypes.c_long(threads))
 
     def run(slot: int) -> None:
-        for step in bound[slot]:
+        for step in bound[slot][0]:
             step()
 
     run.keep = keep  # type: ignore[attr-defined]
+    run.steps = [each for _, each in bound]  # type: ignore[attr-defined]
     return run

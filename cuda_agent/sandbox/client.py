@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cuda_agent.config import WHERE_JUDGED, Sandbox
-from cuda_agent.sandbox import build, extension, first_pass, plan, scratch
+from cuda_agent.sandbox import build, extension, first_pass, plan, rules, scratch
 from cuda_agent.sandbox.wire import (
     Mode,
     Probe,
@@ -177,6 +177,8 @@ class LocalSandbox:
         clock = asyncio.get_running_loop().time
         judge = self._judge(task)
         spec = await self.spec(task)
+        found = await asyncio.to_thread(rules.findings, solution)
+        advice = rules.advice(found)
         begin = clock()
         if self.config.device == "cpu":
             await self._runtime()
@@ -186,7 +188,9 @@ class LocalSandbox:
             if compiles:
                 load["place"] = asdict(await self._first_pass(task, solution.files, self._architecture))
         except (plan.PlanError, build.BuildError, extension.ExtensionError) as error:
-            return self._refusal(solution, mode, "build_error", str(error))
+            verdict = self._refusal(solution, mode, "build_error", str(error))
+            verdict.advice = advice
+            return verdict
         except build.CompilerMissing as error:
             raise SandboxUnready(str(error)) from None
         except first_pass.FirstPassFailed as failure:
@@ -194,7 +198,7 @@ class LocalSandbox:
         built = clock() - begin
         request = {
             "task": {"digest": task.digest, "code": task.code}, "lane": solution.lane, "mode": mode, "load": load,
-            "files": solution.files,
+            "files": solution.files, "observe": bool(found),
         }  # fmt: skip
         verdict = Verdict.from_json(await judge.ask("E", request))
         if solution.lane == "python" and not compiles and first_pass.was_refused(verdict):
@@ -205,6 +209,7 @@ class LocalSandbox:
                 return self._refusal(solution, mode, failure.status, str(failure))
             built += clock() - begin
             verdict = Verdict.from_json(await judge.ask("E", request))
+        verdict.advice = [*advice, *verdict.advice]
         if self.config.clock == "real":
             verdict.phases = {"build": built} | verdict.phases
         return verdict

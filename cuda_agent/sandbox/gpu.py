@@ -111,6 +111,7 @@ def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
         for step in bound[slot]:
             step()
 
+    run.steps = bound  # type: ignore[attr-defined]
     return run
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cuda_agent.sandbox import driver, jail
+from cuda_agent.sandbox.buffers import byte_count
 from cuda_agent.sandbox.oracle import Settings, TaskKilled, memory_of
 from cuda_agent.sandbox.prepared import Prepared
 from cuda_agent.sandbox.trial import Refused, Trial
@@ -81,6 +82,7 @@ class Judge:
         if self._tried(request, verdict):
             # What was timed stays, so that nobody gets a second draw of a time by ending the first.
             verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
+            verdict.ran, verdict.advice = [], []
             self._tried(request, verdict)
         if self.settings.clock == "model":
             verdict.phases = {}
@@ -90,7 +92,10 @@ class Judge:
         """Fill in ``verdict`` by one trial; whether the candidate should have another one."""
         prepared = self.prepared(request["task"])
         prepared.measure(compile=True)
-        verdict.eager_seconds, verdict.compile_seconds = prepared.baselines.eager, prepared.baselines.compile
+        base, spec = prepared.baselines, prepared.spec
+        verdict.eager_seconds, verdict.compile_seconds = base.eager, base.compile
+        verdict.bytes, verdict.flops = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs)), base.flops or None
+        verdict.peak_bytes_per_second = prepared.peaks.bytes_per_second
         trial = Trial(self._workshop, prepared, request, verdict)
         try:
             trial.start()
@@ -104,6 +109,9 @@ class Judge:
                 trial.strict_time()
             else:
                 trial.time()
+            verdict.peak_flops = prepared.peaks.operations_for(spec, (verdict.strict or {}).get("precision", ""))
+            trial.observe()
+            trial.eager_alone()
         except Refused as refusal:
             verdict.status, verdict.message = refusal.status, str(refusal)
             return refusal.doubtful

@@ -179,6 +179,14 @@ class Oracle:
         answer = self._ask("O", slot=0)
         return int(answer["operators"]), int(answer["bytes"])
 
+    def account(self, inputs: list[Any]) -> tuple[int, int]:
+        """Operations of one call (0: not known), and the bytes that it writes for its outputs."""
+        assert self._buffers
+        self._buffers.fill(0, inputs)
+        answer = self._ask("A", slot=0)
+        most = sum(byte_count(t) for t in self.spec.outputs)
+        return max(0, int(answer["flops"])), min(max(0, int(answer["written"])), most)
+
     def _ask(self, kind: str, body: Any = None, slot: int = 0, fds: list[int] | None = None) -> Any:
         self.worker.seconds = self._limit
         with _of_the_task():

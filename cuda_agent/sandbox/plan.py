@@ -195,7 +195,7 @@ def _function(
         f'#line 1 "plan.json {where}"\n'
         f'extern "C" void node{index}(long block, long grid, void** a) {{ {function}({", ".join(spelled)}); }}'
     )
-    return {"symbol": f"node{index}", "grid": grid, "args": arguments}, call
+    return {"symbol": f"node{index}", "function": function, "grid": grid, "args": arguments}, call
 
 
 def _kernel(

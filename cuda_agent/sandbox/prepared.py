@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.sandbox import build, cost, crosscheck
+from cuda_agent.sandbox import build, cost, crosscheck, roofline
 from cuda_agent.sandbox.buffers import byte_count
 from cuda_agent.sandbox.oracle import Oracle, memory_of, net
 from cuda_agent.sandbox.processes import WorkerDied, WorkerError, taking_turns
@@ -48,6 +48,8 @@ class Baselines:
     compile_error: str = ""
     compile_tried: bool = False
     strict: dict[str, dict[str, Any]] = field(default_factory=dict)  # see ``strict.yardstick``
+    flops: int | None = None  # of one call of the reference; 0: not known
+    written: int | None = None  # bytes that it writes for its outputs
 
 
 def baselines_file(cache: str, digest: str, torch: str, threads: int, identity: str) -> Path:
@@ -81,6 +83,7 @@ class Prepared:
         self._empty = float("inf")
         self.empty_candidate: dict[str, float] = {}  # the same of candidates, by lane
         self.baselines = self._load()
+        self.peaks = roofline.Peaks()
 
     @property
     def weights_seed(self) -> int:
@@ -166,6 +169,40 @@ class Prepared:
         elif self.baselines.eager is None:
             self.baselines.eager = self.medians(self.oracle)[0]
             self.save()
+        if compile and self.baselines.written is None:
+            self._account()
+            self.save()
+        if not self.peaks.bytes_per_second:
+            self.peaks = self._peaks()
+
+    def _account(self) -> None:
+        try:
+            self.baselines.flops, self.baselines.written = self.oracle.account(self.entry(self.base).inputs)
+        except TaskError:
+            if not self.oracle.alive:
+                raise
+            self.baselines.flops, self.baselines.written = 0, 0  # a model that does not run under observation
+
+    def _peaks(self, again: bool = False) -> roofline.Peaks:
+        if self.settings.device == "cuda":
+            return roofline.of_gpu()
+        key = f"{build.processor()}-{self.settings.threads}"
+        file = Path(self.settings.cache) / "peaks" / f"{key}.json"
+        return roofline.of_cpu(self.settings.threads, file, self._lease.timing, again)
+
+    def too_fast(self, seconds: float) -> str:
+        """What is wrong with the time of a solution that writes what the reference writes (empty: nothing)."""
+        base = self.baselines
+        numbers = seconds, base.eager or 0.0, base.written or 0
+        if doubt := roofline.too_fast(*numbers, self.peaks):
+            self.peaks = self._peaks(again=True)  # what is measured may have been measured on a busy machine
+            doubt = roofline.too_fast(*numbers, self.peaks)
+        return doubt
+
+    @property
+    def written_once(self) -> bool:
+        """Whether the reference writes all of its outputs, each in memory of its own."""
+        return self.baselines.written == sum(byte_count(t) for t in self.spec.outputs)
 
     def _measure_compile(self) -> None:
         for last in (False, True):

@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
+from cuda_agent.sandbox import observe
 from cuda_agent.sandbox.serving import Worker, run_module
 from cuda_agent.sandbox.slots import Slots, argument_of, describe, flatten, is_plain, rebuild, store
 from cuda_agent.sandbox.varying import vary
@@ -26,7 +27,7 @@ class Reference(Worker):
         super().__init__(channel, options, fds)
         self._commands = {
             "T": self.load, "M": self.map, "G": self.generate, "R": self.run, "N": self.null, "C": self.compile,
-            "O": self.count, "P": self.precision, "E": self.map_exact, "X": self.exact,
+            "O": self.count, "P": self.precision, "E": self.map_exact, "X": self.exact, "A": self.account,
         }  # fmt: skip
         self._last: list[torch.Tensor] = []
         self._device: str = options["device"]
@@ -169,6 +170,12 @@ class Reference(Worker):
         finite = all(bool(torch.isfinite(t).all()) for t in (*self._last, *targets) if t.is_floating_point())
         self._settle()
         return finite
+
+    def account(self, frame: Frame) -> dict[str, int]:
+        """Operations of one call (0: not known), and the bytes that it must write for its outputs."""
+        given = self._slots.input_tensors(frame.slot)
+        flops, results = observe.flops(lambda: self._model(*rebuild(self._arguments, given)))
+        return {"flops": flops, "written": observe.written_bytes(flatten(results), [*given, *self._state.values()])}
 
     def count(self, frame: Frame) -> dict[str, int]:
         """Operators of one forward pass and the bytes they touch, for the model clock."""

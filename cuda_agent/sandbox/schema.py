@@ -41,6 +41,7 @@ def verdict() -> dict[str, Any]:
         "properties": properties,
         "required": sorted(properties),
         "additionalProperties": False,
+        "$defs": {"Ran": schema["$defs"]["Ran"] | {"additionalProperties": False}},
     }
 
 

@@ -31,6 +31,7 @@ class Slots:
             base_in = map_memory(fds[0], sizes[0], writable=False)
             base_out = map_memory(fds[1], sizes[1], writable=True)
         self.written = base_out
+        self.given = range(base_in, base_in + sizes[0])  # addresses of inputs and weights
         for descriptor in fds:
             os.close(descriptor)
         self.layout = layout
@@ -120,6 +121,13 @@ def store(results: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
             )
         if result.data_ptr() != target.data_ptr() or not result.is_contiguous():
             target.copy_(result)
+
+
+def owned(result: torch.Tensor, given: range) -> torch.Tensor:
+    """``result``, or a copy where it is a view: not contiguous, or in the memory of inputs and weights."""
+    if result.is_contiguous() and result.data_ptr() not in given:
+        return result
+    return result.clone(memory_format=torch.contiguous_format)
 
 
 def is_plain(value: Any) -> bool:

@@ -12,22 +12,24 @@ import secrets
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.sandbox import cost, strict
+from cuda_agent.sandbox import cost, driver, legality, strict
 from cuda_agent.sandbox.buffers import byte_count
 from cuda_agent.sandbox.crosscheck import LONGEST_CHAIN, CrossCheck
 from cuda_agent.sandbox.oracle import net, seconds_of_call
 from cuda_agent.sandbox.prepared import Entry, Prepared
 from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError, taking_turns
-from cuda_agent.sandbox.wire import Verdict
+from cuda_agent.sandbox.wire import TaskError, Verdict
 from cuda_agent.sandbox.workshop import Workshop
 
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
 _NULL_CALLS = 7
 _FEWEST_TIMED = {"cpu": 4, "cuda": 20}  # calls on a GPU cost little beside the start of its worker
 _ENOUGH_SECONDS = 0.2
+_OBSERVE_SECONDS = 5.0  # for one observed call, the profiler's start included
 _DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
 _FINDING_SECONDS = 30.0  # more for a solution that compiled: torch.compile traces it again to find what it made
 _ALONE_CALLS, _BESIDE = 3, 1.03  # of eager without the candidate, and how much longer it may take beside it
@@ -62,6 +64,7 @@ class Trial:
         self._fixed = self._settings.clock == "model"
         self._null = 0.0
         self._cross: CrossCheck | None = None  # on a GPU, in the lanes whose host code is not ours
+        self._anchor: float | None = None  # eager's median beside the candidate, where that counts
         self._worker: Worker | None = None
         self._loaded = False
         spec = prepared.spec
@@ -83,6 +86,7 @@ class Trial:
             "layout": buffers.layout,
             "weights": buffers.weights,
             "sizes": buffers.sizes,
+            "own_outputs": self._prepared.written_once,
         }
         with self._lease.working():
             place = request["load"].get("place")
@@ -169,11 +173,10 @@ class Trial:
             try:
                 verdict.samples, anchors = strict.time_pairs(candidate, eager)
                 verdict.seconds = self._believed(statistics.median(verdict.samples))
-                alone = self._eager_alone(first.inputs, empty)
             finally:
                 if oracle.alive:
                     oracle.precision("default")
-        verdict.eager_seconds = min(statistics.median(anchors), _BESIDE * alone)
+        self._anchor = verdict.eager_seconds = statistics.median(anchors)
         drift = verdict.eager_seconds / yard["seconds"]["eager_fp32"]
         baselines = {name: seconds * drift for name, seconds in yard["seconds"].items()}
         verdict.compile_seconds = baselines.get("compile_fp32")
@@ -188,14 +191,66 @@ class Trial:
         verdict.phases["time"] = time.perf_counter() - begin
 
     def _believed(self, told: float) -> float:
-        """Raises ``Refused`` when the judge's own clock does not allow a median that the device told.  Under the lease."""
-        if not self._cross:
-            return told
-        with self._judged("in a timed call"):
-            seconds, doubt = self._cross.believe(told, self._chain)
+        """Raises ``Refused`` when the judge's own clock, or what the device can move, does not allow a median that the
+        device's clock gave.  Under the lease."""
+        seconds, doubt = told, ""
+        if self._cross:
+            with self._judged("in a timed call"):
+                seconds, doubt = self._cross.believe(told, self._chain)
+        if not doubt and self._request["lane"] != "plan":
+            doubt = self._prepared.too_fast(seconds)
         if doubt:
             raise Refused("cheat", doubt)
         return seconds
+
+    def observe(self) -> None:
+        """Fill in what ran, by one more call or two after all that counts: a failure changes nothing else.  Quick mode
+        asks for it where the static rules found something."""
+        request, verdict = self._request, self._verdict
+        plan, strict_mode = request["lane"] == "plan", verdict.mode == "strict"
+        nodes = request["load"]["nodes"] if plan else []
+        if plan and (self._fixed or not strict_mode):
+            verdict.ran = legality.of_plan(nodes)
+            return
+        if not strict_mode and not request.get("observe"):
+            return
+        begin = time.perf_counter()
+        told, missing = self._observed("O")
+        if plan:
+            verdict.ran = legality.of_plan(nodes, told)
+        else:
+            library = b""
+            with contextlib.suppress(OSError):
+                library = Path(request["load"].get("library") or "").read_bytes()
+            kernels: Any = None
+            if strict_mode and self._settings.device == "cuda" and not missing:
+                kernels, missing = self._observed("K")
+            ran = legality.of_call([kernels, told], request["files"].values(), library)
+            verdict.ran = [replace(r, share=None) for r in ran] if self._fixed else ran  # a share is a time
+            verdict.advice += legality.advice(verdict.ran, verdict.lane)
+        if missing:
+            verdict.advice.append(f"not observed: {missing}"[:300])
+        verdict.phases["observe"] = time.perf_counter() - begin
+
+    def _observed(self, kind: str) -> tuple[Any, str]:
+        """What the worker tells of one more call, and why it tells nothing."""
+        worker = self._worker
+        if worker is None or not worker.alive:
+            return None, "the solution has ended"
+        try:
+            entry = self._take()
+            worker.stop()
+            slot = secrets.randbelow(len(self._buffers.slots))
+            self._buffers.fill(slot, entry.inputs)
+            worker.seconds = min(self._settings.run_seconds, _OBSERVE_SECONDS)
+            with self._lease.working():
+                told = worker.call(kind, slot=slot)
+                outputs = self._buffers.outputs(slot)
+            tensors = self._prepared.spec.outputs
+            wrong = self._memory.mismatch(entry.outputs, outputs, tensors, self._settings.tolerance)[0]
+        except (WorkerDied, WorkerError, TaskError, driver.DriverError) as error:
+            return None, str(error)
+        return (None, f"another answer while it was observed: {wrong}") if wrong else (told, "")
 
     def cost(self) -> float:
         request, spec, threads = self._request, self._prepared.spec, self._settings.threads
@@ -236,20 +291,39 @@ class Trial:
             if baseline and abs(statistics.median(eager) / baseline - 1) > _DRIFT:
                 for _ in range(2):
                     eager.append(net(prepared.oracle.seconds(first), empty))
-                drift = min(statistics.median(eager), _BESIDE * self._eager_alone(first, empty)) / baseline
+                self._anchor = statistics.median(eager)
+                drift = self._anchor / baseline
                 verdict.eager_seconds = baseline * drift
                 if verdict.compile_seconds is not None:
                     verdict.compile_seconds *= drift
         verdict.phases["time"] = time.perf_counter() - begin
 
-    def _eager_alone(self, inputs: Sequence[Any], empty: float) -> float:
-        """Seconds of an eager call once the candidate is gone, and with it whatever it left running on a GPU: a stopped
-        process does not stop its kernels.  Nothing to compare with on the CPU, where it does stop."""
-        if self._settings.device == "cpu":
-            return math.inf
+    def eager_alone(self) -> None:
+        """On a GPU, where eager's time beside the candidate counts: eager again once the candidate is gone, and with it
+        whatever it left running, since a stopped process does not stop its kernels.  The last step."""
+        if self._settings.device == "cpu" or self._anchor is None:
+            return
         self.end()
-        oracle = self._prepared.oracle
-        return statistics.median(net(oracle.seconds(list(inputs)), empty) for _ in range(_ALONE_CALLS))
+        begin = time.perf_counter()
+        verdict, oracle = self._verdict, self._prepared.oracle
+        inputs = self._prepared.entry(self._prepared.base).inputs
+        with self._lease.timing():
+            if verdict.strict:
+                oracle.precision("fp32")
+            try:
+                alone = statistics.median(oracle.seconds(inputs) for _ in range(_ALONE_CALLS))
+            finally:
+                if verdict.strict and oracle.alive:
+                    oracle.precision("default")
+        share = min(1.0, _BESIDE * alone / self._anchor)
+        verdict.eager_seconds = share * (verdict.eager_seconds or self._anchor)
+        if verdict.compile_seconds is not None:
+            verdict.compile_seconds *= share
+        if verdict.strict:
+            for name, seconds in verdict.strict["baselines"].items():
+                verdict.strict["baselines"][name] = share * seconds
+            verdict.strict["interval"] = [share * bound for bound in verdict.strict["interval"]]
+        verdict.phases["time"] += time.perf_counter() - begin
 
     def _clear(self, samples: Sequence[float], eager: Sequence[float]) -> bool:
         """Whether more calls could still change what is more than 5 % faster than what."""

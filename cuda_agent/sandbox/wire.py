@@ -31,6 +31,24 @@ class Solution:
         return hashlib.sha256(json.dumps([self.lane, sorted(self.files.items())]).encode()).hexdigest()
 
 
+RanKind = Literal["own", "library", "torch", "memset", "unknown"]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A kernel or operator that ran in one call.
+
+    ``own``: of the solution; ``library``: of a vendor's library (cuBLAS, cuDNN, CUTLASS); ``torch``: an operator of
+    torch's, or a kernel of its own; ``memset``: memory filled or copied; ``unknown``: none of these by its name.
+    ``share`` is its part of the device's time in that call (on the CPU of the call's time), ``None`` where not known.
+    """
+
+    name: str
+    kind: RanKind
+    calls: int
+    share: float | None = None
+
+
 @dataclass
 class Verdict:
     """What the judge says of one solution.
@@ -55,6 +73,12 @@ class Verdict:
     phases: dict[str, float] = field(default_factory=dict)  # seconds spent in build, start, check, time
     cached: bool = False
     strict: dict[str, Any] | None = None  # mode strict: inputs and errors by kind, precision, interval, baselines
+    bytes: int | None = None  # of the task's inputs and outputs
+    flops: int | None = None  # of one call of the reference: matrix products, convolutions, attention
+    peak_bytes_per_second: float | None = None  # of the device's memory
+    peak_flops: float | None = None  # a second, of the device in the arithmetic of the solution
+    ran: list[Ran] = field(default_factory=list)  # in one call; empty: not observed
+    advice: list[str] = field(default_factory=list)  # what static rules and ``ran`` give to think about; no refusal
 
     @property
     def advisory(self) -> bool:
@@ -93,7 +117,8 @@ class Verdict:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Verdict":
         """The inverse of ``to_json``; derived fields are ignored."""
-        return cls(**{k: v for k, v in data.items() if k in cls.__dataclass_fields__})
+        fields = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
+        return cls(**(fields | {"ran": [Ran(**item) for item in data.get("ran", ())]}))
 
 
 def _faster(seconds: float | None, baseline: float | None) -> bool:

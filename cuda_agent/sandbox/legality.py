@@ -1,0 +1,138 @@
+"""Whose work a result is: what ran in one call, sorted into own kernels, library calls and torch, and what that says.
+
+A plan's launcher is ours, so its list is exact; in the other lanes the candidate's own process tells what ran
+(``observe``), which makes all of it advice.  Names are compared with the built library and the sources: a solution that
+wants to can call a kernel like one of cuBLAS, or the other way around.  Not covered: whether a library's kernel is a
+matrix product, a convolution or something else.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from cuda_agent.sandbox.wire import Lane, Ran, RanKind, printable
+
+_TORCH = re.compile(r"\b(at|at_cuda_detail|c10|torch|pytorch_flash|sdp|aten)::|^triton_(poi|red|per|tem)_")
+_COPIES = re.compile(r"FillFunctor|direct_copy_kernel")  # kernels of torch that compute nothing
+_LIBRARY = re.compile(
+    r"\b(cutlass|cublas\w*|cublasLt|cudnn\w*|cask\w*|nvjet|xmma)\b|^(void )?(cutlass|cudnn|cublas|cask|nvjet)"
+    r"|^(void )?(volta|turing|ampere|hopper|blackwell|maxwell|sm\d\d+)_\w*"
+    r"|\b(gemm[vkS]?\w*_kernel\w*|gemv\w*|splitKreduce_kernel|dot_kernel|reduce_1Block_kernel|implicit_convolve\w*"
+    r"|winograd\w*|nchwToNhwc\w*|nhwcToNchw\w*|fft2d\w*|convolve\w*_sgemm\w*|fmha\w*)\b",
+)  # fmt: skip
+_KINDS = ("own", "library", "torch", "memset", "unknown")
+_MOST, _LONGEST, _READ = 64, 120, 1000  # records; characters of a name that are kept, and looked at
+_SHOWN = 4
+
+
+def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran]:
+    """What the launcher of a plan runs in one call.  ``seconds``: of each node, as its worker told; nonsense counts as
+    not known."""
+    rows: list[tuple[str, RanKind]] = []
+    for node in nodes:
+        if "memset" in node:
+            rows.append(("memset", "memset"))
+        elif "library" in node:
+            rows.append((f"{node['library']} {node.get('compute', '')}".strip(), "library"))
+        else:
+            rows.append((printable(node.get("function", node["symbol"])), "own"))
+    times: list[float | None] = [None] * len(rows)
+    if isinstance(seconds, list) and len(seconds) == len(rows) and all(_is_time(item) for item in seconds):
+        whole = sum(seconds)
+        times = [item / whole if whole else None for item in seconds]
+    return _merged((name, kind, 1, share) for (name, kind), share in zip(rows, times, strict=True))
+
+
+def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes = b"") -> list[Ran]:
+    """What a worker told of a call, in one list or several (``observe.told``); a kernel without a kind gets one by its
+    name.  Nonsense is left out.  ``sources``: of the solution; ``library``: the content of what was built of them."""
+    text = "\n".join(sources)
+    rows: list[tuple[str, RanKind, int, float | None]] = []
+    for item in [item for part in told if isinstance(part, list) for item in part[:_MOST]]:
+        match item:
+            case [str(name), str(kind), int(calls), float() | int() | None as share] if calls > 0:
+                name = name[:_READ]
+                known: RanKind = kind if kind in _KINDS else kind_of(name, text, library)  # type: ignore[assignment]
+                part = float(share) if share is not None and 0 <= share <= 1 else None
+                rows.append((short(name), known, int(min(calls, 1 << 31)), part))
+    return _merged(rows)
+
+
+def kind_of(name: str, sources: str = "", library: bytes = b"") -> RanKind:
+    """Whose kernel a (demangled) name is.  The built library decides first; names in sources come last, because a
+    comment may hold any name."""
+    base = base_name(name)
+    plain = base.encode(errors="replace")  # half a character may be told, too
+    if base and (b"%d%b" % (len(plain), plain) in library or b"\0%b\0" % plain in library):  # C++ mangles; C does not
+        return "own"
+    if _TORCH.search(name):
+        return "memset" if _COPIES.search(name) else "torch"
+    if _LIBRARY.search(name):
+        return "library"
+    if base and re.search(rf"\b{re.escape(base)}\b", sources):
+        return "own"
+    return "unknown"
+
+
+def base_name(name: str) -> str:
+    """``void norm<128>(float*)`` -> ``norm``, ``void cub::Reduce<int>::run(int)`` -> ``run``."""
+    depth, plain = 0, []
+    for character in name.replace("(anonymous namespace)", "anonymous"):
+        if character == "(" and depth == 0:
+            break
+        depth += (character == "<") - (character == ">")
+        if depth == 0 and character != ">":
+            plain.append(character)
+    words = "".join(plain).split()
+    return words[-1].rpartition("::")[2] if words else ""
+
+
+def short(name: str) -> str:
+    """A name that fits on a line: without the return type and the parameters."""
+    name = printable(name)
+    cut = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    depth = 0
+    for index, character in enumerate(cut):
+        if character == "(" and depth == 0 and index:
+            cut = cut[:index]
+            break
+        depth += (character == "<") - (character == ">")
+    return cut if len(cut) <= _LONGEST else cut[: _LONGEST - 3] + "..."
+
+
+def advice(ran: Sequence[Ran], lane: Lane) -> list[str]:
+    """What the kinds say: whether the result is the solution's own work."""
+    if not ran:
+        return []
+    by_kind = {kind: [r for r in ran if r.kind == kind] for kind in _KINDS}
+    lines = []
+    torch = by_kind["torch"]
+    if torch and not by_kind["own"] and not by_kind["library"]:
+        lines.append(f"nothing of the solution's own was seen to run: torch computed with {_names(torch)}")
+    elif torch:
+        lines.append(f"torch computed a part: {_names(torch)}")
+    elif lane == "extension" and not by_kind["own"]:
+        lines.append("no function of the extension was seen to run")
+    if by_kind["unknown"]:
+        lines.append(f"of unknown origin: {_names(by_kind['unknown'])}")
+    return lines
+
+
+def _names(ran: Sequence[Ran]) -> str:
+    rest = f" and {len(ran) - _SHOWN} more" if len(ran) > _SHOWN else ""
+    return ", ".join(r.name for r in ran[:_SHOWN]) + rest
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and value >= 0
+
+
+def _merged(rows: Iterable[tuple[str, RanKind, int, float | None]]) -> list[Ran]:
+    """One record a name and kind, those with the largest share first."""
+    found: dict[tuple[str, RanKind], Ran] = {}
+    for name, kind, calls, share in rows:
+        old = found.get((name, kind))
+        both = None if share is None or (old and old.share is None) else share + ((old.share or 0.0) if old else 0.0)
+        found[name, kind] = Ran(name, kind, calls + (old.calls if old else 0), None if both is None else min(both, 1.0))
+    return sorted(found.values(), key=lambda r: -(r.share or 0.0))[:_MOST]

@@ -1,0 +1,162 @@
+"""What one call did, as the worker itself can see it: torch's operators, kernels on the device, shares of the time.
+
+Operators are what torch's dispatcher is asked to compute in the calling thread; kernels are what CUPTI tells torch's
+profiler, where it works behind the walls.  All of it is observed inside of a process that the solution shares, which
+may answer what it likes: what is observed is advice, and nothing is refused for it.
+
+Not covered: NumPy and native code on the CPU beyond the extension's own functions, operators of other threads.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_MOST = 64  # different names that are told
+_LONGEST = 200  # characters of a name
+
+# Operators that create, view or copy.  Views are known by their schema; these are not.
+_NO_COMPUTING_TEXT = """
+    empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros ones ones_like new_ones full
+    full_like new_full scalar_tensor _to_copy copy_ copy clone contiguous lift_fresh lift_fresh_copy _unsafe_view
+    _reshape_alias alias detach resize_ set_ _local_scalar_dense is_same_size sym_size sym_stride
+"""
+_NO_COMPUTING = frozenset(_NO_COMPUTING_TEXT.split())
+_FILLS = frozenset(("fill_", "zero_"))
+_HIDDEN_PRODUCTS = ("rnn", "lstm", "gru", "linalg", "cdist", "fft", "quantized")  # in names of what is not counted
+
+
+class _Mode(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Otherwise the first operator imports all of torch's compiler, which takes seconds."""
+        return False
+
+
+class Operators(_Mode):
+    """Counts the operators that compute, and their seconds (on the CPU; a GPU works later)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: dict[tuple[str, str], list[float]] = {}  # (name, kind) -> calls, seconds
+
+    def add(self, name: str, kind: str, seconds: float) -> None:
+        row = self.ran.setdefault((name, kind), [0, 0.0])
+        row[0] += 1
+        row[1] += seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        begin = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        if not func.is_view and name not in _NO_COMPUTING:
+            kind = "memset" if name in _FILLS else "torch"
+            self.add(func._schema.name.replace("::", "."), kind, time.perf_counter() - begin)
+        return result
+
+
+def told(ran: dict[tuple[str, str], list[float]], total: float | None) -> list[list[Any]]:
+    """``[name, kind, calls, share]`` of what ran, the longest first; the share is of ``total`` seconds."""
+    rows = sorted(ran.items(), key=lambda item: -item[1][1])[:_MOST]
+    return [
+        [name[:_LONGEST], kind, int(calls), seconds / total if total else None]
+        for (name, kind), (calls, seconds) in rows
+    ]
+
+
+def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
+    """What torch computed in ``call``, which may ``add`` what it knows of the solution's own functions."""
+    with Operators() as seen:
+        begin = time.perf_counter()
+        call(seen)
+        total = time.perf_counter() - begin
+    return told(seen.ran, total if device == "cpu" else None)
+
+
+def kernels(call: Callable[[], Any]) -> list[list[Any]]:
+    """What the device ran in ``call``; ``kind`` is empty (the judge knows names), or memset.  ``RuntimeError`` where
+    the profiler sees nothing."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    ran: dict[tuple[str, str], list[float]] = {}
+    for event in profiler.events() or ():
+        if event.device_type == DeviceType.CUDA:
+            kind = "memset" if event.name.startswith(("Memset", "Memcpy")) else ""
+            row = ran.setdefault((event.name, kind), [0, 0.0])
+            row[0] += 1
+            row[1] += event.time_range.elapsed_us() / 1e6
+    if not ran:
+        raise RuntimeError("the profiler saw no kernel")
+    return told(ran, sum(seconds for _, seconds in ran.values()))
+
+
+def seconds_of(steps: Sequence[Callable[[], Any]], device: str) -> list[float]:
+    """How long each of the steps takes, one after the other."""
+    if device == "cpu":
+        times = [time.perf_counter()]
+        for step in steps:
+            step()
+            times.append(time.perf_counter())
+        return [end - begin for begin, end in itertools.pairwise(times)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
+    torch.cuda._sleep(1_000_000 + 40_000 * len(steps))  # the device must not wait for this loop between two steps
+    events[0].record()
+    for step, event in zip(steps, events[1:], strict=True):
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(events)]
+
+
+class _Flops(_Mode):
+    def __init__(self) -> None:
+        super().__init__()
+        from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+        self.count = 0
+        self.all = True
+        self._formulas = flop_registry
+        self._attention = sdpa_flop_count
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        formula = self._formulas.get(func._overloadpacket)
+        if formula is not None:
+            self.count += int(formula(*args, **(kwargs or {}), out_val=result))
+        elif name == "aten::_scaled_dot_product_flash_attention_for_cpu":
+            self.count += int(self._attention(*(tensor.shape for tensor in args[:3])))
+        elif any(word in name for word in _HIDDEN_PRODUCTS):
+            self.all = False
+        return result
+
+
+def flops(call: Callable[[], Any]) -> tuple[int, Any]:
+    """Of the matrix products, convolutions and attention in ``call`` (0: none, or some that nobody counts); and what it
+    returned."""
+    with _Flops() as counter:
+        result = call()
+    return counter.count if counter.all else 0, result
+
+
+def written_bytes(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> int:
+    """Bytes that a call had to write for its results: not what lies in the memory of ``given``, and once what several
+    results, or the rows of an expanded one, share."""
+    foreign = {tensor.untyped_storage().data_ptr() for tensor in given}
+    sizes: dict[int, list[int]] = {}
+    for result in results:
+        storage = result.untyped_storage()
+        if storage.data_ptr() not in foreign:
+            count = result.element_size()
+            for size, stride in zip(result.shape, result.stride(), strict=True):
+                count *= size if stride or not size else 1
+            sizes.setdefault(storage.data_ptr(), [storage.nbytes()]).append(count)
+    return sum(min(whole, sum(parts)) for whole, *parts in sizes.values())

@@ -1,0 +1,145 @@
+"""What the device could do at best, and so which times cannot be: its peaks, and the floor of a time.
+
+The peak of a GPU's memory comes from the driver (memory clock, bus width), the arithmetic peaks from its generation,
+its processors and its clock.  A CPU has neither in a form that can be trusted in a virtual machine: there a copy is
+measured once and kept beside the baselines, and no arithmetic peak is known.
+
+The floor counts outputs only.  They are all written, because they are poisoned before each call and checked after it;
+how much of an input must be read depends on its values (an index, a mask) and on algebra (a diagonal), and nobody can
+say it of a task in general.  What may still lie in the last cache when the call ends is not counted either.  Not
+covered: a floor of arithmetic, which algebra lowers as well.
+"""
+
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy
+
+from cuda_agent.sandbox import driver
+from cuda_agent.sandbox.wire import TaskSpec
+
+_MAJOR, _MINOR, _PROCESSORS = 75, 76, 16  # attributes of a device, as the driver numbers them
+_CLOCK_RATE, _MEMORY_CLOCK, _BUS_WIDTH = 13, 36, 37  # kHz, kHz, bits
+_PER_CYCLE = 2  # transfers of a memory clock: all of NVIDIA's memories are double data rate in this count
+# Dense operations of one processor in a cycle, by compute capability: those of its tensor cores where it has some for
+# the type.  Of capability 8.9, data-centre boards; GeForce has half of that.
+_OPERATIONS: dict[tuple[int, int], dict[str, int]] = {
+    (7, 0): {"float64": 64, "float32": 128, "float16": 1024},
+    (7, 5): {"float32": 128, "float16": 1024},
+    (8, 0): {"float64": 128, "float32": 128, "tf32": 1024, "float16": 2048, "bfloat16": 2048},
+    (8, 6): {"float32": 256, "tf32": 256, "float16": 512, "bfloat16": 512},
+    (8, 9): {"float32": 256, "tf32": 512, "float16": 1024, "bfloat16": 1024},
+    (9, 0): {"float64": 256, "float32": 256, "tf32": 2048, "float16": 4096, "bfloat16": 4096},
+    (10, 0): {"float64": 128, "float32": 256, "tf32": 4096, "float16": 8192, "bfloat16": 8192},
+}
+_GPU_SLACK = 1.05  # memory is never faster than its clock; for the clock's own error
+_CPU_SLACK = 2.0  # a measured copy is no bound: reading alone is faster, and the machine may have been busy
+_COPY_ROUNDS, _COPY_BYTES = 5, (64 << 20, 256 << 20)
+_FLOATING = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Of one device.  ``operations``: a second, by type (``float32``, ``tf32``, ...).  ``cache_bytes``: of the last
+    cache, ``None`` where unknown.  ``slack``: how many times the peak a time may claim."""
+
+    bytes_per_second: float | None = None
+    cache_bytes: int | None = None
+    slack: float = 1.0
+    operations: dict[str, float] = field(default_factory=dict)
+
+    def floor(self, written: int) -> float:
+        """Seconds that a call which writes so many bytes takes at least; 0 where nothing can be said."""
+        if not self.bytes_per_second or self.cache_bytes is None:
+            return 0.0
+        return max(0, written - self.cache_bytes) / (self.bytes_per_second * self.slack)
+
+    def operations_for(self, spec: TaskSpec, precision: str = "") -> float | None:
+        """Operations a second in the arithmetic of a task, or in that which a solution's error shows (``precision`` of
+        strict mode)."""
+        types = [t.dtype for t in (*spec.inputs, *spec.weights.values(), *spec.outputs) if t.dtype in _FLOATING]
+        kind = types[0] if types else ""
+        if kind == "float32":
+            kind = {"tf32": "tf32", "bf16": "bfloat16", "below bf16": "bfloat16"}.get(precision, kind)
+        return self.operations.get(kind)
+
+
+def too_fast(seconds: float, eager: float, written: int, peaks: Peaks) -> str:
+    """What is wrong with a time that is shorter than writing the outputs takes (empty: nothing).  Where eager is as
+    fast, it is the floor that is wrong."""
+    floor = peaks.floor(written)
+    if not seconds < floor <= eager:
+        return ""
+    return (
+        f"{seconds * 1e6:.1f} us are less than the {floor * 1e6:.1f} us in which the device can write "
+        f"{written / 1e6:.0f} MB of outputs: not all of the work is in the time"
+    )
+
+
+def of_gpu() -> Peaks:
+    """Of the device that is open in this process; what the driver does not tell is not known."""
+    major, minor, processors = (driver.attribute(which) for which in (_MAJOR, _MINOR, _PROCESSORS))
+    clock = driver.attribute(_CLOCK_RATE) * 1e3
+    memory = _PER_CYCLE * driver.attribute(_MEMORY_CLOCK) * 1e3 * driver.attribute(_BUS_WIDTH) / 8
+    cycle = _OPERATIONS.get((major, minor), {})
+    operations = {kind: count * processors * clock for kind, count in cycle.items() if clock}
+    return Peaks(memory or None, driver.l2_bytes() or None, _GPU_SLACK, operations)
+
+
+def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[None]], again: bool = False) -> Peaks:
+    """From ``file``, or measured while ``quiet()`` holds and kept there.  ``again``: measured in any case; the best of
+    both is kept, because other programs only ever make a copy slower."""
+    known = 0.0
+    with suppress(OSError, ValueError, TypeError):
+        kept = Peaks(**json.loads(file.read_text()))
+        if not again:
+            return kept
+        known = kept.bytes_per_second or 0.0
+    cache = cache_bytes(Path("/sys/devices/system/cpu"), sorted(os.sched_getaffinity(0)))
+    with quiet():
+        peaks = Peaks(max(known, copy_bytes_per_second(threads, cache or 0)), cache, _CPU_SLACK)
+    with suppress(OSError):  # a full disk, say: it is measured again then
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+            json.dump(asdict(peaks), new)
+        os.replace(new.name, file)
+    return peaks
+
+
+def copy_bytes_per_second(threads: int, cache: int = 0) -> float:
+    """Bytes read and written a second by so many threads that copy more than ``cache`` holds: the best of a few."""
+    least, most = _COPY_BYTES
+    count = min(max(4 * cache, least), most) // threads
+    areas = [(numpy.ones(count, numpy.uint8), numpy.zeros(count, numpy.uint8)) for _ in range(threads)]
+    best = 0.0
+    for _ in range(_COPY_ROUNDS):
+        workers = [threading.Thread(target=numpy.copyto, args=(target, source)) for source, target in areas]
+        begin = time.perf_counter()
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        best = max(best, 2 * count * threads / (time.perf_counter() - begin))
+    return best
+
+
+def cache_bytes(folder: Path, processors: Sequence[int]) -> int | None:
+    """All of the largest caches of these processors, each counted once; ``None`` where the system does not say."""
+    found: dict[tuple[int, str], int] = {}
+    for processor in processors:
+        for index in folder.glob(f"cpu{processor}/cache/index*"):
+            try:
+                level, size, shared = ((index / n).read_text().strip() for n in ("level", "size", "shared_cpu_list"))
+                unit = {"K": 10, "M": 20, "G": 30}[size[-1]]
+                found[int(level), shared] = int(size[:-1]) << unit
+            except (OSError, ValueError, KeyError, IndexError):
+                return None
+    last = max((level for level, _ in found), default=0)
+    return sum(size for (level, _), size in found.items() if level == last) or None
