@@ -144,6 +144,7 @@ class LocalSandbox:
         await self._workspaces.close()
         for judge in self._judges:
             await asyncio.to_thread(judge.close)
+        await asyncio.to_thread(self._builder.close)
         if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
