@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from cuda_agent.config import WHERE_JUDGED, Sandbox
 from cuda_agent.sandbox import build, extension, plan, scratch
+from cuda_agent.sandbox.processes import KEEPING_MEMORY
 from cuda_agent.sandbox.wire import (
     Mode,
     Probe,
@@ -346,7 +347,7 @@ class _JudgeHandle:
         ours, theirs = socket.socketpair()
         package = str(_HERE.parents[1])
         environment = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "PYTHONPATH": package}
-        environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", **KEEPING_MEMORY}
         with open(self._scratch / "judge.log", "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", self.program, str(theirs.fileno())],

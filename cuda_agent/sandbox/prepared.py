@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.sandbox import build, cost
+from cuda_agent.sandbox import build, cost, driver
 from cuda_agent.sandbox.buffers import byte_count
 from cuda_agent.sandbox.oracle import Oracle, memory_of, net
 from cuda_agent.sandbox.processes import WorkerDied, WorkerError, taking_turns
+from cuda_agent.sandbox.strict import yardstick
 from cuda_agent.sandbox.wire import TaskError
 from cuda_agent.sandbox.workshop import Workshop
 
@@ -75,7 +76,7 @@ class Prepared:
         )
         self.base = 0
         self._empty = float("inf")
-        self.empty_candidate: dict[str, float] = {}  # the same of candidates, by lane
+        self.empty_candidate: dict[str, list[float]] = {}  # the same of candidates' workers, by lane
         self.baselines = self._load()
 
     @property
@@ -87,10 +88,14 @@ class Prepared:
     def pool_size(self) -> int:
         return len(self._pool)
 
-    def rotate(self) -> None:
-        """Retire one entry: the next evaluation sees a new one."""
+    def rotate(self, used: int) -> None:
+        """Retire one entry: the next evaluation sees a new one, which is made now.  ``used``: how many the last one
+        saw."""
         if not self._fixed:
             self.base += 1
+            if 0 < used <= self.pool_size and self.oracle.alive:
+                with contextlib.suppress(TaskError, driver.DriverError):  # whoever needs it finds out
+                    self.entry(self.base + used - 1)
 
     def entry(self, index: int, timing: bool = False) -> Entry:
         """Inputs and oracle outputs number ``index``; made when the pool does not hold them.  ``timing``: the caller
@@ -138,7 +143,11 @@ class Prepared:
     def _seed(self, index: int) -> int:
         return int.from_bytes(hmac.digest(self._secret, str(index).encode(), "sha256")[:7])
 
-    def measure(self, compile: bool) -> None:
+    def measured(self, mode: str) -> bool:
+        """Whether there are all baselines that a verdict needs, or they cost nothing."""
+        return self._fixed or (self.baselines.compile_tried and (mode != "strict" or bool(self.baselines.strict)))
+
+    def measure(self, compile: bool, strict: bool = False) -> None:
         """Fill in the baselines that are missing; with the model clock they are costs."""
         if self._fixed:
             counts = self.oracle.count(self.entry(0).inputs)
@@ -152,6 +161,8 @@ class Prepared:
         elif self.baselines.eager is None:
             self.baselines.eager = self.medians(self.oracle)[0]
             self.save()
+        if strict:
+            yardstick(self)
 
     def _measure_compile(self) -> None:
         for last in (False, True):
