@@ -325,11 +325,11 @@ class Builder:
             _write(waiting.work, files)
             with contextlib.closing(Lease(self._lease)) as lease, lease.working():
                 waiting.go(unit)
+                ahead.start()  # now, while nothing is timed: what is built will be, soon
                 self._finish(waiting, waiting.work)
             _keep(waiting.work, products, target)
         finally:
             waiting.discard()
-            ahead.start()
 
     def _start_ahead(self) -> Waiting:
         tools = self._toolchain

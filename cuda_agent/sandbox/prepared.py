@@ -29,7 +29,7 @@ from cuda_agent.sandbox.workshop import Workshop
 _CLOCK = 2  # of what is measured: a baseline taken in another way is none
 _POOL_BYTES = {"cpu": 48 << 20, "cuda": 8 << 30}  # most memory for one task's pool
 _BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # of one round: whichever comes first
-_EMPTY_CALLS = 4
+_EMPTY_CALLS, _EMPTY_TIMES = 4, 3
 _BASELINE_ROUNDS, _STEADY = 3, 0.05  # another round when calls differ by more than this (median deviation)
 
 
@@ -75,7 +75,7 @@ class Prepared:
             2, min(settings.checks + settings.timed_calls, _POOL_BYTES[settings.device] // max(1, size))
         )
         self.base = 0
-        self._empty = float("inf")
+        self._empty: list[float] = []
         self.empty_candidate: dict[str, list[float]] = {}  # the same of candidates' workers, by lane
         self.baselines = self._load()
 
@@ -186,8 +186,14 @@ class Prepared:
         if self.settings.device == "cuda":
             return 0.0  # the device's clock runs during the call only
         least = min(oracle.seconds(inputs, null=True) for _ in range(_EMPTY_CALLS))
-        self._empty = min(self._empty, least)
-        return self._empty
+        self._empty.append(least)
+        return min(self._empty)
+
+    def empty(self, inputs: list[Any]) -> float:
+        """The same of the task's own worker, measured in the first few evaluations only."""
+        if len(self._empty) < _EMPTY_TIMES:
+            return self.empty_call(self.oracle, inputs)
+        return min(self._empty)
 
     def medians(self, *oracles: Oracle) -> list[float]:
         """Median seconds of one call of each reference, interleaved, the empty call subtracted."""

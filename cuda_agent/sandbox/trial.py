@@ -158,7 +158,7 @@ class Trial:
         with self._lease.timing(), taking_turns(*alternating) as turn:
             turn(oracle.worker)
             first = prepared.entry(prepared.base, timing=True)
-            empty = prepared.empty_call(oracle, first.inputs)
+            empty = prepared.empty(first.inputs)
 
             def candidate() -> float:
                 entry = self._take(timing=True)
@@ -220,7 +220,7 @@ class Trial:
         alternating = (candidate, reference) if self._settings.device == "cpu" else ()
         with self._lease.timing(), taking_turns(*alternating) as turn:
             turn(reference)
-            empty = prepared.empty_call(prepared.oracle, first)
+            empty = prepared.empty(first)
             prepared.oracle.seconds(first)
             for number in range(self._settings.timed_calls):
                 entry = self._take(timing=True)
