@@ -104,12 +104,7 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
 
     def bind(slot: int) -> Any:
         def address(buffer: str) -> int:
-            kind, _, rest = buffer.partition(":")
-            if kind == "in":
-                return slots.inputs[slot][int(rest)]
-            if kind == "out":
-                return slots.outputs[slot][int(rest)]
-            return slots.weights[int(rest)] if kind == "w" else workspaces[rest]
+            return slots.address(slot, buffer, workspaces)
 
         nodes = (_Node * len(program["nodes"]))()
         for node, item in zip(nodes, program["nodes"], strict=True):

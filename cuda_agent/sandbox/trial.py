@@ -21,7 +21,7 @@ from cuda_agent.sandbox.crosscheck import CrossCheck
 from cuda_agent.sandbox.oracle import net, seconds_of_call
 from cuda_agent.sandbox.prepared import Entry, Prepared
 from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError, taking_turns
-from cuda_agent.sandbox.wire import Verdict
+from cuda_agent.sandbox.wire import Verdict, baseline
 from cuda_agent.sandbox.workshop import Workshop
 
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
@@ -180,9 +180,9 @@ class Trial:
                     oracle.precision("default")
         verdict.seconds = self._believed(statistics.median(verdict.samples))
         verdict.eager_seconds = statistics.median(anchors)
-        drift = verdict.eager_seconds / yard["seconds"]["eager_fp32"]
+        drift = verdict.eager_seconds / yard["seconds"][baseline("eager", "fp32")]
         baselines = {name: seconds * drift for name, seconds in yard["seconds"].items()}
-        verdict.compile_seconds = baselines.get("compile_fp32")
+        verdict.compile_seconds = baselines.get(baseline("compile", "fp32"))
         own = verdict.strict["kinds"].get("normal")
         verdict.strict |= {
             "baselines": baselines,
