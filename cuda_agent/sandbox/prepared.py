@@ -30,6 +30,7 @@ _CLOCK = 2  # of what is measured: a baseline taken in another way is none
 _POOL_BYTES = {"cpu": 48 << 20, "cuda": 8 << 30}  # most memory for one task's pool
 _BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # of one round: whichever comes first
 _EMPTY_CALLS, _EMPTY_TIMES = 4, 3
+_FEW_TIMED = 4  # calls of a candidate that differs clearly
 _BASELINE_ROUNDS, _STEADY = 3, 0.05  # another round when calls differ by more than this (median deviation)
 
 
@@ -158,6 +159,8 @@ class Prepared:
         if compile and not self.baselines.compile_tried:
             self._measure_compile()
             self.save()
+            for index in range(min(self.pool_size, self.settings.checks + _FEW_TIMED)):
+                self.entry(self.base + index)  # what most candidates need, so that the first one does not wait for it
         elif self.baselines.eager is None:
             self.baselines.eager = self.medians(self.oracle)[0]
             self.save()
