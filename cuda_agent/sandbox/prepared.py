@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import math
 import os
 import secrets
 import statistics
@@ -29,7 +30,7 @@ from cuda_agent.sandbox.workshop import Workshop
 _CLOCK = 2  # of what is measured: a baseline taken in another way is none
 _POOL_BYTES = {"cpu": 48 << 20, "cuda": 8 << 30}  # most memory for one task's pool
 _BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # of one round: whichever comes first
-_EMPTY_CALLS, _EMPTY_TIMES = 4, 3
+_EMPTY_CALLS = (4, 1)  # the first time, and later
 _FEW_TIMED = 4  # calls of a candidate that differs clearly
 _BASELINE_ROUNDS, _STEADY = 3, 0.05  # another round when calls differ by more than this (median deviation)
 
@@ -76,8 +77,8 @@ class Prepared:
             2, min(settings.checks + settings.timed_calls, _POOL_BYTES[settings.device] // max(1, size))
         )
         self.base = 0
-        self._empty: list[float] = []
-        self.empty_candidate: dict[str, list[float]] = {}  # the same of candidates' workers, by lane
+        self._empty = math.inf
+        self.empty_candidate: dict[str, float] = {}  # the same of candidates, by lane
         self.baselines = self._load()
 
     @property
@@ -188,15 +189,9 @@ class Prepared:
         take long, and what is subtracted from a time must never be more than what was really in it."""
         if self.settings.device == "cuda":
             return 0.0  # the device's clock runs during the call only
-        least = min(oracle.seconds(inputs, null=True) for _ in range(_EMPTY_CALLS))
-        self._empty.append(least)
-        return min(self._empty)
-
-    def empty(self, inputs: list[Any]) -> float:
-        """The same of the task's own worker, measured in the first few evaluations only."""
-        if len(self._empty) < _EMPTY_TIMES:
-            return self.empty_call(self.oracle, inputs)
-        return min(self._empty)
+        calls = _EMPTY_CALLS[self._empty < math.inf]
+        self._empty = min(self._empty, *(oracle.seconds(inputs, null=True) for _ in range(calls)))
+        return self._empty
 
     def medians(self, *oracles: Oracle) -> list[float]:
         """Median seconds of one call of each reference, interleaved, the empty call subtracted."""

@@ -25,7 +25,7 @@ from cuda_agent.sandbox.wire import Verdict, baseline
 from cuda_agent.sandbox.workshop import Workshop
 
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
-_NULL_CALLS, _NULL_WORKERS = 7, 3  # empty calls of a worker, and workers of a task and lane, that are measured
+_NULL_CALLS = (7, 2)  # of the first worker of a task and lane, and of a later one
 _FEWEST_TIMED = {"cpu": 4, "cuda": 12}  # calls on a GPU cost little beside the start of its worker
 _ENOUGH_SECONDS = 0.2
 _DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
@@ -104,12 +104,11 @@ class Trial:
         with self._lease.working(), self._judged():
             worker.call("B", options, fds=buffers.descriptors)
         if self._settings.clock == "real" and self._settings.device == "cpu":
-            known = self._prepared.empty_candidate.setdefault(request["lane"], [])
-            if len(known) < _NULL_WORKERS:
-                inputs = self._prepared.entry(self._next).inputs
-                with self._lease.timing(), self._judged():
-                    known.append(min(self._timed(inputs, kind="N")[0] for _ in range(_NULL_CALLS)))
-            self._null = min(known)
+            known, lane = self._prepared.empty_candidate, request["lane"]
+            inputs = self._prepared.entry(self._next).inputs
+            with self._lease.timing(), self._judged():
+                least = min(self._timed(inputs, kind="N")[0] for _ in range(_NULL_CALLS[lane in known]))
+            self._null = known[lane] = min(least, known.get(lane, least))
         if self._settings.device == "cuda" and request["lane"] != "plan":
             with self._lease.timing(), self._judged():
                 self._cross = CrossCheck(self._empty_wall)
@@ -158,7 +157,7 @@ class Trial:
         with self._lease.timing(), taking_turns(*alternating) as turn:
             turn(oracle.worker)
             first = prepared.entry(prepared.base, timing=True)
-            empty = prepared.empty(first.inputs)
+            empty = prepared.empty_call(oracle, first.inputs)
 
             def candidate() -> float:
                 entry = self._take(timing=True)
@@ -220,7 +219,7 @@ class Trial:
         alternating = (candidate, reference) if self._settings.device == "cpu" else ()
         with self._lease.timing(), taking_turns(*alternating) as turn:
             turn(reference)
-            empty = prepared.empty(first)
+            empty = prepared.empty_call(prepared.oracle, first)
             prepared.oracle.seconds(first)
             for number in range(self._settings.timed_calls):
                 entry = self._take(timing=True)
