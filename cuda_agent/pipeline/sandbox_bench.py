@@ -117,7 +117,7 @@ def solution_of(task: Task, spec: TaskSpec, lane: Lane, rng: random.Random) -> S
         code = re.sub(r"^class Model\b", "class ModelNew", task.code, flags=re.MULTILINE)
         return Solution(lane, {"model_new.py": f"{code}\n# {rng.getrandbits(32)}\n"})
     files = solve(task, rng).files
-    return Solution(lane, files if lane == "plan" else _work_folder(files, spec))
+    return Solution(lane, files if lane == "plan" else work_folder(files, spec))
 
 
 _BINDING = """#include "../binding_registry.h"
@@ -144,7 +144,7 @@ class ModelNew(torch.nn.Module):
 """
 
 
-def _work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
+def work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
     """The published form around the kernel of a plan."""
     plan = json.loads(files[PLAN])
     (node,) = plan["nodes"]

@@ -3,10 +3,9 @@
 import statistics
 from collections.abc import Sequence
 
-from cuda_agent.sandbox.wire import Verdict
+from cuda_agent.sandbox.wire import BASELINES, Verdict, baseline, baseline_parts
 
 _SHOWN = 6  # records of what ran
-_NAMES = {"eager": "eager", "compile": "torch.compile", "max_autotune": "max-autotune"}
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:
@@ -106,12 +105,15 @@ def _strict_times(verdict: Verdict, strict: dict[str, object]) -> list[str]:
     assert isinstance(baselines, dict) and isinstance(failed, dict) and isinstance(interval, list | tuple)
     lines = []
     for label, seconds in baselines.items():
-        name, _, arithmetic = label.rpartition("_")
-        note = f" (95 % {interval[0]:.2f} to {interval[1]:.2f})" if label == "eager_fp32" else ""
+        name, arithmetic = baseline_parts(label)
+        first = label == baseline("eager", "fp32")
+        note = f" (95 % {interval[0]:.2f} to {interval[1]:.2f})" if first else ""
         same = "   <- the same arithmetic" if arithmetic == precision != "fp32" else ""
         factor = seconds / verdict.seconds if verdict.seconds else None
-        lines.append(_row(f"{_NAMES[name]} {arithmetic}", seconds, factor, note + same))
-    lines += [f"{_NAMES[label.rpartition('_')[0]]}: {str(why).splitlines()[0][:90]}" for label, why in failed.items()]
+        lines.append(_row(f"{BASELINES[name]} {arithmetic}", seconds, factor, note + same))
+    lines += [
+        f"{BASELINES[baseline_parts(label)[0]]}: {str(why).splitlines()[0][:90]}" for label, why in failed.items()
+    ]
     if precision and precision != "fp32":
         lines.append(f"its error is that of {precision} arithmetic: compare it with the baselines of that precision")
     return lines

@@ -67,6 +67,7 @@ class Layout:
     runs that must agree bit for bit)."""
 
     def __init__(self, spec: TaskSpec, slots: int, values: bool = False, fixed: bool = False) -> None:
+        self.spec = spec
         self._fixed = fixed
         self.in_size = self.out_size = 0
         weights = list(spec.weights.values())
@@ -92,24 +93,19 @@ class Layout:
             self.in_size = end
         return start
 
-    def to_json(self) -> list[dict[str, list[int]]]:
+    @property
+    def layout(self) -> list[dict[str, list[int]]]:
+        """The slots as JSON: what a worker is told of them."""
         return [{"in": slot.inputs, "out": slot.outputs} for slot in self.slots]
 
 
-class Buffers:
+class Buffers(Layout):
     """Both areas of one worker, laid out by ``Layout``."""
 
     def __init__(self, spec: TaskSpec, slots: int, values: bool = False, fixed: bool = False) -> None:
-        self.spec = spec
-        self._layout = layout = Layout(spec, slots, values, fixed)
-        self.slots, self.weights = layout.slots, layout.weights
-        self.value_inputs, self.value_weights = layout.value_inputs, layout.value_weights
-        self.input_area = Area(layout.in_size, read_only=True)
-        self.output_area = Area(layout.out_size, read_only=False)
-
-    @property
-    def layout(self) -> list[dict[str, list[int]]]:
-        return self._layout.to_json()
+        super().__init__(spec, slots, values, fixed)
+        self.input_area = Area(self.in_size, read_only=True)
+        self.output_area = Area(self.out_size, read_only=False)
 
     @property
     def sizes(self) -> list[int]:

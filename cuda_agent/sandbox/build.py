@@ -2,6 +2,9 @@
 
 The key of a build is its sources, the flags, the compiler's version and the processor or GPU.  A header of a few common
 standard headers is precompiled once: most of a small kernel's build time is spent in ``<cmath>`` and ``<algorithm>``.
+A kernel for the CPU is first built in a fast way: by a compiler started ahead (``compiler``), without the special
+functions of ``<cmath>`` and without the C++ library, which hardly a kernel needs.  What fails there is built again in
+the full way, whose word counts.
 The compiler runs with limits on time, memory, processes and files; what it says is cut to the first errors, each with
 its source line.  CUDA sources are compiled by NVRTC (``nvrtc``),
 which needs no GPU.  Not covered: whether what is built does anything sensible.
@@ -22,21 +25,26 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox import jail
+from cuda_agent.sandbox.compiler import Compiler, Waiting
 from cuda_agent.sandbox.wire import printable
 
 FLAGS = ("-O3", "-march=native", "-ffast-math", "-std=c++17", "-fPIC", "-pthread", "-fopenmp-simd")
 _DIAGNOSTICS = ("-fmax-errors=3", "-fdiagnostics-color=never", "-fno-diagnostics-show-option", "-ftemplate-depth=256")
 _PRELUDE = "".join(f"#include <{name}>\n" for name in ("cmath", "algorithm", "cstdint", "cstring", "limits"))
+# Its inline functions make the compiler instantiate templates in every build, half of a small kernel's time.
+_LEAN_PRELUDE = "#define _GLIBCXX_BITS_SPECFUN_H 1\n" + _PRELUDE
+_LEAN_LINK = ("-nodefaultlibs", "-fno-use-linker-plugin", "-lm", "-lc", "-lgcc")  # half of the linker's time, too
 _NVRTC = Path(__file__).parent / "nvrtc.py"
 _LIBRARY_MB = 64
 _MESSAGE_LENGTH = 1200
-_LOG_BYTES = 1 << 20  # of a compiler's messages that are looked at
 _OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)  # no author's fault
 _KILLED = "Killed signal terminated program"
 
@@ -44,6 +52,10 @@ _KILLED = "Killed signal terminated program"
 class BuildError(Exception):
     """The sources do not build; the message is the compiler's, cut to what helps.  Where the machine is at fault, such
     as a full disk, an ``OSError`` is raised instead."""
+
+
+class _TooLong(BuildError):
+    """It does not end within its limit."""
 
 
 class _Killed(BuildError):
@@ -60,6 +72,7 @@ class Toolchain:
     version: str
     processor: str
     includes: str = ""  # folder of the precompiled prelude
+    lean: str = ""  # and of the lean one
 
     @property
     def identity(self) -> str:
@@ -148,6 +161,9 @@ def processor() -> str:
     return hashlib.sha256("|".join(found.get(name, "") for name in wanted).encode()).hexdigest()[:16]
 
 
+_OUR_SECONDS = 120.0  # for what is not a solution: headers that are precompiled once, our own runtime
+
+
 class Builder:
     """``folder``: the cache.  ``scratch``: a folder that jailed users can reach.  At most ``parallel`` builds run."""
 
@@ -163,29 +179,46 @@ class Builder:
         self._under_way: dict[str, asyncio.Future[Path]] = {}
         self._toolchain: Toolchain | None = None
         self._preparing = asyncio.Lock()
+        self._ahead: _Ahead | None = _Ahead(self._start_ahead)
+
+    def close(self) -> None:
+        """End the compiler that waits for a source."""
+        if self._ahead:
+            self._ahead.close()
 
     async def toolchain(self) -> Toolchain:
-        """The compiler, with the prelude precompiled."""
+        """The compiler, with the preludes precompiled."""
         async with self._preparing:
             if self._toolchain is None:
                 found = await asyncio.to_thread(find_toolchain)
-                key = hashlib.sha256(f"{found.identity}|{found.compiler}|{_PRELUDE}".encode()).hexdigest()[:32]
-                home = self._folder / "prelude" / key
-                if not (home / "prelude.h.gch").exists():
-                    command = [found.compiler, *FLAGS, "-x", "c++-header", "prelude.h", "-o", "prelude.h.gch"]
-                    await self._compile(command, {"prelude.h": _PRELUDE}, ("prelude.h", "prelude.h.gch"), home, ())
-                self._toolchain = Toolchain(found.compiler, found.version, found.processor, str(home))
+                homes = [await self._precompiled(found, text) for text in (_PRELUDE, _LEAN_PRELUDE)]
+                self._toolchain = Toolchain(found.compiler, found.version, found.processor, *map(str, homes))
             return self._toolchain
 
-    async def library(self, files: Mapping[str, str], units: Sequence[str], extra: Sequence[str] = ()) -> Path:
-        """The shared library of ``units``, some of ``files`` (the others may be included).  Raises ``BuildError``."""
+    async def _precompiled(self, tools: Toolchain, prelude: str) -> Path:
+        key = hashlib.sha256(f"{tools.identity}|{tools.compiler}|{prelude}".encode()).hexdigest()[:32]
+        home = self._folder / "prelude" / key
+        if not (home / "prelude.h.gch").exists():
+            command = [tools.compiler, *FLAGS, "-x", "c++-header", "prelude.h", "-o", "prelude.h.gch"]
+            products = "prelude.h", "prelude.h.gch"
+            await self._compile(command, {"prelude.h": prelude}, products, home, (), _OUR_SECONDS)
+        return home
+
+    async def library(
+        self, files: Mapping[str, str], units: Sequence[str], extra: Sequence[str] = (), ours: bool = False
+    ) -> Path:
+        """The shared library of ``units``, some of ``files`` (the others may be included).  ``ours``: no solution,
+        whose limit of time it does not have.  Raises ``BuildError``."""
         tools = await self.toolchain()
         command = [
             tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,
             "-shared", "-Wl,--no-undefined", "-o", "library.so",
         ]  # fmt: skip
         parts = [tools.identity, *units, *extra]
-        return (await self._built(parts, command, files, ("library.so",), (tools.includes,))) / "library.so"
+        unit = units[0] if len(units) == 1 and not extra and not ours else ""
+        seconds = _OUR_SECONDS if ours else self._seconds
+        built = await self._built(parts, command, files, ("library.so",), (tools.includes,), unit, seconds)
+        return built / "library.so"
 
     async def kernels(
         self, files: Mapping[str, str], unit: str, expressions: Sequence[str], architecture: str
@@ -230,8 +263,12 @@ class Builder:
         files: Mapping[str, str],
         products: tuple[str, ...],
         read: tuple[str, ...],
+        unit: str = "",
+        seconds: float = 0.0,
     ) -> Path:
-        """The folder of ``products``, from the cache or made by ``command``; the same build under way is awaited."""
+        """The folder of ``products``, from the cache or made by ``command``; the same build under way is awaited.
+        ``unit``: the one that can be built in the fast way.  ``seconds``: the limit, where it is not a solution's."""
+        seconds = seconds or self._seconds
         content = [*parts, *(f"{name}\0{files[name]}" for name in sorted(files))]
         key = hashlib.sha256("\0\0".join(content).encode(errors="surrogatepass")).hexdigest()
         done, failed = self._folder / key[:2] / key, self._folder / key[:2] / f"{key}.error"
@@ -244,10 +281,11 @@ class Builder:
         future: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
         self._under_way[key] = future
         try:
-            try:
-                await self._compile(command, files, products, done, read)
-            except _Killed:  # perhaps not by its own doing: once more
-                await self._compile(command, files, products, done, read)
+            if not (unit and await self._compiled_ahead(unit, files, products, done)):
+                try:
+                    await self._compile(command, files, products, done, read, seconds)
+                except _Killed:  # perhaps not by its own doing: once more
+                    await self._compile(command, files, products, done, read, seconds)
             future.set_result(done)
             return done
         except BaseException as error:
@@ -262,61 +300,149 @@ class Builder:
             del self._under_way[key]
 
     async def _compile(
-        self, command: list[str], files: Mapping[str, str], products: Sequence[str], target: Path, read: Sequence[str]
+        self,
+        command: list[str],
+        files: Mapping[str, str],
+        products: Sequence[str],
+        target: Path,
+        read: Sequence[str],
+        seconds: float,
     ) -> None:
         """Run the compiler on ``files`` and move ``products`` to ``target``, whole or not at all."""
         async with self._slots:
             work = Path(tempfile.mkdtemp(prefix="build-", dir=self._scratch))
             try:
                 write_files(work, files)
-                policy = jail.Policy(
-                    read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix, *read),
-                    write=(str(work),),
-                    execute=(*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix),
-                    memory_mb=self._memory_mb,
-                    file_mb=_LIBRARY_MB,
-                    cpu_seconds=int(self._seconds) + 1,
-                    read_any=True,
-                )
-                await asyncio.to_thread(self._run, jail.command(policy, command), work)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                staged = Path(tempfile.mkdtemp(dir=target.parent))
-                for name in products:
-                    _take(work / name, staged / name)
-                try:
-                    os.replace(staged, target)
-                except OSError:  # another process was first
-                    shutil.rmtree(staged)
+                await asyncio.to_thread(self._run, command, work, read, seconds)
+                _keep(work, products, target)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
 
-    def _run(self, command: list[str], work: Path) -> None:
-        environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "TMPDIR": str(work), "HOME": str(work)}
-        lease = Lease(self._lease)
-        # What the compiler says goes to a file: the limit on files holds for it, too.
-        with contextlib.closing(lease), lease.working(), tempfile.TemporaryFile() as log:
-            process = subprocess.Popen(
-                command, cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
+    def _run(self, command: list[str], work: Path, read: Sequence[str], seconds: float) -> None:
+        with contextlib.closing(Lease(self._lease)) as lease, lease.working():
+            self._finish(Compiler(self._policy(work, read, seconds), command, work), work, seconds)
+
+    async def _compiled_ahead(self, unit: str, files: Mapping[str, str], products: Sequence[str], target: Path) -> bool:
+        """Build ``unit`` by the compiler that waits for it; whether that worked."""
+        if not self._ahead:
+            return False
+        async with self._slots:
             try:
-                process.wait(self._seconds)
-            except subprocess.TimeoutExpired:
-                raise BuildError(f"the build exceeds its limit of {self._seconds:g} s") from None
-            finally:
-                try:
-                    os.killpg(process.pid, signal.SIGKILL)
-                except (ProcessLookupError, PermissionError):
-                    process.kill()
-                process.wait()
-            log.seek(0)
-            errors = log.read(_LOG_BYTES).decode(errors="replace")
-        if process.returncode != 0 and shutil.disk_usage(work).free < _LIBRARY_MB << 20:
+                await asyncio.to_thread(self._run_ahead, self._ahead, unit, files, products, target)
+            except _TooLong:
+                raise
+            except (BuildError, OSError):  # the full way knows better, and says it better
+                return False
+            return True
+
+    def _run_ahead(
+        self, ahead: "_Ahead", unit: str, files: Mapping[str, str], products: Sequence[str], target: Path
+    ) -> None:
+        waiting = ahead.take()
+        try:
+            write_files(waiting.work, files)
+            with contextlib.closing(Lease(self._lease)) as lease, lease.working():
+                waiting.go(unit)
+                ahead.start()  # now, while nothing is timed: what is built will be, soon
+                self._finish(waiting, waiting.work, self._seconds)
+            _keep(waiting.work, products, target)
+        finally:
+            waiting.discard()
+
+    def _start_ahead(self) -> Waiting:
+        tools = self._toolchain
+        assert tools
+        command = [
+            tools.compiler, *FLAGS, *_DIAGNOSTICS, "-pipe", "-shared", "-Wl,--no-undefined", "-o", "library.so",
+        ]  # fmt: skip
+        work = Path(tempfile.mkdtemp(prefix="build-", dir=self._scratch))
+        try:
+            with contextlib.closing(Lease(self._lease)) as lease, lease.working():
+                return Waiting(
+                    self._policy(work, (tools.lean,), self._seconds),
+                    command,
+                    work,
+                    f"{tools.lean}/prelude.h",
+                    _LEAN_LINK,
+                )
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+
+    def _policy(self, work: Path, read: Sequence[str], seconds: float) -> jail.Policy:
+        return jail.Policy(
+            read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix, *read),
+            write=(str(work),),
+            execute=(*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix),
+            memory_mb=self._memory_mb,
+            file_mb=_LIBRARY_MB,
+            cpu_seconds=int(seconds) + 1,
+            read_any=True,
+        )
+
+    def _finish(self, compiler: Compiler, work: Path, seconds: float) -> None:
+        try:
+            status, errors = compiler.finish(seconds)
+        except TimeoutError:
+            raise _TooLong(f"the build exceeds its limit of {seconds:g} s") from None
+        if status != 0 and shutil.disk_usage(work).free < _LIBRARY_MB << 20:
             raise OSError(errno.ENOSPC, "too little space left for a build", str(work))
-        if process.returncode == -signal.SIGKILL or (process.returncode != 0 and _KILLED in errors):
+        if status == -signal.SIGKILL or (status != 0 and _KILLED in errors):
             raise _Killed(first_errors(errors))
-        if process.returncode != 0:
+        if status != 0:
             raise BuildError(first_errors(errors))
+
+
+class _Ahead:
+    """Keeps one compiler started ahead.  They are children of one thread, since a jailed process ends with the thread
+    that started it."""
+
+    def __init__(self, start: Callable[[], Waiting]) -> None:
+        self._start = start
+        self._thread = ThreadPoolExecutor(1, "ahead")
+        self._next: Future[Waiting] | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begin to start one, unless that is done."""
+        with self._lock:
+            if self._next is None and not self._closed:
+                self._next = self._thread.submit(self._start)
+
+    def take(self) -> Waiting:
+        """The caller discards it.  ``OSError`` when none can be started."""
+        for _ in (1, 2):
+            with self._lock:
+                following, self._next = self._next, None
+            waiting = (following or self._thread.submit(self._start)).result()
+            if waiting.alive:
+                return waiting
+            waiting.discard()  # somebody ended it while nobody watched
+        raise OSError(errno.ECHILD, "compilers that were started ahead end by themselves")
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            following, self._next = self._next, None
+        if following:
+            with contextlib.suppress(OSError):
+                following.result().discard()
+        self._thread.shutdown()
+
+
+def _keep(work: Path, products: Sequence[str], target: Path) -> None:
+    """``products`` of ``work`` become ``target``, whole or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staged = Path(tempfile.mkdtemp(dir=target.parent))
+    try:
+        for name in products:
+            _take(work / name, staged / name)
+        os.replace(staged, target)
+    except BaseException as error:
+        shutil.rmtree(staged, ignore_errors=True)
+        if not (isinstance(error, OSError) and target.exists()):  # else another process was first
+            raise
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:

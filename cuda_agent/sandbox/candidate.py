@@ -161,12 +161,7 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
         beside them each node alone."""
 
         def address(buffer: str) -> int:
-            kind, _, rest = buffer.partition(":")
-            if kind == "in":
-                return slots.inputs[slot][int(rest)]
-            if kind == "out":
-                return slots.outputs[slot][int(rest)]
-            return slots.weights[int(rest)] if kind == "w" else workspaces[rest]
+            return slots.address(slot, buffer, workspaces)
 
         steps: list[Callable[[], Any]] = []
         each: list[Callable[[], Any]] = []

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from cuda_agent.config import WHERE_JUDGED, Sandbox
 from cuda_agent.sandbox import build, extension, first_pass, plan, rules, scratch
+from cuda_agent.sandbox.processes import KEEPING_MEMORY
 from cuda_agent.sandbox.wire import (
     Mode,
     Probe,
@@ -149,6 +150,7 @@ class LocalSandbox:
         await self._workspaces.close()
         for judge in self._judges:
             await asyncio.to_thread(judge.close)
+        await asyncio.to_thread(self._builder.close)
         if self._scratch:
             await asyncio.to_thread(self._first_pass.close)
         if self._scratch:
@@ -240,7 +242,9 @@ class LocalSandbox:
     async def _runtime(self) -> Path:
         """Our executor of plans; and so the proof that the compiler works here."""
         try:
-            return await self._builder.library({"runtime.cpp": (_HERE / "runtime.cpp").read_text()}, ["runtime.cpp"])
+            return await self._builder.library(
+                {"runtime.cpp": (_HERE / "runtime.cpp").read_text()}, ["runtime.cpp"], ours=True
+            )
         except (build.BuildError, build.CompilerMissing) as error:
             raise SandboxUnready(f"the C++ compiler does not work in the sandbox: {error}") from None
 
@@ -370,7 +374,7 @@ class _JudgeHandle:
         ours, theirs = socket.socketpair()
         package = str(_HERE.parents[1])
         environment = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "PYTHONPATH": package}
-        environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", **KEEPING_MEMORY}
         with open(self._scratch / "judge.log", "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", self.program, str(theirs.fileno())],

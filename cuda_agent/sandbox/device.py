@@ -66,20 +66,13 @@ def _copied(address: int, size: int) -> Array:
     return array
 
 
-class Buffers:
+class Buffers(Layout):
     """Both areas of one worker, as ``buffers.Buffers``."""
 
     def __init__(self, spec: TaskSpec, slots: int, values: bool = False, fixed: bool = False) -> None:
-        self.spec = spec
-        self._layout = layout = Layout(spec, slots, values, fixed)
-        self.slots, self.weights = layout.slots, layout.weights
-        self.value_inputs, self.value_weights = layout.value_inputs, layout.value_weights
-        self._inputs = driver.Shared(layout.in_size)
-        self._outputs = driver.Shared(layout.out_size)
-
-    @property
-    def layout(self) -> list[dict[str, list[int]]]:
-        return self._layout.to_json()
+        super().__init__(spec, slots, values, fixed)
+        self._inputs = driver.Shared(self.in_size)
+        self._outputs = driver.Shared(self.out_size)
 
     @property
     def sizes(self) -> list[int]:

@@ -69,6 +69,7 @@ def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
             word = torch.tensor(list(pattern), dtype=torch.uint8, device="cuda")
             memory.view(-1, len(pattern)).copy_(word)
         workspaces[name] = memory
+    places = {name: memory.data_ptr() for name, memory in workspaces.items()}
     functions: list[tuple[ctypes.c_void_p | None, str]] = []
     for node in program["nodes"]:
         if "symbol" not in node:
@@ -85,12 +86,7 @@ def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
 
     def bind(slot: int) -> list[Callable[[], Any]]:
         def address(buffer: str) -> int:
-            kind, _, rest = buffer.partition(":")
-            if kind == "in":
-                return slots.inputs[slot][int(rest)]
-            if kind == "out":
-                return slots.outputs[slot][int(rest)]
-            return slots.weights[int(rest)] if kind == "w" else workspaces[rest].data_ptr()
+            return slots.address(slot, buffer, places)
 
         steps: list[Callable[[], Any]] = []
         for node, (function, codes) in zip(program["nodes"], functions, strict=True):
@@ -111,7 +107,7 @@ def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
         for step in bound[slot]:
             step()
 
-    run.steps = bound  # type: ignore[attr-defined]
+    run.steps, run.keep = bound, workspaces  # type: ignore[attr-defined]
     return run
 
 

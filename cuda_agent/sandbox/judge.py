@@ -44,12 +44,19 @@ def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
     return asked
 
 
+def _forget(verdict: Verdict) -> None:
+    """Before another trial.  What was timed stays, so that nobody gets a second draw of a time by ending the first."""
+    verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
+    verdict.ran, verdict.advice = [], []
+
+
 class Judge:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._workshop = Workshop(settings)
         self._lease = self._workshop.lease
         self._prepared: OrderedDict[str, Prepared] = OrderedDict()
+        self._trial: Trial | None = None
         self.memory = memory_of(settings.device)
 
     def prove(self) -> dict[str, str]:
@@ -77,41 +84,35 @@ class Judge:
     @_once_more
     def evaluate(self, request: dict[str, Any]) -> dict[str, Any]:
         """The verdict of a built solution, as JSON."""
+        self.settle()  # where the last one ended in an error of the task
         settings = self.settings
         verdict = Verdict("ok", request["lane"], request["mode"], settings.device, settings.clock)  # type: ignore[arg-type]
-        if self._tried(request, verdict):
-            # What was timed stays, so that nobody gets a second draw of a time by ending the first.
-            verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
-            verdict.ran, verdict.advice = [], []
-            self._tried(request, verdict)
+        # Who is refused does not wait for baselines, and no candidate is there while they are measured.
+        for timed in (True,) if self.prepared(request["task"]).measured(verdict.mode) else (False, True):
+            if timed:
+                self.prepared(request["task"]).measure(compile=True, strict=verdict.mode == "strict")
+            if self._tried(request, verdict, timed):
+                self.settle()
+                _forget(verdict)
+                self._tried(request, verdict, timed)
+            if timed or verdict.status != "ok":
+                break
+            self.settle()
+            _forget(verdict)
         if self.settings.clock == "model":
             verdict.phases = {}
         return verdict.to_json()
 
-    def _tried(self, request: dict[str, Any], verdict: Verdict) -> bool:
-        """Fill in ``verdict`` by one trial; whether the candidate should have another one."""
+    def _tried(self, request: dict[str, Any], verdict: Verdict, timed: bool) -> bool:
+        """Fill in ``verdict`` by one trial; whether the candidate should have another one.  ``settle`` ends it."""
         prepared = self.prepared(request["task"])
-        prepared.measure(compile=True)
         base, spec = prepared.baselines, prepared.spec
         verdict.eager_seconds, verdict.compile_seconds = base.eager, base.compile
         verdict.bytes, verdict.flops = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs)), base.flops or None
         verdict.peak_bytes_per_second = prepared.peaks.bytes_per_second
-        trial = Trial(self._workshop, prepared, request, verdict)
+        self._trial = trial = Trial(self._workshop, prepared, request, verdict)
         try:
-            trial.start()
-            if request["mode"] == "strict":
-                trial.strict()
-            else:
-                trial.check()
-            if self.settings.clock == "model":
-                verdict.seconds = trial.cost()
-            elif request["mode"] == "strict":
-                trial.strict_time()
-            else:
-                trial.time()
-            verdict.peak_flops = prepared.peaks.operations_for(spec, (verdict.strict or {}).get("precision", ""))
-            trial.observe()
-            trial.eager_alone()
+            trial.run(timed)
         except Refused as refusal:
             verdict.status, verdict.message = refusal.status, str(refusal)
             return refusal.doubtful
@@ -123,11 +124,14 @@ class Judge:
             prepared.oracle.outputs(prepared.entry(prepared.base).inputs)
             verdict.status, verdict.message = "crash", f"beside the solution, and only there, the task fails: {error}"
             return True
-        finally:
-            trial.close()
-            prepared.rotate()
-            self._workshop.start_spare()
         return False
+
+    def settle(self) -> None:
+        """End the last trial and prepare the next one, when nobody waits for it."""
+        trial, self._trial = self._trial, None
+        if trial:
+            self._workshop.start_spare()
+            trial.close()
 
     # ------------------------------------------------------------------------------------------------------------ probe
 
@@ -171,6 +175,7 @@ class Judge:
             signal.alarm(0)
 
     def close(self) -> None:
+        self.settle()
         for prepared in self._prepared.values():
             prepared.close()
         self._workshop.close()
@@ -205,8 +210,10 @@ def main() -> None:
             answer = handlers[frame.kind](frame.body)
         except TaskError as error:
             send_frame(client, "!", {"kind": "task", "message": str(error)})
+            judge.settle()
         else:
             send_frame(client, "=", answer)
+            judge.settle()
             if frame.kind == "E" and answer["status"] in ("crash", "timeout") and not judge.healthy():
                 print(f"{device} failed its health probe", file=sys.stderr, flush=True)
                 os._exit(1)  # the client begins again with a new process; workers end with this one

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import math
 import os
 import secrets
 import statistics
@@ -18,16 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.sandbox import build, cost, crosscheck, roofline
+from cuda_agent.sandbox import build, cost, crosscheck, driver, roofline
 from cuda_agent.sandbox.buffers import byte_count
 from cuda_agent.sandbox.oracle import Oracle, memory_of, net
 from cuda_agent.sandbox.processes import WorkerDied, WorkerError, taking_turns
+from cuda_agent.sandbox.strict import yardstick
 from cuda_agent.sandbox.wire import TaskError
 from cuda_agent.sandbox.workshop import Workshop
 
 _CLOCK = 2  # of what is measured: a baseline taken in another way is none
 _BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # of one round: whichever comes first
-_EMPTY_CALLS = 4
+_EMPTY_CALLS = (4, 1)  # the first time, and later
+_FEW_TIMED = 4  # calls of a candidate that differs clearly
 _BASELINE_ROUNDS, _STEADY = 3, 0.05  # another round when calls differ by more than this (median deviation)
 
 
@@ -80,7 +83,7 @@ class Prepared:
         calls = settings.checks + settings.timed_calls + (crosscheck.CALLS if settings.device == "cuda" else 0)
         self._pool: list[Entry | None] = [None] * max(2, min(calls, self.memory.pool_bytes() // max(1, size)))
         self.base = 0
-        self._empty = float("inf")
+        self._empty = math.inf
         self.empty_candidate: dict[str, float] = {}  # the same of candidates, by lane
         self.baselines = self._load()
         self.peaks = roofline.Peaks()
@@ -94,10 +97,14 @@ class Prepared:
     def pool_size(self) -> int:
         return len(self._pool)
 
-    def rotate(self) -> None:
-        """Retire one entry: the next evaluation sees a new one."""
+    def rotate(self, used: int) -> None:
+        """Retire one entry: the next evaluation sees a new one, which is made now.  ``used``: how many the last one
+        saw."""
         if not self._fixed:
             self.base += 1
+            if 0 < used <= self.pool_size and self.oracle.alive:
+                with contextlib.suppress(TaskError, driver.DriverError):  # whoever needs it finds out
+                    self.entry(self.base + used - 1)
 
     def entry(self, index: int, timing: bool = False) -> Entry:
         """Inputs and oracle outputs number ``index``; made when the pool does not hold them.  ``timing``: the caller
@@ -155,7 +162,11 @@ class Prepared:
     def _seed(self, index: int) -> int:
         return int.from_bytes(hmac.digest(self._secret, str(index).encode(), "sha256")[:7])
 
-    def measure(self, compile: bool) -> None:
+    def measured(self, mode: str) -> bool:
+        """Whether there are all baselines that a verdict needs, or they cost nothing."""
+        return self._fixed or (self.baselines.compile_tried and (mode != "strict" or bool(self.baselines.strict)))
+
+    def measure(self, compile: bool, strict: bool = False) -> None:
         """Fill in the baselines that are missing; with the model clock they are costs."""
         if self._fixed:
             counts = self.oracle.count(self.entry(0).inputs)
@@ -166,6 +177,8 @@ class Prepared:
         if compile and not self.baselines.compile_tried:
             self._measure_compile()
             self.save()
+            for index in range(min(self.pool_size, self.settings.checks + _FEW_TIMED)):
+                self.entry(self.base + index)  # what most candidates need, so that the first one does not wait for it
         elif self.baselines.eager is None:
             self.baselines.eager = self.medians(self.oracle)[0]
             self.save()
@@ -174,6 +187,8 @@ class Prepared:
             self.save()
         if not self.peaks.bytes_per_second:
             self.peaks = self._peaks()
+        if strict:
+            yardstick(self)
 
     def _account(self) -> None:
         try:
@@ -225,8 +240,8 @@ class Prepared:
         take long, and what is subtracted from a time must never be more than what was really in it."""
         if self.settings.device == "cuda":
             return 0.0  # the device's clock runs during the call only
-        least = min(oracle.seconds(inputs, null=True) for _ in range(_EMPTY_CALLS))
-        self._empty = min(self._empty, least)
+        calls = _EMPTY_CALLS[self._empty < math.inf]
+        self._empty = min(self._empty, *(oracle.seconds(inputs, null=True) for _ in range(calls)))
         return self._empty
 
     def medians(self, *oracles: Oracle) -> list[float]:

@@ -35,7 +35,7 @@ _END_SECONDS = 0.2  # for the threads of a process that was killed
 _IDLE_NS = 200_000  # a thread that worked less was only started
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 # Memory given back after each call and mapped again in the next, or not, as fragmentation has it, doubles a time.
-_KEEPING_MEMORY = {
+KEEPING_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_TOP_PAD_": str(16 << 20),
@@ -71,7 +71,7 @@ class WarmParent:
             "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
             "PYTHONPATH": str(_PACKAGE), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0",
             "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": str(threads),
-            "TORCHINDUCTOR_COMPILE_THREADS": "1", **_KEEPING_MEMORY, "USER": "worker", "LOGNAME": "worker",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1", **KEEPING_MEMORY, "USER": "worker", "LOGNAME": "worker",
         }  # fmt: skip
         with open(log, "ab") as errors, _processors(threads):
             self._process = subprocess.Popen(

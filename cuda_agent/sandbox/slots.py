@@ -4,6 +4,7 @@ import ctypes
 import math
 import mmap
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,6 +41,13 @@ class Slots:
         self.outputs = [[base_out + offset for offset in slot["out"]] for slot in layout]
         self.weights = [base_in + offset for offset in weights]
         self._spec = spec
+
+    def address(self, slot: int, buffer: str, workspaces: Mapping[str, int]) -> int:
+        """Where a buffer of a plan lies (``plan.Buffer.name``) in the calls of one slot."""
+        kind, _, rest = buffer.partition(":")
+        if kind == "ws":
+            return workspaces[rest]
+        return {"in": self.inputs[slot], "out": self.outputs[slot], "w": self.weights}[kind][int(rest)]
 
     def tensor(self, address: int, tensor: dict[str, Any]) -> torch.Tensor:
         return tensor_at(address, tensor, self.device)

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from cuda_agent.sandbox.processes import WorkerDied, WorkerError
-from cuda_agent.sandbox.wire import TaskError
+from cuda_agent.sandbox.wire import KINDS, TaskError, baseline
 
 if TYPE_CHECKING:
     from cuda_agent.sandbox.prepared import Entry, Prepared
 
-KINDS = ("normal", "shifted", "ramp", "negative", "large", "sparse", "boundary")  # of ``varying``
 _INPUTS = 10  # at least so many; normal ones fill up where kinds are not possible
 _PRECISIONS = {"cpu": ("fp32",), "cuda": ("fp32", "tf32", "bf16")}
 _MODES = {"compile": "", "max_autotune": "max-autotune-no-cudagraphs"}
@@ -55,15 +54,16 @@ def _measure(prepared: "Prepared") -> dict[str, dict[str, Any]]:
             if precision != "fp32" and found["errors"][precision] == found["errors"]["fp32"]:
                 del found["errors"][precision]  # nothing in this task depends on it
                 continue
-        found["seconds"][f"eager_{precision}"] = prepared.medians(oracle)[0]
+        eager = baseline("eager", precision)
+        found["seconds"][eager] = prepared.medians(oracle)[0]
         for name, mode in _MODES.items() if precision in _TIMED else ():
-            label = f"{name}_{precision}"
+            label = baseline(name, precision)
             try:
                 compiled = prepared.compiled(mode, precision)
             except (WorkerError, WorkerDied, TaskError) as failure:
                 found["failed"][label] = str(failure)[:300]
                 continue
-            found["seconds"][f"eager_{precision}"], found["seconds"][label] = prepared.medians(oracle, compiled)
+            found["seconds"][eager], found["seconds"][label] = prepared.medians(oracle, compiled)
             compiled.close()
     oracle.precision("default")
     return found

@@ -22,11 +22,11 @@ from cuda_agent.sandbox.crosscheck import LONGEST_CHAIN, CrossCheck
 from cuda_agent.sandbox.oracle import net, seconds_of_call
 from cuda_agent.sandbox.prepared import Entry, Prepared
 from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError, taking_turns
-from cuda_agent.sandbox.wire import TaskError, Verdict
+from cuda_agent.sandbox.wire import TaskError, Verdict, baseline
 from cuda_agent.sandbox.workshop import Workshop
 
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
-_NULL_CALLS = 7
+_NULL_CALLS = (7, 2)  # of the first worker of a task and lane, and of a later one
 _FEWEST_TIMED = {"cpu": 4, "cuda": 20}  # calls on a GPU cost little beside the start of its worker
 _ENOUGH_SECONDS = 0.2
 _OBSERVE_SECONDS = 5.0  # for one observed call, the profiler's start included
@@ -76,6 +76,27 @@ class Trial:
         self._buffers.set_weights(prepared.oracle.weights)
         self._seen: list[list[Any]] = []  # outputs of earlier calls: a later call must not give them again
 
+    def run(self, timed: bool) -> None:
+        """Start, check and, if ``timed``, time.  Raises ``Refused``."""
+        strictly = self._verdict.mode == "strict"
+        self.start()
+        if strictly:
+            self.strict()
+        else:
+            self.check()
+        if timed and self._fixed:
+            self._verdict.seconds = self.cost()
+        elif timed and strictly:
+            self.strict_time()
+        elif timed:
+            self.time()
+        if timed:
+            said = self._verdict.strict or {}
+            peaks, spec = self._prepared.peaks, self._prepared.spec
+            self._verdict.peak_flops = peaks.operations_for(spec, said.get("precision", ""))
+            self.observe()
+            self.eager_alone()
+
     def start(self) -> None:
         """Fork, time the empty call, load."""
         begin = time.perf_counter()
@@ -98,12 +119,11 @@ class Trial:
         with self._lease.working(), self._judged():
             worker.call("B", options, fds=buffers.descriptors)
         if self._settings.clock == "real" and self._settings.device == "cpu":
-            prepared = self._prepared
-            inputs = prepared.entry(self._next).inputs
+            known, lane = self._prepared.empty_candidate, request["lane"]
+            inputs = self._prepared.entry(self._next).inputs
             with self._lease.timing(), self._judged():
-                least = min(self._timed(inputs, kind="N")[0] for _ in range(_NULL_CALLS))
-            known = prepared.empty_candidate
-            self._null = known[request["lane"]] = min(least, known.get(request["lane"], least))
+                least = min(self._timed(inputs, kind="N")[0] for _ in range(_NULL_CALLS[lane in known]))
+            self._null = known[lane] = min(least, known.get(lane, least))
         if self._settings.device == "cuda" and request["lane"] != "plan":
             inputs = self._prepared.entry(self._next).inputs
             with self._lease.timing(), self._judged():
@@ -177,9 +197,9 @@ class Trial:
                 if oracle.alive:
                     oracle.precision("default")
         self._anchor = verdict.eager_seconds = statistics.median(anchors)
-        drift = verdict.eager_seconds / yard["seconds"]["eager_fp32"]
+        drift = verdict.eager_seconds / yard["seconds"][baseline("eager", "fp32")]
         baselines = {name: seconds * drift for name, seconds in yard["seconds"].items()}
-        verdict.compile_seconds = baselines.get("compile_fp32")
+        verdict.compile_seconds = baselines.get(baseline("compile", "fp32"))
         own = verdict.strict["kinds"].get("normal")
         verdict.strict |= {
             "baselines": baselines,
@@ -421,3 +441,4 @@ class Trial:
     def close(self) -> None:
         self.end()
         self._buffers.close()
+        self._prepared.rotate(self._next - self._prepared.base)

@@ -7,8 +7,6 @@ worker.
 
 import torch
 
-KINDS = ("normal", "shifted", "ramp", "negative", "large", "sparse", "boundary")
-
 
 def vary(tensors: list[torch.Tensor], kind: str) -> list[torch.Tensor] | None:
     """``tensors`` of another kind, with their shapes and dtypes; None when no tensor has such values in its domain."""

@@ -18,6 +18,23 @@ Mode = Literal["quick", "strict"]
 Status = Literal["ok", "build_error", "wrong", "cheat", "timeout", "crash", "infra"]
 
 
+# Kinds of inputs in strict mode, made by ``varying``.
+KINDS = ("normal", "shifted", "ramp", "negative", "large", "sparse", "boundary")
+# Baselines of strict mode, as people call them.  Each is named with a precision, as ``baseline`` spells it.
+BASELINES = {"eager": "eager", "compile": "torch.compile", "max_autotune": "max-autotune"}
+
+
+def baseline(name: str, precision: str) -> str:
+    """``compile`` and ``tf32``: ``compile_tf32``."""
+    return f"{name}_{precision}"
+
+
+def baseline_parts(label: str) -> tuple[str, str]:
+    """The inverse of ``baseline``: name and precision."""
+    name, _, precision = label.rpartition("_")
+    return name, precision
+
+
 @dataclass(frozen=True)
 class Solution:
     """The files that answer a task, by path relative to the work folder.  ``lane`` decides how they are run."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cuda_agent.sandbox import strict, varying
-from cuda_agent.sandbox.wire import Solution, Verdict
+from cuda_agent.sandbox.wire import KINDS, Solution, Verdict
 from tests.sandbox.conftest import KERNEL, Running, plan_solution, task
 
 CLAMPED = KERNEL.replace("std::max(x[i], 0.0f)", "std::min(std::max(x[i], 0.0f), 6.0f)")
@@ -30,7 +30,7 @@ def judged(running: Running, code: str, solution: Solution) -> Verdict:
 def test_a_right_solution_is_checked_on_every_kind_and_its_error_stands_beside_eagers(running: Running) -> None:
     verdict = judged(running, "", plan_solution())
     assert (verdict.status, verdict.message) == ("ok", "")
-    assert verdict.strict and set(verdict.strict["kinds"]) == set(strict.KINDS)
+    assert verdict.strict and set(verdict.strict["kinds"]) == set(KINDS)
     assert verdict.checks == verdict.strict["inputs"] == 10
     assert verdict.strict["repeatable"]
     assert verdict.strict["error"] <= 1e-6 and verdict.strict["eager_error"] <= 1e-6
@@ -65,7 +65,7 @@ def test_a_strict_time_has_an_interval_and_baselines(timed: Running) -> None:
     assert len(verdict.samples) >= 12
 
 
-@pytest.mark.parametrize("kind", varying.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_keeps_shape_dtype_and_range(kind: str) -> None:
     torch.manual_seed(0)
     normal, positive, unit = torch.randn(8, 16), torch.rand(8, 16) * 5 + 2, torch.rand(8, 16)
