@@ -114,7 +114,10 @@ class FirstPass:
         scratch.remove(folder)
         folder.mkdir()
         try:
-            build.write_files(folder, {name: text for name, text in files.items() if name != "model_new.py"})
+            try:
+                build.write_files(folder, {name: text for name, text in files.items() if name != "model_new.py"})
+            except build.BuildError as error:
+                raise FirstPassFailed("build_error", str(error)) from None
             request = {"task": task.code, "code": files["model_new.py"]}
             try:
                 self._run(folder, place, request)
@@ -205,7 +208,6 @@ def _toolchain(architecture: str) -> dict[str, str]:
     """Where programs are, and for what they compile."""
     found = {
         "PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "MAX_JOBS": "2",
-        "PYTHONPYCACHEPREFIX": "/nonexistent",
     }  # fmt: skip
     with contextlib.suppress(build.CompilerMissing):
         home = Path(build.find_nvcc().compiler).resolve().parents[1]
@@ -293,7 +295,8 @@ def too_much(folder: Path) -> str:
         for entry, depth in _entries(folder):
             count += 1
             with contextlib.suppress(FileNotFoundError):  # a compiler's temporary file
-                size += entry.stat(follow_symlinks=False).st_blocks * 512
+                found = entry.stat(follow_symlinks=False)
+                size += max(found.st_blocks * 512, found.st_size)  # a copy has no holes
             if depth > _MOST_DEPTH:
                 return f"folders {depth} deep, {_MOST_DEPTH} are possible"
             if count > _MOST_FILES:
@@ -312,20 +315,28 @@ def _freeze(folder: Path) -> None:
     if what := too_much(folder):
         raise FirstPassFailed("build_error", f"the solution left {what} where it compiled")
     staged = Path(tempfile.mkdtemp(dir=folder.parent))
-    staged.chmod(0o755)
-    for entry, _ in _entries(folder):
-        target = staged / os.path.relpath(entry.path, folder)
-        if entry.is_dir(follow_symlinks=False):
-            target.mkdir()
-            target.chmod(0o755)
-        elif entry.is_file(follow_symlinks=False):
-            descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            with os.fdopen(descriptor, "rb") as source, open(target, "wb") as copy:
-                if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    shutil.copyfileobj(source, copy)
-            target.chmod(0o644)
+    try:
+        staged.chmod(0o755)
+        for entry, _ in _entries(folder):
+            target = staged / os.path.relpath(entry.path, folder)
+            if entry.is_dir(follow_symlinks=False):
+                target.mkdir()
+                target.chmod(0o755)
+            elif entry.is_file(follow_symlinks=False):
+                _copy(entry.path, target)
+    except BaseException:
+        scratch.remove(staged)
+        raise
     scratch.remove(folder)
     os.rename(staged, folder)
+
+
+def _copy(source: str, target: Path) -> None:
+    descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file, open(target, "wb") as copy:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            shutil.copyfileobj(file, copy)
+    target.chmod(0o644)
 
 
 def _explained(answer: Any, folder: Path) -> str:

@@ -133,6 +133,7 @@ def test_what_the_compiler_says_reaches_the_author(running: Running) -> None:
         ("subprocess.run([sys.executable, '-c', 'b = bytearray(450 << 20); import time; time.sleep(5)'])", HONEST,
          "crash", "used more than 300 MB"),
         ("for i in range(6000): open(f'file{i}', 'w').close()\ntime.sleep(2)", HONEST, "crash", "wrote too many"),
+        ("for i in range(3): open(f'hole{i}', 'wb').truncate(250 << 20)\ntime.sleep(2)", HONEST, "crash", "too large"),
         ("for i in range(200): os.mkdir('d'); os.chdir('d')\ntime.sleep(2)", HONEST, "crash", "wrote too many"),
         ("for i in range(80): subprocess.Popen(['sleep', '30'])\ntime.sleep(2)", HONEST, "crash", "processes"),
     ],
