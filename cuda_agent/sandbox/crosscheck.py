@@ -69,7 +69,7 @@ class CrossCheck:
             bound = walls.slope() - self._empty
             if number + 1 >= _ROUNDS and told >= _SHARE * bound - _SLACK / (count - 1):
                 return told, ""
-        if max(late) > 0:
+        if min(late) > 0:
             return bound, ""  # the host takes longer than any delay: it is the host's time that counts
         return bound, f"the device's clock says {told * 1e6:.0f} us of calls that take at least {bound * 1e6:.0f} us"
 

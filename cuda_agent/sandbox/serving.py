@@ -67,6 +67,8 @@ def explain(error: BaseException) -> str:
         where = f" ({os.path.basename(error.filename)} line {error.lineno})"
         lines = [error.msg]
     message = lines[0] if lines else ""
+    if message.endswith(":") and len(lines) > 1:
+        message += f" {lines[-1].strip()}"  # compilers show the place first, and what is wrong last
     if message.startswith("[enforce fail at") or "DefaultCPUAllocator" in message:
         message = "out of memory: " + message.rpartition("DefaultCPUAllocator:")[2].strip()
     return f"{type(error).__name__}: {message}"[:600] + where + (f"; {NO_PROGRAMS}" if _wanted_program(error) else "")

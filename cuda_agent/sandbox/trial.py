@@ -30,6 +30,7 @@ _NULL_CALLS = (7, 2)  # of the first worker of a task and lane, and of a later o
 _FEWEST_TIMED = {"cpu": 4, "cuda": 20}  # calls on a GPU cost little beside the start of its worker
 _ENOUGH_SECONDS = 0.2
 _OBSERVE_SECONDS = 5.0  # for one observed call, the profiler's start included
+_AUDIT = 2  # times the tolerance: who was right in every check is not to stumble over one value among many calls
 _DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
 _FINDING_SECONDS = 30.0  # more for a solution that compiled: torch.compile traces it again to find what it made
 _ALONE_CALLS, _BESIDE = 3, 1.03  # of eager without the candidate, and how much longer it may take beside it
@@ -422,7 +423,7 @@ class Trial:
     def _compare(self, entry: Entry, outputs: list[Any], when: str, audit: bool = False) -> None:
         prepared, verdict = self._prepared, self._verdict
         cap = math.inf if verdict.mode == "strict" else 1.0
-        tolerance, tensors = self._settings.tolerance, prepared.spec.outputs
+        tolerance, tensors = self._settings.tolerance * (_AUDIT if audit else 1), prepared.spec.outputs
         message, error = self._memory.mismatch(entry.outputs, outputs, tensors, tolerance, cap)
         verdict.max_error = max(error, verdict.max_error or 0.0)
         if message:
