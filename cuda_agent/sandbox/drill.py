@@ -50,10 +50,10 @@ class Report:
     clock: str
     seed: int
     user: int
-    groups: int = 0  # version of the control groups that limit workers; 0: there are none
     seconds: float = 0.0
     outcomes: list[Outcome] = field(default_factory=list)
     left: dict[str, list[str]] = field(default_factory=dict)  # processes, temporary files ... that should be gone
+    groups: int = 0  # version of the control groups that limit workers; 0: there are none
 
     def problems(self) -> list[str]:
         """What is not as it must be; empty: nothing."""
@@ -110,7 +110,7 @@ async def drill(evaluations: int, seed: int, device: str, clock: str, cache: Pat
     counts as left behind."""
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become children of ours, and are seen
     groups = cgroups.find()
-    report = Report(device, clock, seed, os.geteuid(), groups.version if groups else 0)
+    report = Report(device, clock, seed, os.geteuid(), groups=groups.version if groups else 0)
     before = _present()
     begin = time.monotonic()
     async with LocalSandbox(settings(device, clock), cache) as sandbox:
