@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# up.sh: builds what is missing, then starts a one-node Kubernetes with Argo Workflows in namespaces of its own.
+# Everything that it starts, mounts, links and filters lives in these namespaces; its files lie in $STATE and $CACHE.
+# Run again, it completes what is missing and says where the cluster is. CLUSTER=1 up.sh starts a second one beside it.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+[ "$(id -u)" = 0 ] || die "Needs root: it makes namespaces, mounts and control groups."
+exec 8>"$STATE.lock" && flock 8 # removed by down.sh
+
+packages() { # from Debian; none of them starts anything here
+  local wanted=() entry
+  for entry in containerd:containerd runc:runc iptables:iptables conntrack:conntrack ip:iproute2 openssl:openssl \
+    buildah:buildah busybox:busybox-static gcc:gcc /usr/lib/cni/bridge:containernetworking-plugins \
+    /usr/include/stdlib.h:libc6-dev python3:python3-minimal unshare:util-linux; do
+    command -v "${entry%%:*}" >/dev/null || [ -e "${entry%%:*}" ] || wanted+=("${entry##*:}")
+  done
+  [ ${#wanted[@]} -gt 0 ] || return 0
+  say "installing ${wanted[*]}"
+  retry apt-get update -q >/dev/null
+  retry env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${wanted[@]}" \
+    </dev/null >/dev/null
+}
+
+groups() { # a control group of ours in every hierarchy; on version 1 a new cpuset starts empty
+  local parent
+  for parent in $(awk '$3 ~ /^cgroup2?$/ { print $2 }' /proc/mounts); do
+    mkdir -p "$parent/$CGROUP"
+    [ ! -e "$parent/cpuset.mems" ] || for file in cpuset.cpus cpuset.mems; do cat "$parent/$file" >"$parent/$CGROUP/$file"; done
+  done
+}
+
+namespaces() {
+  local file
+  for file in vm/overcommit_memory vm/panic_on_oom kernel/panic kernel/panic_on_oops kernel/keys/root_maxkeys \
+    kernel/keys/root_maxbytes; do # the kubelet sets these; they have no namespace
+    [ ! -e "/proc/sys/$file" ] || echo "$file $(cat "/proc/sys/$file")"
+  done >"$STATE/sysctls"
+  groups
+  setsid unshare --net --mount --pid --fork --mount-proc --kill-child bash "$HERE/inside.sh" \
+    </dev/null >"$LOG/inside.log" 2>&1 8>&- 9>&- &
+  echo "$! $(start_of $!)" >"$STATE/outer"
+  await 10 "the namespaces" inner
+  ip link add "$LINK" type veth peer name eth0 netns "$(inner)"
+  ip addr add "$HOST_IP/30" dev "$LINK"
+  ip link set "$LINK" up
+}
+
+load() { # once each
+  local archive
+  mkdir -p "$STATE/loaded"
+  for archive; do
+    [ -e "$STATE/loaded/${archive##*/}" ] && continue
+    images import "$archive" >/dev/null && touch "$STATE/loaded/${archive##*/}"
+  done
+}
+
+ready() { kubectl get node $NODE -o 'jsonpath={.status.conditions[?(@.type=="Ready")].status}' | grep -q True; }
+gpus() { kubectl get node $NODE -o 'jsonpath={.status.allocatable.nvidia\.com/gpu}' | grep -q '[1-9]'; }
+apply() { kubectl apply --server-side --force-conflicts "$@" >/dev/null; }
+
+packages
+"$HERE/build.sh" kubernetes etcd coredns argo helm fake-gpu
+archives=$("$HERE/images.sh")
+if ! outer >/dev/null; then
+  "$HERE/down.sh" # what an earlier one left when the machine went down under it
+  mkdir -p "$STATE" "$LOG/pods" "$STATE/volumes"
+  "$HERE/certs.sh"
+  "$HERE/configs.sh"
+  namespaces
+fi
+await 30 "containerd" images list
+load $archives
+say "images imported"
+await 150 "the API server" kubectl get --raw /readyz
+say "the API server is ready"
+apply -f "$HERE/manifests/rbac.yaml"
+sed "s/@COREDNS@/$COREDNS/" "$HERE/manifests/dns.yaml" | apply -f -
+rm -rf "$STATE/argo" && mkdir "$STATE/argo" && cp -r "$(at argo)/manifests" "$STATE/argo/manifests"
+sed "s/@ARGO@/$ARGO/" "$HERE/manifests/kustomization.yaml" >"$STATE/argo/kustomization.yaml"
+kubectl get namespace argo >/dev/null 2>&1 || kubectl create namespace argo >/dev/null
+apply -k "$STATE/argo"
+await 60 "the node" ready
+await 60 "the fake GPUs" gpus
+await 60 "the default service account" kubectl -n default get serviceaccount default
+kubectl -n kube-system rollout status deployment/coredns --timeout=90s >/dev/null
+kubectl -n argo rollout status deployment/workflow-controller --timeout=180s >/dev/null
+say "the cluster is up: Kubernetes $KUBERNETES, Argo Workflows $ARGO, containerd $(containerd --version | cut -d' ' -f3)"
+cat <<T
+
+  export KUBECONFIG=$STATE/kubeconfig PATH=$(at kubernetes):$(at helm):\$PATH
+  kubectl get nodes
+
+Logs: $LOG. A shell inside: tests/cluster/enter.sh. An image: tests/cluster/load.sh ARCHIVE. To end it: make cluster-down
+T
