@@ -17,4 +17,3 @@ for parent in $(awk '$3 ~ /^cgroup2?$/ { print $2 }' /proc/mounts); do
   [ ! -d "$parent/$CGROUP" ] || await 20 "$parent/$CGROUP" find "$parent/$CGROUP" -depth -type d -exec rmdir {} +
 done
 rm -rf --one-file-system "$STATE"
-rm -f "$STATE.lock"

@@ -5,7 +5,8 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 [ "$(id -u)" = 0 ] || die "Needs root: it makes namespaces, mounts and control groups."
-exec 8>"$STATE.lock" && flock 8 # removed by down.sh
+mkdir -p "$CACHE"
+exec 8>"$CACHE/.lock-$CLUSTER" && flock 8
 
 packages() { # from Debian; none of them starts anything here
   local wanted=() entry
