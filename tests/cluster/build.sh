@@ -87,11 +87,12 @@ fake-gpu() {
 
 [ $# -gt 0 ] || set -- kubernetes etcd coredns argo helm minio fake-gpu
 mkdir -p "$CACHE"
-exec 9>"$CACHE/.building" && flock 9 # two builds at once would do the same work twice
 for name; do
   target=$(at "$name")
-  [ -d "$target" ] && continue
+  [ ! -d "$target" ] || continue
   need_go
+  exec 9>"$CACHE/.building-$name" && flock 9 # two at once would do the same work twice
+  [ ! -d "$target" ] || continue
   say "building $(basename "$target")"
   work=$(mktemp -d "$CACHE/.work-XXXXXX")
   trap 'rm -rf "$work"' EXIT

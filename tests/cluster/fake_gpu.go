@@ -50,7 +50,13 @@ func (plugin) Allocate(_ context.Context, request *api.AllocateRequest) (*api.Al
 }
 
 func run(folder string, count int) error {
-	path := filepath.Join(folder, socket)
+	path, kubeletPath := filepath.Join(folder, socket), filepath.Join(folder, "kubelet.sock")
+	for { // a kubelet that starts empties the folder, then makes its socket
+		if _, err := os.Stat(kubeletPath); err == nil {
+			break
+		}
+		time.Sleep(200 * time.Millisecond)
+	}
 	os.Remove(path)
 	listener, err := net.Listen("unix", path)
 	if err != nil {
@@ -64,7 +70,7 @@ func run(folder string, count int) error {
 	api.RegisterDevicePluginServer(server, served)
 	go server.Serve(listener)
 
-	kubelet, err := grpc.NewClient("unix://"+filepath.Join(folder, "kubelet.sock"),
+	kubelet, err := grpc.NewClient("unix://"+kubeletPath,
 		grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
 		return err
@@ -79,7 +85,7 @@ func run(folder string, count int) error {
 		return err
 	}
 	log.Printf("offers %d devices", count)
-	for { // a kubelet that starts again empties the folder and wants to be registered with anew
+	for { // a kubelet that has started again wants to be registered with anew
 		if _, err := os.Stat(path); err != nil {
 			return fmt.Errorf("the kubelet has started again: %w", err)
 		}

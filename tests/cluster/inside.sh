@@ -29,7 +29,8 @@ ip link set lo up
 await 20 "the wire from outside" ip link show eth0
 ip addr add "$NODE_IP/30" dev eth0
 ip link set eth0 up
-# No default route: whatever runs in the cluster reaches this machine's end of the wire and nothing beyond.
+# The wire leads in alone: what runs in the cluster answers, and opens no connection to this machine or beyond.
+iptables -t mangle -A POSTROUTING -o eth0 -m conntrack --ctstate NEW -j DROP
 # With bridge-nf traffic between two pods on the bridge is filtered too; pods have IPv4 only.
 sysctl -qw net.ipv4.ip_forward=1 net.bridge.bridge-nf-call-iptables=1 net.bridge.bridge-nf-call-ip6tables=1
 sysctl -qw net.ipv6.conf.all.disable_ipv6=1 net.ipv6.conf.default.disable_ipv6=1

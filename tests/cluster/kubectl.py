@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 HERE = Path(__file__).parent
+NUMBER = int(os.environ.get("CLUSTER", "0"))
 T = TypeVar("T")
 
 
-def setting(name: str, number: int = 0) -> str:
+def setting(name: str, number: int = NUMBER) -> str:
     """A variable of env.sh, for the cluster of that number."""
     script = f'CLUSTER={number}; . "{HERE}/env.sh"; printf %s "${name}"'
     return subprocess.run(["bash", "-euc", script], text=True, capture_output=True, check=True).stdout
 
 
-def script(name: str, *words: str, number: int = 0) -> str:
+def script(name: str, *words: str, number: int = NUMBER) -> str:
     """Runs one of the scripts beside this file; its output. Raises with both outputs when it fails."""
     environment = {**os.environ, "CLUSTER": str(number)}
     command = [str(HERE / f"{name}.sh"), *words]
@@ -39,7 +40,7 @@ def wait_for(what: str, seconds: float, look: Callable[[], T]) -> T:
 class Cluster:
     """kubectl, bound to one cluster and one namespace."""
 
-    def __init__(self, number: int = 0, namespace: str = "default") -> None:
+    def __init__(self, number: int = NUMBER, namespace: str = "default") -> None:
         self.number, self.namespace = number, namespace
         self.state = Path(setting("STATE", number))
         folder = subprocess.run(["bash", "-euc", f'. "{HERE}/env.sh"; at kubernetes'], text=True, capture_output=True)

@@ -5,11 +5,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from kubectl import Cluster, pod, script, setting
+from kubectl import NUMBER, Cluster, pod, script, setting
 
 pytestmark = pytest.mark.cluster
 
-NUMBER = 7
+SECOND = (NUMBER + 50) % 100
 SYSCTLS = ("net/ipv4/ip_forward", "vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops")
 FOLDERS = ("/run", "/var/lib", "/var/log", "/etc/cni", "/opt", "/var/tmp", "/usr/libexec", "/run/netns", "/var/lib/cni")
 
@@ -48,14 +48,14 @@ def inhabitants(those: set[str]) -> list[str]:
 
 def test_a_cluster_that_is_ended_leaves_nothing_behind() -> None:
     before = state_of_the_machine()
-    script("up", number=NUMBER)
+    script("up", number=SECOND)
     try:
-        second = Cluster(NUMBER)
+        second = Cluster(SECOND)
         second.create(pod("left", "trap '' TERM; sleep 600 & sleep 600"))
         second.ready("left")
         inner = subprocess.run(
             ["bash", "-c", f'. "{Path(__file__).parent}/env.sh"; inner'],
-            env={**os.environ, "CLUSTER": str(NUMBER)},
+            env={**os.environ, "CLUSTER": str(SECOND)},
             text=True,
             capture_output=True,
             check=True,
@@ -67,7 +67,7 @@ def test_a_cluster_that_is_ended_leaves_nothing_behind() -> None:
         for kind in ("links", "addresses", "routes", "groups", "files"):
             assert during[kind] - before[kind], f"the comparison sees no {kind}"
     finally:
-        script("down", number=NUMBER)
+        script("down", number=SECOND)
     assert inhabitants(own) == []
     after = state_of_the_machine()
     assert {kind: after[kind] - before[kind] for kind in after} == {kind: set() for kind in after}
@@ -75,5 +75,5 @@ def test_a_cluster_that_is_ended_leaves_nothing_behind() -> None:
 
 
 def test_ending_what_does_not_run_is_no_error() -> None:
-    script("down", number=NUMBER)
-    assert not Path(setting("STATE", NUMBER)).exists()
+    script("down", number=SECOND)
+    assert not Path(setting("STATE", SECOND)).exists()
