@@ -69,10 +69,18 @@ class Cluster:
 
     def finished(self, pod: str, seconds: float = 60) -> str:
         """Waits for the pod's end; its log. Raises when it did not succeed."""
-        ended = wait_for(f"{pod} ends", seconds, lambda: self.phase(pod) in ("Succeeded", "Failed") and self.phase(pod))
+        ended = self.ended(pod, seconds)
         log = self.run("logs", pod)
         assert ended == "Succeeded", f"{pod}: {log}"
         return log
+
+    def ended(self, pod: str, seconds: float = 60) -> str:
+        """Waits for the pod's end; its phase then."""
+
+        def phase() -> str:
+            return seen if (seen := self.phase(pod)) in ("Succeeded", "Failed") else ""
+
+        return wait_for(f"{pod} ends", seconds, phase)
 
     def ready(self, *pods: str) -> None:
         self.run("wait", "--for=condition=Ready", "--timeout=60s", *(f"pod/{pod}" for pod in pods))

@@ -59,9 +59,23 @@ ready() { kubectl get node $NODE -o 'jsonpath={.status.conditions[?(@.type=="Rea
 gpus() { kubectl get node $NODE -o 'jsonpath={.status.allocatable.nvidia\.com/gpu}' | grep -q '[1-9]'; }
 apply() { kubectl apply --server-side --force-conflicts "$@" >/dev/null; }
 
+argo_manifests() { # rendered once: the definitions are seven megabytes, which takes kubectl 20 seconds
+  local rendered work
+  rendered=$CACHE/argo-manifests-$ARGO-$(sha256sum "$HERE/manifests/kustomization.yaml" | cut -c1-12).yaml
+  if [ ! -f "$rendered" ]; then
+    work=$(mktemp -d)
+    cp -r "$(at argo)/manifests" "$work/"
+    sed "s/@ARGO@/$ARGO/" "$HERE/manifests/kustomization.yaml" >"$work/kustomization.yaml"
+    kubectl kustomize "$work" >"$rendered.new" && mv "$rendered.new" "$rendered"
+    rm -rf "$work"
+  fi
+  echo "$rendered"
+}
+
 packages
 "$HERE/build.sh" kubernetes etcd coredns argo helm fake-gpu
 archives=$("$HERE/images.sh")
+argo=$(argo_manifests)
 if ! outer >/dev/null; then
   "$HERE/down.sh" # what an earlier one left when the machine went down under it
   mkdir -p "$STATE" "$LOG/pods" "$STATE/volumes"
@@ -76,10 +90,8 @@ await 150 "the API server" kubectl get --raw /readyz
 say "the API server is ready"
 apply -f "$HERE/manifests/rbac.yaml"
 sed "s/@COREDNS@/$COREDNS/" "$HERE/manifests/dns.yaml" | apply -f -
-rm -rf "$STATE/argo" && mkdir "$STATE/argo" && cp -r "$(at argo)/manifests" "$STATE/argo/manifests"
-sed "s/@ARGO@/$ARGO/" "$HERE/manifests/kustomization.yaml" >"$STATE/argo/kustomization.yaml"
 kubectl get namespace argo >/dev/null 2>&1 || kubectl create namespace argo >/dev/null
-apply -k "$STATE/argo"
+[ "$(cat "$STATE/argo" 2>/dev/null)" = "$argo" ] || { apply -f "$argo" && echo "$argo" >"$STATE/argo"; }
 await 60 "the node" ready
 await 60 "the fake GPUs" gpus
 await 60 "the default service account" kubectl -n default get serviceaccount default
