@@ -41,6 +41,12 @@ retry() { # command...: up to five times, 3, 6, 12 and 24 seconds apart
   done
 }
 
+install_packages() { # from Debian
+  say "installing $*"
+  retry apt-get update -q >/dev/null
+  retry env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@" </dev/null >/dev/null
+}
+
 await() { # seconds what command...: until the command succeeds
   local end=$((SECONDS + $1)) what=$2
   shift 2

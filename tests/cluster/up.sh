@@ -8,18 +8,14 @@ set -euo pipefail
 mkdir -p "$CACHE"
 exec 8>"$CACHE/.lock-$CLUSTER" && flock 8
 
-packages() { # from Debian; none of them starts anything here
+packages() { # none of them starts anything by itself where systemd does not run
   local wanted=() entry
   for entry in containerd:containerd runc:runc iptables:iptables conntrack:conntrack ip:iproute2 openssl:openssl \
     buildah:buildah busybox:busybox-static gcc:gcc /usr/lib/cni/bridge:containernetworking-plugins \
     /usr/include/stdlib.h:libc6-dev python3:python3-minimal unshare:util-linux; do
     command -v "${entry%%:*}" >/dev/null || [ -e "${entry%%:*}" ] || wanted+=("${entry##*:}")
   done
-  [ ${#wanted[@]} -gt 0 ] || return 0
-  say "installing ${wanted[*]}"
-  retry apt-get update -q >/dev/null
-  retry env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${wanted[@]}" \
-    </dev/null >/dev/null
+  [ ${#wanted[@]} = 0 ] || install_packages "${wanted[@]}"
 }
 
 groups() { # a control group of ours in every hierarchy; on version 1 a new cpuset starts empty
