@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test lint benchmark cluster-up cluster-down test-cluster clean
+.PHONY: help environment demo test lint benchmark images cluster-up cluster-down test-cluster clean
 
 CORES := $(shell nproc 2>/dev/null || echo 2)
 BIN := .venv/bin
@@ -23,6 +23,7 @@ help:
 	@echo "make test       run the tests"
 	@echo "make lint       ruff, mypy and import-linter"
 	@echo "make benchmark  measure engine and trainer"
+	@echo "make images     build the container images with buildah (REGISTRY=..., PUSH=1; see images/build.sh)"
 	@echo "make cluster-up, cluster-down  a real one-node Kubernetes with Argo Workflows on this machine (docs/cluster-development.md)"
 	@echo "make test-cluster  run the tests that need it"
 
@@ -60,6 +61,9 @@ lint: environment
 
 benchmark: environment
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+images: environment
+	@images/build.sh
 
 cluster-up:
 	@tests/cluster/up.sh
