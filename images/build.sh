@@ -5,7 +5,8 @@
 #   PUSH=1              pushes them there, and writes their digests to build/images/values.yaml for `helm -f`;
 #                       signs them with cosign, and adds a bill of materials by syft, where these are installed
 #   BASE, BUILDER, ENVIRONMENT, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS   as the Containerfiles say
-#   BUILDAH="buildah"   the command, with options for its storage; ISOLATION=chroot where namespaces are not to be had
+#   BUILDAH="buildah"   the command, with options for its storage
+#   BUILDAH_ISOLATION   buildah's own: "chroot" where a build may not make namespaces, as inside a container
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 REGISTRY=${REGISTRY:-localhost} BUILDAH=${BUILDAH:-buildah} PUSH=${PUSH:-} out=build/images
@@ -24,7 +25,7 @@ rm -rf "$out" && mkdir -p "$out"
 for name; do
   repository=cuda-agent$([ "$name" = stage ] || echo "-$name")
   image=$REGISTRY/$repository:$version
-  $BUILDAH bud --isolation "${ISOLATION:-oci}" --layers --file "images/$name.Containerfile" --ignorefile images/ignore \
+  $BUILDAH bud --layers --file "images/$name.Containerfile" --ignorefile images/ignore \
     --tag "$image" "${arguments[@]}" .
   [ -n "$PUSH" ] || continue
   $BUILDAH push --digestfile "$out/$name.digest" "$image"

@@ -39,7 +39,7 @@ builder() { # what minio.Containerfile would build MinIO in, with MinIO already 
 [ $# -gt 0 ] || set -- stage sandbox mlflow minio
 base
 [[ " $* " != *" minio "* ]] || builder
-BASE=localhost/debian:12 BUILDER=localhost/minio-builder:$MINIO ENVIRONMENT=none ISOLATION=chroot \
+BASE=localhost/debian:12 BUILDER=localhost/minio-builder:$MINIO ENVIRONMENT=none BUILDAH_ISOLATION=chroot \
   BUILDAH="buildah --root $STORE --runroot $STORE-run --storage-driver overlay" \
   "$HERE/../../images/build.sh" "$@" >"$LOG/images.log" 2>&1 || { tail -30 "$LOG/images.log" >&2; die "building the images failed"; }
 say "built $*"

@@ -96,8 +96,8 @@ def ready(space: Cluster, name: str) -> bool:
 CLIENT = """
 import mlflow, minio, obstore
 from obstore.store import S3Store
-minio.Minio("minio:9000", "tester", "a-password-for-tests", secure=False).make_bucket("b")
-store = S3Store("b", endpoint="http://minio:9000", access_key_id="tester", secret_access_key="a-password-for-tests",
+minio.Minio("minio:9000", "tester", "a-password-for-tests", secure=False).make_bucket("bucket")
+store = S3Store("bucket", endpoint="http://minio:9000", access_key_id="tester", secret_access_key="a-password-for-tests",
                 region="us-east-1", client_options={"allow_http": True}, virtual_hosted_style_request=False)
 obstore.put(store, "key", b"bytes", mode="create")
 try:
