@@ -44,7 +44,7 @@ retry() { # command...: up to five times, 3, 6, 12 and 24 seconds apart
 install_packages() { # from Debian
   say "installing $*"
   retry apt-get update -q >/dev/null
-  retry env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@" </dev/null >/dev/null
+  retry env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends --no-remove "$@" </dev/null >/dev/null
 }
 
 await() { # seconds what command...: until the command succeeds

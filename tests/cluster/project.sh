@@ -46,9 +46,12 @@ say "built $*"
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$HERE/../../pyproject.toml")
 for name; do
   image=localhost/cuda-agent$([ "$name" = stage ] || echo "-$name"):$version
+  id=$(buildah images --quiet --no-trunc "$image")
+  [ "$(cat "$STATE/loaded/$name" 2>/dev/null)" != "$id" ] || continue
   rm -f "$STATE/image.tar"
   buildah push --quiet "$image" "docker-archive:$STATE/image.tar:$image"
   "$HERE/load.sh" "$STATE/image.tar" >/dev/null
   rm -f "$STATE/image.tar"
+  echo "$id" >"$STATE/loaded/$name"
   say "loaded $image"
 done
