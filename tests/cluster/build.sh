@@ -76,12 +76,14 @@ argo() {
   # A later tablewriter has another interface, and nothing in the module's own go.mod keeps it away.
   go mod edit -replace=github.com/olekukonko/tablewriter=github.com/olekukonko/tablewriter@v0.0.5
   local module=github.com/argoproj/argo-workflows/v3 at
-  goget -tool "$module/cmd/workflow-controller@v$ARGO" && goget -tool "$module/cmd/argoexec@v$ARGO"
+  goget -tool "$module/cmd/workflow-controller@v$ARGO"
+  goget -tool "$module/cmd/argoexec@v$ARGO"
   at=$(go list -m -f '{{.Dir}}' $module)
   # Modules leave symbolic links out, and one source file of the executor is a link: built from a copy that has it.
   mkdir source
   tar -C "$at" -cf - --exclude=./ui --exclude=./docs --exclude=./sdks --exclude=./test --exclude=./examples . |
-    tar -C source -xf - && chmod -R u+w source
+    tar -C source -xf -
+  chmod -R u+w source
   cp source/workflow/executor/osspecific/signal_{darwin,linux}.go
   go mod edit -replace=$module=./source
   local name

@@ -5,6 +5,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+export TMPDIR=$work
 buildah() { command buildah --root "$work/storage" --runroot "$work/run" --storage-driver overlay "$@"; }
 
 image() { # name tag folder-with-its-program [version, where the tag does not tell]

@@ -9,6 +9,8 @@ outer >/dev/null || die "No cluster is up: make cluster-up"
 STORE=$CACHE/buildah # keeps layers, so that a changed line of the package builds in seconds
 buildah() { command buildah --root "$STORE" --runroot "$STORE-run" --storage-driver overlay "$@"; }
 exec 9>"$CACHE/.project" && flock 9
+mkdir -p "$STORE-run/tmp"
+export TMPDIR=$STORE-run/tmp # buildah's own folder would be /var/tmp
 
 base() {
   local folder=$CACHE/debian-12 mirror made
