@@ -11,11 +11,6 @@ if pid=$(outer); then
 fi
 # A closing connection may keep the empty network namespace in the kernel for a minute; our end of the wire need not wait.
 ! ip link show "$LINK" >/dev/null 2>&1 || ip link delete "$LINK"
-if [ -e "$STATE/sysctls" ]; then
-  while read -r file value; do
-    [ "$(cat "/proc/sys/$file")" = "$value" ] || echo "$value" >"/proc/sys/$file"
-  done <"$STATE/sysctls"
-fi
 for parent in $(awk '$3 ~ /^cgroup2?$/ { print $2 }' /proc/mounts); do
   [ ! -d "$parent/$CGROUP" ] || await 20 "$parent/$CGROUP" find "$parent/$CGROUP" -depth -type d -exec rmdir {} +
 done

@@ -25,6 +25,14 @@ mount -t tmpfs tmpfs /var/lib
 mkdir -p /run/lock /var/lib/kubelet "$STATE/kubelet"
 mount --bind "$STATE/kubelet" /var/lib/kubelet
 
+for file in vm/overcommit_memory vm/panic_on_oom kernel/panic kernel/panic_on_oops kernel/keys/root_maxkeys \
+  kernel/keys/root_maxbytes; do # the kubelet sets these, and they have no namespace: it gets copies
+  [ -e "/proc/sys/$file" ] || continue
+  mkdir -p "/run/sys/${file%/*}"
+  cat "/proc/sys/$file" >"/run/sys/$file"
+  mount --bind "/run/sys/$file" "/proc/sys/$file"
+done
+
 ip link set lo up
 await 20 "the wire from outside" ip link show eth0
 ip addr add "$NODE_IP/30" dev eth0

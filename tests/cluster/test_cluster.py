@@ -66,7 +66,7 @@ def test_dns_answers_for_services_and_for_nothing_else(space: Cluster) -> None:
     space.create(pod("asks", "sleep 600"))
     space.ready("asks")
     wait_for(
-        "an answer", 10, lambda: space.exec("asks", "nslookup kubernetes.default.svc.cluster.local").returncode == 0
+        "an answer", 30, lambda: space.exec("asks", "nslookup kubernetes.default.svc.cluster.local").returncode == 0
     )
     answer = space.exec("asks", "nslookup kubernetes.default.svc.cluster.local")
     assert setting("API_IP") in answer.stdout

@@ -1,6 +1,7 @@
 """Ending a cluster leaves nothing on the machine: tried with a second one, beside whatever else runs."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -19,10 +20,12 @@ def output(*command: str) -> set[str]:
 
 
 def state_of_the_machine() -> dict[str, set[str]]:
-    """What a cluster could leave: mounts, links, addresses, routes, filter rules, settings, control groups, files."""
+    """What a cluster could leave: mounts, links, addresses, routes, filter rules, settings, control groups and files.
+    Other clusters may come and go meanwhile, and images may be built in the cache."""
+    mounted = {line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()}
     groups = [Path(line.split()[1]) for line in Path("/proc/mounts").read_text().splitlines() if " cgroup" in line]
-    return {
-        "mounts": {line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()},
+    found = {
+        "mounts": {path for path in mounted if not path.startswith(setting("CACHE"))},
         "links": set(os.listdir("/sys/class/net")),
         "addresses": output("ip", "-o", "addr"),
         "routes": output("ip", "route"),
@@ -33,6 +36,12 @@ def state_of_the_machine() -> dict[str, set[str]]:
         },
         "files": {f"{at}/{name}" for at in FOLDERS if os.path.isdir(at) for name in os.listdir(at)},
     }
+    return {kind: {thing for thing in things if not of_another_cluster(thing)} for kind, things in found.items()}
+
+
+def of_another_cluster(thing: str) -> bool:
+    number = re.search(r"(?:ca-cluster|cuda-agent-cluster-|10\.250\.)(\d+)", thing)
+    return number is not None and int(number[1]) != SECOND
 
 
 def namespaces(pid: str) -> set[str]:
@@ -64,6 +73,7 @@ def test_a_cluster_that_is_ended_leaves_nothing_behind() -> None:
         assert len(own) == 3
         assert len(inhabitants(own)) > 15  # the components and a pod's processes
         during = state_of_the_machine()
+        assert during["settings"] == before["settings"]
         for kind in ("links", "addresses", "routes", "groups", "files"):
             assert during[kind] - before[kind], f"the comparison sees no {kind}"
     finally:

@@ -11,7 +11,7 @@ from kubectl import Cluster, pod, script, setting, wait_for
 pytestmark = pytest.mark.cluster
 
 VERSION = importlib.metadata.version("cuda-agent")
-KEYS = {"MINIO_ROOT_USER": "tester", "MINIO_ROOT_PASSWORD": "a-password-for-tests"}
+KEYS = {"MINIO_ROOT_USER": "tester", "MINIO_ROOT_PASSWORD": "long-enough"}
 
 
 def of_image(
@@ -96,9 +96,9 @@ def ready(space: Cluster, name: str) -> bool:
 CLIENT = """
 import mlflow, minio, obstore
 from obstore.store import S3Store
-minio.Minio("minio:9000", "tester", "a-password-for-tests", secure=False).make_bucket("bucket")
-store = S3Store("bucket", endpoint="http://minio:9000", access_key_id="tester", secret_access_key="a-password-for-tests",
-                region="us-east-1", client_options={"allow_http": True}, virtual_hosted_style_request=False)
+minio.Minio("minio:9000", "tester", "long-enough", secure=False).make_bucket("bucket")
+store = S3Store("bucket", endpoint="http://minio:9000", access_key_id="tester", secret_access_key="long-enough",
+    region="us-east-1", client_options={"allow_http": True}, virtual_hosted_style_request=False)
 obstore.put(store, "key", b"bytes", mode="create")
 try:
     obstore.put(store, "key", b"others", mode="create")

@@ -28,11 +28,6 @@ groups() { # a control group of ours in every hierarchy; on version 1 a new cpus
 }
 
 namespaces() {
-  local file
-  for file in vm/overcommit_memory vm/panic_on_oom kernel/panic kernel/panic_on_oops kernel/keys/root_maxkeys \
-    kernel/keys/root_maxbytes; do # the kubelet sets these; they have no namespace
-    [ ! -e "/proc/sys/$file" ] || echo "$file $(cat "/proc/sys/$file")"
-  done >"$STATE/sysctls"
   groups
   setsid unshare --net --mount --pid --fork --mount-proc --kill-child bash "$HERE/inside.sh" \
     </dev/null >"$LOG/inside.log" 2>&1 8>&- 9>&- &
@@ -89,10 +84,10 @@ apply -f "$HERE/manifests/rbac.yaml"
 sed "s/@COREDNS@/$COREDNS/" "$HERE/manifests/dns.yaml" | apply -f -
 kubectl get namespace argo >/dev/null 2>&1 || kubectl create namespace argo >/dev/null
 [ "$(cat "$STATE/argo" 2>/dev/null)" = "$argo" ] || { apply -f "$argo" && echo "$argo" >"$STATE/argo"; }
-await 60 "the node" ready
-await 60 "the fake GPUs" gpus
-await 60 "the default service account" kubectl -n default get serviceaccount default
-kubectl -n kube-system rollout status deployment/coredns --timeout=90s >/dev/null
+await 120 "the node" ready
+await 120 "the fake GPUs" gpus
+await 120 "the default service account" kubectl -n default get serviceaccount default
+kubectl -n kube-system rollout status deployment/coredns --timeout=180s >/dev/null
 kubectl -n argo rollout status deployment/workflow-controller --timeout=180s >/dev/null
 say "the cluster is up: Kubernetes $KUBERNETES, Argo Workflows $ARGO, containerd $(containerd --version | cut -d' ' -f3)"
 cat <<T
