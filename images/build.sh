@@ -5,6 +5,7 @@
 #   PUSH=1              pushes them there, and writes their digests to build/images/values.yaml for `helm -f`;
 #                       signs them with cosign, and adds a bill of materials by syft, where these are installed
 #   BASE, BUILDER, ENVIRONMENT, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS   as the Containerfiles say
+#   CA_BUNDLE           certificate authorities that pip trusts during the build, where a proxy has one of its own
 #   BUILDAH="buildah"   the command, with options for its storage
 #   BUILDAH_ISOLATION   buildah's own: "chroot" where a build may not make namespaces, as inside a container
 set -euo pipefail
@@ -18,6 +19,8 @@ arguments=(--build-arg "VERSION=$version" --build-arg "REVISION=$revision")
 for name in BASE BUILDER ENVIRONMENT PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS; do
   [ -z "${!name:-}" ] || arguments+=(--build-arg "$name=${!name}")
 done
+
+[ -z "${CA_BUNDLE:-}" ] || arguments+=(--volume "$CA_BUNDLE:/etc/ssl/certs/ca-certificates.crt:ro")
 
 rm -rf "$out" && mkdir -p "$out"
 .venv/bin/python -m build --wheel --no-isolation --outdir "$out" >"$out/wheel.log" 2>&1 || { cat "$out/wheel.log" >&2; exit 1; }
