@@ -1,5 +1,6 @@
 """NetworkPolicies are enforced: what they forbid fails, and the same attempt succeeds once the policy is gone."""
 
+import socket
 from typing import Any
 
 import pytest
@@ -97,6 +98,16 @@ def test_what_is_let_out_is_one_address_less_an_exception(space: Cluster) -> Non
     space.create(policy("out", podSelector={"matchLabels": {"app": "client"}}, policyTypes=["Egress"], egress=out))
     closes(space, "client", node, 6443)
     opens(space, "client", ip, 8080)
+
+
+def test_the_machine_outside_cannot_be_reached_from_the_cluster(space: Cluster) -> None:
+    with socket.create_server((setting("HOST_IP"), 0)) as listening:
+        port = listening.getsockname()[1]
+        socket.create_connection((setting("HOST_IP"), port), timeout=5).close()  # it does answer
+        space.create(pod("client", "sleep 600"))
+        space.ready("client")
+        opens(space, "client", setting("NODE_IP"), 6443)
+        assert not connects(space, "client", setting("HOST_IP"), port)
 
 
 def test_a_policy_holds_from_a_pods_first_instruction(space: Cluster) -> None:
