@@ -1,4 +1,4 @@
-# make demo | test | lint | benchmark: each first makes the environment when it is missing or the lock has changed.
+# make demo | test | lint | benchmark | test-cluster: each first makes the environment when it is missing or the lock has changed.
 #
 #   PYTHON=python3.12   the interpreter to use (3.11 or newer; else the first that is found)
 #   CPU_TORCH=1         leave out the GPU libraries, for indexes that offer PyTorch's CPU build (see README.md)
@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test lint benchmark clean
+.PHONY: help environment demo test lint benchmark images cluster-up cluster-down test-cluster clean
 
 CORES := $(shell nproc 2>/dev/null || echo 2)
 BIN := .venv/bin
@@ -23,6 +23,9 @@ help:
 	@echo "make test       run the tests"
 	@echo "make lint       ruff, mypy and import-linter"
 	@echo "make benchmark  measure engine and trainer"
+	@echo "make images     build the container images with buildah (REGISTRY=..., PUSH=1; see images/build.sh)"
+	@echo "make cluster-up, cluster-down  a real one-node Kubernetes with Argo Workflows on this machine (docs/cluster-development.md)"
+	@echo "make test-cluster  run the tests that need it"
 
 environment:
 	@if $(CURRENT); then exit 0; fi; \
@@ -58,6 +61,18 @@ lint: environment
 
 benchmark: environment
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+images: environment
+	@images/build.sh
+
+cluster-up:
+	@tests/cluster/up.sh
+
+cluster-down:
+	@tests/cluster/down.sh
+
+test-cluster: environment
+	$(BIN)/python -m pytest -m cluster tests/cluster
 
 clean:
 	rm -rf .venv

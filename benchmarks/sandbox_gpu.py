@@ -185,7 +185,9 @@ async def bench(sandbox: LocalSandbox, tasks: dict[str, Task], lane: Lane, count
     begin = time.perf_counter()
     await asyncio.gather(*(one(1000 + number) for number in range(2 * count)))
     seconds = time.perf_counter() - begin
-    held = sum(v.phases[name] for v in verdicts[before:] for name in ("start", "check", "time") if name in v.phases)
+    held = sum(
+        v.phases[name] for v in verdicts[before:] for name in ("start", "check", "time", "settle") if name in v.phases
+    )
     return {
         "p50": statistics.median(alone),
         "p95": alone[int(0.95 * len(alone))],

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,7 @@ class Judge:
         self._lease = self._workshop.lease
         self._prepared: OrderedDict[str, Prepared] = OrderedDict()
         self._trial: Trial | None = None
+        self._settling = 0.0  # seconds of the last ``settle``
         self.memory = memory_of(settings.device)
 
     def prove(self) -> dict[str, str]:
@@ -85,6 +87,7 @@ class Judge:
     def evaluate(self, request: dict[str, Any]) -> dict[str, Any]:
         """The verdict of a built solution, as JSON."""
         self.settle()  # where the last one ended in an error of the task
+        before = self._settling
         settings = self.settings
         verdict = Verdict("ok", request["lane"], request["mode"], settings.device, settings.clock)  # type: ignore[arg-type]
         # Who is refused does not wait for baselines, and no candidate is there while they are measured.
@@ -99,6 +102,7 @@ class Judge:
                 break
             self.settle()
             _forget(verdict)
+        verdict.phases["settle"] = before
         if self.settings.clock == "model":
             verdict.phases = {}
         return verdict.to_json()
@@ -130,8 +134,10 @@ class Judge:
         """End the last trial and prepare the next one, when nobody waits for it."""
         trial, self._trial = self._trial, None
         if trial:
+            begin = time.perf_counter()
             self._workshop.start_spare()
             trial.close()
+            self._settling = time.perf_counter() - begin
 
     # ------------------------------------------------------------------------------------------------------------ probe
 

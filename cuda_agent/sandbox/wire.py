@@ -87,7 +87,9 @@ class Verdict:
     samples: list[float] = field(default_factory=list)  # raw timed calls, seconds
     checks: int = 0  # correctness checks passed
     max_error: float | None = None  # largest absolute difference over all checks
-    phases: dict[str, float] = field(default_factory=dict)  # seconds spent in build, start, check, time
+    phases: dict[str, float] = field(
+        default_factory=dict
+    )  # seconds of build, start, check, time; settle: after the verdict before it
     cached: bool = False
     strict: dict[str, Any] | None = None  # mode strict: inputs and errors by kind, precision, interval, baselines
     bytes: int | None = None  # of the task's inputs and outputs

@@ -1,0 +1,43 @@
+"""The cluster that the tests of this folder share: one that runs already, or one that they start and end."""
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kubectl import Cluster, script, setting, wait_for
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A running cluster. One that the tests had to start ends with the last test process that uses it."""
+    cache = Path(setting("CACHE"))
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / ".tests", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        state = Path(setting("STATE"))
+        running = state.is_dir()
+        script("up")
+        if not running:
+            (state / "for-tests").touch()
+        yield Cluster()
+        if (state / "for-tests").exists():
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return  # another process still uses it, and will end it
+            script("down")
+
+
+@pytest.fixture
+def space(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster, in a namespace of this test's own with Pod Security `restricted`."""
+    name = f"test-{os.getpid()}-{time.monotonic_ns() % 10**9}"
+    cluster.run("create", "namespace", name)
+    cluster.run("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+    here = Cluster(cluster.number, name)
+    wait_for("the service account", 30, lambda: here.try_run("get", "serviceaccount", "default").returncode == 0)
+    yield here
+    cluster.run("delete", "namespace", name, "--wait=false")
