@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,10 +165,11 @@ _OUR_SECONDS = 120.0  # for what is not a solution: headers that are precompiled
 
 
 class Builder:
-    """``folder``: the cache.  ``scratch``: a folder that jailed users can reach.  At most ``parallel`` builds run."""
+    """``folder``: the cache.  ``scratch``: a folder that jailed users can reach.  At most ``parallel`` builds run.
+    ``lease``: None where builds do not disturb who takes a time, as on a GPU."""
 
     def __init__(
-        self, folder: Path, scratch: Path, lease: Path, seconds: float, memory_mb: int, parallel: int = 2
+        self, folder: Path, scratch: Path, lease: Path | None, seconds: float, memory_mb: int, parallel: int = 2
     ) -> None:
         self._folder = folder
         self._scratch = scratch
@@ -318,8 +319,17 @@ class Builder:
             finally:
                 shutil.rmtree(work, ignore_errors=True)
 
-    def _run(self, command: list[str], work: Path, read: Sequence[str], seconds: float) -> None:
+    @contextlib.contextmanager
+    def _beside_timing(self) -> Iterator[None]:
+        """Where kernels run on the processor, nobody takes a time meanwhile."""
+        if self._lease is None:
+            yield
+            return
         with contextlib.closing(Lease(self._lease)) as lease, lease.working():
+            yield
+
+    def _run(self, command: list[str], work: Path, read: Sequence[str], seconds: float) -> None:
+        with self._beside_timing():
             self._finish(Compiler(self._policy(work, read, seconds), command, work), work, seconds)
 
     async def _compiled_ahead(self, unit: str, files: Mapping[str, str], products: Sequence[str], target: Path) -> bool:
@@ -341,7 +351,7 @@ class Builder:
         waiting = ahead.take()
         try:
             write_files(waiting.work, files)
-            with contextlib.closing(Lease(self._lease)) as lease, lease.working():
+            with self._beside_timing():
                 waiting.go(unit)
                 ahead.start()  # now, while nothing is timed: what is built will be, soon
                 self._finish(waiting, waiting.work, self._seconds)
@@ -357,7 +367,7 @@ class Builder:
         ]  # fmt: skip
         work = Path(tempfile.mkdtemp(prefix="build-", dir=self._scratch))
         try:
-            with contextlib.closing(Lease(self._lease)) as lease, lease.working():
+            with self._beside_timing():
                 return Waiting(
                     self._policy(work, (tools.lean,), self._seconds),
                     command,

@@ -84,9 +84,11 @@ class LocalSandbox:
         except OSError as error:
             raise SandboxUnready(f"the sandbox needs its cache and a temporary folder: {error}") from None
         config = self.config
+        on_cpu = config.device == "cpu"
         self._builder = build.Builder(
-            self.cache / "builds", self._scratch, self.lease_folder, config.build_seconds, config.memory_mb,
-            parallel=2 if config.device == "cpu" else max(2, (os.cpu_count() or 2) - 2),
+            self.cache / "builds", self._scratch, self.lease_folder if on_cpu else None, config.build_seconds,
+            config.memory_mb,
+            parallel=2 if on_cpu else max(2, (os.cpu_count() or 2) - 2),
         )  # fmt: skip
         self._first_pass = first_pass.FirstPass(
             self.cache / "passes", self._scratch, self.lease_folder, config.device, config.threads,

@@ -139,7 +139,7 @@ async def drill(evaluations: int, seed: int, device: str, clock: str, cache: Pat
 
         await asyncio.gather(*(stream() for _ in range(_PARALLEL[device])))
     report.seconds = time.monotonic() - begin
-    for _ in range(30):  # what was told to end may need a moment
+    for _ in range(100):  # what was told to end may need a moment, in a GPU's driver some seconds
         report.left = {kind: sorted(names - before[kind]) for kind, names in _present().items() if names - before[kind]}
         if not report.left:
             break

@@ -30,12 +30,12 @@ from cuda_agent.sandbox.passes import FirstPass
 from cuda_agent.sandbox.reference import Reference
 from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what a dead worker leaves comes here
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a dead worker leaves comes here
     for name in sys.argv[2:]:
         __import__(name)
     gc.collect()
@@ -43,7 +43,6 @@ def main() -> None:
     threads = len(os.listdir("/proc/self/task"))
     send_frame(control, "=", {"threads": threads, "torch": torch.__version__})
     children: set[int] = set()
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     while True:
         try:
             frame = receive_frame(control, max_fds=8)
@@ -54,10 +53,10 @@ def main() -> None:
             _bury(set())
             return
         if frame.kind == "F":
-            pid = os.fork()
+            parent, pid = os.getpid(), os.fork()
             if pid == 0:
                 control.detach()
-                _child(frame)
+                _child(frame, parent)
             children.add(pid)
             for descriptor in frame.fds:
                 os.close(descriptor)
@@ -84,9 +83,10 @@ def _bury(living: set[int]) -> None:
                 os.waitpid(pid, 0)
 
 
-def _child(frame: Frame) -> None:
+def _child(frame: Frame, parent: int) -> None:
     """A freshly forked worker; never returns."""
     try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         options = frame.body
         null = os.open("/dev/null", os.O_RDWR)
         keep = sorted((*frame.fds, null))
@@ -106,7 +106,9 @@ def _child(frame: Frame) -> None:
         policy = jail.Policy.from_json(options["policy"])
         if policy.one_group:
             os.setpgid(0, 0)
-        jail.enter(policy)
+        jail.enter(policy)  # which changes the user, and sets the signal of the parent's death anew
+        if os.getppid() != parent:
+            os._exit(70)  # it died before there was a signal
         os.dup2(null, 2)
         os.close(null)  # until here a fault is ours, and goes to the log
         channel = socket.socket(fileno=frame.fds[0])
