@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from cuda_agent import cli_cluster
 from cuda_agent.cli_sandbox import sandbox_app
 
 app = typer.Typer(
@@ -423,6 +424,9 @@ def benchmark(
         _print_json(scores.to_json())
     else:
         print("\n".join(evaluation.score_lines(scores)))
+
+
+cli_cluster.add_to(app)
 
 
 @app.command(hidden=True)
