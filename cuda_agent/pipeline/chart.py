@@ -4,7 +4,7 @@
     charts/cuda-agent/files/{workflow-template,cron-workflow,pools,dashboard,alerts}.json
     charts/cuda-agent/{Chart.yaml,values.yaml,values.schema.json,README.md}
 
-``files`` is a pure function of the graph and the schema of values; a test fails when what is stored is not what it gives.
+``files`` is a pure function of the graph and the schema of values; a test fails when what is stored is another thing.
 
 What it does not cover: the chart's templates, which are written by hand.
 """
@@ -62,6 +62,7 @@ def write(root: Path) -> list[str]:
 def schema() -> dict[str, Any]:
     """JSON schema of the values: closed, without what only the tests want to know."""
     made: dict[str, Any] = _without(Values.model_json_schema(), {"renders", "example", "title", "default"})
+    made["$defs"]["Profile"]["properties"]["stages"]["additionalProperties"] = False
     # Of a chart inside another one, Helm hands down what is global; nothing of it is used.
     made["properties"]["global"] = {"type": "object", "description": "given by Helm to charts inside of others; unused"}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"Values of {CHART}", **made}
@@ -120,7 +121,7 @@ def _chart() -> str:
 
 def _values() -> str:
     lines = [
-        "# Values of the chart, with their defaults, made by `cuda-agent render` from cuda_agent/pipeline/chart_values.py.",
+        "# Values of the chart and their defaults. Made by `cuda-agent render` from cuda_agent/pipeline/chart_values.py.",
         "# values.schema.json refuses whatever is not here.",
         "",
         *_value_lines(Values(), 0, whole=True),
@@ -195,8 +196,8 @@ helm install cuda-agent charts/cuda-agent --namespace cuda-agent \\
   --set store.endpoint=https://s3.example.org --set store.bucket=kernels --set store.existingSecret=my-s3
 ```
 
-**Profiles** say what a run's pods get; a researcher names one and sets nothing else of the kind. All pods of a run have one
-image, because the code in it is part of cache keys. **Upgrading** leaves runs alone that are under way: a template's
+**Profiles** say what a run's pods get; a researcher names one and sets nothing else of the kind. All pods of a run have
+one image, because the code in it is part of cache keys. **Upgrading** leaves runs alone that are under way: a template's
 name holds the version, a Workflow keeps a copy of the template it was made from, and nothing that its pods refer to has
 a version. **Removing** the release removes MinIO and MLflow too; their volumes stay.
 

@@ -42,7 +42,7 @@ def group(default: Any, description: str) -> Any:
 
 class Resources(Group):
     requests: dict[str, Quantity | int] = leaf(
-        {}, "what a pod asks for", "(WorkflowTemplate|StatefulSet|Deployment):requests", {"cpu": "100m"}
+        {}, "what a pod asks for", "(WorkflowTemplate|StatefulSet|Deployment):requests", {"cpu": "150m"}
     )
     limits: dict[str, Quantity | int] = leaf(
         {}, "what it may use at most; `nvidia.com/gpu: 1` asks for a GPU",
@@ -80,7 +80,7 @@ class Store(Group):
     bucket: str = leaf("cuda-agent", "bucket of artifacts, caches and logs", "ConfigMap:data.store", "other")
     prefix: str = leaf("", "folder inside the bucket", "WorkflowTemplate:container.env", "team-a")
     endpoint: str = leaf(
-        "", "address of an S3 other than AWS, as in http://minio.storage:9000; empty with `minio.enabled`: its own",
+        "", "an S3 other than AWS, as in http://minio.storage:9000; empty with `minio.enabled`: its own",
         "ConfigMap:data.store", "https://s3.test:9000",
     )  # fmt: skip
     region: str = leaf("us-east-1", "region", "ConfigMap:data.store", "eu-west-1")
@@ -88,20 +88,21 @@ class Store(Group):
         "",
         "secret with `accesskey` and `secretkey`; needed unless `minio.enabled` makes one",
         "ConfigMap:data.store",
-        "s3",
+        "other-s3",
     )
 
 
 class Tracking(Group):
     uri: str = leaf(
         "", "address of an MLflow server; empty with `mlflow.enabled`: the chart's own; empty without: no MLflow",
-        "WorkflowTemplate:container.env", "http://mlflow.test:5000",
+        "WorkflowTemplate:container.env", "http://mlflow.test:5001",
     )  # fmt: skip
     allowedPort: Port = leaf(5000, "its port, which stages may reach", "NetworkPolicy:egress", 5001)
 
 
 class Place(Group):
-    """Where a pod runs and with what.  Fields that are not given are those of the profile's ``defaults``."""
+    """Where a pod runs and with what.  A field that a stage does not give is that of the profile's ``defaults``; one that
+    it gives counts as a whole."""
 
     resources: Resources = group(Resources(), "requests and limits")
     nodeSelector: dict[str, str] = leaf({}, "labels of its nodes", "WorkflowTemplate:nodeSelector", {"pool": "a"})
@@ -117,7 +118,7 @@ class Place(Group):
 class Pool(Group):
     """One kind of sandbox servers of a run."""
 
-    replicas: Annotated[int, Field(ge=1, le=512)] = leaf(1, "servers", "WorkflowTemplate:container.env", 2)
+    replicas: Annotated[int, Field(ge=1, le=512)] = leaf(1, "servers", "WorkflowTemplate:container.env")
     resources: Resources = group(Resources(), "requests and limits of one server")
     nodeSelector: dict[str, str] = leaf({}, "labels of their nodes", "WorkflowTemplate:container.env", {"pool": "b"})
     tolerations: list[Object] = leaf(
@@ -312,7 +313,7 @@ class Mlflow(Group):
     enabled: bool = leaf(False, "bring an MLflow server, for clusters that have none", "Deployment:")
     backendUri: str = leaf(
         "", "address of a PostgreSQL without password, which comes from `backendSecret`; empty: SQLite on its volume",
-        "Deployment:backend", "postgresql://mlflow@db/mlflow",
+        r"Deployment:env\[MLFLOW_BACKEND_STORE_URI", "postgresql://mlflow@db/mlflow",
     )  # fmt: skip
     backendSecret: Name = leaf("", "secret with `password` for `backendUri`", "Deployment:env", "db")
     allowedHosts: list[str] = leaf(

@@ -6,8 +6,8 @@
     StatefulSet     one a role: workspace, build, evaluate
 
 All are owned by the run's Workflow, so they go with it at the latest.  The objects are data with ``RUN`` in the place
-of the Workflow's name; the chart merges images, resources and places into them, a profile at a time, and ``objects`` fills
-them in.
+of the Workflow's name; the chart merges images, resources and places into them, a profile at a time, and ``objects``
+fills them in.
 
 What it does not cover: talking to a cluster (``cluster_api``), and what a server does (``sandbox.service``).
 """

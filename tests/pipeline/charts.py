@@ -22,7 +22,7 @@ KUBERNETES = "1.34.0"
 needs_helm = pytest.mark.skipif(HELM is None, reason="no helm: .ci/tools builds it (needs Go)")
 needs_argo = pytest.mark.skipif(ARGO is None, reason="no argocheck: .ci/tools builds it (needs Go)")
 
-# What a cluster with nothing of its own sets, and what one with an S3 and an MLflow does; together they show every value.
+# What a cluster with nothing of its own sets, and what one with S3 and MLflow does; together they show every value.
 ALONE: dict[str, Any] = {
     "minio": {"enabled": True},
     "mlflow": {"enabled": True},
@@ -35,6 +35,7 @@ WITH_OTHERS: dict[str, Any] = {
     "store": {"existingSecret": "s3", "endpoint": "https://s3.test"},
     "tracking": {"uri": "http://mlflow.test:5000"},
     "networkPolicy": {"trackingCidrs": ["10.1.0.0/16"]},
+    "cron": {"config": "ab" * 32},
 }
 
 
@@ -53,7 +54,7 @@ def template(values: dict[str, Any], release: str = "r", namespace: str = "ns") 
     """The objects that ``helm install`` would make."""
     done = helm("template", release, str(CHART), "--namespace", namespace, "--kube-version", KUBERNETES, values=values)
     assert done.returncode == 0, done.stderr
-    return [item for item in yaml.safe_load_all(done.stdout) if item]
+    return [item for item in yaml.load_all(done.stdout, yaml.CSafeLoader) if item]
 
 
 @functools.cache

@@ -29,6 +29,11 @@
 {{- if and $v.sandbox.runtimeClassName (contains "gvisor" $v.sandbox.runtimeClassName) (contains "nvidia.com/mig" ($profile.pools | toJson)) -}}
 {{- fail (printf "profiles.%s.pools: gVisor does not support MIG; give evaluate whole GPUs, or another runtimeClassName." $name) -}}
 {{- end -}}
+{{- range $stage, $place := $profile.stages -}}
+{{- if and $place.resources (not (and $place.resources.limits $place.resources.limits.cpu $place.resources.limits.memory)) -}}
+{{- fail (printf "profiles.%s.stages.%s.resources: replaces the defaults as a whole, so it needs limits for cpu and memory." $name $stage) -}}
+{{- end -}}
+{{- end -}}
 {{- range $pool, $place := $profile.pools -}}
 {{- if not (and $place.resources.limits.cpu $place.resources.limits.memory) -}}
 {{- fail (printf "profiles.%s.pools.%s.resources.limits: untrusted code needs a limit on cpu and memory." $name $pool) -}}
