@@ -19,6 +19,7 @@ from hera.workflows import models
 from hera.workflows.models import Template
 
 from cuda_agent.pipeline.graph import STAGES, Stage, check
+from cuda_agent.pipeline.pools import version_name
 
 NAME = "cuda-agent"  # a release's objects are named after it; the chart puts its own name in this one's place
 RUN, CONFIG, WORKFLOW = "{{workflow.parameters.run}}", "{{workflow.parameters.config}}", "{{workflow.name}}"
@@ -47,11 +48,6 @@ _EXECUTOR_RESOURCES = {
     "requests": {"cpu": "10m", "memory": "64Mi", "ephemeral-storage": "64Mi"},
     "limits": {"cpu": "500m", "memory": "256Mi", "ephemeral-storage": "1Gi"},
 }
-
-
-def version_name() -> str:
-    """The version as part of an object's name: ``0-1-0``."""
-    return version("cuda-agent").replace(".", "-").replace("+", "-")
 
 
 def workflow_template(stages: Sequence[Stage] = STAGES) -> dict[str, Any]:

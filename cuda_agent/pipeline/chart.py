@@ -121,7 +121,7 @@ def _chart() -> str:
 
 def _values() -> str:
     lines = [
-        "# Values of the chart and their defaults. Made by `cuda-agent render` from cuda_agent/pipeline/chart_values.py.",
+        "# The chart's values and their defaults, made by `cuda-agent render` of cuda_agent/pipeline/chart_values.py.",
         "# values.schema.json refuses whatever is not here.",
         "",
         *_value_lines(Values(), 0, whole=True),
@@ -197,9 +197,9 @@ helm install cuda-agent charts/cuda-agent --namespace cuda-agent \\
 ```
 
 **Profiles** say what a run's pods get; a researcher names one and sets nothing else of the kind. All pods of a run have
-one image, because the code in it is part of cache keys. **Upgrading** leaves runs alone that are under way: a template's
-name holds the version, a Workflow keeps a copy of the template it was made from, and nothing that its pods refer to has
-a version. **Removing** the release removes MinIO and MLflow too; their volumes stay.
+one image, because the code in it is part of cache keys. **Upgrading** leaves runs alone that are under way: a
+template's name holds the version, a Workflow keeps a copy of the template it was made from, and nothing that its pods
+refer to has a version. **Removing** the release removes MinIO and MLflow too; their volumes stay.
 
 Values that come from elsewhere are checked: `values.schema.json` refuses unknown names and wrong types, and what
 contradicts itself ends with a sentence that says so.

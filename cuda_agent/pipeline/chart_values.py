@@ -101,8 +101,8 @@ class Tracking(Group):
 
 
 class Place(Group):
-    """Where a pod runs and with what.  A field that a stage does not give is that of the profile's ``defaults``; one that
-    it gives counts as a whole."""
+    """Where a pod runs and with what.  A field that a stage does not give is that of the profile's ``defaults``; one
+    that it gives counts as a whole."""
 
     resources: Resources = group(Resources(), "requests and limits")
     nodeSelector: dict[str, str] = leaf({}, "labels of its nodes", "WorkflowTemplate:nodeSelector", {"pool": "a"})

@@ -37,6 +37,11 @@ _CONTAINER_SECURITY = {
 }
 
 
+def version_name() -> str:
+    """The version as part of an object's name: ``0-1-0``."""
+    return version("cuda-agent").replace(".", "-").replace("+", "-")
+
+
 def pool_objects() -> list[dict[str, Any]]:
     """The objects of a run without a profile, in the order in which they are made."""
     secret = {

@@ -6,9 +6,10 @@ import re
 import pytest
 import yaml
 
-from cuda_agent.pipeline import argo, chart
+from cuda_agent.pipeline import chart
 from cuda_agent.pipeline.argo import RETRY, cron_workflow, workflow_template
 from cuda_agent.pipeline.graph import STAGES, Stage
+from cuda_agent.pipeline.pools import version_name
 from tests.pipeline.charts import ARGO, ROOT, argocheck, needs_argo
 
 TEMPLATE = workflow_template()
@@ -154,7 +155,7 @@ def test_every_pod_is_tried_again_with_longer_and_longer_waits():
 
 
 def test_names_carry_the_version():
-    assert TEMPLATE["metadata"]["name"] == f"cuda-agent-{argo.version_name()}"
+    assert TEMPLATE["metadata"]["name"] == f"cuda-agent-{version_name()}"
     assert cron_workflow()["spec"]["workflowSpec"]["workflowTemplateRef"]["name"] == TEMPLATE["metadata"]["name"]
     assert re.fullmatch(r"[a-z0-9-]+", TEMPLATE["metadata"]["name"])
 
