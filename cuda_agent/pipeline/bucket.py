@@ -19,7 +19,7 @@ def make(store: str, expire_logs_days: int) -> str:
     from minio import Minio
     from minio.commonconfig import ENABLED, Filter
     from minio.error import MinioException, S3Error
-    from minio.lifecycleconfig import AbortIncompleteMultipartUpload, Expiration, LifecycleConfig, Rule
+    from minio.lifecycleconfig import Expiration, LifecycleConfig, Rule
     from urllib3.exceptions import HTTPError
 
     parts, endpoint = urlsplit(store), urlsplit(os.environ.get("AWS_ENDPOINT_URL", ""))
@@ -33,20 +33,9 @@ def make(store: str, expire_logs_days: int) -> str:
         region=os.environ.get("AWS_REGION"),
     )
     logs = "/".join(filter(None, [parts.path.strip("/"), "argo/"]))
-    rules = [
-        Rule(
-            ENABLED,
-            rule_id="logs-of-argo",
-            rule_filter=Filter(prefix=logs),
-            expiration=Expiration(days=expire_logs_days),
-        ),
-        Rule(
-            ENABLED,
-            rule_id="broken-uploads",
-            rule_filter=Filter(prefix=""),
-            abort_incomplete_multipart_upload=AbortIncompleteMultipartUpload(days_after_initiation=2),
-        ),
-    ]
+    rule = Rule(
+        ENABLED, rule_id="logs-of-argo", rule_filter=Filter(prefix=logs), expiration=Expiration(days=expire_logs_days)
+    )
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -56,10 +45,11 @@ def make(store: str, expire_logs_days: int) -> str:
                 except S3Error as error:
                     if error.code not in ("BucketAlreadyOwnedByYou", "BucketAlreadyExists"):
                         raise
-            client.set_bucket_lifecycle(parts.netloc, LifecycleConfig(rules))
+            client.set_bucket_lifecycle(parts.netloc, LifecycleConfig([rule]))
             return f"bucket {parts.netloc} at {endpoint.geturl()}; {logs} expires after {expire_logs_days} days"
         except (MinioException, HTTPError, OSError) as error:
-            if time.monotonic() > deadline or (isinstance(error, S3Error) and error.code == "AccessDenied"):
+            refused = isinstance(error, S3Error) and error.response.status < 500
+            if refused or time.monotonic() > deadline:
                 reason = str(error).splitlines()[0][:200]
                 raise StoreUnavailable(
                     f"{endpoint.geturl()}: could not make bucket {parts.netloc} ({reason})."

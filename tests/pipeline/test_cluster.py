@@ -360,7 +360,7 @@ def test_a_pool_that_does_not_become_ready_says_why(plane, as_user, monkeypatch)
     pod.remove_pools(as_user("admin"), "starved")
 
 
-# ------------------------------------------------------------------------------------------- runs, watch, cancel, resume
+# ------------------------------------------------------------------------------------------ runs, watch, cancel, resume
 
 
 def nodes(**phases: str) -> dict[str, Any]:
