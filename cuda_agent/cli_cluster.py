@@ -198,7 +198,7 @@ def _submitted(place: "Cluster", run: str, workflow: str, watching: bool, as_jso
         print(json.dumps({"run": run, "workflow": workflow, "namespace": place.namespace, "cluster": place.name}))
     else:
         print(f"run {run} is Workflow {workflow} in namespace {place.namespace} of {place.name}")
-        print(f"follow it with: cuda-agent watch {run}")
+        print(f"follow it with: cuda-agent watch {run} --namespace {place.namespace}")
     if watching:
         sys.exit(_follow(place, run))
 

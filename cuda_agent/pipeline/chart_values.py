@@ -220,6 +220,12 @@ class SandboxValues(Group):
     extraVolumeMounts: list[Object] = leaf(
         [], "and where they are", "WorkflowTemplate:container.env", [{"name": "v", "mountPath": "/v"}]
     )
+    recycleAfter: Annotated[int, Field(ge=0)] = leaf(
+        1000,
+        "verdicts after which a server ends and a fresh one takes its place; 0: never",
+        "WorkflowTemplate:container.env",
+    )
+    recycleOnCheat: bool = leaf(True, "and after any cheat", "WorkflowTemplate:container.env")
     environment: dict[str, str] = leaf({}, "environment of the servers", "WorkflowTemplate:container.env", {"A": "b"})
 
 

@@ -41,6 +41,6 @@ def test_workers_read_packages_that_a_path_file_names(tmp_path):
     (own / "environment.pth").write_text(f"{site}\n{ROOT}\n")
     done = subprocess.run(
         [str(bare / "bin" / "python"), "-c", PROBE, str(tmp_path / "cache")], capture_output=True, text=True,
-        env={key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}, cwd=tmp_path, timeout=180,
+        env={name: value for name, value in os.environ.items() if name[:6] != "PYTHON"}, cwd=tmp_path, timeout=180,
     )  # fmt: skip
     assert done.stdout.strip() in ("''", "None"), done.stdout + done.stderr
