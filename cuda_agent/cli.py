@@ -227,9 +227,14 @@ def _open(store: str) -> Any:
 def report(
     run: Annotated[str, typer.Argument(help="a run, the beginning of its name, or `last`")],
     store: StoreOption = STORE,
+    on: Annotated[str | None, typer.Option("--on", metavar="CONTEXT", help="a cluster; `.`: the current one")] = None,
+    namespace: cli_cluster.Namespace = None,
     as_json: AsJson = False,
 ) -> None:
     """Fetch the report of a run and say where it lies; with --json print its data."""
+    if on is not None:
+        cli_cluster.report(run, on, namespace, as_json)
+        return
     from cuda_agent.config import ConfigError
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.local import fetch_report

@@ -39,6 +39,7 @@ def add_to(app: typer.Typer) -> None:
         logs: ("cuda-agent logs last agentic -f",),
         cancel: ("cuda-agent cancel last", "cuda-agent cancel last --now"),
         resume: ("cuda-agent resume last",),
+        mlflow: ("cuda-agent mlflow",),
         render: ("cuda-agent render", "cuda-agent render --check"),
     }
     for command, lines in examples.items():
@@ -125,6 +126,31 @@ def resume(
     place = _cluster(on, namespace)
     what = cluster.resume(place, run)
     _submitted(place, what.run, what.workflow["metadata"]["name"], watching, as_json)
+
+
+def mlflow(
+    on: On = None,
+    namespace: Namespace = None,
+    port: Annotated[int, typer.Option(help="on this machine; 0: any that is free")] = 0,
+) -> None:
+    """Bring the chart's MLflow to this machine, until Ctrl-C."""
+    from cuda_agent.pipeline import cluster_report, forward
+
+    place = _cluster(on, namespace)
+    with forward.forwarded(place, forward.pod_of(place, "mlflow"), cluster_report.MLFLOW_PORT, port) as local:
+        print(f"http://127.0.0.1:{local}", flush=True)
+        while True:
+            time.sleep(3600)
+
+
+def report(run: str, on: str, namespace: str | None, as_json: bool) -> None:
+    """``cuda-agent report RUN --on CONTEXT``; `.` is the current one."""
+    from cuda_agent.pipeline import cluster, cluster_report
+
+    place = _cluster(None if on == "." else on, namespace)
+    name = cluster.run_of(cluster.find(place, run))
+    folder = cluster_report.fetch_report(place, name, Path(".cuda-agent") / "reports" / name)
+    print((folder / "report.json").read_text() if as_json else folder / "index.html")
 
 
 def render(

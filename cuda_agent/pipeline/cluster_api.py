@@ -41,7 +41,7 @@ class Cluster:
     """One namespace of one cluster."""
 
     def __init__(self, client: Any, namespace: str, name: str) -> None:
-        self._client, self.namespace, self.name = client, namespace, name
+        self.client, self.namespace, self.name = client, namespace, name
 
     @classmethod
     def of_kubeconfig(cls, context: str | None = None, namespace: str | None = None) -> "Cluster":
@@ -154,7 +154,7 @@ class Cluster:
         from urllib3.exceptions import HTTPError
 
         try:
-            return self._client.call_api(
+            return self.client.call_api(
                 path, method, query_params=query, header_params={"Accept": "application/json"} | headers, body=body,
                 auth_settings=["BearerToken"], _preload_content=False, _return_http_data_only=True,
                 _request_timeout=(_SECONDS, None if stream else _SECONDS),

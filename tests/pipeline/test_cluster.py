@@ -263,7 +263,7 @@ def test_a_run_of_cron_without_a_name_is_admitted(as_user):
 VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection")
 KINDS = (
     "workflows.argoproj.io", "workflowtemplates.argoproj.io", "workflowtaskresults.argoproj.io", "pods", "pods/log",
-    "pods/exec", "secrets", "configmaps", "services", "statefulsets.apps", "deployments.apps",
+    "pods/exec", "pods/portforward", "secrets", "configmaps", "services", "statefulsets.apps", "deployments.apps",
     "networkpolicies.networking.k8s.io", "serviceaccounts", "roles.rbac.authorization.k8s.io",
 )  # fmt: skip
 ROLES = {
@@ -289,7 +289,7 @@ def test_every_verb_that_a_role_does_not_list_is_refused(plane, as_user, who):
         for verb in rule["verbs"]
     }
     groups = ["system:serviceaccounts", f"system:serviceaccounts:{NAMESPACE}"] if ":" in who else []
-    client = as_user("admin")._client
+    client = as_user("admin").client
     for kind in KINDS:
         resource, _, group = kind.partition(".")
         name, _, sub = resource.partition("/")
@@ -320,7 +320,7 @@ def test_prepares_account_can_make_and_remove_a_runs_pools_and_they_belong_to_th
     send(as_user(), "pooled")
     account = f"system:serviceaccount:{NAMESPACE}:cuda-agent-operator"
     client = as_user("admin")
-    client._client.default_headers["Impersonate-User"] = account
+    client.client.default_headers["Impersonate-User"] = account
     # No controller makes pods here: the sets say themselves that a server is ready.
     for role in pools.ROLES:
         name = f"pooled-{role}"
