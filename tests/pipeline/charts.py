@@ -15,7 +15,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "cuda-agent"
 TOOLS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cuda-agent" / "tools"
-HELM = next(iter(sorted(TOOLS.glob("helm-v*/helm"))), None)
+HELM = next(iter(sorted([*TOOLS.glob("helm-v*/helm"), *TOOLS.parent.glob("cluster/helm-*/helm")])), None)
 ARGO = next(iter(sorted(TOOLS.glob("argocheck-v*/argocheck"))), None)
 KUBERNETES = "1.34.0"
 
