@@ -19,7 +19,7 @@ from hera.workflows import models
 from hera.workflows.models import Template
 
 from cuda_agent.pipeline.graph import STAGES, Stage, check
-from cuda_agent.pipeline.pools import version_name
+from cuda_agent.pipeline.pools import CONTAINER_SECURITY, version_name
 
 NAME = "cuda-agent"  # a release's objects are named after it; the chart puts its own name in this one's place
 RUN, CONFIG, WORKFLOW = "{{workflow.parameters.run}}", "{{workflow.parameters.config}}", "{{workflow.name}}"
@@ -37,13 +37,6 @@ RETRY = (
     "(lastRetry.status == 'Error' || lastRetry.exitCode in ['75', '137', '143', '-1']))"
 )
 
-_CONTAINER_SECURITY: dict[str, Any] = {
-    "runAsNonRoot": True,
-    "readOnlyRootFilesystem": True,
-    "allowPrivilegeEscalation": False,
-    "capabilities": {"drop": ["ALL"]},
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
 _EXECUTOR_RESOURCES = {
     "requests": {"cpu": "10m", "memory": "64Mi", "ephemeral-storage": "64Mi"},
     "limits": {"cpu": "500m", "memory": "256Mi", "ephemeral-storage": "1Gi"},
@@ -236,7 +229,7 @@ def _container(
             models.EnvVar(name="CUDA_AGENT_HOME", value="/work/home"),
             *env,
         ],
-        security_context=models.SecurityContext.model_validate(_CONTAINER_SECURITY),
+        security_context=models.SecurityContext.model_validate(CONTAINER_SECURITY),
         volume_mounts=[
             models.VolumeMount(name="work", mount_path="/work"),
             models.VolumeMount(name="tmp", mount_path="/tmp"),
@@ -261,7 +254,7 @@ def _retries() -> models.RetryStrategy:
 def _patch(grace: int) -> str:
     """What a template of Argo cannot say otherwise: how long a pod has to end, and walls and limits of the executor's
     own containers, whatever the controller's settings are."""
-    executor = {"securityContext": _CONTAINER_SECURITY, "resources": _EXECUTOR_RESOURCES}
+    executor = {"securityContext": CONTAINER_SECURITY, "resources": _EXECUTOR_RESOURCES}
     patch = {
         "terminationGracePeriodSeconds": grace,
         "enableServiceLinks": False,

@@ -28,7 +28,7 @@ ROLE_LABEL = "cuda-agent.io/role"
 NAME_LABEL, COMPONENT_LABEL = "app.kubernetes.io/name", "app.kubernetes.io/component"
 
 _LABELS = {NAME_LABEL: "cuda-agent", COMPONENT_LABEL: "sandbox", POOL_LABEL: RUN_NAME}
-_CONTAINER_SECURITY = {
+CONTAINER_SECURITY: dict[str, Any] = {
     "runAsNonRoot": True,
     "readOnlyRootFilesystem": True,
     "allowPrivilegeEscalation": False,
@@ -106,7 +106,7 @@ def _pool(role: str) -> dict[str, Any]:
         "readinessProbe": {"httpGet": {"path": "/readyz", "port": "http"}, "periodSeconds": 5, "failureThreshold": 2},
         "livenessProbe": {"httpGet": {"path": "/healthz", "port": "http"}, "periodSeconds": 20, "failureThreshold": 6},
         "startupProbe": {"httpGet": {"path": "/healthz", "port": "http"}, "periodSeconds": 2, "failureThreshold": 150},
-        "securityContext": _CONTAINER_SECURITY,
+        "securityContext": CONTAINER_SECURITY,
         "volumeMounts": [{"name": "work", "mountPath": "/work"}, {"name": "tmp", "mountPath": "/tmp"}],
     }
     return {
