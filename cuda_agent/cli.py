@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from cuda_agent import cli_cluster
+from cuda_agent.cli_pod import pod_app
 from cuda_agent.cli_sandbox import sandbox_app
 
 app = typer.Typer(
@@ -63,7 +65,11 @@ def _exit_code(error: Exception) -> int | None:
         return 75
     if name in ("ConfigError", "TaskError", "PolicyError", "SandboxUnready", "JailError", "BenchmarkError"):
         return 78
-    return getattr(error, "code", None) if name in ("BadConfiguration", "TryAgain", "NotGoodEnough") else None
+    return (
+        getattr(error, "code", None)
+        if name in ("BadConfiguration", "TryAgain", "NotGoodEnough", "ClusterError")
+        else None
+    )
 
 
 def _print_json(value: Any) -> None:
@@ -169,9 +175,20 @@ def _about(seconds: float | None) -> str:
     return "unknown" if seconds is None else duration(seconds)
 
 
-@app.command(name="runs", epilog="\b\nExample:\n  cuda-agent runs --store s3://kernels/main")
-def list_all(store: StoreOption = STORE, as_json: AsJson = False) -> None:
-    """List the runs of a store, oldest first."""
+@app.command(
+    name="runs",
+    epilog="\b\nExamples:\n  cuda-agent runs --store s3://kernels/main\n  cuda-agent runs --on my-cluster",
+)
+def list_all(
+    store: StoreOption = STORE,
+    on: Annotated[str | None, typer.Option("--on", metavar="CONTEXT", help="a cluster; `.`: the current one")] = None,
+    namespace: cli_cluster.Namespace = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the runs of a store or of a cluster, oldest first."""
+    if on is not None:
+        cli_cluster.list_runs(on, namespace, as_json)
+        return
     from dataclasses import asdict
 
     from cuda_agent.pipeline import runs
@@ -210,9 +227,14 @@ def _open(store: str) -> Any:
 def report(
     run: Annotated[str, typer.Argument(help="a run, the beginning of its name, or `last`")],
     store: StoreOption = STORE,
+    on: Annotated[str | None, typer.Option("--on", metavar="CONTEXT", help="a cluster; `.`: the current one")] = None,
+    namespace: cli_cluster.Namespace = None,
     as_json: AsJson = False,
 ) -> None:
     """Fetch the report of a run and say where it lies; with --json print its data."""
+    if on is not None:
+        cli_cluster.report(run, on, namespace, as_json)
+        return
     from cuda_agent.config import ConfigError
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.local import fetch_report
@@ -423,6 +445,10 @@ def benchmark(
         _print_json(scores.to_json())
     else:
         print("\n".join(evaluation.score_lines(scores)))
+
+
+cli_cluster.add_to(app)
+app.add_typer(pod_app, name="pod", hidden=True)
 
 
 @app.command(hidden=True)

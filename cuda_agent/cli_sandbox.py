@@ -33,6 +33,9 @@ def serve(
     workspaces: Annotated[int, typer.Option(min=1, help="work folders that may be open at once")] = 64,
     idle_seconds: Annotated[float, typer.Option(min=1, help="until an unused work folder is closed")] = 600.0,
     drain_seconds: Annotated[float, typer.Option(min=0, help="for running work, after SIGTERM")] = 60.0,
+    recycle_after: Annotated[int, typer.Option(min=0, help="verdicts after which it ends; 0: never")] = 0,
+    recycle_on_cheat: Annotated[bool, typer.Option("--recycle-on-cheat", help="end after a cheat")] = False,
+    open_metrics: Annotated[bool, typer.Option("--open-metrics", help="/metrics asks for no token")] = False,
     cache: Annotated[Path | None, typer.Option(help="folder of builds, baselines and verdicts")] = None,
 ) -> None:
     """Serve the sandbox over HTTP until SIGTERM, then finish what runs.
@@ -56,7 +59,7 @@ def serve(
         raise ConfigError(f"--roles: expected any of {', '.join(ROLES)}, got {roles!r}")
     config = compose(overrides or [])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    limits = Limits(queue, workspaces, idle_seconds, drain_seconds)
+    limits = Limits(queue, workspaces, idle_seconds, drain_seconds, recycle_after, recycle_on_cheat, open_metrics)
     folder = cache or local_home(config.run.store) / "cache"
     asyncio.run(serving(config.sandbox, folder, chosen, limits, host, port))
 

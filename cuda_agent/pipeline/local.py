@@ -27,17 +27,14 @@ from cuda_agent.config import Config, ConfigError, flat, freeze
 from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.graph import STAGES, STAGES_INPUT, Stage, ancestors, check
 from cuda_agent.pipeline.manifest import (
-    Identity,
     Manifest,
     config_entry,
     find_result,
-    identify,
+    identity_of,
     is_whole,
-    make_stages_folder,
     manifest_entry,
     publish,
     read_manifest,
-    resolve_inputs,
 )
 from cuda_agent.pipeline.spawn import PRELOAD, Spawner
 from cuda_agent.pipeline.stage_main import TABLE, Order
@@ -216,18 +213,11 @@ class _Execution:
         """The stages above it, near and far when it reads what they all said."""
         return ancestors(self.stages, stage.name) if STAGES_INPUT in stage.inputs.values() else [*stage.upstream]
 
-    def _identity(self, stage: Stage) -> Identity:
-        inputs = resolve_inputs(self.store, stage, self.done)
-        for name, source in stage.inputs.items():
-            if source == STAGES_INPUT:
-                with tempfile.TemporaryDirectory() as temporary:
-                    make_stages_folder(self.store, self.stages, stage, self.config, self.done, Path(temporary))
-                    inputs[name] = self.store.put_folder(Path(temporary))
-        return identify(stage, self.config, inputs)
-
     def _serve_or_start(self, stage: Stage, spawner: Spawner) -> None:
         view = self.views[stage.name]
-        result = find_result(self.store, self.run_record.name, self._identity(stage))
+        result = find_result(
+            self.store, self.run_record.name, identity_of(self.store, self.stages, stage, self.config, self.done)
+        )
         if result is not None:
             publish(self.store, self.run_record.name, result)
             self._finish(stage, result, "cached")

@@ -8,12 +8,15 @@
     runs/<run>/<stage>/manifest.json      what this run uses of this stage
     runs/<run>/<stage>/key                what it began to make
     runs/<run>/<stage>/log.txt            what its last attempt printed
+    runs/<run>/<stage>/outcome.json       how its last attempt on a cluster ended, when that was no success
 
 What it does not cover: the order in which things are written (``stage_main``, ``local``).
 """
 
 import hashlib
 import json
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -81,8 +84,33 @@ def identify(stage: Stage, config: Config, inputs: dict[str, str]) -> Identity:
     )
 
 
+def identity_of(
+    store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest]
+) -> Identity:
+    """Of a stage whose inputs are all made; ``done`` holds the manifests of the stages above."""
+    inputs = resolve_inputs(store, stage, done)
+    for name, source in stage.inputs.items():
+        if source == STAGES_INPUT:
+            with tempfile.TemporaryDirectory() as temporary:
+                make_stages_folder(store, stages, stage, config, done, Path(temporary))
+                inputs[name] = store.put_folder(Path(temporary))
+    return identify(stage, config, inputs)
+
+
+def placed(config: Config) -> Config:
+    """The same configuration for this process's surroundings: a cluster says by the environment where the sandbox is,
+    so that the configuration is the same as on one machine."""
+    servers = [address for address in os.environ.get("CUDA_AGENT_SANDBOX_SERVERS", "").split(",") if address]
+    if not servers:
+        return config
+    return config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"servers": servers})})
+
+
 def _device(config: Config) -> str:
-    """What times were taken on.  Servers are one device, whichever they are, and never the machine that asks them."""
+    """What times were taken on.  Servers are one device, whichever they are, and never the machine that asks them; a
+    cluster says what its servers run on (CUDA_AGENT_DEVICE)."""
+    if named := os.environ.get("CUDA_AGENT_DEVICE"):
+        return named
     return "servers" if config.sandbox.servers else device_name(config.sandbox.device)
 
 
@@ -96,6 +124,11 @@ def manifest_entry(run: str, stage: str) -> str:
 
 def key_entry(run: str, stage: str) -> str:
     return f"runs/{run}/{stage}/key"
+
+
+def outcome_entry(run: str, stage: str) -> str:
+    """How the last attempt ended that did not succeed, on a cluster: {"code", "message"}."""
+    return f"runs/{run}/{stage}/outcome.json"
 
 
 def config_entry(sha256: str) -> str:

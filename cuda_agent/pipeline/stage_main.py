@@ -35,6 +35,7 @@ from cuda_agent.pipeline.manifest import (
     key_entry,
     make_stages_folder,
     manifest_entry,
+    placed,
     publish,
     read_manifest,
     resolve_inputs,
@@ -137,11 +138,12 @@ def _run(order: Order, scratch: Path, should_stop: Any) -> None:
         if source == STAGES_INPUT:
             make_stages_folder(store, stages, stage, config, done, work / "made")
             inputs[name] = store.put_folder(work / "made")
-    identity = identify(stage, config, inputs)
+    here = placed(config)
+    identity = identify(stage, here, inputs)
     store.put(key_entry(order.run, stage.name), identity.key.encode())
     with _lock(Path(order.local) / "locks" / f"{stage.name}-{identity.key[:32]}", tracker, should_stop):
         if (result := find_result(store, order.run, identity)) is None:
-            result = _make(order, store, config, stage, identity, tracker, work, should_stop)
+            result = _make(order, store, here, stage, identity, tracker, work, should_stop)
         publish(store, order.run, result)
     shutil.rmtree(work, ignore_errors=True)
 

@@ -30,6 +30,8 @@ SYSTEM_READ = (
     "/dev/null", "/dev/zero", "/dev/urandom", "/proc/cpuinfo", "/proc/meminfo", "/sys/devices/system/cpu",
 )  # fmt: skip
 SYSTEM_EXECUTE = ("/usr", "/bin", "/lib", "/lib64")
+# Python, and where its packages lie: a path file may name a folder that is not below Python's own.
+PYTHON = tuple(dict.fromkeys([sys.prefix, sys.base_prefix, *(p for p in sys.path if p.endswith("-packages"))]))
 _FIRST_UID = (
     1_000_000  # a worker's own user is this plus its process id: nobody else's, so its process limit is its own
 )

@@ -42,6 +42,9 @@ class Limits:
     workspaces: int = 64
     idle_seconds: float = 600.0  # until a workspace that nobody uses is closed
     drain_seconds: float = 60.0  # for running work, after SIGTERM
+    recycle_after: int = 0  # verdicts after which the process ends, so that a fresh one takes its place; 0: never
+    recycle_on_cheat: bool = False  # end after a cheat as well
+    open_metrics: bool = False  # /metrics asks for no token
 
 
 class Service:
@@ -53,6 +56,8 @@ class Service:
         self.metrics = _metrics()
         self.unready = "starting: the walls are not proven yet"  # empty: ready
         self.draining = False
+        self.worn = asyncio.Event()  # it has judged enough, or a cheat: time for a fresh process
+        self._verdicts = 0
         self._waiting: dict[str, list[asyncio.Future[None]]] = defaultdict(list)
         places: dict[Hashable, int] = {judge: _AT_ONCE for judge in range(sandbox.judges)}
         self.queue = Queue(places | {"build": _AT_ONCE}, limits.queue, changed=self._wake)
@@ -226,6 +231,10 @@ class Service:
         if verdict.status == "infra":
             self.metrics.add("infra_faults_total")
         if not verdict.cached:
+            self._verdicts += 1
+            cheated = verdict.status == "cheat" and self.limits.recycle_on_cheat
+            if cheated or self._verdicts == self.limits.recycle_after:
+                self.worn.set()
             for phase, seconds in verdict.phases.items():
                 self.metrics.observe("phase_seconds", seconds, kind="evaluate", phase=phase)
 

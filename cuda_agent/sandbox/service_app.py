@@ -70,7 +70,10 @@ class Gate:
             return
         headers = dict(scope["headers"])
         shown = headers.get(b"authorization", b"")
-        if self._expected and scope["path"] not in OPEN and not hmac.compare_digest(shown, self._expected):
+        asks = (
+            scope["path"] not in (*OPEN, "/metrics") if self._service.limits.open_metrics else scope["path"] not in OPEN
+        )
+        if self._expected and asks and not hmac.compare_digest(shown, self._expected):
             self._service.metrics.add("rejected_total", reason="token")
             await refusal(ServiceError(401, "token", "the token is missing or wrong"))(scope, receive, send)
             return
@@ -359,6 +362,11 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
         self._loop.call_soon_threadsafe(self._begin)
 
+    async def end_when_worn(self) -> None:
+        await self._service.worn.wait()
+        _log.info("worn: ends for a fresh process")
+        self._begin()
+
     def _begin(self) -> None:
         if self._drain is not None:
             self._drain.cancel()
@@ -394,5 +402,7 @@ async def serve(config: Sandbox, cache: Path, roles: tuple[Role, ...], limits: L
             # Those it accepts inherit it; without it every answer waits 40 ms for the delayed acknowledgement.
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             print(f"listening on http://{host}:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
+            wearing = asyncio.create_task(server.end_when_worn())
             await server.serve(sockets=[listening])
+            wearing.cancel()
     _log.info("drained")

@@ -107,7 +107,7 @@ class Workshop:
 
     def _start_compiler(self, home: Path, read: tuple[str, ...] = ()) -> Worker:
         assert self._compiling
-        execute = (*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix)
+        execute = (*jail.SYSTEM_EXECUTE, *jail.PYTHON)
         policy = jail.Policy(read=read, write=(str(home),), execute=execute, file_mb=256, one_group=True)
         worker = self._start(self._compiling, {"role": "reference"}, policy, home)
         worker.wait_started()
@@ -127,7 +127,7 @@ class Workshop:
         settings = self.settings
         policy = replace(
             policy,
-            read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix, *policy.read),
+            read=(*jail.SYSTEM_READ, *jail.PYTHON, *policy.read),
             # Virtual (what is really used is the watchdog's business); the CUDA driver maps more than any limit.
             memory_mb=2 * settings.memory_mb if settings.device == "cpu" else 0,
             cpu_seconds=cpu_seconds,

@@ -537,3 +537,19 @@ def test_work_that_does_not_end_is_cut_off_at_the_limit(tmp_path):
     assert served.stop() == 0
     assert room.path and not alive(children)
     assert os.listdir(served.tmp) == []
+
+
+def test_metrics_are_open_only_when_asked_for(tmp_path):
+    with Served(tmp_path, *QUICK, "--roles", "build", "--open-metrics") as served:
+        stranger = httpx.Client(base_url=served.address, trust_env=False)
+        assert "cuda_agent_sandbox_ready" in stranger.get("/metrics").text
+        assert stranger.get("/v1/about").status_code == 401
+
+
+def test_a_server_that_has_judged_enough_ends_in_order(tmp_path):
+    with Served(tmp_path, *QUICK, "--recycle-after", "1") as served:
+        served.ready()
+        verdict = served.http.post("/v1/evaluate", json=body()).json()
+        assert verdict["status"] == "ok"
+        assert served.process.wait(60) == 0
+        assert "worn" in served.log.read_text()

@@ -1,0 +1,63 @@
+{{/* Combinations that no schema can refuse; each ends with a sentence for a person. */}}
+{{- define "cuda-agent.validate" -}}
+{{- $v := .Values -}}
+{{- if and (not $v.minio.enabled) (not $v.store.existingSecret) -}}
+{{- fail "store.existingSecret: name a secret with accesskey and secretkey, or let the chart bring an S3 with minio.enabled=true." -}}
+{{- end -}}
+{{- if and $v.minio.enabled $v.store.endpoint -}}
+{{- fail "minio.enabled and store.endpoint: one store is enough; leave one of them out." -}}
+{{- end -}}
+{{- if and $v.minio.enabled $v.store.existingSecret -}}
+{{- fail "store.existingSecret: with minio.enabled the credentials are minio.existingSecret, or made at random." -}}
+{{- end -}}
+{{- if and $v.mlflow.enabled $v.tracking.uri -}}
+{{- fail "mlflow.enabled and tracking.uri: one MLflow is enough; leave one of them out." -}}
+{{- end -}}
+{{- if and $v.mlflow.backendUri (not $v.mlflow.backendSecret) -}}
+{{- fail "mlflow.backendUri: needs mlflow.backendSecret, a secret with its password." -}}
+{{- end -}}
+{{- if contains "@" (regexReplaceAll "^[a-z0-9+]+://[^:/@]*@" $v.mlflow.backendUri "") -}}
+{{- fail "mlflow.backendUri: leave the password out, it comes from mlflow.backendSecret." -}}
+{{- end -}}
+{{- if not $v.profiles -}}
+{{- fail "profiles: at least one is needed." -}}
+{{- end -}}
+{{- range $name, $profile := $v.profiles -}}
+{{- if not (regexMatch "^[a-z0-9]([a-z0-9-]{0,14}[a-z0-9])?$" $name) -}}
+{{- fail (printf "profiles.%s: a profile's name has at most 16 lower-case letters, digits and dashes." $name) -}}
+{{- end -}}
+{{- if and $v.sandbox.runtimeClassName (contains "gvisor" $v.sandbox.runtimeClassName) (contains "nvidia.com/mig" ($profile.pools | toJson)) -}}
+{{- fail (printf "profiles.%s.pools: gVisor does not support MIG; give evaluate whole GPUs, or another runtimeClassName." $name) -}}
+{{- end -}}
+{{- range $stage, $place := $profile.stages -}}
+{{- if and $place.resources (not (and $place.resources.limits $place.resources.limits.cpu $place.resources.limits.memory)) -}}
+{{- fail (printf "profiles.%s.stages.%s.resources: replaces the defaults as a whole, so it needs limits for cpu and memory." $name $stage) -}}
+{{- end -}}
+{{- end -}}
+{{- range $pool, $place := $profile.pools -}}
+{{- if not (and $place.resources.limits.cpu $place.resources.limits.memory) -}}
+{{- fail (printf "profiles.%s.pools.%s.resources.limits: untrusted code needs a limit on cpu and memory." $name $pool) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.networkPolicy.enabled (not $v.networkPolicy.apiServerCidrs) -}}
+{{- fail "networkPolicy.apiServerCidrs: Argo's container in each pod reports to the API server; say where it is." -}}
+{{- end -}}
+{{- if and $v.networkPolicy.enabled (not $v.minio.enabled) (not $v.networkPolicy.storeCidrs) -}}
+{{- fail "networkPolicy.storeCidrs: say where the store is, or nothing can be read or written." -}}
+{{- end -}}
+{{- if and $v.networkPolicy.enabled $v.tracking.uri (not $v.networkPolicy.trackingCidrs) -}}
+{{- fail "networkPolicy.trackingCidrs: say where tracking.uri is, or no metric arrives there." -}}
+{{- end -}}
+{{- if and $v.cron.enabled (not $v.cron.config) -}}
+{{- fail "cron.config: the sha256 of a configuration that an earlier run has stored; `cuda-agent config` prints it." -}}
+{{- end -}}
+{{- if and $v.cron.enabled (not (hasKey $v.profiles $v.cron.profile)) -}}
+{{- fail (printf "cron.profile: there is no profile %s." $v.cron.profile) -}}
+{{- end -}}
+{{- range $name, $place := $v.secretEnvironment -}}
+{{- if not (regexMatch "^[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9._-]+$" $place) -}}
+{{- fail (printf "secretEnvironment.%s: expected secret/key, never a value." $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

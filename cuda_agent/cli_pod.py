@@ -1,0 +1,70 @@
+"""The commands that the chart's pods run; a person has no use for them.
+
+As in ``cli``, whatever a command needs is imported inside of it.
+"""
+
+import json
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+pod_app = typer.Typer(help="What the chart's pods run.", no_args_is_help=True, rich_markup_mode=None)
+Run = Annotated[str, typer.Option(help="name of the run; empty: that of its Workflow")]
+ConfigSha = Annotated[str, typer.Option("--config", help="sha256 of the configuration")]
+Workflow = Annotated[str, typer.Option(help="name of the Workflow")]
+
+
+@pod_app.command()
+def prepare(config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
+    """Enter the run, serve what the cache holds, make the run's pools."""
+    from cuda_agent.pipeline import pod
+    from cuda_agent.pipeline.cluster_api import Cluster
+
+    base = json.loads(os.environ.get("CUDA_AGENT_POOLS", "[]"))
+    outputs = pod.prepare(
+        pod.Surroundings.from_environment(), run or workflow, config, workflow, Cluster.of_pod() if base else None, base
+    )
+    print(json.dumps(outputs, indent=1))
+
+
+@pod_app.command()
+def stage(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
+    """Run one stage."""
+    from cuda_agent.pipeline import pod
+
+    sys.exit(pod.run_stage(pod.Surroundings.from_environment(), name, run or workflow, config))
+
+
+@pod_app.command()
+def finish(config: ConfigSha, workflow: Workflow, status: Annotated[str, typer.Option()], run: Run = "") -> None:
+    """Remove the run's pools and say how it ended."""
+    from cuda_agent.pipeline import pod
+    from cuda_agent.pipeline.cluster_api import Cluster
+
+    facts = pod.finish(pod.Surroundings.from_environment(), run or workflow, config, workflow, status, Cluster.of_pod())
+    print(json.dumps(facts, indent=1))
+
+
+@pod_app.command()
+def bucket(expire_logs_days: Annotated[int, typer.Option(min=1)] = 30) -> None:
+    """Make the store's bucket in MinIO, with a rule that removes what Argo wrote after a while."""
+    from cuda_agent.pipeline import bucket as making
+    from cuda_agent.pipeline.pod import Surroundings
+
+    print(making.make(Surroundings.from_environment().store, expire_logs_days))
+
+
+@pod_app.command()
+def probe() -> None:
+    """Write, read and create-if-absent in the store, and ask MLflow: a line each."""
+    from cuda_agent.pipeline import bucket as making
+    from cuda_agent.pipeline.pod import Surroundings
+
+    here = Surroundings.from_environment()
+    failed = False
+    for line, ok in making.probe(here.store, here.mlflow):
+        print(f"{'✓' if ok else '✗'} {line}", flush=True)
+        failed |= not ok
+    sys.exit(1 if failed else 0)

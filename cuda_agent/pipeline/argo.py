@@ -1,0 +1,264 @@
+"""The graph as an Argo ``WorkflowTemplate``: one table, rendered once, typed by Hera.
+
+    prepare ─► a task a stage (skipped without a pod when the cache can serve it) ─► finish;  on failure: exit ─► finish
+
+The result is data without a release: the chart reads it, merges image, resources, places and names for each profile and
+makes one template of it a profile.  Whoever submits passes ``run`` and ``config`` and nothing else.  Only fields that
+Argo 3.7 and 4.x both have.  What Argo carries is small: each stage's manifest and log; data goes straight to the store.
+
+What it does not cover: what the pods do (``pod``), the sandbox's pods (``pools``), and what a profile decides (the
+chart's values).
+"""
+
+import json
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from hera.workflows import models
+from hera.workflows.models import Template
+
+from cuda_agent.pipeline.graph import STAGES, Stage, check
+from cuda_agent.pipeline.pools import CONTAINER_SECURITY, version_name
+
+NAME = "cuda-agent"  # a release's objects are named after it; the chart puts its own name in this one's place
+RUN, CONFIG, WORKFLOW = "{{workflow.parameters.run}}", "{{workflow.parameters.config}}", "{{workflow.name}}"
+CONFIG_FOLDER = "/config"  # where prepare finds the configuration that came with the Workflow
+PLAN_FOLDER = "/work/plan"  # where prepare writes one file an output parameter
+MANIFEST_FILE = "/work/manifest.json"  # where a stage leaves its manifest for Argo
+GRACE = 120  # seconds from SIGTERM to SIGKILL: a checkpoint must fit
+DAY = 86400
+
+# Which ends of a pod are worth another try.  The exit code decides, because Argo calls the same preemption now Failed
+# and now Error ("-1": there is no exit code, the pod or its node is gone).  A deadline is not a preemption, though its
+# exit code looks like one.  Running out of memory may be the neighbours' fault, once.
+RETRY = (
+    "!(lastRetry.message matches '(?i)deadline') && (lastRetry.message matches 'OOMKilled' ? retries == '0' : "
+    "(lastRetry.status == 'Error' || lastRetry.exitCode in ['75', '137', '143', '-1']))"
+)
+
+_EXECUTOR_RESOURCES = {
+    "requests": {"cpu": "10m", "memory": "64Mi", "ephemeral-storage": "64Mi"},
+    "limits": {"cpu": "500m", "memory": "256Mi", "ephemeral-storage": "1Gi"},
+}
+
+
+def workflow_template(stages: Sequence[Stage] = STAGES) -> dict[str, Any]:
+    """The WorkflowTemplate, before the chart's values."""
+    check(stages)
+    template = models.WorkflowTemplate(
+        api_version="argoproj.io/v1alpha1",
+        kind="WorkflowTemplate",
+        metadata=models.ObjectMeta(name=f"{NAME}-{version_name()}"),
+        spec=models.WorkflowSpec(
+            entrypoint="run",
+            hooks={"exit": models.LifecycleHook(template="exit")},
+            arguments=models.Arguments(parameters=[models.Parameter(name="run"), models.Parameter(name="config")]),
+            active_deadline_seconds=14 * DAY,
+            archive_logs=True,
+            artifact_repository_ref=models.ArtifactRepositoryRef(config_map=f"{NAME}-artifacts", key="store"),
+            pod_gc=models.PodGC(strategy="OnPodSuccess", delete_delay_duration="600s"),
+            ttl_strategy=models.TTLStrategy(seconds_after_success=7 * DAY, seconds_after_failure=30 * DAY),
+            service_account_name=f"{NAME}-stage",
+            automount_service_account_token=False,
+            executor=models.ExecutorConfig(service_account_name=f"{NAME}-executor"),
+            security_context=models.PodSecurityContext(
+                run_as_non_root=True,
+                run_as_user=65532,
+                run_as_group=65532,
+                fs_group=65532,
+                seccomp_profile=models.SeccompProfile(type="RuntimeDefault"),
+            ),
+            volumes=[
+                models.Volume(name="work", empty_dir=models.EmptyDirVolumeSource()),
+                models.Volume(name="tmp", empty_dir=models.EmptyDirVolumeSource()),
+            ],
+            templates=[
+                Template(name="run", dag=models.DAGTemplate(tasks=_tasks(stages))),
+                _prepare(stages),
+                *(_stage(stage) for stage in stages),
+                # Whatever happened, the run's pools go; after a success the task of the graph has seen to it.
+                Template(
+                    name="exit",
+                    steps=[
+                        models.ParallelSteps(
+                            root=[
+                                models.WorkflowStep(
+                                    name="finish", template="finish", when="{{workflow.status}} != Succeeded"
+                                )
+                            ]
+                        )
+                    ],
+                ),
+                _finish(),
+            ],
+        ),
+    )
+    return json.loads(template.model_dump_json(by_alias=True, exclude_none=True))
+
+
+def cron_workflow() -> dict[str, Any]:
+    """A CronWorkflow that starts the template again and again; the chart gives schedule, profile and configuration.
+    A run without a name is called after its Workflow."""
+    cron = models.CronWorkflow(
+        api_version="argoproj.io/v1alpha1",
+        kind="CronWorkflow",
+        metadata=models.ObjectMeta(name=NAME),
+        spec=models.CronWorkflowSpec(
+            schedules=["0 2 * * 6"],
+            concurrency_policy="Forbid",
+            starting_deadline_seconds=3600,
+            successful_jobs_history_limit=4,
+            failed_jobs_history_limit=4,
+            workflow_spec=models.WorkflowSpec(
+                workflow_template_ref=models.WorkflowTemplateRef(name=f"{NAME}-{version_name()}"),
+                arguments=models.Arguments(
+                    parameters=[models.Parameter(name="run", value=""), models.Parameter(name="config", value="")]
+                ),
+            ),
+        ),
+    )
+    return json.loads(cron.model_dump_json(by_alias=True, exclude_none=True))
+
+
+def _tasks(stages: Sequence[Stage]) -> list[models.DAGTask]:
+    planned = "{{tasks.prepare.outputs.parameters.%s}}"
+    tasks = [models.DAGTask(name="prepare", template="prepare")]
+    for stage in stages:
+        tasks.append(
+            models.DAGTask(
+                name=stage.name,
+                template=stage.name,
+                dependencies=["prepare", *stage.upstream],
+                when=f"{planned % stage.name} == run",
+                arguments=models.Arguments(parameters=[models.Parameter(name="servers", value=planned % "servers")]),
+            )
+        )
+    read = {above for stage in stages for above in stage.upstream}
+    last = [stage.name for stage in stages if stage.name not in read]
+    finish = models.DAGTask(
+        name="finish", template="finish", dependencies=["prepare", *last], when=f"{planned % 'finish'} == run"
+    )
+    return [*tasks, finish]
+
+
+def _prepare(stages: Sequence[Stage]) -> Template:
+    """Its outputs say for every stage ``run`` or ``cached``, where the sandbox is, and whether anything is to
+    finish."""
+    names = [*(stage.name for stage in stages), "servers", "finish"]
+    return Template(
+        name="prepare",
+        metadata=_metadata("prepare"),
+        service_account_name=f"{NAME}-operator",
+        automount_service_account_token=True,
+        active_deadline_seconds=1800,
+        retry_strategy=_retries(),
+        pod_spec_patch=_patch(60),
+        volumes=[
+            # Optional: a run that nobody submitted (cron) finds its configuration in the store.
+            models.Volume(
+                name="config", config_map=models.ConfigMapVolumeSource(name=WORKFLOW, optional=True, default_mode=0o444)
+            )
+        ],
+        container=_container(
+            ["pod", "prepare", "--run", RUN, "--config", CONFIG, "--workflow", WORKFLOW],
+            mounts=[models.VolumeMount(name="config", mount_path=CONFIG_FOLDER, read_only=True)],
+        ),
+        outputs=models.Outputs(
+            parameters=[
+                models.Parameter(name=name, value_from=models.ValueFrom(path=f"{PLAN_FOLDER}/{name}")) for name in names
+            ]
+        ),
+    )
+
+
+def _stage(stage: Stage) -> Template:
+    arguments = ["pod", "stage", stage.name, "--run", RUN, "--config", CONFIG, "--workflow", WORKFLOW]
+    token = models.EnvVar(
+        name="CUDA_AGENT_SANDBOX_TOKEN",
+        value_from=models.EnvVarSource(
+            secret_key_ref=models.SecretKeySelector(name=f"{WORKFLOW}-sandbox", key="token", optional=True)
+        ),
+    )
+    servers = models.EnvVar(name="CUDA_AGENT_SANDBOX_SERVERS", value="{{inputs.parameters.servers}}")
+    return Template(
+        name=stage.name,
+        metadata=_metadata("stage"),
+        inputs=models.Inputs(parameters=[models.Parameter(name="servers")]),
+        active_deadline_seconds=7 * DAY,
+        retry_strategy=_retries(),
+        pod_spec_patch=_patch(GRACE),
+        container=_container(arguments, env=[servers, token]),
+        outputs=models.Outputs(
+            artifacts=[
+                models.Artifact(
+                    name="manifest",
+                    path=MANIFEST_FILE,
+                    optional=True,  # a stage that failed has none
+                    archive=models.ArchiveStrategy(none=models.NoneStrategy()),
+                    s3=models.S3Artifact(key=f"argo/{WORKFLOW}/{stage.name}/manifest.json"),
+                )
+            ]
+        ),
+    )
+
+
+def _finish() -> Template:
+    arguments = ["pod", "finish", "--run", RUN, "--config", CONFIG, "--workflow", WORKFLOW]
+    return Template(
+        name="finish",
+        metadata=_metadata("finish"),
+        service_account_name=f"{NAME}-operator",
+        automount_service_account_token=True,
+        active_deadline_seconds=900,
+        retry_strategy=_retries(),
+        pod_spec_patch=_patch(60),
+        container=_container([*arguments, "--status", "{{workflow.status}}"]),
+    )
+
+
+def _container(
+    arguments: list[str], env: Sequence[models.EnvVar] = (), mounts: Sequence[models.VolumeMount] = ()
+) -> models.Container:
+    return models.Container(
+        image=f"{NAME}:{version('cuda-agent')}",
+        command=["python3", "-m", "cuda_agent.cli"],
+        args=arguments,
+        env=[
+            models.EnvVar(name="HOME", value="/work"),
+            models.EnvVar(name="CUDA_AGENT_HOME", value="/work/home"),
+            *env,
+        ],
+        security_context=models.SecurityContext.model_validate(CONTAINER_SECURITY),
+        volume_mounts=[
+            models.VolumeMount(name="work", mount_path="/work"),
+            models.VolumeMount(name="tmp", mount_path="/tmp"),
+            *mounts,
+        ],
+    )
+
+
+def _metadata(component: str) -> models.Metadata:
+    return models.Metadata(labels={"app.kubernetes.io/name": NAME, "app.kubernetes.io/component": component})
+
+
+def _retries() -> models.RetryStrategy:
+    return models.RetryStrategy(
+        limit="4",
+        retry_policy="Always",
+        expression=RETRY,
+        backoff=models.Backoff(duration="10s", factor=3, cap="10m"),
+    )
+
+
+def _patch(grace: int) -> str:
+    """What a template of Argo cannot say otherwise: how long a pod has to end, and walls and limits of the executor's
+    own containers, whatever the controller's settings are."""
+    executor = {"securityContext": CONTAINER_SECURITY, "resources": _EXECUTOR_RESOURCES}
+    patch = {
+        "terminationGracePeriodSeconds": grace,
+        "enableServiceLinks": False,
+        "initContainers": [{"name": "init", **executor}],
+        "containers": [{"name": "wait", **executor}],
+    }
+    return json.dumps(patch, sort_keys=True)

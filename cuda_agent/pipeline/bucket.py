@@ -1,0 +1,87 @@
+"""A bucket of MinIO's: made, with a rule for what expires; and a store that is tried before anybody relies on it.
+
+What it does not cover: buckets of clouds, which their owners make.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from cuda_agent.storage import StoreError, StoreUnavailable, open_store
+
+PATIENCE = 120.0  # seconds for a server that is only starting
+
+
+def make(store: str, expire_logs_days: int) -> str:
+    """Makes the bucket of ``s3://bucket/prefix`` if it is absent and sets its rules.  Raises StoreUnavailable."""
+    from minio import Minio
+    from minio.commonconfig import ENABLED, Filter
+    from minio.error import MinioException, S3Error
+    from minio.lifecycleconfig import Expiration, LifecycleConfig, Rule
+    from urllib3.exceptions import HTTPError
+
+    parts, endpoint = urlsplit(store), urlsplit(os.environ.get("AWS_ENDPOINT_URL", ""))
+    if parts.scheme != "s3" or not endpoint.netloc:
+        raise StoreUnavailable(f"{store}: expected s3://bucket/prefix, and AWS_ENDPOINT_URL.")
+    client = Minio(
+        endpoint.netloc,
+        os.environ["AWS_ACCESS_KEY_ID"],
+        os.environ["AWS_SECRET_ACCESS_KEY"],
+        secure=endpoint.scheme == "https",
+        region=os.environ.get("AWS_REGION"),
+    )
+    logs = "/".join(filter(None, [parts.path.strip("/"), "argo/"]))
+    rule = Rule(
+        ENABLED, rule_id="logs-of-argo", rule_filter=Filter(prefix=logs), expiration=Expiration(days=expire_logs_days)
+    )
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            if not client.bucket_exists(parts.netloc):
+                try:
+                    client.make_bucket(parts.netloc)
+                except S3Error as error:
+                    if error.code not in ("BucketAlreadyOwnedByYou", "BucketAlreadyExists"):
+                        raise
+            client.set_bucket_lifecycle(parts.netloc, LifecycleConfig([rule]))
+            return f"bucket {parts.netloc} at {endpoint.geturl()}; {logs} expires after {expire_logs_days} days"
+        except (MinioException, HTTPError, OSError) as error:
+            refused = isinstance(error, S3Error) and error.response.status < 500
+            if refused or time.monotonic() > deadline:
+                reason = str(error).splitlines()[0][:200]
+                raise StoreUnavailable(
+                    f"{endpoint.geturl()}: could not make bucket {parts.netloc} ({reason})."
+                ) from None
+            time.sleep(2)
+
+
+def probe(store: str, mlflow: str) -> Iterator[tuple[str, bool]]:
+    """A line for a person and whether it is well, for each thing that a run relies on."""
+    key = f"doctor/{secrets.token_hex(8)}"
+    try:
+        opened = open_store(store)
+        opened.put(key, b"one")
+        yield f"{store}: written", True
+        yield f"{store}: read back", opened.get(key) == b"one"
+        created = opened.create(key, b"two")
+        kept = opened.get(key) == b"one"
+        yield (
+            f"{store}: {'create-if-absent holds' if not created and kept else 'overwrites what should be absent'}",
+            (not created and kept),
+        )
+        opened.delete(key)
+        yield f"{store}: deleted", not opened.exists(key)
+    except StoreError as error:
+        yield str(error).splitlines()[0], False
+    if mlflow == "off":
+        yield "MLflow: none", True
+        return
+    import httpx
+
+    try:
+        answer = httpx.get(f"{mlflow}/health", timeout=10, trust_env=False)
+        yield f"{mlflow}: {answer.status_code} {answer.text[:60]}", answer.status_code == 200
+    except httpx.HTTPError as error:
+        yield f"{mlflow}: {error}", False

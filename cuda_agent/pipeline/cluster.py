@@ -1,0 +1,242 @@
+"""Runs on a cluster, as the person who submits them sees them: a Workflow, and the ConfigMap that it owns.
+
+A run may have several Workflows, one an attempt: ``resume`` makes the next with the same ``run`` and ``config``, and
+what is done comes from the store.
+
+What it does not cover: what happens inside of the pods (``pod``), and reports, which live in the store and in MLflow.
+"""
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from cuda_agent.config import Config, ConfigError, freeze
+from cuda_agent.pipeline.cluster_api import Cluster, ClusterError
+from cuda_agent.pipeline.graph import STAGES, Stage
+from cuda_agent.pipeline.local import StageView
+from cuda_agent.pipeline.pools import ROLES, WORKFLOW_LABEL, version_name
+
+RUN_LABEL, PROFILE_LABEL = "cuda-agent.io/run", "cuda-agent.io/profile"
+CONFIG_ANNOTATION = "cuda-agent.io/config"
+RUN_NAME = re.compile(r"[a-z]([a-z0-9-]{0,34}[a-z0-9])?")  # a Service is named after it
+ENDED = ("Succeeded", "Failed", "Error")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Everything that ``submit`` sends."""
+
+    run: str
+    workflow: dict[str, Any]
+    config_map: dict[str, Any]
+
+
+def submission(config: Config, profile: str, release: str) -> Submission:
+    """Of a composed configuration.  Raises ConfigError when the run's name cannot be a Workflow's."""
+    text, sha256 = freeze(config)
+    run = config.run.name or f"run-{datetime.now(UTC):%Y%m%d-%H%M%S}-{sha256[:4]}"
+    if not RUN_NAME.fullmatch(run):
+        raise ConfigError(
+            f"run.name: on a cluster, expected a letter and at most 35 more, digits or dashes, lower case, got {run!r}."
+        )
+    return _submission(run, run, text, sha256, profile, template_name(release, profile))
+
+
+def template_name(release: str, profile: str) -> str:
+    return f"{release}-{profile}-{version_name()}"
+
+
+def _submission(name: str, run: str, text: str, sha256: str, profile: str, template: str) -> Submission:
+    labels = {RUN_LABEL: run, PROFILE_LABEL: profile}
+    parameters = [{"name": "run", "value": run}, {"name": "config", "value": sha256}]
+    workflow = {
+        "apiVersion": "argoproj.io/v1alpha1",
+        "kind": "Workflow",
+        "metadata": {"name": name, "labels": labels, "annotations": {CONFIG_ANNOTATION: sha256}},
+        "spec": {"workflowTemplateRef": {"name": template}, "arguments": {"parameters": parameters}},
+    }
+    config_map = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name, "labels": labels},
+        "immutable": True,
+        "data": {"config.json": text},
+    }
+    return Submission(run, workflow, config_map)
+
+
+def submit(cluster: Cluster, what: Submission) -> None:
+    """Creates both or neither.  Raises ``ClusterError`` with what is missing: chart, profile, version, rights, a free
+    name."""
+    template = what.workflow["spec"]["workflowTemplateRef"]["name"]
+    try:
+        found = cluster.find("WorkflowTemplate", template)
+    except ClusterError as error:
+        if error.status == 404:  # the kind itself is unknown
+            raise ClusterError(f"{cluster.name} has no Argo Workflows: {error}", 404) from None
+        raise
+    if found is None:
+        raise ClusterError(_no_template(cluster, template), 404)
+    cluster.create(what.workflow, dry_run=True)  # admission judges before anything is there
+    made = cluster.create(what.workflow)
+    owner = {
+        "apiVersion": made["apiVersion"],
+        "kind": "Workflow",
+        "name": made["metadata"]["name"],
+        "uid": made["metadata"]["uid"],
+    }
+    metadata = what.config_map["metadata"] | {"ownerReferences": [owner]}
+    try:
+        cluster.create(what.config_map | {"metadata": metadata})
+    except ClusterError:
+        cluster.delete("Workflow", made["metadata"]["name"])
+        raise
+
+
+def _no_template(cluster: Cluster, wanted: str) -> str:
+    try:
+        there = sorted(item["metadata"]["name"] for item in cluster.all("WorkflowTemplate"))
+    except ClusterError as error:
+        if error.status == 404:
+            return f"{cluster.name} has no Argo Workflows (its kind WorkflowTemplate is unknown). Install it first."
+        raise
+    where = f"namespace {cluster.namespace} of {cluster.name}"
+    if not there:
+        return f"There is no chart of cuda-agent in {where}. helm install it there, or name another --namespace."
+    return (
+        f"There is no template {wanted} in {where}; there are: {', '.join(there)}. A name is made of --release, "
+        f"--profile and the chart's version, which must be that of this command ({version_name()})."
+    )
+
+
+def workflows(cluster: Cluster, run: str | None = None) -> list[dict[str, Any]]:
+    """Oldest first; of one run, its attempts."""
+    found = cluster.all("Workflow", f"{RUN_LABEL}={run}" if run else RUN_LABEL)
+    return sorted(found, key=lambda item: (item["metadata"]["creationTimestamp"], item["metadata"]["name"]))
+
+
+def find(cluster: Cluster, run: str) -> dict[str, Any]:
+    """The newest Workflow of a run, by its name, the beginning of its name, or ``last``.  Raises ConfigError."""
+    there = workflows(cluster)
+    names = list(dict.fromkeys(run_of(item) for item in there))
+    matching = (
+        names[-1:] if run == "last" else [n for n in names if n == run] or [n for n in names if n.startswith(run)]
+    )
+    if len(matching) == 1:
+        return next(item for item in reversed(there) if run_of(item) == matching[0])
+    shown = ", ".join((matching or names)[-10:]) or "none"
+    what = "several match" if matching else "there is no such run"
+    raise ConfigError(f"run {run}: {what} in namespace {cluster.namespace} of {cluster.name}: {shown}.")
+
+
+def run_of(workflow: dict[str, Any]) -> str:
+    return workflow["metadata"]["labels"][RUN_LABEL]
+
+
+def phase(workflow: dict[str, Any]) -> str:
+    return workflow.get("status", {}).get("phase") or "Pending"
+
+
+def resume(cluster: Cluster, run: str) -> Submission:
+    """Submits the next attempt of a run that has ended.  Raises ConfigError when it has not, or is done."""
+    last = find(cluster, run)
+    name, now = run_of(last), phase(last)
+    if now not in ENDED:
+        raise ConfigError(f"Run {name} is {now.lower()}. Cancel it first, or watch it.")
+    if now == "Succeeded":
+        raise ConfigError(f"Run {name} is done; there is nothing to go on with.")
+    config_map = cluster.get("ConfigMap", last["metadata"]["name"])
+    attempt = len(workflows(cluster, name)) + 1
+    old = last["spec"]["workflowTemplateRef"]["name"]
+    profile = last["metadata"]["labels"][PROFILE_LABEL]
+    release = re.sub(rf"-{re.escape(profile)}-[0-9]+-.*$", "", old)
+    what = _submission(
+        f"{name}-r{attempt}", name, config_map["data"]["config.json"],
+        last["metadata"]["annotations"][CONFIG_ANNOTATION], profile, template_name(release, profile),
+    )  # fmt: skip
+    submit(cluster, what)
+    return what
+
+
+def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
+    """Stops a run; returns its name and the stages that were running.  ``now``: without waiting for checkpoints, and
+    without the exit hook, so its pools are removed from here."""
+    last = find(cluster, run)
+    name = last["metadata"]["name"]
+    if phase(last) in ENDED:
+        raise ConfigError(f"Run {run_of(last)} has ended ({phase(last)}).")
+    running = [view.name for view in views(last) if view.state == "running"]
+    cluster.patch("Workflow", name, {"spec": {"shutdown": "Terminate" if now else "Stop"}})
+    if now:
+        for role in ROLES:
+            cluster.delete("StatefulSet", f"{name}-{role}")
+    return run_of(last), running
+
+
+_STATES = {
+    "Pending": "waiting", "Running": "running", "Succeeded": "done", "Skipped": "cached", "Omitted": "waiting",
+    "Failed": "failed", "Error": "failed",
+}  # fmt: skip
+
+
+def views(workflow: dict[str, Any], stages: Sequence[Stage] = STAGES) -> list[StageView]:
+    """What a screen shows of a Workflow: prepare, every stage, finish."""
+    nodes = workflow.get("status", {}).get("nodes", {})
+    by_name = {node["displayName"]: node for node in nodes.values() if node.get("type") != "Retry"}
+    groups = {node["displayName"]: node for node in nodes.values() if node.get("type") == "Retry"}
+    found = []
+    for name, weight in [("prepare", 0.2), *((stage.name, stage.weight) for stage in stages), ("finish", 0.1)]:
+        view = StageView(name, weight)
+        attempts = sorted(
+            (node for node in nodes.values() if re.fullmatch(rf"{re.escape(name)}\(\d+\)", node["displayName"])),
+            key=lambda node: int(node["displayName"][len(name) + 1 : -1]),
+        )
+        node = attempts[-1] if attempts else by_name.get(name)
+        group = groups.get(name)
+        if node is not None:
+            view.attempt = len(attempts)
+            view.state = _STATES.get(node.get("phase", ""), "waiting")
+            if view.state == "failed" and group is not None and group.get("phase") == "Running":
+                view.state = "retry"
+            view.message = node.get("message", "") if view.state != "cached" else ""
+            view.notes = [view.message] if view.message and view.state in ("waiting", "retry", "failed") else []
+            view.seconds = _seconds(node)
+            view.began = time.monotonic() - view.seconds
+            done, _, total = node.get("progress", "").partition("/")
+            if total.isdigit() and int(total) > 1:
+                view.done, view.total, view.unit = int(done), int(total), "steps"
+        found.append(view)
+    return found
+
+
+def _seconds(node: dict[str, Any]) -> float:
+    if not node.get("startedAt"):
+        return 0.0
+    began = datetime.fromisoformat(node["startedAt"])
+    ended = datetime.fromisoformat(node["finishedAt"]) if node.get("finishedAt") else datetime.now(UTC)
+    return max(0.0, (ended - began).total_seconds())
+
+
+def logs(cluster: Cluster, run: str, stage: str, follow: bool) -> Iterator[str]:
+    """Of the newest pod of a stage; without one, of all pods that are there, each line with its stage's name.  Raises
+    ConfigError when the pod is gone."""
+    workflow = find(cluster, run)
+    pods = cluster.all("Pod", f"{WORKFLOW_LABEL}={workflow['metadata']['name']}")
+    pods.sort(key=lambda pod: pod["metadata"]["creationTimestamp"])
+    by_stage: dict[str, str] = {}
+    for pod in pods:
+        node = pod["metadata"].get("annotations", {}).get("workflows.argoproj.io/node-name", "")
+        by_stage[re.sub(r"\(\d+\)$", "", node.rsplit(".", 1)[-1])] = pod["metadata"]["name"]
+    if stage:
+        if stage not in by_stage:
+            raise ConfigError(
+                f"Run {run_of(workflow)} has no pod of {stage} now: {', '.join(by_stage) or 'none'}. Its log is in the "
+                f"store, as runs/{run_of(workflow)}/{stage}/log.txt."
+            )
+        yield from cluster.logs(by_stage[stage], follow=follow)
+        return
+    for name, pod_name in by_stage.items():
+        yield from (f"{name}: {line}" for line in cluster.logs(pod_name))

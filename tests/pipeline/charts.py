@@ -1,0 +1,116 @@
+"""The tools of the chart's tests: helm's engine and Argo's own validation, built by ``.ci/tools``."""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts" / "cuda-agent"
+TOOLS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cuda-agent" / "tools"
+HELM = next(iter(sorted([*TOOLS.glob("helm-v*/helm"), *TOOLS.parent.glob("cluster/helm-*/helm")])), None)
+ARGO = next(iter(sorted(TOOLS.glob("argocheck-v*/argocheck"))), None)
+KUBERNETES = "1.34.0"
+
+needs_helm = pytest.mark.skipif(HELM is None, reason="no helm: .ci/tools builds it (needs Go)")
+needs_argo = pytest.mark.skipif(ARGO is None, reason="no argocheck: .ci/tools builds it (needs Go)")
+
+# What a cluster with nothing of its own sets, and what one with S3 and MLflow does; together they show every value.
+ALONE: dict[str, Any] = {
+    "minio": {"enabled": True},
+    "mlflow": {"enabled": True},
+    "quota": {"enabled": True},
+    "cron": {"enabled": True, "config": "ab" * 32},
+    "monitoring": {"serviceMonitor": True, "dashboard": True, "alerts": True},
+    "access": {"viewers": [{"kind": "Group", "name": "all"}], "submitters": [{"kind": "User", "name": "eva"}]},
+}
+WITH_OTHERS: dict[str, Any] = {
+    "store": {"existingSecret": "s3", "endpoint": "https://s3.test"},
+    "tracking": {"uri": "http://mlflow.test:5000"},
+    "networkPolicy": {"trackingCidrs": ["10.1.0.0/16"]},
+    "cron": {"config": "ab" * 32},
+}
+
+
+def helm(*arguments: str, values: dict[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "values.json"
+        file.write_text(json.dumps(values or {}))
+        homes = {f"HELM_{what}_HOME": folder for what in ("CACHE", "CONFIG", "DATA")}
+        return subprocess.run(
+            [str(HELM), *arguments, "--values", str(file)],
+            capture_output=True, text=True, timeout=120, env=os.environ | homes | {"KUBECONFIG": "/nonexistent"},
+        )  # fmt: skip
+
+
+def template(values: dict[str, Any], release: str = "r", namespace: str = "ns") -> list[dict[str, Any]]:
+    """The objects that ``helm install`` would make."""
+    done = helm("template", release, str(CHART), "--namespace", namespace, "--kube-version", KUBERNETES, values=values)
+    assert done.returncode == 0, done.stderr
+    return [item for item in yaml.load_all(done.stdout, yaml.CSafeLoader) if item]
+
+
+@functools.cache
+def _cached(text: str) -> str:
+    return json.dumps(template(json.loads(text)))
+
+
+def objects(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same, rendered once for all tests of a process; a copy each time."""
+    return json.loads(_cached(json.dumps(values, sort_keys=True)))
+
+
+def refusal(values: dict[str, Any]) -> str:
+    """What helm says of values that it refuses."""
+    done = helm("template", "r", str(CHART), "--kube-version", KUBERNETES, values=values)
+    assert done.returncode != 0, "these values were accepted"
+    return done.stderr
+
+
+def of_kind(items: list[dict[str, Any]], kind: str, name: str = "") -> list[dict[str, Any]]:
+    return [item for item in items if item["kind"] == kind and re.search(name, item["metadata"]["name"])]
+
+
+def argocheck(items: list[dict[str, Any]]) -> list[str]:
+    """What Argo itself finds wrong with its objects."""
+    done = subprocess.run([str(ARGO)], input=json.dumps(items), capture_output=True, text=True, timeout=60)
+    assert done.returncode in (0, 1), done.stderr
+    return done.stdout.splitlines()
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Dotted path -> scalar; JSON inside of strings is opened, and lists of named things go by their names."""
+    if isinstance(value, str) and value[:1] in ("{", "["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {path: value}
+    if isinstance(value, dict):
+        if not value:
+            return {path: {}}
+        return {k: v for key, inner in value.items() for k, v in flat(inner, f"{path}.{key}" if path else key).items()}
+    if isinstance(value, list):
+        if not value:
+            return {path: []}
+        found: dict[str, Any] = {}
+        for number, inner in enumerate(value):
+            name = inner.get("name", number) if isinstance(inner, dict) else number
+            found |= flat(inner, f"{path}[{name}]")
+        return found
+    return {path: value}
+
+
+def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    result = dict(one)
+    for key, value in other.items():
+        result[key] = (
+            merged(result[key], value) if isinstance(value, dict) and isinstance(result.get(key), dict) else value
+        )
+    return result

@@ -1,0 +1,123 @@
+"""A real API server for tests: etcd and kube-apiserver on ports of their own, Argo's full definitions, four users.
+
+No node and no controller: objects are judged (schemas, roles, admission) and kept, and nothing runs.  The programs are
+those that the test cluster builds; without them the tests that need them are skipped."""
+
+import json
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from tests.pipeline.charts import ARGO, TOOLS
+
+_BUILT = TOOLS.parent / "cluster"
+ETCD = next(iter(sorted(_BUILT.glob("etcd-*/etcd"))), None)
+API = next(iter(sorted(_BUILT.glob("kubernetes-*/kube-apiserver"))), None)
+KUBECTL = next(iter(sorted(_BUILT.glob("kubernetes-*/kubectl"))), None)
+MISSING = ETCD is None or API is None or KUBECTL is None or ARGO is None
+NAMESPACE = "kernels"
+USERS = ("admin", "ada", "eve", "mallory")  # cluster-admin, submitter, viewer, nobody
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ControlPlane:
+    """A context manager."""
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="control-plane-")
+        self.folder = Path(self._folder.name)
+        client, peer, self.port = _free_port(), _free_port(), _free_port()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        key = self.folder / "sa.key"
+        subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True)
+        tokens = [f"token-of-{u},{u},{u}" + (',"system:masters"' if u == "admin" else "") for u in USERS]
+        (self.folder / "tokens.csv").write_text("\n".join(tokens) + "\n")
+        address = f"http://127.0.0.1:{client}"
+        peers = f"http://127.0.0.1:{peer}"
+        self._start(
+            [str(ETCD), "--data-dir", str(self.folder / "etcd"), "--listen-client-urls", address,
+             "--advertise-client-urls", address, "--listen-peer-urls", peers,
+             "--initial-advertise-peer-urls", peers, "--initial-cluster", f"default={peers}", "--unsafe-no-fsync"],
+            "etcd",
+        )  # fmt: skip
+        self._start(
+            [str(API), "--etcd-servers", address, "--bind-address=127.0.0.1", "--secure-port", str(self.port),
+             "--cert-dir", str(self.folder / "certs"), "--token-auth-file", str(self.folder / "tokens.csv"),
+             "--authorization-mode=RBAC", "--service-cluster-ip-range=10.99.0.0/24",
+             "--service-account-issuer=https://kubernetes.default.svc", f"--service-account-key-file={key}",
+             f"--service-account-signing-key-file={key}", "--enable-admission-plugins=ResourceQuota",
+             "--disable-admission-plugins=ServiceAccount", "--max-requests-inflight=100"],
+            "api",
+        )  # fmt: skip
+        self.kubeconfig = self.folder / "kubeconfig"
+        self.kubeconfig.write_text(yaml.safe_dump(self._kubeconfig()))
+        self._await()
+        self.kubectl("create", "namespace", NAMESPACE)
+        assert ARGO is not None
+        self.kubectl("create", "-f", str(ARGO.parent))
+        self.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in reversed(self._processes):
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._folder.cleanup()
+
+    def apply(self, items: list[dict[str, Any]], user: str = "admin") -> None:
+        """Strictly: a field that nobody knows is an error."""
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
+        self.kubectl("apply", "--server-side", "--validate=strict", "-n", NAMESPACE, "-f", "-", user=user, text=text)
+
+    def kubectl(self, *arguments: str, user: str = "admin", text: str | None = None) -> str:
+        done = self.try_kubectl(*arguments, user=user, text=text)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def try_kubectl(
+        self, *arguments: str, user: str = "admin", text: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        command = [str(KUBECTL), "--kubeconfig", str(self.kubeconfig), "--context", user, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, input=text, timeout=120)
+
+    def _kubeconfig(self) -> dict[str, Any]:
+        server = {"server": f"https://127.0.0.1:{self.port}", "insecure-skip-tls-verify": True}
+        return {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "ada",
+            "clusters": [{"name": "test", "cluster": server}],
+            "users": [{"name": user, "user": {"token": f"token-of-{user}"}} for user in USERS],
+            "contexts": [
+                {"name": user, "context": {"cluster": "test", "user": user, "namespace": NAMESPACE}} for user in USERS
+            ],
+        }
+
+    def _start(self, command: list[str], name: str) -> None:
+        with open(self.folder / f"{name}.log", "wb") as log:
+            self._processes.append(
+                subprocess.Popen(command, stdout=log, stderr=log, env={"PATH": os.environ["PATH"]}, cwd=self.folder)
+            )
+
+    def _await(self) -> None:
+        deadline = time.monotonic() + 180
+        while self.try_kubectl("get", "--raw", "/readyz").returncode != 0:
+            for process in self._processes:
+                assert process.poll() is None, (self.folder / "api.log").read_text()[-3000:]
+            assert time.monotonic() < deadline, (self.folder / "api.log").read_text()[-3000:]
+            time.sleep(0.5)
