@@ -174,7 +174,7 @@ def test_a_real_time_is_measured_and_the_verdict_cached(timed: Running) -> None:
     verdict = timed.evaluate(task(), plan_solution())
     assert verdict.status == "ok"
     assert verdict.seconds and verdict.eager_seconds and verdict.compile_seconds
-    assert verdict.samples and set(verdict.phases) == {"build", "start", "check", "time"} and not verdict.cached
+    assert verdict.samples and {"build", "start", "check", "time"} <= set(verdict.phases) and not verdict.cached
     again = timed.evaluate(task(), plan_solution())
     assert again.cached and again.seconds == verdict.seconds
     assert timed.evaluate(task(), Solution("plan", {**plan_solution().files, "note.txt": "x"})).cached is False
