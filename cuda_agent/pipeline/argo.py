@@ -24,8 +24,8 @@ from cuda_agent.pipeline.pools import CONTAINER_SECURITY, version_name
 NAME = "cuda-agent"  # a release's objects are named after it; the chart puts its own name in this one's place
 RUN, CONFIG, WORKFLOW = "{{workflow.parameters.run}}", "{{workflow.parameters.config}}", "{{workflow.name}}"
 CONFIG_FOLDER = "/config"  # where prepare finds the configuration that came with the Workflow
-PLAN_FOLDER = "/work/plan"  # where prepare writes one file an output parameter
-MANIFEST_FILE = "/work/manifest.json"  # where a stage leaves its manifest for Argo
+PLAN_FOLDER = "/scratch/plan"  # where prepare writes one file an output parameter
+MANIFEST_FILE = "/scratch/manifest.json"  # where a stage leaves its manifest for Argo
 GRACE = 120  # seconds from SIGTERM to SIGKILL: a checkpoint must fit
 DAY = 86400
 
@@ -225,13 +225,13 @@ def _container(
         command=["python3", "-m", "cuda_agent.cli"],
         args=arguments,
         env=[
-            models.EnvVar(name="HOME", value="/work"),
-            models.EnvVar(name="CUDA_AGENT_HOME", value="/work/home"),
+            models.EnvVar(name="HOME", value="/scratch"),
+            models.EnvVar(name="CUDA_AGENT_HOME", value="/scratch/home"),
             *env,
         ],
         security_context=models.SecurityContext.model_validate(CONTAINER_SECURITY),
         volume_mounts=[
-            models.VolumeMount(name="work", mount_path="/work"),
+            models.VolumeMount(name="work", mount_path="/scratch"),
             models.VolumeMount(name="tmp", mount_path="/tmp"),
             *mounts,
         ],

@@ -68,8 +68,8 @@ class Surroundings:
             store=store,
             mlflow=os.environ.get("CUDA_AGENT_MLFLOW", "off"),
             config=Path(os.environ.get("CUDA_AGENT_CONFIG", "/config/config.json")),
-            plan=Path(os.environ.get("CUDA_AGENT_PLAN", "/work/plan")),
-            work=Path(os.environ.get("CUDA_AGENT_WORK", "/work")),
+            plan=Path(os.environ.get("CUDA_AGENT_PLAN", "/scratch/plan")),
+            work=Path(os.environ.get("CUDA_AGENT_WORK", "/scratch")),
         )
 
 

@@ -98,8 +98,8 @@ def _pool(role: str) -> dict[str, Any]:
             "1000",
         ],
         "env": [
-            {"name": "HOME", "value": "/work"},
-            {"name": "CUDA_AGENT_HOME", "value": "/work/home"},
+            {"name": "HOME", "value": "/scratch"},
+            {"name": "CUDA_AGENT_HOME", "value": "/scratch/home"},
             {"name": "CUDA_AGENT_SANDBOX_TOKEN", "valueFrom": token},
         ],
         "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
@@ -107,7 +107,7 @@ def _pool(role: str) -> dict[str, Any]:
         "livenessProbe": {"httpGet": {"path": "/healthz", "port": "http"}, "periodSeconds": 20, "failureThreshold": 6},
         "startupProbe": {"httpGet": {"path": "/healthz", "port": "http"}, "periodSeconds": 2, "failureThreshold": 150},
         "securityContext": CONTAINER_SECURITY,
-        "volumeMounts": [{"name": "work", "mountPath": "/work"}, {"name": "tmp", "mountPath": "/tmp"}],
+        "volumeMounts": [{"name": "work", "mountPath": "/scratch"}, {"name": "tmp", "mountPath": "/tmp"}],
     }
     return {
         "apiVersion": "apps/v1",
