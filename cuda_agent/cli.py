@@ -34,6 +34,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4"),
 ]
+OnCluster = Annotated[str | None, typer.Option("--on", metavar="CONTEXT", help="a cluster; `.`: the current one")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for a program")]
 StoreOption = Annotated[
     str, typer.Option("--store", envvar="CUDA_AGENT_STORE", help="a folder or s3://bucket/prefix, as in run.store")
@@ -181,7 +182,7 @@ def _about(seconds: float | None) -> str:
 )
 def list_all(
     store: StoreOption = STORE,
-    on: Annotated[str | None, typer.Option("--on", metavar="CONTEXT", help="a cluster; `.`: the current one")] = None,
+    on: OnCluster = None,
     namespace: cli_cluster.Namespace = None,
     as_json: AsJson = False,
 ) -> None:
@@ -227,7 +228,7 @@ def _open(store: str) -> Any:
 def report(
     run: Annotated[str, typer.Argument(help="a run, the beginning of its name, or `last`")],
     store: StoreOption = STORE,
-    on: Annotated[str | None, typer.Option("--on", metavar="CONTEXT", help="a cluster; `.`: the current one")] = None,
+    on: OnCluster = None,
     namespace: cli_cluster.Namespace = None,
     as_json: AsJson = False,
 ) -> None:

@@ -155,7 +155,6 @@ class LocalSandbox:
         await asyncio.to_thread(self._builder.close)
         if self._scratch:
             await asyncio.to_thread(self._first_pass.close)
-        if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick") -> Verdict:
