@@ -66,7 +66,7 @@ class ControlPlane:
         self.kubectl("create", "namespace", NAMESPACE)
         assert ARGO is not None
         self.kubectl("create", "-f", str(ARGO.parent))
-        self.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
+        self._await_definitions()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -113,6 +113,15 @@ class ControlPlane:
             self._processes.append(
                 subprocess.Popen(command, stdout=log, stderr=log, env={"PATH": os.environ["PATH"]}, cwd=self.folder)
             )
+
+    def _await_definitions(self) -> None:
+        """Until Argo's kinds can be created.  `kubectl wait` fails at once on a definition without a condition yet."""
+        deadline = time.monotonic() + 60
+        while (
+            done := self.try_kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
+        ).returncode:
+            assert time.monotonic() < deadline, done.stderr[-2000:]
+            time.sleep(0.2)
 
     def _await(self) -> None:
         deadline = time.monotonic() + 180
