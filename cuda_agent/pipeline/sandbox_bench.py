@@ -1,8 +1,9 @@
 """How many solutions the sandbox judges a minute on this machine, and where the time of one goes.
 
 Solutions of the scripted teacher with random designs, each built, checked and timed anew in a cache of its own, lane by
-lane: once one after the other, once all at once.  The same kernel is wrapped for the ``extension`` lane; the ``python``
-lane gets the reference itself.  Tasks are prepared first, as synthesis prepares them, and that is measured beside it.
+lane: one alone, when what the one before left to be done is done; one right after the other; all at once.  The same
+kernel is wrapped for the ``extension`` lane; the ``python`` lane gets the reference itself.  Tasks are prepared first,
+as synthesis prepares them, and that is measured beside it.
 
 Not covered: how a solution's time spreads from run to run, and servers (``sandbox.servers`` is ignored).
 """
@@ -31,6 +32,7 @@ from cuda_agent.tasks.task import Task
 
 LANES: tuple[Lane, ...] = ("plan", "extension", "python")
 WINDOW = (1e-4, 5e-3)  # seconds of an eager call: the demo's
+PAUSE = 0.25  # seconds before a solution that is judged alone
 
 
 def lanes_of(text: str) -> tuple[Lane, ...]:
@@ -61,8 +63,8 @@ async def _measure_lane(
     sandbox: LocalSandbox, tasks: Sequence[Task], lane: Lane, count: int, rng: random.Random
 ) -> dict[str, Any]:
     specs = {task.name: await sandbox.spec(task) for task in tasks}
-    drawn = distinct(tasks, 2 * count, rng, lambda task: solution_of(task, specs[task.name], lane, rng))
-    half = len(drawn) // 2
+    drawn = distinct(tasks, 3 * count, rng, lambda task: solution_of(task, specs[task.name], lane, rng))
+    share = len(drawn) // 3
     verdicts: list[Verdict] = []
 
     async def evaluate(task: Task, solution: Solution) -> float:
@@ -70,20 +72,25 @@ async def _measure_lane(
         verdicts.append(await sandbox.evaluate(task, solution))
         return time.perf_counter() - begin
 
-    begin = time.perf_counter()
-    alone = [await evaluate(*one) for one in drawn[:half]]
-    alone_seconds = time.perf_counter() - begin
+    alone = []
+    for one in drawn[:share]:
+        await asyncio.sleep(PAUSE)
+        alone.append(await evaluate(*one))
     phases = {
         name: figures([verdict.phases[name] for verdict in verdicts if name in verdict.phases])
         for name in sorted({name for verdict in verdicts for name in verdict.phases})
     }
+    in_a_row = [await evaluate(*one) for one in drawn[share : 2 * share]]
     begin = time.perf_counter()
-    await asyncio.gather(*(evaluate(*one) for one in drawn[half:]))
+    await asyncio.gather(*(evaluate(*one) for one in drawn[2 * share :]))
     crowd_seconds = time.perf_counter() - begin
-    per_minute = {"one_by_one": 60 * half / alone_seconds, "all_at_once": 60 * (len(drawn) - half) / crowd_seconds}
+    per_minute = {
+        "one_by_one": 60 * share / sum(in_a_row),
+        "all_at_once": 60 * (len(drawn) - 2 * share) / crowd_seconds,
+    }
     answer = {
-        "evaluations": half,
-        "phases": phases | {"whole": figures(alone)},  # of the first round: nothing waits for anything
+        "evaluations": share,
+        "phases": phases | {"whole": figures(alone), "in a row": figures(in_a_row)},
         "per_minute": per_minute,
         "statuses": dict(Counter(verdict.status for verdict in verdicts)),
     }
@@ -209,5 +216,5 @@ def _seconds(figure: dict[str, float]) -> str:
 
 
 def _ordered(phases: dict[str, Any]) -> list[str]:
-    known = ["build", "start", "check", "time", "whole"]
+    known = ["build", "start", "check", "time", "settle", "whole", "in a row"]
     return sorted(phases, key=lambda name: known.index(name) if name in known else -1)

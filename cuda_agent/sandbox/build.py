@@ -25,15 +25,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox import jail
-from cuda_agent.sandbox.compiler import Compiler, Waiting
+from cuda_agent.sandbox.compiler import Ahead, Compiler, Waiting
 from cuda_agent.sandbox.wire import printable
 
 FLAGS = ("-O3", "-march=native", "-ffast-math", "-std=c++17", "-fPIC", "-pthread", "-fopenmp-simd")
@@ -180,7 +178,7 @@ class Builder:
         self._under_way: dict[str, asyncio.Future[Path]] = {}
         self._toolchain: Toolchain | None = None
         self._preparing = asyncio.Lock()
-        self._ahead: _Ahead | None = _Ahead(self._start_ahead)
+        self._ahead: Ahead | None = Ahead(self._start_ahead)
 
     def close(self) -> None:
         """End the compiler that waits for a source."""
@@ -346,7 +344,7 @@ class Builder:
             return True
 
     def _run_ahead(
-        self, ahead: "_Ahead", unit: str, files: Mapping[str, str], products: Sequence[str], target: Path
+        self, ahead: Ahead, unit: str, files: Mapping[str, str], products: Sequence[str], target: Path
     ) -> None:
         waiting = ahead.take()
         try:
@@ -401,44 +399,6 @@ class Builder:
             raise _Killed(first_errors(errors))
         if status != 0:
             raise BuildError(first_errors(errors))
-
-
-class _Ahead:
-    """Keeps one compiler started ahead.  They are children of one thread, since a jailed process ends with the thread
-    that started it."""
-
-    def __init__(self, start: Callable[[], Waiting]) -> None:
-        self._start = start
-        self._thread = ThreadPoolExecutor(1, "ahead")
-        self._next: Future[Waiting] | None = None
-        self._closed = False
-        self._lock = threading.Lock()
-
-    def start(self) -> None:
-        """Begin to start one, unless that is done."""
-        with self._lock:
-            if self._next is None and not self._closed:
-                self._next = self._thread.submit(self._start)
-
-    def take(self) -> Waiting:
-        """The caller discards it.  ``OSError`` when none can be started."""
-        for _ in (1, 2):
-            with self._lock:
-                following, self._next = self._next, None
-            waiting = (following or self._thread.submit(self._start)).result()
-            if waiting.alive:
-                return waiting
-            waiting.discard()  # somebody ended it while nobody watched
-        raise OSError(errno.ECHILD, "compilers that were started ahead end by themselves")
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            following, self._next = self._next, None
-        if following:
-            with contextlib.suppress(OSError):
-                following.result().discard()
-        self._thread.shutdown()
 
 
 def _keep(work: Path, products: Sequence[str], target: Path) -> None:

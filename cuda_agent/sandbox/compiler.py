@@ -16,8 +16,10 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from cuda_agent.sandbox import jail
@@ -134,3 +136,41 @@ class Waiting(Compiler):
             os.close(self._pipe)
             self._pipe = -1
         shutil.rmtree(self.work, ignore_errors=True)
+
+
+class Ahead:
+    """Keeps one compiler started ahead.  They are children of one thread, since a jailed process ends with the thread
+    that started it."""
+
+    def __init__(self, start: Callable[[], Waiting]) -> None:
+        self._start = start
+        self._thread = ThreadPoolExecutor(1, "ahead")
+        self._next: Future[Waiting] | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begin to start one, unless that is done."""
+        with self._lock:
+            if self._next is None and not self._closed:
+                self._next = self._thread.submit(self._start)
+
+    def take(self) -> Waiting:
+        """The caller discards it.  ``OSError`` when none can be started."""
+        for _ in (1, 2):
+            with self._lock:
+                following, self._next = self._next, None
+            waiting = (following or self._thread.submit(self._start)).result()
+            if waiting.alive:
+                return waiting
+            waiting.discard()  # somebody ended it while nobody watched
+        raise OSError(errno.ECHILD, "compilers that were started ahead end by themselves")
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            following, self._next = self._next, None
+        if following:
+            with contextlib.suppress(OSError):
+                following.result().discard()
+        self._thread.shutdown()

@@ -8,6 +8,7 @@ from cuda_agent.config import Sandbox
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.model import train_tokenizer
 from cuda_agent.sandbox.client import LocalSandbox
+from tests import made_once
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +32,7 @@ def loop():
 
 @pytest.fixture(scope="session")
 def sandbox(loop, tmp_path_factory):
-    sandbox = LocalSandbox(Sandbox(clock="model"), tmp_path_factory.mktemp("cache"))
+    sandbox = LocalSandbox(Sandbox(clock="model"), made_once.share(tmp_path_factory.mktemp("cache")))
     loop.run(sandbox.__aenter__())
     yield sandbox
     loop.run(sandbox.__aexit__(None, None, None))

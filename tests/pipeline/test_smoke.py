@@ -5,6 +5,7 @@ With the model clock both must end with the same bytes.  This takes a minute or 
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ COMMAND = [sys.executable, "-m", "cuda_agent.cli", "run", "experiment=smoke", "-
 
 
 def start(home: Path, *overrides: str) -> subprocess.Popen:
-    home.mkdir(exist_ok=True)
+    home.mkdir(parents=True, exist_ok=True)
     command = [*COMMAND, f"run.store={home / 'store'}", *overrides]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=open(home / "said.txt", "a"), text=True)
 
@@ -82,8 +83,16 @@ def mlflow_holds_the_run_with_its_curves(home: Path, answer: dict) -> None:
     assert {"config.json", "index.html"} <= {item.path for item in client.list_artifacts(parent.info.run_id)}
 
 
+def begin_where_training_begins(peace: Path, home: Path) -> None:
+    """What comes before a policy is trained by rewards is served from the cache, and nothing is compiled twice."""
+    for part in ("cas", "configs", *(f"cache/{name}" for name in ("synthesis", "bootstrap"))):
+        shutil.copytree(peace / "store" / part, home / "store" / part)
+    shutil.copytree(peace / "cache" / "sandbox" / "builds", home / "cache" / "sandbox" / "builds")
+
+
 def a_run_killed_at_three_places_ends_with_the_same_bytes(tmp_path: Path, answer: dict) -> None:
     home, off = tmp_path / "war", "run.mlflow=off"
+    begin_where_training_begins(tmp_path / "peace", home)
 
     running = start(home, off)  # the whole run, in the middle of training
     wait_for(home, running, "store/checkpoints/warmup/*/*.json")

@@ -13,6 +13,7 @@ from cuda_agent.config import Sandbox
 from cuda_agent.sandbox.client import LocalSandbox
 from cuda_agent.sandbox.wire import Probe, Solution, Verdict
 from cuda_agent.tasks.task import Task
+from tests import made_once
 
 CHAIN = """
 import torch
@@ -83,7 +84,7 @@ class Running(Loop):
 
     def __init__(self, config: Sandbox, cache: Path) -> None:
         super().__init__()
-        self.sandbox = LocalSandbox(config, cache)
+        self.sandbox = LocalSandbox(config, made_once.share(cache))
         self.wait(self.sandbox.__aenter__())
 
     def evaluate(self, task: Task, solution: Solution) -> Verdict:

@@ -16,6 +16,7 @@ from typing import Any, Self
 import httpx
 
 from cuda_agent.sandbox.wire import Solution
+from tests import made_once
 from tests.sandbox.conftest import CHAIN, plan_solution
 
 TOKEN = "a-token-of-the-tests-0123456789"
@@ -40,7 +41,7 @@ class Served:
         self.log = folder / "log"
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [*command, "--cache", str(folder / "cache"), *arguments],
+                [*command, "--cache", str(made_once.share(folder / "cache")), *arguments],
                 stdout=log, stderr=log, env=environment, cwd=folder,
             )  # fmt: skip
         self.address = self._address()
