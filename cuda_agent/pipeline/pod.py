@@ -40,7 +40,7 @@ from cuda_agent.pipeline.manifest import (
     read_manifest,
 )
 from cuda_agent.pipeline.spawn import Spawner
-from cuda_agent.pipeline.stage_main import TABLE, Order
+from cuda_agent.pipeline.stage_main import TABLE, Order, read_table
 from cuda_agent.stages.context import EXIT_BUG, EXIT_DONE, EXIT_RETRY, TryAgain
 from cuda_agent.storage import Store, StoreError, open_store
 from cuda_agent.tracking import Mirror, read_metrics, read_notes, read_progress
@@ -188,40 +188,38 @@ def _why(cluster: Cluster, name: str) -> str:
 
 def run_stage(here: Surroundings, name: str, run: str, sha256: str, table: str = TABLE) -> int:
     """Runs one stage as ``local`` does; returns its exit code.  SIGTERM is passed on: the stage writes a checkpoint."""
-    from cuda_agent.pipeline.stage_main import read_table
-
-    store = open_store(here.store)
-    config = load(store.get(config_entry(sha256)).decode(), sha256)
-    stages = read_table(table)
     scratch = here.work / "stage" / name
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     log = scratch / "log.txt"
     order = Order(here.store, sha256, run, name, str(scratch), str(runs.local_home(here.store)), table)
-    spawner = Spawner(preload=())
     before = oom_kills()
-    with mirrored(here, config, sha256, run) as mirror, _passing_on(spawner, name):
-        spawner.start(name, order.to_json(), log)
-        code = _follow(spawner, name, scratch, log, mirror, config, stages)
-        spawner.close()
-        with contextlib.suppress(StoreError, FileNotFoundError):
-            store.put_file(f"runs/{run}/{name}/log.txt", log)
-        if code == EXIT_DONE:
-            manifest = read_manifest(store, manifest_entry(run, name))
-            assert manifest is not None, "a stage that exits 0 has written its manifest"
-            (here.work / "manifest.json").write_bytes(manifest.to_bytes())
-            tell_stage(mirror, store, config, stages, name, manifest)
-            return code
-        if code == EXIT_RETRY and oom_kills() > before:
-            code = 128 + signal.SIGKILL  # as Kubernetes itself reports it, so that Argo tries it once more and no more
-            message = f"Stage {name} ran out of memory. Give it more in its profile, or make its batches smaller."
-        else:
-            message = _outcome_message(scratch) or f"stage {name} was killed or crashed (exit code {code})"
-        with contextlib.suppress(StoreError):
-            store.put(outcome_entry(run, name), json.dumps({"code": code, "message": message}).encode())
-        mirror.update(name, status="KILLED" if code == EXIT_RETRY else "FAILED")
-        print(message, file=sys.stderr, flush=True)
-        return code if code > 0 else EXIT_BUG
+    with contextlib.closing(Spawner(preload=())) as spawner, _passing_on(spawner, name):
+        spawner.start(name, order.to_json(), log)  # first: its imports take seconds and wait for nothing of what follows
+        store = open_store(here.store)
+        config = load(store.get(config_entry(sha256)).decode(), sha256)
+        stages = read_table(table)
+        with mirrored(here, config, sha256, run) as mirror:
+            code = _follow(spawner, name, scratch, log, mirror, config, stages)
+            spawner.close()
+            with contextlib.suppress(StoreError, FileNotFoundError):
+                store.put_file(f"runs/{run}/{name}/log.txt", log)
+            if code == EXIT_DONE:
+                manifest = read_manifest(store, manifest_entry(run, name))
+                assert manifest is not None, "a stage that exits 0 has written its manifest"
+                (here.work / "manifest.json").write_bytes(manifest.to_bytes())
+                tell_stage(mirror, store, config, stages, name, manifest)
+                return code
+            if code == EXIT_RETRY and oom_kills() > before:
+                code = 128 + signal.SIGKILL  # as Kubernetes reports it, so that Argo tries it once more and no more
+                message = f"Stage {name} ran out of memory. Give it more in its profile, or make its batches smaller."
+            else:
+                message = _outcome_message(scratch) or f"stage {name} was killed or crashed (exit code {code})"
+            with contextlib.suppress(StoreError):
+                store.put(outcome_entry(run, name), json.dumps({"code": code, "message": message}).encode())
+            mirror.update(name, status="KILLED" if code == EXIT_RETRY else "FAILED")
+            print(message, file=sys.stderr, flush=True)
+            return code if code > 0 else EXIT_BUG
 
 
 def _follow(
