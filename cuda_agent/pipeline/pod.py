@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,13 +81,13 @@ def prepare(
     run: str,
     sha256: str,
     workflow: str,
-    cluster: Cluster | None,
+    cluster: Callable[[], Cluster] | None,
     base: Sequence[dict[str, Any]],
     stages: Sequence[Stage] = STAGES,
 ) -> dict[str, str]:
     """Writes and returns its outputs: a stage -> ``run`` or ``cached``, ``servers`` and ``finish``.
 
-    Without ``cluster`` or ``base`` (objects of the pools) no pool is made.  Raises ConfigError when the configuration
+    Without ``cluster`` (opened when needed) or ``base`` (objects of the pools) no pool is made.  Raises ConfigError when the configuration
     is not what was submitted, StoreError and ClusterError when those are away."""
     store = open_store(here.store)
     if not here.config.exists() and not store.exists(config_entry(sha256)):
@@ -103,7 +103,7 @@ def prepare(
             tell_stage(mirror, store, config, stages, name, manifest)
         servers: list[str] = []
         if left and cluster is not None and base:
-            servers = make_pools(cluster, base, workflow, config)
+            servers = make_pools(cluster(), base, workflow, config)
         if not left:
             runs.end_run(store, record, EXIT_DONE, "", "")
             mirror.update(None, status="FINISHED")
