@@ -98,7 +98,7 @@ def prepare(
     record = enter(store, run, config, sha256)
     done = serve_from_cache(store, run, config, stages)
     left = [stage for stage in stages if stage.name not in done]
-    with mirrored(here, config, sha256, run) as mirror:
+    with tempfile.TemporaryDirectory() as folder, mirrored(here, config, sha256, run) as mirror:
         for name, manifest in done.items():
             tell_stage(mirror, store, config, stages, name, manifest)
         servers: list[str] = []
@@ -106,6 +106,7 @@ def prepare(
             servers = make_pools(cluster(), base, workflow, config)
         if not left:
             runs.end_run(store, record, EXIT_DONE, "", "")
+            tell_report(mirror, store, done, Path(folder))
             mirror.update(None, status="FINISHED")
     outputs = {stage.name: "cached" if stage.name in done else "run" for stage in stages}
     told = "run" if left or os.environ.get("CUDA_AGENT_WEBHOOK") else "no"
@@ -195,7 +196,9 @@ def run_stage(here: Surroundings, name: str, run: str, sha256: str, table: str =
     order = Order(here.store, sha256, run, name, str(scratch), str(runs.local_home(here.store)), table)
     before = oom_kills()
     with contextlib.closing(Spawner(preload=())) as spawner, _passing_on(spawner, name):
-        spawner.start(name, order.to_json(), log)  # first: its imports take seconds and wait for nothing of what follows
+        spawner.start(
+            name, order.to_json(), log
+        )  # first: its imports take seconds and wait for nothing of what follows
         store = open_store(here.store)
         config = load(store.get(config_entry(sha256)).decode(), sha256)
         stages = read_table(table)
@@ -295,14 +298,12 @@ def finish(
     if record is not None:
         runs.end_run(store, record, code, stage, message)
         config = runs.run_config(store, record)
-        with mirrored(here, config, sha256, run) as mirror, tempfile.TemporaryDirectory() as folder:
-            for name, manifest in runs.run_manifests(store, record, stages).items():
+        with tempfile.TemporaryDirectory() as folder, mirrored(here, config, sha256, run) as mirror:
+            done = runs.run_manifests(store, record, stages)
+            for name, manifest in done.items():
                 tell_stage(mirror, store, config, stages, name, manifest)
-                if name == "report":
-                    store.get_folder(next(iter(manifest.outputs.values())), Path(folder))
-                    mirror.update(None, artifacts=[Path(folder)])
+            tell_report(mirror, store, done, Path(folder))
             mirror.update(None, status={EXIT_DONE: "FINISHED", EXIT_RETRY: "KILLED"}.get(code, "FAILED"))
-            mirror.close(MIRROR_SECONDS)
     if url := os.environ.get("CUDA_AGENT_WEBHOOK"):
         tell_webhook(url, facts)
     return facts
@@ -368,6 +369,13 @@ def tell_stage(
     tags = {"key": manifest.key, "made by": manifest.run, "seconds": str(manifest.seconds)}
     tags |= {"notes": "\n".join(notes)[:4000]} if notes else {}
     mirror.update(name, params=_settings(config, stages, name), metrics=metrics, tags=tags, status="FINISHED")
+
+
+def tell_report(mirror: Mirror, store: Store, done: dict[str, Manifest], folder: Path) -> None:
+    """The report, if there is one, by way of ``folder``, which must stay until the mirror is closed."""
+    if "report" in done:
+        store.get_folder(next(iter(done["report"].outputs.values())), folder)
+        mirror.update(None, artifacts=[folder])
 
 
 def _settings(config: Config, stages: Sequence[Stage], name: str) -> dict[str, Any]:
