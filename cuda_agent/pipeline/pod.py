@@ -87,8 +87,8 @@ def prepare(
 ) -> dict[str, str]:
     """Writes and returns its outputs: a stage -> ``run`` or ``cached``, ``servers`` and ``finish``.
 
-    Without ``cluster`` (opened when needed) or ``base`` (objects of the pools) no pool is made.  Raises ConfigError when the configuration
-    is not what was submitted, StoreError and ClusterError when those are away."""
+    Without ``cluster`` (opened when needed) or ``base`` (objects of the pools) no pool is made.  Raises ConfigError
+    when the configuration is not what was submitted, StoreError and ClusterError when those are away."""
     store = open_store(here.store)
     if not here.config.exists() and not store.exists(config_entry(sha256)):
         raise TryAgain("The configuration has not arrived yet: it is made right after its Workflow.")
@@ -198,7 +198,7 @@ def run_stage(here: Surroundings, name: str, run: str, sha256: str, table: str =
     with contextlib.closing(Spawner(preload=())) as spawner, _passing_on(spawner, name):
         spawner.start(
             name, order.to_json(), log
-        )  # first: its imports take seconds and wait for nothing of what follows
+        )  # first: it imports for seconds
         store = open_store(here.store)
         config = load(store.get(config_entry(sha256)).decode(), sha256)
         stages = read_table(table)
