@@ -1,8 +1,8 @@
 """``report``: all scores and what the stages said of themselves -> ``report`` (``index.html`` and ``report.json``).
 
 Gathers the data here, draws it in ``report_page``.  Both are functions of the inputs: no date, no measurement of its
-own, so the same inputs give the same bytes.  With the model clock, what only says how long things took and on what
-machine is left out: such a report is the same wherever it was made.
+own, so the same inputs give the same bytes.  With the model clock, what only says how long things took, on what machine
+and with which versions is left out: such a report is the same wherever it was made.
 
 Does not: judge whether a result is good enough (stages and their gates do).
 """
@@ -55,7 +55,7 @@ def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path,
     first, *later = scores.values()
     return {
         "clock": clock,
-        "versions": {"python": python_version()} | {package: _version(package) for package in PACKAGES},
+        **({} if clock == "model" else {"versions": _versions()}),
         "config": _read_json(stages / "config.json"),
         "families": families,
         "policies": [s.to_json() for s in scores.values()],
@@ -136,6 +136,10 @@ def _in_order(stages: Path) -> list[Path]:
     evaluations = [f"evaluate-{name}" for name in POLICIES]
     place = {name: i for i, name in enumerate([*order, *evaluations])}
     return sorted(folders, key=lambda path: (place.get(path.name, len(place)), path.name))
+
+
+def _versions() -> dict[str, str]:
+    return {"python": python_version()} | {package: _version(package) for package in PACKAGES}
 
 
 def _version(package: str) -> str:
