@@ -4,8 +4,9 @@
     a namespace of its own:  the same graph of steps that do nothing, without retries, artifacts and archived logs
 
 A stage's overhead is the time from the creation of its pod to that of the next one, less the stage's own work, which
-its log tells (``begins``, ``ends``).  What a pod of a bare workflow takes from its creation to that of the next one is
-compared with that.  Pods of both run one at a time.
+its log tells (``begins``, ``ends``), and less its imports, which have a column of their own: PyTorch's take as long as
+a process for them is fresh.  What a pod of a bare workflow takes from its creation to that of the next one is compared
+with that.  Pods of both run one at a time.
 
 Needs a cluster with the chart (KUBECONFIG, current context):
 
@@ -128,14 +129,12 @@ def empty_steps(image: str) -> dict[str, Any]:
 
 
 def own_work(place: Cluster, run: str) -> dict[str, dict[str, float]]:
-    """Stage -> when its process started, began its work and ended it, in seconds since the epoch."""
+    """Stage -> when its process started, had its inputs, began its work and ended it, in seconds since the epoch."""
     found: dict[str, dict[str, float]] = {}
     for stage in NAMES:
         lines = "\n".join(cluster.logs(place, run, stage, follow=False))
-        found[stage] = {
-            what: datetime.fromisoformat(when).timestamp()
-            for when, what in re.findall(rf"^(\S+) {re.escape(stage)}: (a process for it|begins|ends)$", lines, re.M)
-        }
+        said = re.findall(rf"^(\S+) {re.escape(stage)}: (process started|inputs are here|begins|ends)$", lines, re.M)
+        found[stage] = {what: datetime.fromisoformat(when).timestamp() for when, what in said}
     return found
 
 
@@ -168,28 +167,31 @@ def main() -> None:
     created = Created(place)
     submitting = submitted(place, run, [*SMOKE, f"seed={seed}"], options.profile, options.release)
     whole = took(finished(place, run))
-    spans, work = periods(created.at, NAMES), own_work(place, run)
+    at = dict(created.at)
+    spans, work = periods(at, NAMES), own_work(place, run)
     again = submitted(place, f"{run}-again", [*SMOKE, f"seed={seed}"], options.profile, options.release)
     cached = finished(place, f"{run}-again")
     pods = sum(node["type"] == "Pod" for node in cached["status"]["nodes"].values())
 
-    columns = ("stage", "bare", "to process", "to begin", "work", "to next", "overhead", "above bare")
-    print(("{:18}" + "{:>11}" * 7).format(*columns))
-    overheads = []
+    columns = ("stage", "bare", "to process", "to inputs", "imports", "work", "to next", "overhead", "above bare")
+    print(("{:18}" + "{:>11}" * 8).format(*columns))
+    overheads, imports = [], []
     for stage in NAMES:
-        at, step = created.at[stage], work[stage]
+        step = work[stage]
+        imports.append(step["begins"] - step["inputs are here"])
         own = step["ends"] - step["begins"]
-        overheads.append(spans[stage] - own)
+        overheads.append(spans[stage] - own - imports[-1])
         parts = (
-            plain[stage], step["a process for it"] - at, step["begins"] - step["a process for it"], own,
-            at + spans[stage] - step["ends"], overheads[-1], overheads[-1] - plain[stage],
+            plain[stage], step["process started"] - at[stage], step["inputs are here"] - step["process started"],
+            imports[-1], own, at[stage] + spans[stage] - step["ends"], overheads[-1], overheads[-1] - plain[stage],
         )  # fmt: skip
         print(f"{stage:18}" + "".join(f"{value:11.2f}" for value in parts))
     usual = [plain[stage] for stage in NAMES]
     above = [mine - other for mine, other in zip(overheads, usual, strict=True)]
     print(f"mean     bare {mean(usual):.2f} s, ours {mean(overheads):.2f} s, above bare {mean(above):.2f} s a stage")
     print(f"median   bare {median(usual):.2f} s, ours {median(overheads):.2f} s, above bare {median(above):.2f} s")
-    print(f"prepare  {created.at['synthesis'] - created.at['prepare']:.1f} s, with the sandbox's pools")
+    print(f"imports  {mean(imports):.2f} s a stage")
+    print(f"prepare  {at['synthesis'] - at['prepare']:.1f} s, with the sandbox's pools")
     print(f"the run  {whole:.0f} s, of which {sum(w['ends'] - w['begins'] for w in work.values()):.0f} s work")
     print(f"cached   {took(cached):.0f} s, {pods} pod")
     print(f"submit   {submitting:.2f} s, {again:.2f} s")

@@ -196,9 +196,7 @@ def run_stage(here: Surroundings, name: str, run: str, sha256: str, table: str =
     order = Order(here.store, sha256, run, name, str(scratch), str(runs.local_home(here.store)), table)
     before = oom_kills()
     with contextlib.closing(Spawner(preload=())) as spawner, _passing_on(spawner, name):
-        spawner.start(
-            name, order.to_json(), log
-        )  # first: it imports for seconds
+        spawner.start(name, order.to_json(), log)  # first: it imports for seconds
         store = open_store(here.store)
         config = load(store.get(config_entry(sha256)).decode(), sha256)
         stages = read_table(table)

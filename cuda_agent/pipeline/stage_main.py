@@ -97,7 +97,7 @@ def run_stage(order: Order) -> int:
     scratch.mkdir(parents=True, exist_ok=True)
     (scratch / "pid").write_text(str(os.getpid()))
     code, message = EXIT_DONE, ""
-    _say(f"{order.stage}: a process for it")
+    _say(f"{order.stage}: process started")
     try:
         _run(order, scratch, lambda: stopped)
     except StageError as error:
@@ -168,7 +168,8 @@ def _make(
     cache = Path(order.local) / "cache"
     cache.mkdir(parents=True, exist_ok=True)
     checkpoints = StageCheckpoints(store, stage.name, identity.key, work / "checkpoint", tracker)
-    run = importlib.import_module(stage.module).run
+    _say(f"{stage.name}: inputs are here")
+    run = importlib.import_module(stage.module).run  # PyTorch, for nearly all: a second or two in a process of its own
     _say(f"{stage.name}: begins")
     run(
         StageContext(
