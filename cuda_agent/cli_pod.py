@@ -24,7 +24,7 @@ def prepare(config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
 
     base = json.loads(os.environ.get("CUDA_AGENT_POOLS", "[]"))
     outputs = pod.prepare(
-        pod.Surroundings.from_environment(), run or workflow, config, workflow, Cluster.of_pod() if base else None, base
+        pod.Surroundings.from_environment(), run or workflow, config, workflow, Cluster.of_pod if base else None, base
     )
     print(json.dumps(outputs, indent=1))
 

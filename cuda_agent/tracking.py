@@ -13,7 +13,6 @@ What it does not cover: where the files go in the end (``pipeline``), and who re
 """
 
 import json
-import logging
 import math
 import os
 import threading
@@ -22,6 +21,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from cuda_agent import mlflow_api
+from cuda_agent.mlflow_api import Entry
 
 Metrics = dict[int, dict[str, float]]  # step -> key -> value
 
@@ -120,7 +122,7 @@ RUN_TAG, STAGE_TAG = "cuda_agent.run", "cuda_agent.stage"
 
 
 @dataclass
-class Entry:
+class Wanted:
     """What MLflow should say of one run: the workflow itself, or one of its stages."""
 
     params: dict[str, Any] = field(default_factory=dict)
@@ -128,18 +130,6 @@ class Entry:
     metrics: Metrics = field(default_factory=dict)
     artifacts: list[Path] = field(default_factory=list)  # files and folders, which must stay until ``close``
     status: str = "RUNNING"  # of MLflow: RUNNING, FINISHED, FAILED, KILLED
-
-
-@dataclass
-class _Sent:
-    """What MLflow is known to hold of one entry."""
-
-    run_id: str
-    params: set[str]
-    tags: dict[str, str]
-    points: set[tuple[str, int]]
-    status: str
-    artifacts: set[Path] = field(default_factory=set)
 
 
 class Mirror:
@@ -159,8 +149,8 @@ class Mirror:
             artifacts,
             trouble,
         )
-        self._entries: dict[str | None, Entry] = {None: Entry()}
-        self._sent: dict[str | None, _Sent] = {}
+        self._entries: dict[str | None, Wanted] = {None: Wanted()}
+        self._there: dict[str, Entry] | None = None  # stage (empty: the workflow) -> what MLflow holds
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._closing = threading.Event()
@@ -179,7 +169,7 @@ class Mirror:
         status: str | None = None,
     ) -> None:
         with self._lock:
-            entry = self._entries.setdefault(stage, Entry())
+            entry = self._entries.setdefault(stage, Wanted())
             entry.params |= params or {}
             entry.tags |= tags or {}
             entry.metrics = entry.metrics if metrics is None else metrics
@@ -193,14 +183,14 @@ class Mirror:
         return self._arrived.wait(timeout)
 
     def _work(self) -> None:
-        client, told, pause = None, False, 1.0
+        api, told, pause = None, False, 1.0
         while True:
             self._changed.wait()
             self._changed.clear()
             closing = self._closing.is_set()
             try:
-                client = client or _client(self._uri)
-                self._sync(client)
+                api = api or mlflow_api.connect(self._uri)
+                self._sync(api)
                 pause = 1.0
                 if closing:
                     self._arrived.set()
@@ -210,88 +200,62 @@ class Mirror:
                     reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
                     self._trouble(f"MLflow at {self._uri} is away ({reason}); metrics are kept in the store.")
                     told = True
-                self._sent.clear()  # look again what is there
+                self._there = None  # look again what is there
                 self._changed.set()
                 pause = min(2 * pause, 30.0)
-            time.sleep(0.2 if closing or self._closing.is_set() else pause)
+            if closing:
+                time.sleep(0.2)
+            else:
+                self._closing.wait(pause)
 
-    def _sync(self, client: Any) -> None:
+    def _sync(self, api: mlflow_api.Api) -> None:
         with self._lock:
-            entries = {
-                stage: Entry(dict(e.params), dict(e.tags), dict(e.metrics), list(e.artifacts), e.status)
+            wanted = {
+                stage or "": Wanted(dict(e.params), dict(e.tags), dict(e.metrics), list(e.artifacts), e.status)
                 for stage, e in self._entries.items()
             }
-        for stage, entry in entries.items():
-            if stage not in self._sent:
-                self._sent[stage] = self._find_or_make(client, stage)
-            _send(client, self._sent[stage], entry)
-
-    def _find_or_make(self, client: Any, stage: str | None) -> _Sent:
-        experiment = client.get_experiment_by_name(self._experiment)
-        if experiment is None:
-            location = self._artifacts.absolute().as_uri() if self._artifacts else None
-            experiment_id = client.create_experiment(self._experiment, artifact_location=location)
-        else:
-            experiment_id = experiment.experiment_id
-        tags = {RUN_TAG: self._run, STAGE_TAG: stage or ""}
-        query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
-        found = client.search_runs([experiment_id], query, max_results=1)
-        if not found:
-            tags["mlflow.runName"] = stage or self._run
-            if stage is not None:
-                tags["mlflow.parentRunId"] = self._sent[None].run_id
-            found = [client.create_run(experiment_id, tags=tags)]
-        run = found[0]
-        points = {
-            (key, point.step) for key in run.data.metrics for point in client.get_metric_history(run.info.run_id, key)
-        }
-        return _Sent(run.info.run_id, set(run.data.params), dict(run.data.tags), points, run.info.status)
+        if self._there is None:
+            self._experiment_id = api.experiment(
+                self._experiment, self._artifacts.absolute().as_uri() if self._artifacts else None
+            )
+            found = api.find(self._experiment_id, RUN_TAG, self._run)
+            self._there = {entry.tags.get(STAGE_TAG, ""): entry for entry in reversed(found)}
+        for stage, entry in wanted.items():
+            if stage not in self._there:
+                tags = {RUN_TAG: self._run, STAGE_TAG: stage, "mlflow.runName": stage or self._run}
+                if stage:
+                    tags["mlflow.parentRunId"] = self._there[""].run_id
+                self._there[stage] = api.create(self._experiment_id, tags)
+            _send(api, self._there[stage], entry)
 
 
-def _client(uri: str) -> Any:
-    """Imports MLflow, which takes seconds, and opens the store, which takes seconds more the first time."""
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    if uri.startswith("sqlite:///"):
-        Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-    from mlflow import MlflowClient
-
-    for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    return MlflowClient(tracking_uri=uri)
-
-
-def _send(client: Any, sent: _Sent, entry: Entry) -> None:
-    """Sends what is not there yet."""
-    from mlflow.entities import Metric, Param, RunTag
-
-    run_id, now = sent.run_id, int(time.time() * 1000)
-    if entry.status == "RUNNING" and sent.status != "RUNNING":
-        client.update_run(run_id, "RUNNING")
-        sent.status = "RUNNING"
-    params = [Param(key, str(value)[:6000]) for key, value in entry.params.items() if key not in sent.params]
-    tags = [RunTag(key, value) for key, value in entry.tags.items() if sent.tags.get(key) != value]
+def _send(api: mlflow_api.Api, there: Entry, wanted: Wanted) -> None:
+    """Sends what is not there yet; that it is finished last, so whoever finds that need not look for the points."""
+    if there.status == wanted.status == "FINISHED" and wanted.tags and wanted.tags.items() <= there.tags.items():
+        there.unread.clear()
+        there.points |= {(key, step) for step, values in wanted.metrics.items() for key in values}
+    if wanted.status == "RUNNING" and there.status != "RUNNING":
+        api.end(there.run_id, "RUNNING")
+        there.status = "RUNNING"
+    for key in there.unread & {key for values in wanted.metrics.values() for key in values}:
+        there.points |= {(key, step) for step in api.steps(there.run_id, key)}
+        there.unread.remove(key)
+    params = {key: str(value)[:6000] for key, value in wanted.params.items() if key not in there.params}
+    tags = {key: value for key, value in wanted.tags.items() if there.tags.get(key) != value}
     points = [
-        Metric(key, value, now, step)
-        for step, values in entry.metrics.items()
+        (key, value, step)
+        for step, values in wanted.metrics.items()
         for key, value in values.items()
-        if (key, step) not in sent.points
+        if (key, step) not in there.points
     ]
-    for start in range(0, max(len(params), len(tags)), 90):
-        client.log_batch(run_id, params=params[start : start + 90], tags=tags[start : start + 90])
-    for start in range(0, len(points), 900):
-        client.log_batch(run_id, metrics=points[start : start + 900])
-    sent.params |= {param.key for param in params}
-    sent.tags |= entry.tags
-    sent.points |= {(point.key, point.step) for point in points}
-    for path in entry.artifacts:
-        if path not in sent.artifacts:
-            client.log_artifacts(run_id, str(path)) if path.is_dir() else client.log_artifact(run_id, str(path))
-            sent.artifacts.add(path)
-    if entry.status != sent.status:
-        client.set_terminated(run_id, entry.status)
-        sent.status = entry.status
+    api.log(there.run_id, params, tags, points)
+    there.params |= params.keys()
+    there.tags |= tags
+    there.points |= {(key, step) for key, _, step in points}
+    for path in wanted.artifacts:
+        if path not in there.artifacts:
+            api.upload(there.run_id, path)
+            there.artifacts.add(path)
+    if wanted.status != there.status:
+        api.end(there.run_id, wanted.status)
+        there.status = wanted.status

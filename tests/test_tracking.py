@@ -6,6 +6,7 @@ import time
 import pytest
 
 from cuda_agent.tracking import FileTracker, Mirror, read_metrics, read_notes, read_progress
+from tests.mlflow_server import serving
 
 
 def wait_for(condition, seconds=60.0):
@@ -72,20 +73,26 @@ def test_a_lost_mlflow_is_told_once_and_closing_does_not_hang():
     assert len(said) == 1 and "kept in the store" in said[0]
 
 
-@pytest.fixture(scope="module")
-def database(tmp_path_factory):
-    return tmp_path_factory.mktemp("mlflow")
+@pytest.fixture(scope="module", params=["database", "server"])
+def there(request, tmp_path_factory):
+    """Where MLflow is, and where artifacts of its experiments go (None: where the server says)."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    if request.param == "database":
+        yield f"sqlite:///{folder}/mlflow.db", folder / "artifacts"
+    else:
+        with serving(folder) as address:
+            yield address, None
 
 
-def mirror_once(database, run, entries, report=None):
-    mirror = Mirror(f"sqlite:///{database}/mlflow.db", "drill", run, database / "artifacts", lambda text: None)
+def mirror_once(there, run, entries, report=None):
+    mirror = Mirror(there[0], "drill", run, there[1], lambda text: None)
     for stage, facts in entries.items():
         mirror.update(stage, **facts)
     mirror.update(None, status="FINISHED", artifacts=[report] if report else [])
     assert mirror.close(timeout=120)
 
 
-def test_a_retry_lands_in_the_same_runs_and_no_point_is_there_twice(database, tmp_path):
+def test_a_retry_lands_in_the_same_runs_and_no_point_is_there_twice(there, tmp_path):
     page = tmp_path / "report"
     page.mkdir()
     (page / "index.html").write_text("<p>")
@@ -93,17 +100,17 @@ def test_a_retry_lands_in_the_same_runs_and_no_point_is_there_twice(database, tm
         None: {"params": {"critic.lr": 0.001}, "tags": {"config": "abc"}},
         "critic": {"metrics": {0: {"loss": 2.0}, 1: {"loss": 1.5}}, "status": "KILLED"},
     }
-    mirror_once(database, "r1", first)
+    mirror_once(there, "r1", first)
     second = {
         None: {"params": {"critic.lr": 0.002}, "status": "RUNNING"},
         "critic": {"metrics": {s: {"loss": 2.0 - s / 2, "ev": 0.1} for s in range(4)}, "status": "FINISHED"},
     }
-    mirror_once(database, "r1", second, page)
-    mirror_once(database, "r2", {"critic": {"metrics": {0: {"loss": 9.0}}, "status": "FINISHED"}})
+    mirror_once(there, "r1", second, page)
+    mirror_once(there, "r2", {"critic": {"metrics": {0: {"loss": 9.0}}, "status": "FINISHED"}})
 
     from mlflow import MlflowClient
 
-    client = MlflowClient(tracking_uri=f"sqlite:///{database}/mlflow.db")
+    client = MlflowClient(tracking_uri=there[0])
     experiment = client.get_experiment_by_name("drill")
     found = {
         run.info.run_name: run
@@ -122,11 +129,36 @@ def test_a_retry_lands_in_the_same_runs_and_no_point_is_there_twice(database, tm
     assert [item.path for item in client.list_artifacts(parent.info.run_id)] == ["index.html"]
 
 
+def test_what_is_finished_is_not_asked_for_again_and_new_points_of_others_are_sent(there):
+    """More than one request's worth, and a second mirror that knows more of one stage than the first did."""
+    many = {step: {"loss": float(step), "reward": 1.0} for step in range(1000)}
+    tags = {"key": "abc", "seconds": "1.5"}
+    done = {"params": {f"p{n}": n for n in range(200)}, "metrics": many, "tags": tags, "status": "FINISHED"}
+    mirror_once(there, "r3", {"synthesis": done, "critic": {"metrics": {0: {"loss": 1.0}}, "status": "KILLED"}})
+    more = {"metrics": {0: {"loss": 1.0}, 1: {"loss": 0.5}}, "tags": {"key": "def"}, "status": "FINISHED"}
+    mirror_once(there, "r3", {"synthesis": done, "critic": more})
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=there[0])
+    experiment = client.get_experiment_by_name("drill")
+    found = {
+        run.data.tags["cuda_agent.stage"]: run
+        for run in client.search_runs([experiment.experiment_id], "tags.`cuda_agent.run` = 'r3'")
+    }
+    assert set(found) == {"", "synthesis", "critic"}
+    assert len(found["synthesis"].data.params) == 200 and tags.items() <= found["synthesis"].data.tags.items()
+    history = client.get_metric_history(found["synthesis"].info.run_id, "loss")
+    assert sorted((point.step, point.value) for point in history) == [(step, float(step)) for step in range(1000)]
+    history = client.get_metric_history(found["critic"].info.run_id, "loss")
+    assert sorted((point.step, point.value) for point in history) == [(0, 1.0), (1, 0.5)]
+
+
 def test_update_returns_at_once_while_mlflow_is_slow(monkeypatch):
-    from cuda_agent import tracking
+    from cuda_agent import mlflow_api
 
     gate = threading.Event()
-    monkeypatch.setattr(tracking, "_client", lambda uri: gate.wait(60))
+    monkeypatch.setattr(mlflow_api, "connect", lambda uri: gate.wait(60))
     mirror = Mirror("sqlite:////nowhere", "x", "run", None, lambda text: None)
     began = time.monotonic()
     for step in range(1000):

@@ -182,15 +182,19 @@ def make_stages_folder(
 ) -> None:
     """Fills ``folder`` with what the stages above said of themselves, and the configuration (without ``run``).
 
-    With the model clock, what only says how long things took is left out, so that two runs give the same bytes."""
+    With the model clock, what only says how long things took and on what is left out, so that two runs give the same
+    bytes, wherever they ran; the manifests in the store say it."""
     timeless = config.sandbox.clock == "model"
     for name in ancestors(stages, stage.name):
         target = folder / name
         manifest = done[name]
         store.get_folder(manifest.metrics, target)
         facts = asdict(manifest)
-        for volatile in ("run", "config", "finished", "resumed", "metrics", *(("seconds",) if timeless else ())):
+        for volatile in ("run", "config", "finished", "resumed", "metrics"):
             facts.pop(volatile)
+        if timeless:
+            for place in ("seconds", "key", "environment", "device"):
+                facts.pop(place)
         (target / "manifest.json").write_text(json.dumps(facts, indent=1, sort_keys=True))
         if timeless:
             metrics = {

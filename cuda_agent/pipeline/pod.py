@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,7 +40,7 @@ from cuda_agent.pipeline.manifest import (
     read_manifest,
 )
 from cuda_agent.pipeline.spawn import Spawner
-from cuda_agent.pipeline.stage_main import TABLE, Order
+from cuda_agent.pipeline.stage_main import TABLE, Order, read_table
 from cuda_agent.stages.context import EXIT_BUG, EXIT_DONE, EXIT_RETRY, TryAgain
 from cuda_agent.storage import Store, StoreError, open_store
 from cuda_agent.tracking import Mirror, read_metrics, read_notes, read_progress
@@ -81,14 +81,14 @@ def prepare(
     run: str,
     sha256: str,
     workflow: str,
-    cluster: Cluster | None,
+    cluster: Callable[[], Cluster] | None,
     base: Sequence[dict[str, Any]],
     stages: Sequence[Stage] = STAGES,
 ) -> dict[str, str]:
     """Writes and returns its outputs: a stage -> ``run`` or ``cached``, ``servers`` and ``finish``.
 
-    Without ``cluster`` or ``base`` (objects of the pools) no pool is made.  Raises ConfigError when the configuration
-    is not what was submitted, StoreError and ClusterError when those are away."""
+    Without ``cluster`` (opened when needed) or ``base`` (objects of the pools) no pool is made.  Raises ConfigError
+    when the configuration is not what was submitted, StoreError and ClusterError when those are away."""
     store = open_store(here.store)
     if not here.config.exists() and not store.exists(config_entry(sha256)):
         raise TryAgain("The configuration has not arrived yet: it is made right after its Workflow.")
@@ -98,14 +98,15 @@ def prepare(
     record = enter(store, run, config, sha256)
     done = serve_from_cache(store, run, config, stages)
     left = [stage for stage in stages if stage.name not in done]
-    with mirrored(here, config, sha256, run) as mirror:
+    with tempfile.TemporaryDirectory() as folder, mirrored(here, config, sha256, run) as mirror:
         for name, manifest in done.items():
             tell_stage(mirror, store, config, stages, name, manifest)
         servers: list[str] = []
         if left and cluster is not None and base:
-            servers = make_pools(cluster, base, workflow, config)
+            servers = make_pools(cluster(), base, workflow, config)
         if not left:
             runs.end_run(store, record, EXIT_DONE, "", "")
+            tell_report(mirror, store, done, Path(folder))
             mirror.update(None, status="FINISHED")
     outputs = {stage.name: "cached" if stage.name in done else "run" for stage in stages}
     told = "run" if left or os.environ.get("CUDA_AGENT_WEBHOOK") else "no"
@@ -188,40 +189,38 @@ def _why(cluster: Cluster, name: str) -> str:
 
 def run_stage(here: Surroundings, name: str, run: str, sha256: str, table: str = TABLE) -> int:
     """Runs one stage as ``local`` does; returns its exit code.  SIGTERM is passed on: the stage writes a checkpoint."""
-    from cuda_agent.pipeline.stage_main import read_table
-
-    store = open_store(here.store)
-    config = load(store.get(config_entry(sha256)).decode(), sha256)
-    stages = read_table(table)
     scratch = here.work / "stage" / name
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     log = scratch / "log.txt"
     order = Order(here.store, sha256, run, name, str(scratch), str(runs.local_home(here.store)), table)
-    spawner = Spawner(preload=())
     before = oom_kills()
-    with mirrored(here, config, sha256, run) as mirror, _passing_on(spawner, name):
-        spawner.start(name, order.to_json(), log)
-        code = _follow(spawner, name, scratch, log, mirror, config, stages)
-        spawner.close()
-        with contextlib.suppress(StoreError, FileNotFoundError):
-            store.put_file(f"runs/{run}/{name}/log.txt", log)
-        if code == EXIT_DONE:
-            manifest = read_manifest(store, manifest_entry(run, name))
-            assert manifest is not None, "a stage that exits 0 has written its manifest"
-            (here.work / "manifest.json").write_bytes(manifest.to_bytes())
-            tell_stage(mirror, store, config, stages, name, manifest)
-            return code
-        if code == EXIT_RETRY and oom_kills() > before:
-            code = 128 + signal.SIGKILL  # as Kubernetes itself reports it, so that Argo tries it once more and no more
-            message = f"Stage {name} ran out of memory. Give it more in its profile, or make its batches smaller."
-        else:
-            message = _outcome_message(scratch) or f"stage {name} was killed or crashed (exit code {code})"
-        with contextlib.suppress(StoreError):
-            store.put(outcome_entry(run, name), json.dumps({"code": code, "message": message}).encode())
-        mirror.update(name, status="KILLED" if code == EXIT_RETRY else "FAILED")
-        print(message, file=sys.stderr, flush=True)
-        return code if code > 0 else EXIT_BUG
+    with contextlib.closing(Spawner(preload=())) as spawner, _passing_on(spawner, name):
+        spawner.start(name, order.to_json(), log)  # first: it imports for seconds
+        store = open_store(here.store)
+        config = load(store.get(config_entry(sha256)).decode(), sha256)
+        stages = read_table(table)
+        with mirrored(here, config, sha256, run) as mirror:
+            code = _follow(spawner, name, scratch, log, mirror, config, stages)
+            spawner.close()
+            with contextlib.suppress(StoreError, FileNotFoundError):
+                store.put_file(f"runs/{run}/{name}/log.txt", log)
+            if code == EXIT_DONE:
+                manifest = read_manifest(store, manifest_entry(run, name))
+                assert manifest is not None, "a stage that exits 0 has written its manifest"
+                (here.work / "manifest.json").write_bytes(manifest.to_bytes())
+                tell_stage(mirror, store, config, stages, name, manifest)
+                return code
+            if code == EXIT_RETRY and oom_kills() > before:
+                code = 128 + signal.SIGKILL  # as Kubernetes reports it, so that Argo tries it once more and no more
+                message = f"Stage {name} ran out of memory. Give it more in its profile, or make its batches smaller."
+            else:
+                message = _outcome_message(scratch) or f"stage {name} was killed or crashed (exit code {code})"
+            with contextlib.suppress(StoreError):
+                store.put(outcome_entry(run, name), json.dumps({"code": code, "message": message}).encode())
+            mirror.update(name, status="KILLED" if code == EXIT_RETRY else "FAILED")
+            print(message, file=sys.stderr, flush=True)
+            return code if code > 0 else EXIT_BUG
 
 
 def _follow(
@@ -297,14 +296,12 @@ def finish(
     if record is not None:
         runs.end_run(store, record, code, stage, message)
         config = runs.run_config(store, record)
-        with mirrored(here, config, sha256, run) as mirror, tempfile.TemporaryDirectory() as folder:
-            for name, manifest in runs.run_manifests(store, record, stages).items():
+        with tempfile.TemporaryDirectory() as folder, mirrored(here, config, sha256, run) as mirror:
+            done = runs.run_manifests(store, record, stages)
+            for name, manifest in done.items():
                 tell_stage(mirror, store, config, stages, name, manifest)
-                if name == "report":
-                    store.get_folder(next(iter(manifest.outputs.values())), Path(folder))
-                    mirror.update(None, artifacts=[Path(folder)])
+            tell_report(mirror, store, done, Path(folder))
             mirror.update(None, status={EXIT_DONE: "FINISHED", EXIT_RETRY: "KILLED"}.get(code, "FAILED"))
-            mirror.close(MIRROR_SECONDS)
     if url := os.environ.get("CUDA_AGENT_WEBHOOK"):
         tell_webhook(url, facts)
     return facts
@@ -370,6 +367,13 @@ def tell_stage(
     tags = {"key": manifest.key, "made by": manifest.run, "seconds": str(manifest.seconds)}
     tags |= {"notes": "\n".join(notes)[:4000]} if notes else {}
     mirror.update(name, params=_settings(config, stages, name), metrics=metrics, tags=tags, status="FINISHED")
+
+
+def tell_report(mirror: Mirror, store: Store, done: dict[str, Manifest], folder: Path) -> None:
+    """The report, if there is one, by way of ``folder``, which must stay until the mirror is closed."""
+    if "report" in done:
+        store.get_folder(next(iter(done["report"].outputs.values())), folder)
+        mirror.update(None, artifacts=[folder])
 
 
 def _settings(config: Config, stages: Sequence[Stage], name: str) -> dict[str, Any]:

@@ -97,6 +97,7 @@ def run_stage(order: Order) -> int:
     scratch.mkdir(parents=True, exist_ok=True)
     (scratch / "pid").write_text(str(os.getpid()))
     code, message = EXIT_DONE, ""
+    _say(f"{order.stage}: process started")
     try:
         _run(order, scratch, lambda: stopped)
     except StageError as error:
@@ -167,7 +168,9 @@ def _make(
     cache = Path(order.local) / "cache"
     cache.mkdir(parents=True, exist_ok=True)
     checkpoints = StageCheckpoints(store, stage.name, identity.key, work / "checkpoint", tracker)
-    run = importlib.import_module(stage.module).run
+    _say(f"{stage.name}: inputs are here")
+    run = importlib.import_module(stage.module).run  # PyTorch, for nearly all: a second or two in a process of its own
+    _say(f"{stage.name}: begins")
     run(
         StageContext(
             name=stage.name,
@@ -181,6 +184,7 @@ def _make(
             cache=cache,
         )
     )
+    _say(f"{stage.name}: ends")
     outputs = {name: store.put_folder(work / "outputs" / name) for name in stage.outputs}
     empty = [name for name, digest in outputs.items() if not store.tree(digest)]
     if empty:
@@ -204,6 +208,11 @@ def _make(
     manifest = publish(store, order.run, manifest)
     checkpoints.clear()
     return manifest
+
+
+def _say(text: str) -> None:
+    """To the log; what a stage costs beside its own work can be read from these lines."""
+    print(f"{datetime.now(UTC).isoformat(timespec='milliseconds')} {text}", flush=True)
 
 
 def _manifests_above(store: Store, run: str, stages: Sequence[Stage], stage: Stage) -> dict[str, Manifest]:

@@ -42,7 +42,7 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 @dataclass
 class Server:
-    """One address, and what is known of it."""
+    """One address in one of its roles, and what is known of it there."""
 
     address: str
     rests_until: float = 0.0  # monotonic
@@ -86,7 +86,10 @@ class RemoteSandbox:
 
     def __init__(self, config: Sandbox) -> None:
         self.config = config
-        self.servers = [Server(address.rstrip("/")) for address in config.servers]
+        addresses = [address.rstrip("/") for address in config.servers]
+        # Apart: a server that has no workspaces is none the worse for judging, and the other way round.
+        self.servers = [Server(address) for address in addresses]
+        self.rooms = [Server(address) for address in addresses]
         self._settings = {name: getattr(config, name) for name in AGREED}
 
     async def __aenter__(self) -> "RemoteSandbox":
@@ -215,7 +218,7 @@ class RemoteSandbox:
         patience = _Patience()
         content = json.dumps(body).encode()
         while True:
-            order = sorted(self.servers, key=lambda server: (server.workspaces, random.random()))
+            order = sorted(self.rooms, key=lambda server: (server.workspaces, random.random()))
             try:
                 server = await patience.choose(order, [])
                 url = f"{server.address}/v1/workspaces"

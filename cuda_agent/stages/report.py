@@ -1,7 +1,8 @@
 """``report``: all scores and what the stages said of themselves -> ``report`` (``index.html`` and ``report.json``).
 
 Gathers the data here, draws it in ``report_page``.  Both are functions of the inputs: no date, no measurement of its
-own, so the same inputs give the same bytes.  With the model clock, what only says how long things took is left out.
+own, so the same inputs give the same bytes.  With the model clock, what only says how long things took, on what machine
+and with which versions is left out: such a report is the same wherever it was made.
 
 Does not: judge whether a result is good enough (stages and their gates do).
 """
@@ -54,7 +55,7 @@ def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path,
     first, *later = scores.values()
     return {
         "clock": clock,
-        "versions": {"python": python_version()} | {package: _version(package) for package in PACKAGES},
+        **({} if clock == "model" else {"versions": _versions()}),
         "config": _read_json(stages / "config.json"),
         "families": families,
         "policies": [s.to_json() for s in scores.values()],
@@ -116,16 +117,15 @@ def _kernel(policy: str, episode: Episode, verdict: Verdict, task: Task) -> dict
 
 def _stage(folder: Path, timeless: bool) -> dict[str, Any]:
     manifest = _read_json(folder / "manifest.json")
+    place = {"seconds": manifest.get("seconds"), "device": manifest.get("device")}
     return {
         "name": folder.name,
-        "seconds": None if timeless else manifest.get("seconds"),
-        "device": manifest.get("device"),
+        **({} if timeless else place | {"notes": read_notes(folder / "notes.jsonl")}),
         "code": manifest.get("code"),
         "metrics": [
             {"step": step, "values": {k: v for k, v in values.items() if not (timeless and "second" in k)}}
             for step, values in read_metrics(folder / "metrics.jsonl").items()
         ],
-        "notes": [] if timeless else read_notes(folder / "notes.jsonl"),
     }
 
 
@@ -136,6 +136,10 @@ def _in_order(stages: Path) -> list[Path]:
     evaluations = [f"evaluate-{name}" for name in POLICIES]
     place = {name: i for i, name in enumerate([*order, *evaluations])}
     return sorted(folders, key=lambda path: (place.get(path.name, len(place)), path.name))
+
+
+def _versions() -> dict[str, str]:
+    return {"python": python_version()} | {package: _version(package) for package in PACKAGES}
 
 
 def _version(package: str) -> str:

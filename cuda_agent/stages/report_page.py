@@ -340,7 +340,7 @@ def _tokens(stage: Data) -> float:
 
 
 def _notes(data: Data) -> str:
-    notes = [(stage["name"], note) for stage in data.get("stages", []) for note in stage["notes"]]
+    notes = [(stage["name"], note) for stage in data.get("stages", []) for note in stage.get("notes", [])]
     if not notes:
         return empty("Nothing was noted.")
     rows = "".join(f'<li><span class="where">{escape(where)}</span> {escape(text)}</li>' for where, text in notes)

@@ -6,25 +6,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 export CGO_ENABLED=0 GOFLAGS=-buildvcs=false GO111MODULE=on
 
-go_is_enough() {
-  local have
-  have=$(go env GOVERSION 2>/dev/null) && [ "$(printf '%s\n' "${GO%.*}" "${have#go}" | sort -V | head -1)" = "${GO%.*}" ]
-}
-need_go() { # any Go can fetch a newer one, which is a module too; Debian's does not do so by itself yet
-  local at=$CACHE/go-$GO module=golang.org/toolchain@v0.0.1-go$GO.linux-$(dpkg --print-architecture) file
-  ! go_is_enough || return 0
-  export GOTOOLCHAIN=local PATH=$at/bin:$PATH
-  [ ! -d "$at" ] || return 0
-  say "fetching Go $GO"
-  command -v go >/dev/null || install_packages golang-go
-  retry go mod download "$module"
-  rm -rf "$at.new"
-  cp -r "$(go env GOMODCACHE)/$module" "$at.new"
-  chmod -R u+w "$at.new"
-  chmod +x "$at.new"/bin/* "$at.new"/pkg/tool/*/*
-  find "$at.new" -name _go.mod | while read -r file; do mv "$file" "${file%_go.mod}go.mod"; done # modules hold no modules
-  mv "$at.new" "$at"
-}
+. "$HERE/go.sh"
 
 gobuild() { nice -n 19 go build -trimpath "$@"; }
 goget() { retry nice -n 19 go get "$@"; } # always with a version: without one it takes the newest

@@ -20,10 +20,13 @@ packages() { # none of them starts anything by itself where systemd does not run
 }
 
 groups() { # a control group of ours in every hierarchy; on version 1 a new cpuset starts empty
+  # Beside a machine's other work all pods together would weigh as one process; they are several, and so is a cluster.
   local parent
   for parent in $(awk '$3 ~ /^cgroup2?$/ { print $2 }' /proc/mounts); do
     mkdir -p "$parent/$CGROUP"
     [ ! -e "$parent/cpuset.mems" ] || for file in cpuset.cpus cpuset.mems; do cat "$parent/$file" >"$parent/$CGROUP/$file"; done
+    [ ! -e "$parent/$CGROUP/cpu.shares" ] || echo 4096 >"$parent/$CGROUP/cpu.shares"
+    [ ! -e "$parent/$CGROUP/cpu.weight" ] || echo 400 >"$parent/$CGROUP/cpu.weight"
   done
 }
 

@@ -1,49 +1,20 @@
 """Reports on a cluster: what ``finish`` leaves in a real MLflow server, and what is fetched from there."""
 
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from cuda_agent.config import Config, ConfigError, freeze
 from cuda_agent.pipeline import cluster_report, pod
 from cuda_agent.tracking import Mirror
+from tests.mlflow_server import serving
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """MLflow as the chart starts it."""
-    folder = tmp_path_factory.mktemp("mlflow")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1",
-        f"--artifacts-destination={folder / 'artifacts'}", "--allowed-hosts=localhost:*,127.0.0.1:*",
-    ]  # fmt: skip
-    environment = os.environ | {"MLFLOW_BACKEND_STORE_URI": f"sqlite:///{folder / 'mlflow.db'}"}
-    with open(folder / "log", "wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder, start_new_session=True)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        for _ in range(600):
-            assert process.poll() is None, (folder / "log").read_text()
-            try:
-                if httpx.get(f"{address}/health", timeout=2).status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.2)
+    with serving(tmp_path_factory.mktemp("mlflow")) as address:
         yield address
-    finally:
-        os.killpg(process.pid, 15)
-        process.wait(30)
 
 
 def left(server: str, run: str, folder: Path) -> None:

@@ -13,6 +13,7 @@ from drill import journal, table
 
 from cuda_agent.config import Config
 from cuda_agent.pipeline import local, runs
+from cuda_agent.pipeline.closure import environment_digest
 from cuda_agent.pipeline.local import run_pipeline
 from cuda_agent.pipeline.manifest import cache_entry
 from cuda_agent.storage import open_store
@@ -286,6 +287,20 @@ def test_model_clock_leaves_no_times_in_what_the_report_reads(tmp_path, cache):
     assert outputs(one) == outputs(other)
     said = json.loads((one.report / "report.json").read_text())
     assert "tokens_per_second" not in said["train/metrics.jsonl"] and '"tokens"' in said["train/metrics.jsonl"]
+
+
+def test_with_the_model_clock_a_report_is_the_same_wherever_it_was_made(tmp_path, cache, monkeypatch):
+    def there(environment: str) -> local.Outcome:
+        monkeypatch.setenv("CUDA_AGENT_DEVICE", f"a device of {environment}")
+        monkeypatch.setenv("CUDA_AGENT_IMAGE_DIGEST", environment)
+        environment_digest.cache_clear()
+        return execute(settings(tmp_path / environment, sandbox={"clock": "model"}))
+
+    one, other = there("one"), there("other")
+    environment_digest.cache_clear()
+    assert outputs(one) == outputs(other)
+    keys = [{name: manifest.key for name, manifest in outcome.manifests.items()} for outcome in (one, other)]
+    assert all(keys[0][name] != keys[1][name] for name in keys[0]), "what is made elsewhere is kept apart"
 
 
 def test_losing_mlflow_never_stops_a_run(tmp_path, cache, monkeypatch):

@@ -223,7 +223,7 @@ def test_a_stages_log_is_printed_and_kept(tmp_path, here):
     journal.misbehave(tmp_path / "home" / "cache", "make", "bug")
     process = stage(here, "make", sha256)
     shown, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and "Traceback" in shown
+    assert process.returncode == 1 and "Traceback" in shown and "make: begins" in shown
     assert "Traceback" in open_store(here.store).get("runs/a/make/log.txt").decode()
 
 

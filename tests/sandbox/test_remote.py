@@ -333,6 +333,31 @@ def test_retry_after_is_honoured_and_stretched_at_random(served):
     assert len({round(wait, 3) for wait in waits}) > 1
 
 
+def test_servers_of_different_roles_do_not_keep_each_other_from_working(monkeypatch):
+    """A pool a role, as on a cluster: whoever has no workspaces goes on judging, and the other way round."""
+    monkeypatch.setattr(remote, "UNREACHABLE_SECONDS", 3600.0)  # how long a role that is not there is not asked for
+    verdict = INFRA | {"result": INFRA["result"] | {"status": "ok"}}
+    no_role = (404, {}, {"error": {"kind": "role", "message": "this server has no such role"}})
+
+    def judges(method, path):
+        return (202, {}, verdict) if path == "/v1/jobs" else no_role
+
+    def keeps_folders(method, path):
+        return no_role if path == "/v1/jobs" else (201, {}, {"id": "x", "owner": "y"})
+
+    with Broken(judges) as judge, Broken(keeps_folders) as keeper, Broken(lambda method, path: no_role) as builder:
+
+        async def work(sandbox):
+            async with asyncio.timeout(60):  # else an hour
+                for number in range(8):
+                    async with sandbox.workspace({}, frozenset(), _never):
+                        assert (await sandbox.evaluate(task(CHAIN + f"# {number}"), plan_solution())).status == "ok"
+
+        use([judge.address, keeper.address, builder.address], work)
+        for server, wrong in ((judge, "/v1/workspaces"), (keeper, "/v1/jobs")):
+            assert [path for _, _, path in server.seen].count(wrong) <= 1
+
+
 def test_a_full_server_is_passed_over(served):
     full = (429, {"Retry-After": "30"}, {"error": {"kind": "full", "message": "full"}})
     with Broken(lambda method, path: full) as broken:

@@ -117,10 +117,11 @@ def test_the_same_inputs_give_the_same_bytes(tmp_path):
     assert pages[0] == pages[1]
 
 
-def test_under_the_model_clock_the_page_says_so_and_keeps_no_time(tmp_path):
+def test_under_the_model_clock_the_page_says_so_and_keeps_no_time_and_no_place(tmp_path):
     data, text = make_report(tmp_path, make_inputs(tmp_path, clock="model"))
     assert "Model clock." in text and "Clock: model" in text
-    assert all(stage["seconds"] is None for stage in data["stages"])
+    assert "versions" not in data
+    assert data["stages"] and not any({"seconds", "device", "notes"} & stage.keys() for stage in data["stages"])
     assert "second" not in json.dumps([stage["metrics"] for stage in data["stages"]])
 
 

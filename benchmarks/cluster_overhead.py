@@ -1,0 +1,201 @@
+"""What a cluster costs beside the work: seconds a stage, next to a bare Argo workflow of as many empty steps.
+
+    cuda_agent's namespace:  one smoke run, then the same again, which the cache serves
+    a namespace of its own:  the same graph of steps that do nothing, without retries, artifacts and archived logs
+
+A stage's overhead is the time from the creation of its pod to that of the next one, less the stage's own work, which
+its log tells (``begins``, ``ends``), and less its imports, which have a column of their own: PyTorch's take as long as
+a process for them is fresh.  What a pod of a bare workflow takes from its creation to that of the next one is compared
+with that.  Pods of both run one at a time.
+
+Needs a cluster with the chart (KUBECONFIG, current context):
+
+    python benchmarks/cluster_overhead.py --namespace cuda-agent
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from datetime import datetime
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from cuda_agent.config import compose
+from cuda_agent.pipeline import cluster
+from cuda_agent.pipeline.cluster_api import Cluster
+from cuda_agent.pipeline.graph import STAGES
+from cuda_agent.pipeline.pools import CONTAINER_SECURITY
+
+SMOKE = ["experiment=smoke", "sandbox.clock=model"]
+NAMES = [stage.name for stage in STAGES]
+
+
+class Created:
+    """When pods of a namespace appeared, by this machine's clock (Kubernetes keeps whole seconds only)."""
+
+    def __init__(self, place: Cluster) -> None:
+        from kubernetes import client, watch
+
+        self.at: dict[str, float] = {}  # name of a step in its graph -> seconds since the epoch, of its last pod
+        self._stopping = watch.Watch()
+        listing = client.CoreV1Api(place.client).list_namespaced_pod
+        known = {pod["metadata"]["uid"] for pod in place.all("Pod")}
+
+        def follow() -> None:
+            for event in self._stopping.stream(listing, place.namespace, timeout_seconds=3600):
+                metadata = event["raw_object"]["metadata"]
+                step = metadata.get("annotations", {}).get("workflows.argoproj.io/node-name", "")
+                if event["type"] == "ADDED" and step and metadata["uid"] not in known:
+                    self.at[re.sub(r"\(\d+\)$", "", step.rsplit(".", 1)[-1])] = time.time()
+
+        threading.Thread(target=follow, daemon=True).start()
+        time.sleep(1)  # the watch stands
+
+
+def finished(place: Cluster, name: str) -> dict[str, Any]:
+    while True:
+        found = place.get("Workflow", name)
+        if (now := cluster.phase(found)) in cluster.ENDED:
+            assert now == "Succeeded", f"{name}: {now} {found['status'].get('message', '')}"
+            return found
+        time.sleep(0.5)
+
+
+def took(workflow: dict[str, Any]) -> float:
+    """Seconds from its creation to its end."""
+    ends = workflow["metadata"]["creationTimestamp"], workflow["status"]["finishedAt"]
+    began, ended = (datetime.fromisoformat(text) for text in ends)
+    return (ended - began).total_seconds()
+
+
+def periods(created: dict[str, float], names: list[str]) -> dict[str, float]:
+    """Seconds from each one's creation to the next one's; ``finish`` is the last one."""
+    order = sorted([*names, "finish"], key=created.__getitem__)
+    return {this: created[after] - created[this] for this, after in itertools.pairwise(order)}
+
+
+def bare(place: Cluster, image: str) -> dict[str, float]:
+    """Runs the empty steps in a namespace of their own; the seconds of each."""
+    name = f"bare-{secrets.token_hex(3)}"
+    kubectl = ["kubectl", "--namespace", name]
+    subprocess.run(["kubectl", "create", "namespace", name], check=True, stdout=subprocess.DEVNULL)
+    here = Cluster(place.client, name, place.name)
+    try:
+        subprocess.run([*kubectl, "create", "serviceaccount", "executor"], check=True, stdout=subprocess.DEVNULL)
+        rights = ["--verb=create,patch", "--resource=workflowtaskresults.argoproj.io"]
+        subprocess.run([*kubectl, "create", "role", "executor", *rights], check=True, stdout=subprocess.DEVNULL)
+        binding = ["rolebinding", "executor", "--role=executor", f"--serviceaccount={name}:executor"]
+        subprocess.run([*kubectl, "create", *binding], check=True, stdout=subprocess.DEVNULL)
+        created = Created(here)
+        here.create(empty_steps(image))
+        finished(here, "bare")
+        return periods(created.at, ["prepare", *NAMES])
+    finally:
+        subprocess.run(["kubectl", "delete", "namespace", name, "--wait=false"], stdout=subprocess.DEVNULL)
+
+
+def empty_steps(image: str) -> dict[str, Any]:
+    tasks: list[dict[str, Any]] = [{"name": "prepare", "template": "empty"}]
+    tasks += [{"name": s.name, "template": "empty", "dependencies": ["prepare", *s.upstream]} for s in STAGES]
+    tasks.append({"name": "finish", "template": "empty", "dependencies": ["report"]})
+    container = {"image": image, "command": ["true"], "securityContext": CONTAINER_SECURITY}
+    patch = {
+        kind: [{"name": name, "securityContext": CONTAINER_SECURITY}]
+        for kind, name in (("containers", "wait"), ("initContainers", "init"))
+    }
+    return {
+        "apiVersion": "argoproj.io/v1alpha1",
+        "kind": "Workflow",
+        "metadata": {"name": "bare"},
+        "spec": {
+            "entrypoint": "graph",
+            "parallelism": 1,
+            "serviceAccountName": "executor",
+            "securityContext": {
+                "runAsNonRoot": True, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "podSpecPatch": json.dumps(patch),
+            "templates": [{"name": "graph", "dag": {"tasks": tasks}}, {"name": "empty", "container": container}],
+        },
+    }  # fmt: skip
+
+
+def own_work(place: Cluster, run: str) -> dict[str, dict[str, float]]:
+    """Stage -> when its process started, had its inputs, began its work and ended it, in seconds since the epoch."""
+    found: dict[str, dict[str, float]] = {}
+    for stage in NAMES:
+        lines = "\n".join(cluster.logs(place, run, stage, follow=False))
+        said = re.findall(rf"^(\S+) {re.escape(stage)}: (process started|inputs are here|begins|ends)$", lines, re.M)
+        found[stage] = {what: datetime.fromisoformat(when).timestamp() for when, what in said}
+    return found
+
+
+def submitted(place: Cluster, run: str, overrides: list[str], profile: str, release: str) -> float:
+    """Seconds that the command takes, start to end."""
+    words = ["submit", *overrides, f"run.name={run}", "--profile", profile, "--release", release]
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "cuda_agent.cli", *words, "--namespace", place.namespace]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.monotonic() - begun
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--namespace", default="cuda-agent", help="where the chart is")
+    parser.add_argument("--release", default="cuda-agent")
+    parser.add_argument("--profile", default="cpu")
+    options = parser.parse_args()
+    if not os.environ.get("KUBECONFIG") and not (Path.home() / ".kube" / "config").exists():
+        print("no kubeconfig: this one needs a cluster with the chart")
+        return
+    place = Cluster.of_kubeconfig(None, options.namespace)
+    template = place.get("WorkflowTemplate", cluster.template_name(options.release, options.profile))
+    image = next(t["container"]["image"] for t in template["spec"]["templates"] if "container" in t)
+    compose(SMOKE)  # refused here, not on the cluster
+
+    plain = bare(place, image)
+    seed = secrets.randbelow(10**6)  # nothing of it is in the cache
+    run = f"overhead-{seed}"
+    created = Created(place)
+    submitting = submitted(place, run, [*SMOKE, f"seed={seed}"], options.profile, options.release)
+    whole = took(finished(place, run))
+    at = dict(created.at)
+    spans, work = periods(at, NAMES), own_work(place, run)
+    again = submitted(place, f"{run}-again", [*SMOKE, f"seed={seed}"], options.profile, options.release)
+    cached = finished(place, f"{run}-again")
+    pods = sum(node["type"] == "Pod" for node in cached["status"]["nodes"].values())
+
+    columns = ("stage", "bare", "to process", "to inputs", "imports", "work", "to next", "overhead", "above bare")
+    print(("{:18}" + "{:>11}" * 8).format(*columns))
+    overheads, imports = [], []
+    for stage in NAMES:
+        step = work[stage]
+        imports.append(step["begins"] - step["inputs are here"])
+        own = step["ends"] - step["begins"]
+        overheads.append(spans[stage] - own - imports[-1])
+        parts = (
+            plain[stage], step["process started"] - at[stage], step["inputs are here"] - step["process started"],
+            imports[-1], own, at[stage] + spans[stage] - step["ends"], overheads[-1], overheads[-1] - plain[stage],
+        )  # fmt: skip
+        print(f"{stage:18}" + "".join(f"{value:11.2f}" for value in parts))
+    usual = [plain[stage] for stage in NAMES]
+    above = [mine - other for mine, other in zip(overheads, usual, strict=True)]
+    print(f"mean     bare {mean(usual):.2f} s, ours {mean(overheads):.2f} s, above bare {mean(above):.2f} s a stage")
+    print(f"median   bare {median(usual):.2f} s, ours {median(overheads):.2f} s, above bare {median(above):.2f} s")
+    print(f"imports  {mean(imports):.2f} s a stage")
+    print(f"prepare  {at['synthesis'] - at['prepare']:.1f} s, with the sandbox's pools")
+    print(f"the run  {whole:.0f} s, of which {sum(w['ends'] - w['begins'] for w in work.values()):.0f} s work")
+    print(f"cached   {took(cached):.0f} s, {pods} pod")
+    print(f"submit   {submitting:.2f} s, {again:.2f} s")
+
+
+if __name__ == "__main__":
+    main()

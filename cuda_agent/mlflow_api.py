@@ -1,0 +1,232 @@
+"""MLflow as the mirror needs it: find a run's entries, make one, say what is new.
+
+A server is spoken to directly (``Rest``): importing MLflow's own client takes a pod longer than most stages of a small
+run.  For a database there is no way around it (``Library``).
+
+What it does not cover: which entries there should be (``tracking``), and stores of artifacts that a server does not
+serve itself: those take MLflow's client too.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+Point = tuple[str, float, int]  # key, value, step
+_SECONDS = 10.0  # for one request
+_NAMES, _POINTS = 90, 800  # params or tags, and metrics, of one request; MLflow takes 100, 1000 and 1000 in all
+
+
+@dataclass
+class Entry:
+    """What MLflow is known to hold of one of its runs."""
+
+    run_id: str
+    params: set[str] = field(default_factory=set)
+    tags: dict[str, str] = field(default_factory=dict)
+    unread: set[str] = field(default_factory=set)  # metrics that have points there, which are not in ``points`` yet
+    points: set[tuple[str, int]] = field(default_factory=set)  # (key, step)
+    status: str = "RUNNING"  # RUNNING, FINISHED, FAILED, KILLED
+    artifacts: set[Path] = field(default_factory=set)
+
+
+class Api(Protocol):
+    """Every method raises whatever the connection raises."""
+
+    def experiment(self, name: str, artifacts: str | None) -> str:
+        """Its id, made if absent with artifacts at that address."""
+
+    def find(self, experiment: str, tag: str, value: str) -> list[Entry]:
+        """The runs with this tag, newest first; their metrics are all ``unread``."""
+
+    def create(self, experiment: str, tags: dict[str, str]) -> Entry: ...
+
+    def steps(self, run_id: str, key: str) -> set[int]:
+        """At which a metric has points."""
+
+    def log(self, run_id: str, params: dict[str, str], tags: dict[str, str], points: Sequence[Point]) -> None: ...
+
+    def upload(self, run_id: str, path: Path) -> None:
+        """A file, or all that is in a folder."""
+
+    def end(self, run_id: str, status: str) -> None:
+        """RUNNING opens it again."""
+
+
+def connect(uri: str) -> Api:
+    """``http://`` or ``https://`` to a server, or what else MLflow knows (``sqlite:///``)."""
+    return Rest(uri) if uri.startswith(("http://", "https://")) else Library(uri)
+
+
+class Rest:
+    """A server, by its HTTP interface.  The credentials are in MLflow's own variables of the environment."""
+
+    def __init__(self, uri: str) -> None:
+        import httpx
+
+        given = os.environ.get
+        user, token = given("MLFLOW_TRACKING_USERNAME"), given("MLFLOW_TRACKING_TOKEN")
+        self._uri = uri.rstrip("/")
+        self._client = httpx.Client(
+            base_url=f"{self._uri}/api/2.0/",
+            auth=(user, given("MLFLOW_TRACKING_PASSWORD", "")) if user else None,
+            headers={"Authorization": f"Bearer {token}"} if token and not user else {},
+            verify=_trusted(),
+            timeout=_SECONDS,
+        )
+        self._places: dict[str, str] = {}  # run -> address of its artifacts
+
+    def experiment(self, name: str, artifacts: str | None) -> str:
+        response = self._client.get("mlflow/experiments/get-by-name", params={"experiment_name": name})
+        if response.status_code != 404:
+            return str(response.raise_for_status().json()["experiment"]["experiment_id"])
+        place = {"artifact_location": artifacts} if artifacts else {}
+        return str(self._post("experiments/create", {"name": name, **place})["experiment_id"])
+
+    def find(self, experiment: str, tag: str, value: str) -> list[Entry]:
+        query = {"experiment_ids": [experiment], "filter": f"tags.`{tag}` = '{value}'", "max_results": 1000}
+        return [self._entry(run) for run in self._post("runs/search", query).get("runs", [])]
+
+    def create(self, experiment: str, tags: dict[str, str]) -> Entry:
+        asked = {"experiment_id": experiment, "start_time": _now(), "tags": _pairs(tags)}
+        return self._entry(self._post("runs/create", asked)["run"])
+
+    def steps(self, run_id: str, key: str) -> set[int]:
+        found: set[int] = set()
+        page = {"run_id": run_id, "metric_key": key, "max_results": "20000"}
+        while True:
+            answer = self._client.get("mlflow/metrics/get-history", params=page).raise_for_status().json()
+            found |= {int(point["step"]) for point in answer.get("metrics", [])}
+            if not (token := answer.get("next_page_token")):
+                return found
+            page["page_token"] = token
+
+    def log(self, run_id: str, params: dict[str, str], tags: dict[str, str], points: Sequence[Point]) -> None:
+        now = _now()
+        for some_params, some_tags, some_points in _batches(params, tags, points):
+            metrics = [{"key": key, "value": value, "step": step, "timestamp": now} for key, value, step in some_points]
+            batch = {"params": _pairs(some_params), "tags": _pairs(some_tags), "metrics": metrics}
+            self._post("runs/log-batch", {"run_id": run_id, **batch})
+
+    def upload(self, run_id: str, path: Path) -> None:
+        if run_id not in self._places:
+            answer = self._client.get("mlflow/runs/get", params={"run_id": run_id}).raise_for_status()
+            self._places[run_id] = answer.json()["run"]["info"]["artifact_uri"]
+        place = self._places[run_id]
+        if not place.startswith("mlflow-artifacts:"):
+            Library(self._uri).upload(run_id, path)
+            return
+        folder = place.removeprefix("mlflow-artifacts:").lstrip("/")
+        for file in [path] if path.is_file() else sorted(item for item in path.rglob("*") if item.is_file()):
+            name = file.name if path.is_file() else file.relative_to(path).as_posix()
+            self._client.put(
+                f"mlflow-artifacts/artifacts/{folder}/{name}", content=file.read_bytes()
+            ).raise_for_status()
+
+    def end(self, run_id: str, status: str) -> None:
+        ended = {} if status == "RUNNING" else {"end_time": _now()}
+        self._post("runs/update", {"run_id": run_id, "status": status, **ended})
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = self._client.post(f"mlflow/{path}", json=body).raise_for_status().json()
+        return answer
+
+    def _entry(self, run: dict[str, Any]) -> Entry:
+        info, data = run["info"], run.get("data", {})
+        self._places[info["run_id"]] = info["artifact_uri"]
+        return Entry(
+            info["run_id"],
+            {item["key"] for item in data.get("params", [])},
+            {item["key"]: item["value"] for item in data.get("tags", [])},
+            {item["key"] for item in data.get("metrics", [])},
+            status=info["status"],
+        )
+
+
+class Library:
+    """MLflow's own client.  Importing it takes seconds, opening a database seconds more the first time."""
+
+    def __init__(self, uri: str) -> None:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", f"{_SECONDS:.0f}")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        _quiet()
+        if uri.startswith("sqlite:///"):
+            Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        from mlflow import MlflowClient
+
+        _quiet()  # the import has set levels of its own
+        self._client = MlflowClient(tracking_uri=uri)
+
+    def experiment(self, name: str, artifacts: str | None) -> str:
+        found = self._client.get_experiment_by_name(name)
+        return found.experiment_id if found else self._client.create_experiment(name, artifact_location=artifacts)
+
+    def find(self, experiment: str, tag: str, value: str) -> list[Entry]:
+        found = self._client.search_runs([experiment], f"tags.`{tag}` = '{value}'", max_results=1000)
+        return [_entry(run) for run in found]
+
+    def create(self, experiment: str, tags: dict[str, str]) -> Entry:
+        return _entry(self._client.create_run(experiment, tags=tags))
+
+    def steps(self, run_id: str, key: str) -> set[int]:
+        return {point.step for point in self._client.get_metric_history(run_id, key)}
+
+    def log(self, run_id: str, params: dict[str, str], tags: dict[str, str], points: Sequence[Point]) -> None:
+        from mlflow.entities import Metric, Param, RunTag
+
+        now = _now()
+        for some_params, some_tags, some_points in _batches(params, tags, points):
+            self._client.log_batch(
+                run_id,
+                [Metric(key, value, now, step) for key, value, step in some_points],
+                [Param(key, value) for key, value in some_params.items()],
+                [RunTag(key, value) for key, value in some_tags.items()],
+            )
+
+    def upload(self, run_id: str, path: Path) -> None:
+        (self._client.log_artifacts if path.is_dir() else self._client.log_artifact)(run_id, str(path))
+
+    def end(self, run_id: str, status: str) -> None:
+        (self._client.update_run if status == "RUNNING" else self._client.set_terminated)(run_id, status)
+
+
+def _entry(run: Any) -> Entry:
+    data = run.data
+    return Entry(run.info.run_id, set(data.params), dict(data.tags), set(data.metrics), status=run.info.status)
+
+
+def _batches(
+    params: dict[str, str], tags: dict[str, str], points: Sequence[Point]
+) -> Iterator[tuple[dict[str, str], dict[str, str], Sequence[Point]]]:
+    names, values = list(params.items()), list(tags.items())
+    count = max(-(-len(names) // _NAMES), -(-len(values) // _NAMES), -(-len(points) // _POINTS))
+    for n in range(count):
+        few = slice(n * _NAMES, (n + 1) * _NAMES)
+        yield dict(names[few]), dict(values[few]), points[n * _POINTS : (n + 1) * _POINTS]
+
+
+def _pairs(values: dict[str, str]) -> list[dict[str, str]]:
+    return [{"key": key, "value": value} for key, value in values.items()]
+
+
+def _trusted() -> Any:
+    if os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() == "true":
+        return False
+    import ssl
+
+    bundle = os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH")
+    return ssl.create_default_context(cafile=bundle) if bundle else True
+
+
+def _now() -> int:
+    return int(time.time() * 1000)
+
+
+def _quiet() -> None:
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.ERROR)

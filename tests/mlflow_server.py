@@ -1,0 +1,41 @@
+"""A real MLflow server in a process of its own."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """Its address; started as the chart starts it, with its files in ``folder``."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1",
+        f"--artifacts-destination={folder / 'artifacts'}", "--allowed-hosts=localhost:*,127.0.0.1:*",
+    ]  # fmt: skip
+    environment = os.environ | {"MLFLOW_BACKEND_STORE_URI": f"sqlite:///{folder / 'mlflow.db'}"}
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder, start_new_session=True)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        for _ in range(600):
+            assert process.poll() is None, (folder / "log").read_text()
+            try:
+                if httpx.get(f"{address}/health", timeout=2).status_code == 200:
+                    break
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.2)
+        yield address
+    finally:
+        os.killpg(process.pid, 15)
+        process.wait(30)
