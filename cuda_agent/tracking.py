@@ -117,6 +117,17 @@ def _replace(path: Path, text: str) -> None:
 
 # A run of MLflow is found again by these tags, so a second process of the same run writes into the same place.
 RUN_TAG, STAGE_TAG = "cuda_agent.run", "cuda_agent.stage"
+SWEEP_TAG, PARENT_TAG = "cuda_agent.sweep", "mlflow.parentRunId"
+MANIFEST_TAG = "manifest"  # of a stage that is done: its manifest
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Runs that stand below one parent.  ``agree`` gives the MLflow run that is the parent: that of whoever was first,
+    or what its argument makes."""
+
+    name: str
+    agree: Callable[[Callable[[], str]], str]
 
 
 @dataclass
@@ -150,8 +161,15 @@ class Mirror:
     once, from the thread, with a line for the person who watches."""
 
     def __init__(
-        self, uri: str, experiment: str, run: str, artifacts: Path | None, trouble: Callable[[str], None]
+        self,
+        uri: str,
+        experiment: str,
+        run: str,
+        artifacts: Path | None,
+        trouble: Callable[[str], None],
+        sweep: Sweep | None = None,
     ) -> None:
+        self._sweep = sweep
         self._uri, self._experiment, self._run, self._artifacts, self._trouble = (
             uri,
             experiment,
@@ -239,13 +257,32 @@ class Mirror:
         if not found:
             tags["mlflow.runName"] = stage or self._run
             if stage is not None:
-                tags["mlflow.parentRunId"] = self._sent[None].run_id
+                tags[PARENT_TAG] = self._sent[None].run_id
+            elif self._sweep is not None:
+                tags |= {SWEEP_TAG: self._sweep.name, PARENT_TAG: _sweep_run(client, experiment_id, self._sweep)}
             found = [client.create_run(experiment_id, tags=tags)]
         run = found[0]
         points = {
             (key, point.step) for key in run.data.metrics for point in client.get_metric_history(run.info.run_id, key)
         }
         return _Sent(run.info.run_id, set(run.data.params), dict(run.data.tags), points, run.info.status)
+
+
+def _sweep_run(client: Any, experiment_id: str, sweep: Sweep) -> str:
+    """The parent of all runs of a sweep.  It has no end of its own: the runs below it say how they ended."""
+    made: list[str] = []
+
+    def make() -> str:
+        tags = {SWEEP_TAG: sweep.name, RUN_TAG: "", STAGE_TAG: "", "mlflow.runName": sweep.name}
+        made.append(client.create_run(experiment_id, tags=tags).info.run_id)
+        client.set_terminated(made[-1], "FINISHED")
+        return made[-1]
+
+    agreed = sweep.agree(make)
+    for run_id in made:
+        if run_id != agreed:  # somebody was first
+            client.delete_run(run_id)
+    return agreed
 
 
 def _client(uri: str) -> Any:

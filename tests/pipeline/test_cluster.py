@@ -208,7 +208,11 @@ POD = {"name": "p", "container": {"image": "i", "command": ["sh"]}}
         (lambda spec: spec.pop("workflowTemplateRef"), "one of this release's templates"),
         (
             lambda spec: spec["arguments"]["parameters"].append({"name": "cpu", "value": "1"}),
-            "parameters run and config",
+            "parameters run, config and lane",
+        ),
+        (
+            lambda spec: spec["arguments"]["parameters"].append({"name": "lane", "value": "{{workflow.uid}}"}),
+            "lane: expected",
         ),
         (lambda spec: spec["arguments"]["parameters"][0].update(value='a","x":"'), "run: expected"),
         (lambda spec: spec["arguments"]["parameters"][0].update(value="{{workflow.uid}}"), "run: expected"),
@@ -217,7 +221,7 @@ POD = {"name": "p", "container": {"image": "i", "command": ["sh"]}}
             lambda spec: spec["arguments"]["parameters"][0].update(
                 valueFrom={"configMapKeyRef": {"name": "a", "key": "b"}}
             ),
-            "parameters run and config",
+            "parameters run, config and lane",
         ),
         (lambda spec: spec["arguments"].update(artifacts=[{"name": "a", "raw": {"data": "x"}}]), "takes no artifacts"),
     ],
