@@ -128,40 +128,30 @@ def sweep(
 
 
 def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
-    """One after the other; a run that is done is not run again.  Returns the first exit code that is not 0."""
-    from cuda_agent.pipeline import screen
-    from cuda_agent.pipeline.local import run_pipeline
-    from cuda_agent.pipeline.sweep import made_before
+    """Returns the first exit code that is not 0."""
+    from cuda_agent.pipeline import screen, sweep
+    from cuda_agent.pipeline.local import Outcome, run_pipeline
 
-    rows: list[dict[str, Any]] = []
-    stopped = False
-    before = {point.name: made_before(point) for point in points}
-    for number, point in enumerate(points, start=1):
+    def execute(point: "Point") -> Outcome:
         if as_json:
-            watch = screen.plain(lambda line: print(line, file=sys.stderr))
-        else:
-            print(f"run {number} of {len(points)}, {point.name}: {' '.join(point.overrides)}", flush=True)
-        row: dict[str, Any] = {"run": point.name, "overrides": point.overrides}
-        if before[point.name]:
-            rows.append(row | {"code": 0, "stage": "", "message": ""})
-            continue
-        if as_json:
-            outcome = run_pipeline(point.config, watch=watch)
-        else:
-            with screen.watching() as watch:
-                outcome = run_pipeline(point.config, watch=watch)
-        rows.append(row | {"code": outcome.code, "stage": outcome.stage, "message": outcome.message})
-        stopped = outcome.code == 75 and not outcome.stage
-        if stopped:
-            break
+            return run_pipeline(point.config, watch=screen.plain(lambda line: print(line, file=sys.stderr)))
+        print(f"{point.name}: {' '.join(point.overrides)}", flush=True)
+        with screen.watching() as show:
+            return run_pipeline(point.config, watch=show)
+
+    rows = []
+    for point, outcome in sweep.run_here(points, execute):
+        ended = {"code": outcome.code, "stage": outcome.stage, "message": outcome.message}
+        rows.append({"run": point.name, "overrides": point.overrides} | ended)
+        if not as_json:
+            where = f" in {outcome.stage}" if outcome.stage else ""
+            how = f"exit code {outcome.code}{where}: {outcome.message.splitlines()[0]}" if outcome.code else "done"
+            print(f"run {point.name}: {how}", flush=True)
     if as_json:
         print(json.dumps({"sweep": name, "runs": rows}, indent=1))
-    for row in rows if not as_json else []:
-        how = "done" if not row["code"] else f"exit code {row['code']} {row['stage']}: {row['message'].splitlines()[0]}"
-        print(f"{row['run']:36} {' '.join(row['overrides'])}  {how}")
-    if stopped:
+    if len(rows) < len(points):
         print(f"Stopped. The same command with run.name={name} goes on from here.", file=sys.stderr)
-    return next((row["code"] for row in rows if row["code"]), 0)
+    return next((outcome["code"] for outcome in rows if outcome["code"]), 0)
 
 
 def watch(run: RunName, on: On = None, namespace: Namespace = None, as_json: AsJson = False) -> None:

@@ -3,9 +3,9 @@
     prepare ─► a task a stage (skipped without a pod when the cache can serve it) ─► finish;  on failure: exit ─► finish
 
 The result is data without a release: the chart reads it, merges image, resources, places and names for each profile
-and makes one template of it a profile.  Whoever submits passes ``run``, ``config`` and at most a ``lane``, and nothing else.
-Only fields that Argo 3.7 and 4.x both have.  What Argo carries is small: each stage's manifest and log; data goes
-straight to the store.  Errands are templates of one pod that does something for a person inside of the cluster.
+and makes one template of it a profile.  Whoever submits passes ``run``, ``config`` and at most a ``lane``, and nothing
+else.  Only fields that Argo 3.7 and 4.x both have.  What Argo carries is small: each stage's manifest and log; data
+goes straight to the store.  Errands are templates of one pod that does something for a person inside of the cluster.
 
 What it does not cover: what the pods do (``pod``), the sandbox's pods (``pools``), and what a profile decides (the
 chart's values).

@@ -4,18 +4,20 @@
 
 A run of the sweep NAME is called NAME-1, NAME-2, and so on, and its configuration says that it belongs there.
 
-What it does not cover: running them (``local``, ``cluster``), their parent in MLflow (``tracking``), and searches that
-look at results before they choose the next value.
+What it does not cover: how one is run (``local``, ``cluster``), their parent in MLflow (``tracking``), and searches
+that look at results before they choose the next value.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from cuda_agent.config import Config, ConfigError, compose, freeze
+from cuda_agent.pipeline.local import Outcome
 from cuda_agent.pipeline.runs import read_run
-from cuda_agent.storage import open_store
+from cuda_agent.stages.context import EXIT_RETRY
+from cuda_agent.storage import local_folder, open_store
 
 MOST = 256  # runs of one sweep
 
@@ -62,16 +64,27 @@ def points(overrides: Sequence[str]) -> tuple[str, list[Point]]:
     return name, found
 
 
-def made_before(point: Point) -> bool:
-    """Whether the store of this machine holds the run, done.  Raises ConfigError when its name is another's."""
+def run_here(points: Sequence[Point], execute: Callable[[Point], Outcome]) -> Iterator[tuple[Point, Outcome]]:
+    """The runs one after the other, as far as they go: one that fails does not end the sweep, being stopped does.  One
+    that was done before is not run again.  Raises ConfigError before the first when a name is taken."""
+    done = {point.name: _is_done(point) for point in points}
+    for point in points:
+        outcome = Outcome(point.name, 0, resumed=True) if done[point.name] else execute(point)
+        yield point, outcome
+        if outcome.code == EXIT_RETRY and not outcome.stage:
+            return
+
+
+def _is_done(point: Point) -> bool:
+    folder = local_folder(point.config.run.store)
+    if folder is not None and not folder.is_dir():
+        return False
     store = open_store(point.config.run.store)
     if not store.exists(f"runs/{point.name}/run.json"):
         return False
     record = read_run(store, point.name)
     if record.config != freeze(point.config)[1]:
-        raise ConfigError(
-            f"run.name: there is a run {point.name} of another configuration. Give the sweep another name."
-        )
+        raise ConfigError(f"run.name: there is a run {point.name} of another configuration. Choose another name.")
     return record.code == 0
 
 
