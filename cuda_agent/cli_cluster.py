@@ -139,7 +139,7 @@ def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
         with screen.watching() as show:
             return run_pipeline(point.config, watch=show)
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for point, outcome in sweep.run_here(points, execute):
         ended = {"code": outcome.code, "stage": outcome.stage, "message": outcome.message}
         rows.append({"run": point.name, "overrides": point.overrides} | ended)
@@ -151,7 +151,7 @@ def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
         print(json.dumps({"sweep": name, "runs": rows}, indent=1))
     if len(rows) < len(points):
         print(f"Stopped. The same command with run.name={name} goes on from here.", file=sys.stderr)
-    return next((outcome["code"] for outcome in rows if outcome["code"]), 0)
+    return next((row["code"] for row in rows if row["code"]), 0)
 
 
 def watch(run: RunName, on: On = None, namespace: Namespace = None, as_json: AsJson = False) -> None:

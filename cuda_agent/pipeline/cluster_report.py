@@ -1,9 +1,9 @@
 """What a run on a cluster has left in MLflow: its report, its stages' logs, what it was made of.
 
-The chart's MLflow is reached through the API server, by a port of its pod: a kubeconfig is enough, no pod is made.  One
-that the chart does not bring is asked at its own address.
+The chart's MLflow is reached through the API server, by a port of its pod; that takes a kubeconfig and makes no pod.
+One that the chart does not bring is asked at its own address.
 
-What it does not cover: pods that are still there (``cluster``), and a run of a release without MLflow; what it left lies
+What it does not cover: pods that are still there (``cluster``), and a run of a release without MLflow; what it left is
 in the store.
 """
 
