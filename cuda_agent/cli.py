@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from cuda_agent import cli_cluster
+from cuda_agent import cli_cluster, cli_runs, cli_upkeep
 from cuda_agent.cli_pod import pod_app
 from cuda_agent.cli_sandbox import sandbox_app
 
@@ -34,12 +34,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4"),
 ]
-OnCluster = Annotated[str | None, typer.Option("--on", metavar="CONTEXT", help="a cluster; `.`: the current one")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for a program")]
-StoreOption = Annotated[
-    str, typer.Option("--store", envvar="CUDA_AGENT_STORE", help="a folder or s3://bucket/prefix, as in run.store")
-]
-STORE = ".cuda-agent/store"
 
 
 def main() -> None:
@@ -176,109 +171,6 @@ def _about(seconds: float | None) -> str:
     return "unknown" if seconds is None else duration(seconds)
 
 
-@app.command(
-    name="runs",
-    epilog="\b\nExamples:\n  cuda-agent runs --store s3://kernels/main\n  cuda-agent runs --on my-cluster",
-)
-def list_all(
-    store: StoreOption = STORE,
-    on: OnCluster = None,
-    namespace: cli_cluster.Namespace = None,
-    as_json: AsJson = False,
-) -> None:
-    """List the runs of a store or of a cluster, oldest first."""
-    if on is not None:
-        cli_cluster.list_runs(on, namespace, as_json)
-        return
-    from dataclasses import asdict
-
-    from cuda_agent.pipeline import runs
-    from cuda_agent.pipeline.graph import STAGES
-
-    opened, home = _open(store), runs.local_home(store)
-    rows = []
-    for record in runs.list_runs(opened):
-        done = [stage.name for stage in STAGES if opened.exists(f"runs/{record.name}/{stage.name}/manifest.json")]
-        running = record.code != 0 and runs.is_running(home, opened, record)
-        rows.append(asdict(record) | {"status": "running" if running else record.status, "stages": done})
-    if as_json:
-        _print_json(rows)
-        return
-    if not rows:
-        print(f"no runs in {opened.uri}; start one with: cuda-agent run experiment=demo")
-    for row in rows:
-        message = f"  {row['stage']}: {row['message'].splitlines()[0][:70]}" if row["message"] and row["code"] else ""
-        print(
-            f"{row['name']:24} {row['pipeline']:12} {row['status']:12} {len(row['stages']):>2}/{len(STAGES)} stages  "
-            f"{row['created'][:16]}  config {row['config'][:8]}{message}"
-        )
-
-
-def _open(store: str) -> Any:
-    """A store that exists: looking at runs makes no folder."""
-    from cuda_agent.storage import StoreUnavailable, local_folder, open_store
-
-    folder = local_folder(store)
-    if folder is not None and not folder.is_dir():
-        raise StoreUnavailable(f"There is no store at {folder}. Name one with --store, or start a run.")
-    return open_store(store)
-
-
-@app.command(epilog="\b\nExamples:\n  cuda-agent report last\n  cuda-agent report 20260801 --json")
-def report(
-    run: Annotated[str, typer.Argument(help="a run, the beginning of its name, or `last`")],
-    store: StoreOption = STORE,
-    on: OnCluster = None,
-    namespace: cli_cluster.Namespace = None,
-    as_json: AsJson = False,
-) -> None:
-    """Fetch the report of a run and say where it lies; with --json print its data."""
-    if on is not None:
-        cli_cluster.report(run, on, namespace, as_json)
-        return
-    from cuda_agent.config import ConfigError
-    from cuda_agent.pipeline import runs
-    from cuda_agent.pipeline.local import fetch_report
-    from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
-
-    opened = _open(store)
-    record = runs.find_run(opened, run)
-    manifest = read_manifest(opened, manifest_entry(record.name, "report"))
-    if manifest is None:
-        raise ConfigError(f"Run {record.name} has no report yet ({record.status}).")
-    folder = fetch_report(opened, runs.local_home(store), record.name, manifest)
-    print((folder / "report.json").read_text() if as_json else folder / "index.html")
-
-
-@app.command(epilog="\b\nExample:\n  cuda-agent diff 20260801-101500-1f2e last")
-def diff(
-    one: Annotated[str, typer.Argument(metavar="RUN")],
-    other: Annotated[str, typer.Argument(metavar="RUN")],
-    store: StoreOption = STORE,
-    as_json: AsJson = False,
-) -> None:
-    """Say what differs between two runs: configuration, code, environment, inputs, outputs."""
-    from cuda_agent.pipeline import runs
-    from cuda_agent.pipeline.graph import STAGES
-
-    opened = _open(store)
-    found = runs.diff(opened, runs.find_run(opened, one), runs.find_run(opened, other), STAGES)
-    if as_json:
-        _print_json(found)
-        return
-    print(" -> ".join(found["runs"]))
-    for key, (before, after) in found["config"].items():
-        print(f"  {key}: {before} -> {after}")
-    for stage, change in found["stages"].items():
-        if "only in" in change:
-            print(f"  {stage}: only in {change['only in']}")
-        else:
-            same = ", ".join(change["same outputs"]) or "none"
-            print(f"  {stage}: other {', '.join(change['differs in'])}; same outputs: {same}")
-    if not found["config"] and not found["stages"]:
-        print("  nothing differs")
-
-
 @app.command(epilog="\b\nExample:\n  cuda-agent evaluate tasks/relu_sum/model.py my-solution/ sandbox.threads=4")
 def evaluate(
     task: Annotated[Path, typer.Argument(help="a model.py with Model, get_inputs and get_init_inputs")],
@@ -354,56 +246,6 @@ def tasks_import(
         print(f"{len(tasks)} tasks in {folder / 'tasks.parquet'}")
 
 
-@app.command(epilog="\b\nExample:\n  cuda-agent gc --keep 5 --dry-run")
-def gc(
-    keep: Annotated[int, typer.Option(min=1, help="newest runs of each pipeline that stay")] = 10,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
-    store: StoreOption = STORE,
-    as_json: AsJson = False,
-) -> None:
-    """Remove runs beyond the newest ones, and artifacts and checkpoints that no remaining run needs."""
-    from cuda_agent.pipeline import gc as collector
-    from cuda_agent.pipeline import runs
-    from cuda_agent.storage import StoreUnavailable
-
-    opened = _open(store)
-    with runs.try_lock(runs.local_home(store) / "locks" / "gc") as alone:
-        if not alone and not dry_run:
-            raise StoreUnavailable("A run is under way on this store. Collect when it has ended.")
-        what = collector.plan(opened, keep)
-        if not dry_run:
-            collector.collect(opened, what)
-    if as_json:
-        _print_json(what.to_json() | {"removed": not dry_run})
-        return
-    for name in what.runs:
-        print(f"run {name}")
-    verb = "would be removed" if dry_run else "removed"
-    print(f"{len(what.keys)} objects, {what.size / 2**20:.1f} MiB {verb}")
-
-
-@app.command(epilog="\b\nExample:\n  cuda-agent doctor --store s3://kernels/main")
-def doctor(
-    store: StoreOption = STORE,
-    mlflow: Annotated[str | None, typer.Option(help="tracking URI, as in run.mlflow")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Check this machine: a line a check, and for each ✗ what mends it."""
-    from cuda_agent.pipeline.doctor import examine
-    from cuda_agent.pipeline.runs import local_home
-
-    checks = []
-    for check in examine(store, mlflow or f"sqlite:///{local_home(store) / 'mlflow.db'}"):
-        checks.append(check)
-        if not as_json:
-            print(f"{'✓' if check.ok else '✗'} {check.name:12} {check.text}", flush=True)
-            if check.mend:
-                print(f"  {'':12} mend: {check.mend}", flush=True)
-    if as_json:
-        _print_json([check.to_json() for check in checks])
-    sys.exit(0 if all(check.ok for check in checks) else 1)
-
-
 @app.command(
     epilog="\b\nExamples:\n  cuda-agent benchmark my-policy/ --tasks KernelBench/\n"
     "  cuda-agent benchmark last/agentic --tasks KernelBench/level1 evaluate.turns=6 policy.context=1024\n"
@@ -448,7 +290,9 @@ def benchmark(
         print("\n".join(evaluation.score_lines(scores)))
 
 
+cli_runs.add_to(app)
 cli_cluster.add_to(app)
+cli_upkeep.add_to(app)
 app.add_typer(pod_app, name="pod", hidden=True)
 
 

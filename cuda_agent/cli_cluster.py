@@ -1,8 +1,9 @@
-"""The commands of the cluster: render its manifests, submit a run, follow it, stop it, go on with it.
+"""The commands of the cluster: render its manifests, submit a run or a sweep, follow it, stop it, go on with it.
 
 As in ``cli``, whatever a command needs is imported inside of it.
 """
 
+import contextlib
 import json
 import sys
 import time
@@ -12,19 +13,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cuda_agent.cli_runs import AsJson, Namespace, RunName, cluster_of
+
 if TYPE_CHECKING:
     from cuda_agent.pipeline.cluster_api import Cluster
+    from cuda_agent.pipeline.local import StageView
+    from cuda_agent.pipeline.sweep import Point
 
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4"),
 ]
-RunName = Annotated[str, typer.Argument(help="a run, the beginning of its name, or `last`")]
 On = Annotated[
     str | None, typer.Option("--on", metavar="CONTEXT", help="context of your kubeconfig; else the current one")
 ]
-Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="namespace; else that of the context")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for a program")]
+Profile = Annotated[str, typer.Option(help="what the run's pods get: a profile of the chart")]
+Release = Annotated[str, typer.Option(help="full name of the chart's release")]
 EVERY = 1.0  # seconds between two looks at a run
 
 
@@ -35,8 +39,11 @@ def add_to(app: typer.Typer) -> None:
             "cuda-agent submit experiment=demo --profile cpu --watch",
             "cuda-agent submit experiment=smoke run.name=first --dry-run",
         ),
+        sweep: (
+            "cuda-agent sweep experiment=demo critic.lr=1e-5,3e-5 'seed=range(3)' --parallel 2",
+            "cuda-agent sweep experiment=smoke 'seed=range(3)' --on local --dry-run",
+        ),
         watch: ("cuda-agent watch last",),
-        logs: ("cuda-agent logs last agentic -f",),
         cancel: ("cuda-agent cancel last", "cuda-agent cancel last --now"),
         resume: ("cuda-agent resume last",),
         mlflow: ("cuda-agent mlflow",),
@@ -49,8 +56,8 @@ def add_to(app: typer.Typer) -> None:
 
 def submit(
     overrides: Overrides = None,
-    profile: Annotated[str, typer.Option(help="what the run's pods get: a profile of the chart")] = "cpu",
-    release: Annotated[str, typer.Option(help="full name of the chart's release")] = "cuda-agent",
+    profile: Profile = "cpu",
+    release: Release = "cuda-agent",
     on: On = None,
     namespace: Namespace = None,
     watching: Annotated[bool, typer.Option("--watch", help="follow it until it ends")] = False,
@@ -65,32 +72,95 @@ def submit(
     if dry_run:
         _print_objects([what.workflow, what.config_map], as_json)
         return
-    place = _cluster(on, namespace)
+    place = cluster_of(on, namespace)
     cluster.submit(place, what)
     _submitted(place, what.run, what.workflow["metadata"]["name"], watching, as_json)
 
 
-def watch(run: RunName, on: On = None, namespace: Namespace = None) -> None:
-    """Follow a run: its stages, how far they are, what they wait for. Ctrl-C stops watching, not the run."""
-    place = _cluster(on, namespace)
-    sys.exit(_follow(place, run))
-
-
-def logs(
-    run: RunName,
-    stage: Annotated[str, typer.Argument(help="a stage, prepare or finish; without it, all pods that are there")] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the stage's pod ends")] = False,
-    on: On = None,
+def sweep(
+    overrides: Annotated[
+        list[str], typer.Argument(metavar="OVERRIDE", help="as of submit; keys with several values, as in seed=1,2")
+    ],
+    profile: Profile = "cpu",
+    release: Release = "cuda-agent",
+    on: Annotated[
+        str | None,
+        typer.Option("--on", metavar="local|CONTEXT", help="this machine, or a cluster; else the current one"),
+    ] = None,
     namespace: Namespace = None,
+    parallel: Annotated[int | None, typer.Option(min=1, help="so many runs at once at most; the rest wait")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the runs and start none")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Print what the pods of a run have written."""
-    from cuda_agent.config import ConfigError
-    from cuda_agent.pipeline import cluster
+    """Start a run for every combination of values, in Hydra's grammar: a=1,2  a=range(3)  a=choice(x,y).
 
-    if follow and not stage:
-        raise ConfigError("logs --follow: name one stage.")
-    for line in cluster.logs(_cluster(on, namespace), run, stage, follow):
-        print(line, flush=follow)
+    All are validated before the first one starts. On a cluster they wait for each other there, and this command may
+    end; on this machine (--on local) they run one after the other, and the same command with the same run.name goes on.
+    """
+    from cuda_agent.config import ConfigError
+    from cuda_agent.pipeline import sweep as sweeps
+
+    if on == "local" and parallel is not None:
+        raise ConfigError("sweep --parallel: on this machine the runs go one after the other.")
+    name, points = sweeps.points(overrides)
+    if on == "local":
+        if not dry_run:
+            sys.exit(_sweep_here(name, points, as_json))
+    else:
+        from cuda_agent.pipeline import cluster
+
+        submissions = cluster.sweep_submissions([point.config for point in points], profile, release, parallel)
+        if not dry_run:
+            place = cluster_of(on, namespace)
+            cluster.submit(place, *submissions)
+    rows = [{"run": point.name, "overrides": point.overrides} for point in points]
+    if as_json:
+        where = {} if dry_run else {"namespace": place.namespace, "cluster": place.name}
+        print(json.dumps({"sweep": name, "runs": rows} | where, indent=1))
+        return
+    for point in points:
+        print(f"{point.name:36} {' '.join(point.overrides)}")
+    if dry_run:
+        print(f"sweep {name}: {len(points)} runs, all valid; nothing was started")
+    else:
+        print(f"sweep {name}: {len(points)} runs in namespace {place.namespace} of {place.name}")
+        print(f"follow one with: cuda-agent watch {points[0].name} --namespace {place.namespace}")
+
+
+def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
+    """Returns the first exit code that is not 0."""
+    from cuda_agent.pipeline import screen, sweep
+    from cuda_agent.pipeline.local import Outcome, run_pipeline
+
+    def execute(point: "Point") -> Outcome:
+        if as_json:
+            return run_pipeline(point.config, watch=screen.plain(lambda line: print(line, file=sys.stderr)))
+        print(f"{point.name}: {' '.join(point.overrides)}", flush=True)
+        with screen.watching() as show:
+            return run_pipeline(point.config, watch=show)
+
+    rows: list[dict[str, Any]] = []
+    for point, outcome in sweep.run_here(points, execute):
+        ended = {"code": outcome.code, "stage": outcome.stage, "message": outcome.message}
+        rows.append({"run": point.name, "overrides": point.overrides} | ended)
+        if not as_json:
+            where = f" in {outcome.stage}" if outcome.stage else ""
+            how = f"exit code {outcome.code}{where}: {outcome.message.splitlines()[0]}" if outcome.code else "done"
+            print(f"run {point.name}: {how}", flush=True)
+    if as_json:
+        print(json.dumps({"sweep": name, "runs": rows}, indent=1))
+    if len(rows) < len(points):
+        print(f"Stopped. The same command with run.name={name} goes on from here.", file=sys.stderr)
+    return next((row["code"] for row in rows if row["code"]), 0)
+
+
+def watch(run: RunName, on: On = None, namespace: Namespace = None, as_json: AsJson = False) -> None:
+    """Follow a run: its stages, how far they are, what they wait for. Ctrl-C stops watching, not the run.
+
+    With --json a line each time something has changed.
+    """
+    place = cluster_of(on, namespace)
+    sys.exit(_follow(place, run, as_json))
 
 
 def cancel(
@@ -98,11 +168,15 @@ def cancel(
     now: Annotated[bool, typer.Option("--now", help="do not wait for checkpoints")] = False,
     on: On = None,
     namespace: Namespace = None,
+    as_json: AsJson = False,
 ) -> None:
     """Stop a run. Its stages write a checkpoint, and `resume` goes on from there."""
     from cuda_agent.pipeline import cluster
 
-    name, running = cluster.cancel(_cluster(on, namespace), run, now)
+    name, running = cluster.cancel(cluster_of(on, namespace), run, now)
+    if as_json:
+        print(json.dumps({"run": name, "stopping": running, "now": now}))
+        return
     print(f"run {name} is stopping")
     if not running:
         print("nothing is lost: no stage was running")
@@ -123,7 +197,7 @@ def resume(
     """Go on with a run that was cancelled or has failed: what is done is served from the store."""
     from cuda_agent.pipeline import cluster
 
-    place = _cluster(on, namespace)
+    place = cluster_of(on, namespace)
     what = cluster.resume(place, run)
     _submitted(place, what.run, what.workflow["metadata"]["name"], watching, as_json)
 
@@ -132,25 +206,17 @@ def mlflow(
     on: On = None,
     namespace: Namespace = None,
     port: Annotated[int, typer.Option(help="on this machine; 0: any that is free")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Bring the chart's MLflow to this machine, until Ctrl-C."""
     from cuda_agent.pipeline import cluster_report, forward
 
-    place = _cluster(on, namespace)
+    place = cluster_of(on, namespace)
     with forward.forwarded(place, forward.pod_of(place, "mlflow"), cluster_report.MLFLOW_PORT, port) as local:
-        print(f"http://127.0.0.1:{local}", flush=True)
+        address = f"http://127.0.0.1:{local}"
+        print(json.dumps({"address": address}) if as_json else address, flush=True)
         while True:
             time.sleep(3600)
-
-
-def report(run: str, on: str, namespace: str | None, as_json: bool) -> None:
-    """``cuda-agent report RUN --on CONTEXT``; `.` is the current one."""
-    from cuda_agent.pipeline import cluster, cluster_report
-
-    place = _cluster(None if on == "." else on, namespace)
-    name = cluster.run_of(cluster.find(place, run))
-    folder = cluster_report.fetch_report(place, name, Path(".cuda-agent") / "reports" / name)
-    print((folder / "report.json").read_text() if as_json else folder / "index.html")
 
 
 def render(
@@ -158,56 +224,16 @@ def render(
     check: Annotated[
         bool, typer.Option("--check", help="write nothing; exit with 1 when something is not up to date")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Bring what is made of the graph and the chart's values up to date: workflows/ and charts/cuda-agent."""
     from cuda_agent.pipeline import chart
 
     changed = chart.drift(root) if check else chart.write(root)
-    for name in changed:
-        print(name)
+    print(json.dumps(changed, indent=1) if as_json else "".join(f"{name}\n" for name in changed), end="")
     if check and changed:
         print("not up to date: cuda-agent render", file=sys.stderr)
         sys.exit(1)
-
-
-def list_runs(on: str, namespace: str | None, as_json: bool) -> None:
-    """``cuda-agent runs --on CONTEXT``; `.` is the current one."""
-    from cuda_agent.pipeline import cluster
-
-    place = _cluster(None if on == "." else on, namespace)
-    rows = [
-        {
-            "name": cluster.run_of(item),
-            "workflow": item["metadata"]["name"],
-            "profile": item["metadata"]["labels"].get(cluster.PROFILE_LABEL, ""),
-            "config": item["metadata"].get("annotations", {}).get(cluster.CONFIG_ANNOTATION, ""),
-            "status": cluster.phase(item).lower(),
-            "created": item["metadata"]["creationTimestamp"],
-            "message": item.get("status", {}).get("message", ""),
-        }
-        for item in cluster.workflows(place)
-    ]
-    if as_json:
-        print(json.dumps(rows, indent=1))
-        return
-    if not rows:
-        print(f"no runs in namespace {place.namespace} of {place.name}; start one: cuda-agent submit experiment=smoke")
-    for row in rows:
-        print(
-            f"{row['workflow']:28} {row['profile']:8} {row['status']:10} {row['created'][:16]}  config "
-            f"{row['config'][:8]}  {row['message'][:70]}".rstrip()
-        )
-
-
-def _cluster(on: str | None, namespace: str | None) -> "Cluster":
-    from cuda_agent.config import ConfigError
-
-    try:
-        from cuda_agent.pipeline.cluster_api import Cluster
-
-        return Cluster.of_kubeconfig(on, namespace)
-    except ModuleNotFoundError as missing:
-        raise ConfigError(f"this needs {missing.name}: pip install 'cuda-agent[cluster]'") from None
 
 
 def _print_objects(items: list[dict[str, Any]], as_json: bool) -> None:
@@ -226,16 +252,16 @@ def _submitted(place: "Cluster", run: str, workflow: str, watching: bool, as_jso
         print(f"run {run} is Workflow {workflow} in namespace {place.namespace} of {place.name}")
         print(f"follow it with: cuda-agent watch {run} --namespace {place.namespace}")
     if watching:
-        sys.exit(_follow(place, run))
+        sys.exit(_follow(place, run, as_json))
 
 
-def _follow(place: "Cluster", run: str) -> int:
+def _follow(place: "Cluster", run: str, as_json: bool) -> int:
     """Until it ends; 0, 75 when it was stopped, or 1."""
     from cuda_agent.pipeline import cluster, screen
 
     workflow = cluster.find(place, run)
     name = cluster.run_of(workflow)
-    with screen.watching() as show:
+    with contextlib.nullcontext(_json_lines()) if as_json else screen.watching() as show:
         while True:
             show(name, cluster.views(workflow))
             if cluster.phase(workflow) in cluster.ENDED:
@@ -244,7 +270,23 @@ def _follow(place: "Cluster", run: str) -> int:
             workflow = place.get("Workflow", workflow["metadata"]["name"])
     now = cluster.phase(workflow)
     stopped = bool(workflow["spec"].get("shutdown"))
-    print(f"run {name}: {now.lower()}" + (" (stopped)" if stopped and now != "Succeeded" else ""))
-    if message := workflow.get("status", {}).get("message"):
-        print(message)
+    message = workflow.get("status", {}).get("message", "")
+    if as_json:
+        print(json.dumps({"run": name, "status": now.lower(), "stopped": stopped, "message": message}), flush=True)
+    else:
+        print(f"run {name}: {now.lower()}" + (" (stopped)" if stopped and now != "Succeeded" else ""))
+        print(message, end="\n" if message else "")
     return 0 if now == "Succeeded" else 75 if stopped else 1
+
+
+def _json_lines() -> "Callable[[str, list[StageView]], None]":
+    """Prints the state of all stages, once each time one of them has changed."""
+    shown: list[Any] = []
+
+    def show(run: str, views: "list[StageView]") -> None:
+        now = [{"stage": v.name, "state": v.state, "done": v.done, "total": v.total, "notes": v.notes} for v in views]
+        if now != shown:
+            shown[:] = now
+            print(json.dumps({"run": run, "stages": now}), flush=True)
+
+    return show

@@ -13,6 +13,7 @@ import typer
 pod_app = typer.Typer(help="What the chart's pods run.", no_args_is_help=True, rich_markup_mode=None)
 Run = Annotated[str, typer.Option(help="name of the run; empty: that of its Workflow")]
 ConfigSha = Annotated[str, typer.Option("--config", help="sha256 of the configuration")]
+Keep = typer.Option(min=1, envvar="CUDA_AGENT_KEEP", help="newest runs of each pipeline that stay")
 Workflow = Annotated[str, typer.Option(help="name of the Workflow")]
 
 
@@ -68,3 +69,41 @@ def probe() -> None:
         print(f"{'✓' if ok else '✗'} {line}", flush=True)
         failed |= not ok
     sys.exit(1 if failed else 0)
+
+
+@pod_app.command()
+def gc(
+    workflow: Workflow, dry_run: Annotated[bool, typer.Option("--dry-run")] = False, keep: Annotated[int, Keep] = 10
+) -> None:
+    """Remove what no run needs from the store, and what Workflows have left behind."""
+    from cuda_agent.pipeline import pod_errands
+    from cuda_agent.pipeline.cluster_api import Cluster
+    from cuda_agent.pipeline.pod import Surroundings
+
+    here = Surroundings.from_environment()
+    found = pod_errands.collect(here, keep, dry_run, workflow, Cluster.of_pod())
+    pod_errands.answer(here, found)
+    print(json.dumps(found, indent=1))
+
+
+@pod_app.command()
+def doctor(workflow: Workflow) -> None:
+    """Try the store, MLflow and a sandbox's walls from inside."""
+    from cuda_agent.pipeline import pod_errands
+    from cuda_agent.pipeline.cluster_api import Cluster
+    from cuda_agent.pipeline.pod import Surroundings
+
+    here = Surroundings.from_environment()
+    base = json.loads(os.environ.get("CUDA_AGENT_POOLS", "[]"))
+    places = pod_errands.forbidden(here.mlflow)
+    found = [check.to_json() for check in pod_errands.doctor(here, workflow, Cluster.of_pod(), base, places)]
+    pod_errands.answer(here, found)
+    print(json.dumps(found, indent=1))
+
+
+@pod_app.command()
+def reach(addresses: list[str]) -> None:
+    """Try to connect to addresses, and leave what came of it where Kubernetes shows it."""
+    from cuda_agent.pipeline.pod_errands import tell
+
+    tell(addresses)

@@ -40,6 +40,9 @@ class Run(Section):
     name: str | None = Field(
         None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run; made from the date when not given"
     )
+    sweep: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="the sweep it belongs to; set by `cuda-agent sweep`"
+    )
     store: str = Field(".cuda-agent/store", description="a folder, memory:// or s3://bucket/prefix")
     mlflow: str | None = Field(None, description="tracking URI; default is SQLite beside the store; 'off' disables")
     parallel_stages: bool = Field(False, description="run sibling stages side by side (needs the memory and cores)")

@@ -55,6 +55,8 @@ class Api(Protocol):
     def end(self, run_id: str, status: str) -> None:
         """RUNNING opens it again."""
 
+    def delete(self, run_id: str) -> None: ...
+
 
 def connect(uri: str) -> Api:
     """``http://`` or ``https://`` to a server, or what else MLflow knows (``sqlite:///``)."""
@@ -130,6 +132,9 @@ class Rest:
         ended = {} if status == "RUNNING" else {"end_time": _now()}
         self._post("runs/update", {"run_id": run_id, "status": status, **ended})
 
+    def delete(self, run_id: str) -> None:
+        self._post("runs/delete", {"run_id": run_id})
+
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = self._client.post(f"mlflow/{path}", json=body).raise_for_status().json()
         return answer
@@ -193,6 +198,9 @@ class Library:
 
     def end(self, run_id: str, status: str) -> None:
         (self._client.update_run if status == "RUNNING" else self._client.set_terminated)(run_id, status)
+
+    def delete(self, run_id: str) -> None:
+        self._client.delete_run(run_id)
 
 
 def _entry(run: Any) -> Entry:

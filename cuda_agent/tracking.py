@@ -119,6 +119,17 @@ def _replace(path: Path, text: str) -> None:
 
 # A run of MLflow is found again by these tags, so a second process of the same run writes into the same place.
 RUN_TAG, STAGE_TAG = "cuda_agent.run", "cuda_agent.stage"
+SWEEP_TAG, PARENT_TAG = "cuda_agent.sweep", "mlflow.parentRunId"
+MANIFEST_TAG = "manifest"  # of a stage that is done: its manifest
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Runs that stand below one parent.  ``agree`` gives the MLflow run that is the parent: that of whoever was first,
+    or what its argument makes."""
+
+    name: str
+    agree: Callable[[Callable[[], str]], str]
 
 
 @dataclass
@@ -140,8 +151,15 @@ class Mirror:
     once, from the thread, with a line for the person who watches."""
 
     def __init__(
-        self, uri: str, experiment: str, run: str, artifacts: Path | None, trouble: Callable[[str], None]
+        self,
+        uri: str,
+        experiment: str,
+        run: str,
+        artifacts: Path | None,
+        trouble: Callable[[str], None],
+        sweep: Sweep | None = None,
     ) -> None:
+        self._sweep = sweep
         self._uri, self._experiment, self._run, self._artifacts, self._trouble = (
             uri,
             experiment,
@@ -224,9 +242,28 @@ class Mirror:
             if stage not in self._there:
                 tags = {RUN_TAG: self._run, STAGE_TAG: stage, "mlflow.runName": stage or self._run}
                 if stage:
-                    tags["mlflow.parentRunId"] = self._there[""].run_id
+                    tags[PARENT_TAG] = self._there[""].run_id
+                elif self._sweep is not None:
+                    tags |= {SWEEP_TAG: self._sweep.name, PARENT_TAG: _sweep_run(api, self._experiment_id, self._sweep)}
                 self._there[stage] = api.create(self._experiment_id, tags)
             _send(api, self._there[stage], entry)
+
+
+def _sweep_run(api: mlflow_api.Api, experiment: str, sweep: Sweep) -> str:
+    """The parent of all runs of a sweep.  It has no end of its own: the runs below it say how they ended."""
+    made: list[str] = []
+
+    def make() -> str:
+        tags = {SWEEP_TAG: sweep.name, RUN_TAG: "", STAGE_TAG: "", "mlflow.runName": sweep.name}
+        made.append(api.create(experiment, tags).run_id)
+        api.end(made[-1], "FINISHED")
+        return made[-1]
+
+    agreed = sweep.agree(make)
+    for run_id in made:
+        if run_id != agreed:  # somebody was first
+            api.delete(run_id)
+    return agreed
 
 
 def _send(api: mlflow_api.Api, there: Entry, wanted: Wanted) -> None:

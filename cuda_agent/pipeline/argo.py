@@ -2,9 +2,10 @@
 
     prepare ─► a task a stage (skipped without a pod when the cache can serve it) ─► finish;  on failure: exit ─► finish
 
-The result is data without a release: the chart reads it, merges image, resources, places and names for each profile and
-makes one template of it a profile.  Whoever submits passes ``run`` and ``config`` and nothing else.  Only fields that
-Argo 3.7 and 4.x both have.  What Argo carries is small: each stage's manifest and log; data goes straight to the store.
+The result is data without a release: the chart reads it, merges image, resources, places and names for each profile
+and makes one template of it a profile.  Whoever submits passes ``run``, ``config`` and at most a ``lane``, and nothing
+else.  Only fields that Argo 3.7 and 4.x both have.  What Argo carries is small: each stage's manifest and log; data
+goes straight to the store.  Errands are templates of one pod that does something for a person inside of the cluster.
 
 What it does not cover: what the pods do (``pod``), the sandbox's pods (``pools``), and what a profile decides (the
 chart's values).
@@ -18,11 +19,14 @@ from typing import Any
 from hera.workflows import models
 from hera.workflows.models import Template
 
+from cuda_agent.pipeline.gc import LOCK_SECONDS
 from cuda_agent.pipeline.graph import STAGES, Stage, check
 from cuda_agent.pipeline.pools import CONTAINER_SECURITY, version_name
 
 NAME = "cuda-agent"  # a release's objects are named after it; the chart puts its own name in this one's place
 RUN, CONFIG, WORKFLOW = "{{workflow.parameters.run}}", "{{workflow.parameters.config}}", "{{workflow.name}}"
+# Of the Workflows in one lane one runs at a time, the oldest first: a sweep's limit.  Else each has a lane of its own.
+LANE = "{{=workflow.parameters.lane == '' ? workflow.name : workflow.parameters.lane}}"
 CONFIG_FOLDER = "/config"  # where prepare finds the configuration that came with the Workflow
 PLAN_FOLDER = "/scratch/plan"  # where prepare writes one file an output parameter
 MANIFEST_FILE = "/scratch/manifest.json"  # where a stage leaves its manifest for Argo
@@ -46,14 +50,47 @@ _EXECUTOR_RESOURCES = {
 def workflow_template(stages: Sequence[Stage] = STAGES) -> dict[str, Any]:
     """The WorkflowTemplate, before the chart's values."""
     check(stages)
+    templates = [
+        Template(name="run", dag=models.DAGTemplate(tasks=_tasks(stages))),
+        _prepare(stages),
+        *(_stage(stage) for stage in stages),
+        # Whatever happened, the run's pools go; after a success the task of the graph has seen to it.
+        Template(
+            name="exit",
+            steps=[
+                models.ParallelSteps(
+                    root=[
+                        models.WorkflowStep(name="finish", template="finish", when="{{workflow.status}} != Succeeded")
+                    ]
+                )
+            ],
+        ),
+        _finish(),
+    ]
+    return _template(
+        f"{NAME}-{version_name()}",
+        "run",
+        templates,
+        hooks={"exit": models.LifecycleHook(template="exit")},
+        arguments=models.Arguments(
+            parameters=[
+                models.Parameter(name="run"),
+                models.Parameter(name="config"),
+                models.Parameter(name="lane", value=""),
+            ]
+        ),
+        synchronization=models.Synchronization(mutexes=[models.Mutex(name=LANE)]),
+    )
+
+
+def _template(name: str, entrypoint: str, templates: list[Template], **more: Any) -> dict[str, Any]:
+    """What all Workflows have in common."""
     template = models.WorkflowTemplate(
         api_version="argoproj.io/v1alpha1",
         kind="WorkflowTemplate",
-        metadata=models.ObjectMeta(name=f"{NAME}-{version_name()}"),
+        metadata=models.ObjectMeta(name=name),
         spec=models.WorkflowSpec(
-            entrypoint="run",
-            hooks={"exit": models.LifecycleHook(template="exit")},
-            arguments=models.Arguments(parameters=[models.Parameter(name="run"), models.Parameter(name="config")]),
+            entrypoint=entrypoint,
             active_deadline_seconds=14 * DAY,
             archive_logs=True,
             artifact_repository_ref=models.ArtifactRepositoryRef(config_map=f"{NAME}-artifacts", key="store"),
@@ -73,28 +110,37 @@ def workflow_template(stages: Sequence[Stage] = STAGES) -> dict[str, Any]:
                 models.Volume(name="work", empty_dir=models.EmptyDirVolumeSource()),
                 models.Volume(name="tmp", empty_dir=models.EmptyDirVolumeSource()),
             ],
-            templates=[
-                Template(name="run", dag=models.DAGTemplate(tasks=_tasks(stages))),
-                _prepare(stages),
-                *(_stage(stage) for stage in stages),
-                # Whatever happened, the run's pools go; after a success the task of the graph has seen to it.
-                Template(
-                    name="exit",
-                    steps=[
-                        models.ParallelSteps(
-                            root=[
-                                models.WorkflowStep(
-                                    name="finish", template="finish", when="{{workflow.status}} != Succeeded"
-                                )
-                            ]
-                        )
-                    ],
-                ),
-                _finish(),
-            ],
+            templates=templates,
+            **more,
         ),
     )
     return json.loads(template.model_dump_json(by_alias=True, exclude_none=True))
+
+
+def errands() -> dict[str, dict[str, Any]]:
+    """Name -> WorkflowTemplate, before the chart's values, of what a person asks to be done inside (``errands``)."""
+    return {
+        "doctor": _errand("doctor", "operator", 900, ["pod", "doctor", "--workflow", WORKFLOW]),
+        "gc": _errand("gc", "collector", LOCK_SECONDS, ["pod", "gc", "--workflow", WORKFLOW]),
+        "gc-plan": _errand("gc-plan", "collector", 3600, ["pod", "gc", "--workflow", WORKFLOW, "--dry-run"]),
+    }
+
+
+def _errand(name: str, account: str, seconds: int, arguments: list[str]) -> dict[str, Any]:
+    """Not tried again: a person is waiting, or the next date of a schedule comes."""
+    template = Template(
+        name=name,
+        metadata=_metadata("setup"),
+        service_account_name=f"{NAME}-{account}",
+        automount_service_account_token=True,
+        active_deadline_seconds=seconds,
+        pod_spec_patch=_patch(30),
+        container=_container(arguments),
+        outputs=models.Outputs(
+            parameters=[models.Parameter(name="answer", value_from=models.ValueFrom(path=f"{PLAN_FOLDER}/answer"))]
+        ),
+    )
+    return _template(f"{NAME}-{name}-{version_name()}", name, [template])
 
 
 def cron_workflow() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What of ``workflows/`` and ``charts/cuda-agent`` is made and not written: manifests, values, schema, README.
 
-    workflows/{workflow-template,cron-workflow}.json        for whoever reads them without Helm
-    charts/cuda-agent/files/{workflow-template,cron-workflow,pools,dashboard,alerts}.json
+    workflows/{workflow-template,cron-workflow,errands}.json    for whoever reads them without Helm
+    charts/cuda-agent/files/{workflow-template,cron-workflow,errands,pools,dashboard,alerts}.json
     charts/cuda-agent/{Chart.yaml,values.yaml,values.schema.json,README.md}
 
 ``files`` is a pure function of the graph and the schema of values; a test fails when what is stored is another thing.
@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from cuda_agent.pipeline.argo import cron_workflow, workflow_template
+from cuda_agent.pipeline.argo import cron_workflow, errands, workflow_template
 from cuda_agent.pipeline.chart_values import CHART_VERSION, Values
 from cuda_agent.pipeline.observe import alerts, dashboard
 from cuda_agent.pipeline.pools import pool_objects
@@ -29,9 +29,12 @@ CHART = "charts/cuda-agent"
 def files() -> dict[str, str]:
     """Path from the repository's root -> text."""
     template, cron, pools = (_json(value) for value in (workflow_template(), cron_workflow(), pool_objects()))
+    asked = _json(errands())
     return {
         "workflows/workflow-template.json": template,
         "workflows/cron-workflow.json": cron,
+        "workflows/errands.json": asked,
+        f"{CHART}/files/errands.json": asked,
         f"{CHART}/files/workflow-template.json": template,
         f"{CHART}/files/cron-workflow.json": cron,
         f"{CHART}/files/pools.json": pools,

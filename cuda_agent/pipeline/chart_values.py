@@ -297,6 +297,18 @@ class Cron(Group):
     )
 
 
+class Gc(Group):
+    """What ``cuda-agent gc --on CONTEXT`` removes, for everybody who uses the release."""
+
+    keep: Annotated[int, Field(ge=1)] = leaf(
+        10, "newest runs of each pipeline that stay", r"WorkflowTemplate:container.env\[CUDA_AGENT_KEEP"
+    )
+    enabled: bool = leaf(
+        False, "remove what no run needs again and again; it needs a moment without runs", "CronWorkflow:"
+    )
+    schedule: str = leaf("30 1 * * *", "when", "CronWorkflow:schedules", "1 1 * * *")
+
+
 class Persistence(Group):
     size: Quantity = leaf("20Gi", "size of the volume", "PersistentVolumeClaim:storage", "30Gi")
     storageClass: str = leaf(
@@ -399,6 +411,7 @@ class Values(Group):
     networkPolicy: Network = group(Network(), "NetworkPolicies")
     quota: Quota = group(Quota(), "ResourceQuota")
     cron: Cron = group(Cron(), "CronWorkflow")
+    gc: Gc = group(Gc(), "what runs leave behind")
     webhook: Webhook = group(Webhook(), "who is told when a run has ended")
     minio: Minio = group(Minio(), "MinIO")
     mlflow: Mlflow = group(Mlflow(), "MLflow")

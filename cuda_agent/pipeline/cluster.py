@@ -8,7 +8,7 @@ What it does not cover: what happens inside of the pods (``pod``), and reports, 
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -18,8 +18,9 @@ from cuda_agent.pipeline.cluster_api import Cluster, ClusterError
 from cuda_agent.pipeline.graph import STAGES, Stage
 from cuda_agent.pipeline.local import StageView
 from cuda_agent.pipeline.pools import ROLES, WORKFLOW_LABEL, version_name
+from cuda_agent.pipeline.runs import choose, matching
 
-RUN_LABEL, PROFILE_LABEL = "cuda-agent.io/run", "cuda-agent.io/profile"
+RUN_LABEL, PROFILE_LABEL, SWEEP_LABEL = "cuda-agent.io/run", "cuda-agent.io/profile", "cuda-agent.io/sweep"
 CONFIG_ANNOTATION = "cuda-agent.io/config"
 RUN_NAME = re.compile(r"[a-z]([a-z0-9-]{0,34}[a-z0-9])?")  # a Service is named after it
 ENDED = ("Succeeded", "Failed", "Error")
@@ -34,24 +35,37 @@ class Submission:
     config_map: dict[str, Any]
 
 
-def submission(config: Config, profile: str, release: str) -> Submission:
-    """Of a composed configuration.  Raises ConfigError when the run's name cannot be a Workflow's."""
+def submission(config: Config, profile: str, release: str, lane: str = "") -> Submission:
+    """Of a composed configuration.  Of the Workflows in one lane one runs at a time.  Raises ConfigError when the run's
+    name cannot be a Workflow's."""
     text, sha256 = freeze(config)
     run = config.run.name or f"run-{datetime.now(UTC):%Y%m%d-%H%M%S}-{sha256[:4]}"
     if not RUN_NAME.fullmatch(run):
         raise ConfigError(
             f"run.name: on a cluster, expected a letter and at most 35 more, digits or dashes, lower case, got {run!r}."
         )
-    return _submission(run, run, text, sha256, profile, template_name(release, profile))
+    labels = {RUN_LABEL: run, PROFILE_LABEL: profile} | ({SWEEP_LABEL: config.run.sweep} if config.run.sweep else {})
+    return _submission(run, labels, text, sha256, template_name(release, profile), lane)
+
+
+def sweep_submissions(
+    configs: Sequence[Config], profile: str, release: str, parallel: int | None = None
+) -> list[Submission]:
+    """Of a sweep's runs; with ``parallel`` in so many lanes, in turn."""
+    return [
+        submission(config, profile, release, f"{config.run.sweep}-lane-{number % parallel + 1}" if parallel else "")
+        for number, config in enumerate(configs)
+    ]
 
 
 def template_name(release: str, profile: str) -> str:
     return f"{release}-{profile}-{version_name()}"
 
 
-def _submission(name: str, run: str, text: str, sha256: str, profile: str, template: str) -> Submission:
-    labels = {RUN_LABEL: run, PROFILE_LABEL: profile}
-    parameters = [{"name": "run", "value": run}, {"name": "config", "value": sha256}]
+def _submission(name: str, labels: dict[str, str], text: str, sha256: str, template: str, lane: str) -> Submission:
+    run = labels[RUN_LABEL]
+    values = {"run": run, "config": sha256} | ({"lane": lane} if lane else {})
+    parameters = [{"name": key, "value": value} for key, value in values.items()]
     workflow = {
         "apiVersion": "argoproj.io/v1alpha1",
         "kind": "Workflow",
@@ -68,10 +82,25 @@ def _submission(name: str, run: str, text: str, sha256: str, profile: str, templ
     return Submission(run, workflow, config_map)
 
 
-def submit(cluster: Cluster, what: Submission) -> None:
-    """Creates both or neither.  Raises ``ClusterError`` with what is missing: chart, profile, version, rights, a free
-    name."""
-    template = what.workflow["spec"]["workflowTemplateRef"]["name"]
+def submit(cluster: Cluster, *all_of_them: Submission) -> None:
+    """Creates everything or nothing.  Raises ``ClusterError`` with what is missing: chart, profile, version, rights, a
+    free name."""
+    for template in {what.workflow["spec"]["workflowTemplateRef"]["name"] for what in all_of_them}:
+        require_template(cluster, template)
+    for what in all_of_them:
+        cluster.create(what.workflow, dry_run=True)  # admission judges before anything is there
+    made: list[str] = []
+    try:
+        for what in all_of_them:
+            _create(cluster, what)
+            made.append(what.workflow["metadata"]["name"])
+    except ClusterError:
+        for name in made:
+            cluster.delete("Workflow", name)
+        raise
+
+
+def require_template(cluster: Cluster, template: str) -> None:
     try:
         found = cluster.find("WorkflowTemplate", template)
     except ClusterError as error:
@@ -80,7 +109,10 @@ def submit(cluster: Cluster, what: Submission) -> None:
         raise
     if found is None:
         raise ClusterError(_no_template(cluster, template), 404)
-    cluster.create(what.workflow, dry_run=True)  # admission judges before anything is there
+
+
+def _create(cluster: Cluster, what: Submission) -> None:
+    """The Workflow and what it owns, or neither."""
     made = cluster.create(what.workflow)
     owner = {
         "apiVersion": made["apiVersion"],
@@ -98,7 +130,7 @@ def submit(cluster: Cluster, what: Submission) -> None:
 
 def _no_template(cluster: Cluster, wanted: str) -> str:
     try:
-        there = sorted(item["metadata"]["name"] for item in cluster.all("WorkflowTemplate"))
+        there = sorted(item["metadata"]["name"] for item in cluster.all("WorkflowTemplate", PROFILE_LABEL))
     except ClusterError as error:
         if error.status == 404:
             return f"{cluster.name} has no Argo Workflows (its kind WorkflowTemplate is unknown). Install it first."
@@ -122,14 +154,16 @@ def find(cluster: Cluster, run: str) -> dict[str, Any]:
     """The newest Workflow of a run, by its name, the beginning of its name, or ``last``.  Raises ConfigError."""
     there = workflows(cluster)
     names = list(dict.fromkeys(run_of(item) for item in there))
-    matching = (
-        names[-1:] if run == "last" else [n for n in names if n == run] or [n for n in names if n.startswith(run)]
-    )
-    if len(matching) == 1:
-        return next(item for item in reversed(there) if run_of(item) == matching[0])
-    shown = ", ".join((matching or names)[-10:]) or "none"
-    what = "several match" if matching else "there is no such run"
-    raise ConfigError(f"run {run}: {what} in namespace {cluster.namespace} of {cluster.name}: {shown}.")
+    name = choose(names, run, f"namespace {cluster.namespace} of {cluster.name}")
+    return next(item for item in reversed(there) if run_of(item) == name)
+
+
+def known_name(cluster: Cluster, run: str) -> str:
+    """The name of a run, whose Workflows may be gone: nobody but MLflow knows then whether there was one."""
+    names = list(dict.fromkeys(run_of(item) for item in workflows(cluster)))
+    if run != "last" and not matching(names, run):
+        return run
+    return choose(names, run, f"namespace {cluster.namespace} of {cluster.name}")
 
 
 def run_of(workflow: dict[str, Any]) -> str:
@@ -151,11 +185,14 @@ def resume(cluster: Cluster, run: str) -> Submission:
     config_map = cluster.get("ConfigMap", last["metadata"]["name"])
     attempt = len(workflows(cluster, name)) + 1
     old = last["spec"]["workflowTemplateRef"]["name"]
-    profile = last["metadata"]["labels"][PROFILE_LABEL]
+    ours = (RUN_LABEL, PROFILE_LABEL, SWEEP_LABEL)
+    labels = {key: value for key, value in last["metadata"]["labels"].items() if key in ours}
+    profile = labels[PROFILE_LABEL]
     release = re.sub(rf"-{re.escape(profile)}-[0-9]+-.*$", "", old)
+    given = {item["name"]: item["value"] for item in last["spec"]["arguments"]["parameters"]}
     what = _submission(
-        f"{name}-r{attempt}", name, config_map["data"]["config.json"],
-        last["metadata"]["annotations"][CONFIG_ANNOTATION], profile, template_name(release, profile),
+        f"{name}-r{attempt}", labels, config_map["data"]["config.json"],
+        last["metadata"]["annotations"][CONFIG_ANNOTATION], template_name(release, profile), given.get("lane", ""),
     )  # fmt: skip
     submit(cluster, what)
     return what
@@ -220,23 +257,13 @@ def _seconds(node: dict[str, Any]) -> float:
     return max(0.0, (ended - began).total_seconds())
 
 
-def logs(cluster: Cluster, run: str, stage: str, follow: bool) -> Iterator[str]:
-    """Of the newest pod of a stage; without one, of all pods that are there, each line with its stage's name.  Raises
-    ConfigError when the pod is gone."""
-    workflow = find(cluster, run)
-    pods = cluster.all("Pod", f"{WORKFLOW_LABEL}={workflow['metadata']['name']}")
+def pods_of(cluster: Cluster, run: str) -> dict[str, str]:
+    """Stage -> the newest of its pods that are there, of the newest Workflow of a run."""
+    attempts = workflows(cluster, run)
+    if not attempts:
+        return {}
+    pods = cluster.all("Pod", f"{WORKFLOW_LABEL}={attempts[-1]['metadata']['name']}")
     pods.sort(key=lambda pod: pod["metadata"]["creationTimestamp"])
-    by_stage: dict[str, str] = {}
-    for pod in pods:
-        node = pod["metadata"].get("annotations", {}).get("workflows.argoproj.io/node-name", "")
-        by_stage[re.sub(r"\(\d+\)$", "", node.rsplit(".", 1)[-1])] = pod["metadata"]["name"]
-    if stage:
-        if stage not in by_stage:
-            raise ConfigError(
-                f"Run {run_of(workflow)} has no pod of {stage} now: {', '.join(by_stage) or 'none'}. Its log is in the "
-                f"store, as runs/{run_of(workflow)}/{stage}/log.txt."
-            )
-        yield from cluster.logs(by_stage[stage], follow=follow)
-        return
-    for name, pod_name in by_stage.items():
-        yield from (f"{name}: {line}" for line in cluster.logs(pod_name))
+    nodes = [pod["metadata"].get("annotations", {}).get("workflows.argoproj.io/node-name", "") for pod in pods]
+    names = [re.sub(r"\(\d+\)$", "", node.rsplit(".", 1)[-1]) for node in nodes]
+    return {name: pod["metadata"]["name"] for name, pod in zip(names, pods, strict=True)}

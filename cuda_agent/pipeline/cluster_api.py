@@ -77,6 +77,10 @@ class Cluster:
             raise ClusterError(f"This is no pod with an account: {error}", 404) from None
         return cls(client.ApiClient(settings), namespace, "this cluster")
 
+    def ask(self, path: str, doing: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What the API server says at a path of its own: a GET, or the POST of a question such as an access review."""
+        return self._ask("GET" if body is None else "POST", path, doing, None if body is None else dict(body))
+
     def get(self, kind: str, name: str) -> dict[str, Any]:
         return self._ask("GET", f"{self._path(kind)}/{name}", f"read {kind} {name}")
 

@@ -1,35 +1,69 @@
-"""A run's report, fetched from the chart's MLflow through the API server.
+"""What a run on a cluster has left in MLflow: its report, its stages' logs, what it was made of.
 
-What it does not cover: reports of a run whose MLflow is elsewhere; they lie there, and in the store.
+The chart's MLflow is reached through the API server, by a port of its pod; that takes a kubeconfig and makes no pod.
+One that the chart does not bring is asked at its own address.
+
+What it does not cover: pods that are still there (``cluster``), and a run of a release without MLflow; what it left is
+in the store.
 """
 
+import contextlib
+import json
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from cuda_agent.config import ConfigError
+from cuda_agent.config import ConfigError, flat, validate
+from cuda_agent.pipeline.cluster import PROFILE_LABEL
 from cuda_agent.pipeline.cluster_api import Cluster, ClusterError
 from cuda_agent.pipeline.forward import forwarded, pod_of
-from cuda_agent.tracking import RUN_TAG, STAGE_TAG
+from cuda_agent.pipeline.manifest import Manifest
+from cuda_agent.pipeline.runs import Facts
+from cuda_agent.tracking import MANIFEST_TAG, RUN_TAG, STAGE_TAG
 
 MLFLOW_PORT = 5000
 
 
-def fetch_report(cluster: Cluster, run: str, folder: Path) -> Path:
-    """See ``download``.  Raises ``ClusterError`` when MLflow does not answer."""
-    with forwarded(cluster, pod_of(cluster, "mlflow"), MLFLOW_PORT) as port:
-        try:
-            return download(f"http://127.0.0.1:{port}", run, folder)
-        except httpx.HTTPError as error:
-            raise ClusterError(f"MLflow in {cluster.namespace} of {cluster.name} does not answer: {error}") from None
+@contextlib.contextmanager
+def mlflow(cluster: Cluster) -> Iterator[str]:
+    """The address of the release's MLflow, as long as the context lasts.  Raises ``ClusterError`` when it does not
+    answer, ConfigError when there is none."""
+    try:
+        elsewhere = _elsewhere(cluster)
+        if elsewhere:
+            yield elsewhere
+            return
+        with forwarded(cluster, pod_of(cluster, "mlflow"), MLFLOW_PORT) as port:
+            yield f"http://127.0.0.1:{port}"
+    except httpx.HTTPError as error:
+        raise ClusterError(f"MLflow in {cluster.namespace} of {cluster.name} does not answer: {error}") from None
 
 
-def download(mlflow: str, run: str, folder: Path) -> Path:
+def _elsewhere(cluster: Cluster) -> str:
+    """The address of an MLflow that the chart did not bring; the templates hold it."""
+    for template in cluster.all("WorkflowTemplate", PROFILE_LABEL):
+        for item in template["spec"]["templates"]:
+            for variable in item.get("container", {}).get("env", []):
+                if variable["name"] != "CUDA_AGENT_MLFLOW":
+                    continue
+                uri = str(variable["value"])
+                if uri == "off":
+                    raise ConfigError(
+                        f"The release in namespace {cluster.namespace} of {cluster.name} has no MLflow, which keeps "
+                        "logs and reports for people: see mlflow.enabled and tracking.uri of the chart."
+                    )
+                return uri if "." in uri.split("//", 1)[-1] else ""  # the chart's own is a name of the namespace
+    return ""
+
+
+def download(address: str, run: str, folder: Path) -> Path:
     """Fills ``folder`` with all that the run left in MLflow, the report's index.html among it.  Raises ConfigError when
     there is no report yet."""
-    with httpx.Client(base_url=mlflow, timeout=60, trust_env=False) as client:
+    with _client(address) as client:
         run_id = _find(client, run)
         files = _files(client, run_id, "")
         if "index.html" not in files:
@@ -40,22 +74,74 @@ def download(mlflow: str, run: str, folder: Path) -> Path:
             if not target.resolve().is_relative_to(folder.resolve()):
                 raise ConfigError(f"MLflow names a file outside of the report: {name}")
             target.parent.mkdir(parents=True, exist_ok=True)
-            answer = client.get("/get-artifact", params={"run_uuid": run_id, "path": name})
-            target.write_bytes(answer.raise_for_status().content)
+            target.write_bytes(_artifact(client, run_id, name))
     return folder
+
+
+def log(address: str, run: str, stage: str) -> list[str]:
+    """The lines that the last attempt of a stage printed, as far as its pod could tell.  Raises ConfigError."""
+    with _client(address) as client:
+        _find(client, run)
+        found = _search(client, run, f"tags.`{STAGE_TAG}` = '{stage}'")
+        if not found:
+            raise ConfigError(f"Run {run} has not run {stage}.")
+        run_id = str(found[0]["info"]["run_id"])
+        if "log.txt" not in _files(client, run_id, ""):
+            made_by = _tags(found[0]).get("made by", run)
+            if made_by != run:
+                raise ConfigError(f"{stage} was served from the cache; run {made_by} made it and has its log.")
+            raise ConfigError(f"{stage} of run {run} has left no log.")
+        return _artifact(client, run_id, "log.txt").decode(errors="replace").splitlines()
+
+
+def logged(address: str, run: str) -> list[str]:
+    """The stages of a run that have told MLflow anything, oldest first."""
+    with _client(address) as client:
+        _find(client, run)
+        found = _search(client, run, f"tags.`{STAGE_TAG}` != ''")
+        return [_tags(item)[STAGE_TAG] for item in sorted(found, key=lambda item: item["info"]["start_time"])]
+
+
+def facts(address: str, run: str) -> Facts:
+    """What a run was made of.  Raises ConfigError when MLflow does not know it."""
+    with _client(address) as client:
+        config = validate(json.loads(_artifact(client, _find(client, run), "config.json")))
+        stages = [_tags(item) for item in _search(client, run, f"tags.`{STAGE_TAG}` != ''")]
+        manifests = [Manifest.from_bytes(tags[MANIFEST_TAG].encode()) for tags in stages if MANIFEST_TAG in tags]
+    return Facts(run, flat(config), {manifest.stage: manifest for manifest in manifests})
+
+
+def _client(address: str) -> httpx.Client:
+    return httpx.Client(base_url=address, timeout=60, trust_env=False)
 
 
 def _find(client: httpx.Client, run: str) -> str:
     """MLflow's name of the parent run."""
+    for found in _search(client, run, f"tags.`{STAGE_TAG}` = ''"):
+        return str(found["info"]["run_id"])
+    raise ConfigError(f"MLflow knows no run {run}.")
+
+
+def _search(client: httpx.Client, run: str, condition: str) -> list[dict[str, Any]]:
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", run):  # it becomes part of a filter
+        raise ConfigError(f"MLflow knows no run {run}.")
     experiments = _post(client, "experiments/search", {"max_results": 1000}).get("experiments", [])
     query = {
         "experiment_ids": [item["experiment_id"] for item in experiments],
-        "filter": f"tags.`{RUN_TAG}` = '{run}' and tags.`{STAGE_TAG}` = ''",
-        "max_results": 1,
+        "filter": f"tags.`{RUN_TAG}` = '{run}' and {condition}",
+        "max_results": 100,
     }
-    for found in _post(client, "runs/search", query).get("runs", []):
-        return str(found["info"]["run_id"])
-    raise ConfigError(f"MLflow knows no run {run}.")
+    found: list[dict[str, Any]] = _post(client, "runs/search", query).get("runs", [])
+    return found
+
+
+def _tags(found: dict[str, Any]) -> dict[str, str]:
+    return {item["key"]: item["value"] for item in found["data"].get("tags", [])}
+
+
+def _artifact(client: httpx.Client, run_id: str, name: str) -> bytes:
+    answer = client.get("/get-artifact", params={"run_uuid": run_id, "path": name})
+    return answer.raise_for_status().content
 
 
 def _files(client: httpx.Client, run_id: str, path: str) -> list[str]:

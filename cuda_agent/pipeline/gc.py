@@ -3,11 +3,16 @@
 Kept: the newest runs of each pipeline, what their manifests name, the cache entries of that, and the checkpoints of
 stages that they began and did not finish.  Anything younger than an hour stays, whatever it is.
 
+On one machine a lock of the file system keeps runs and collections apart.  On a cluster it is a lock in the store
+(``alone``): runs begin by waiting for its end (``await_end``), and whoever took it looks whether a run is under way.
+
 What it does not cover: machine-local caches (verdicts, builds, reports), which may be deleted by hand at any time.
 """
 
+import contextlib
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +21,9 @@ from cuda_agent.pipeline.runs import Run, list_runs
 from cuda_agent.storage import Store, StoreDamaged
 
 YOUNG = 3600.0  # seconds
+LOCK_SECONDS = 3600  # after so long whoever holds the lock has been ended
+_LOCK = "locks/gc"
+KEEP = 10  # newest runs of each pipeline
 
 
 @dataclass
@@ -33,7 +41,7 @@ class Plan:
         return {"runs": self.runs, "objects": len(self.keys), "bytes": self.size}
 
 
-def plan(store: Store, keep: int = 10) -> Plan:
+def plan(store: Store, keep: int = KEEP) -> Plan:
     """What ``collect`` would remove when the newest ``keep`` runs of each pipeline stay."""
     kept, gone = _choose(list_runs(store), keep)
     needed = {config_entry(run.config) for run in kept}
@@ -51,9 +59,12 @@ def plan(store: Store, keep: int = 10) -> Plan:
                 began.add(f"{key.split('/')[2]}/{store.get(key).decode()}")
     result = Plan(runs=[run.name for run in gone])
     now = time.time()
-    for prefix in ("runs", "configs", "cache", "checkpoints", "cas"):
+    sweeps = {run.sweep for run in kept}
+    for prefix in ("runs", "sweeps", "configs", "cache", "checkpoints", "cas"):
         for key, (size, changed) in store.sizes(prefix).items():
             if key in needed or now - changed < YOUNG:
+                continue
+            if prefix == "sweeps" and key.split("/")[1] in sweeps:
                 continue
             if prefix == "cache" and key.removeprefix("cache/").removesuffix(".json") in alive:
                 continue
@@ -65,9 +76,37 @@ def plan(store: Store, keep: int = 10) -> Plan:
 
 def collect(store: Store, what: Plan) -> None:
     """Removes it: cache entries and manifests first, so that nothing points into a hole."""
-    order = {"cache": 0, "runs": 1, "checkpoints": 2, "configs": 3, "cas": 4}
+    order = {"cache": 0, "runs": 1, "sweeps": 2, "checkpoints": 3, "configs": 4, "cas": 5}
     for key in sorted(what.keys, key=lambda key: order[key.split("/")[0]]):
         store.delete(key)
+
+
+@contextlib.contextmanager
+def alone(store: Store) -> Iterator[bool]:
+    """Yields whether the store's lock was free; it is given back at the end."""
+    if not is_collecting(store):
+        store.delete(_LOCK)  # of one that has been ended
+    if not store.create(_LOCK, b""):
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        store.delete(_LOCK)
+
+
+def is_collecting(store: Store) -> bool:
+    return any(time.time() - changed < LOCK_SECONDS for _, changed in store.sizes("locks").values())
+
+
+def await_end(store: Store, patience: float) -> bool:
+    """Waits until nobody collects; False when ``patience`` seconds were not enough."""
+    deadline = time.monotonic() + patience
+    while is_collecting(store):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1.0)
+    return True
 
 
 def _choose(runs: list[Run], keep: int) -> tuple[list[Run], list[Run]]:

@@ -316,7 +316,14 @@ class _Execution:
             return
         artifacts = self.home / "mlflow-artifacts" if uri.startswith("sqlite:") else None
         first = next(iter(self.views.values()))
-        self.mirror = Mirror(uri, self.config.run.pipeline, self.run_record.name, artifacts, first.notes.append)
+        self.mirror = Mirror(
+            uri,
+            self.config.run.pipeline,
+            self.run_record.name,
+            artifacts,
+            first.notes.append,
+            runs.sweep_of(self.store, self.config),
+        )
         self.scratch.mkdir(parents=True, exist_ok=True)
         resolved = self.scratch / "config.json"
         resolved.write_text(json.dumps(self.config.model_dump(mode="json"), indent=1))

@@ -9,6 +9,7 @@
     runs/<run>/<stage>/key                what it began to make
     runs/<run>/<stage>/log.txt            what its last attempt printed
     runs/<run>/<stage>/outcome.json       how its last attempt on a cluster ended, when that was no success
+    sweeps/<sweep>/mlflow                 the MLflow run that its runs stand below
 
 What it does not cover: the order in which things are written (``stage_main``, ``local``).
 """

@@ -21,12 +21,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from cuda_agent.config import Config, ConfigError, flat, load
-from cuda_agent.pipeline import pools, runs
+from cuda_agent.pipeline import gc, pools, runs
 from cuda_agent.pipeline.cluster_api import Cluster, ClusterError
 from cuda_agent.pipeline.graph import STAGES, STAGES_INPUT, Stage, ancestors
 from cuda_agent.pipeline.manifest import (
@@ -43,9 +42,10 @@ from cuda_agent.pipeline.spawn import Spawner
 from cuda_agent.pipeline.stage_main import TABLE, Order, read_table
 from cuda_agent.stages.context import EXIT_BUG, EXIT_DONE, EXIT_RETRY, TryAgain
 from cuda_agent.storage import Store, StoreError, open_store
-from cuda_agent.tracking import Mirror, read_metrics, read_notes, read_progress
+from cuda_agent.tracking import MANIFEST_TAG, Mirror, read_metrics, read_notes, read_progress
 
 POOL_SECONDS = 900.0  # until every pool has a server that is ready
+COLLECTION_SECONDS = 900.0  # until a collection of garbage has ended
 MIRROR_SECONDS = 20.0  # for MLflow, at the end of a pod; finish tells it everything once more
 
 
@@ -90,6 +90,8 @@ def prepare(
     Without ``cluster`` (opened when needed) or ``base`` (objects of the pools) no pool is made.  Raises ConfigError
     when the configuration is not what was submitted, StoreError and ClusterError when those are away."""
     store = open_store(here.store)
+    if not gc.await_end(store, COLLECTION_SECONDS):
+        raise TryAgain("`cuda-agent gc` is under way on this store.")
     if not here.config.exists() and not store.exists(config_entry(sha256)):
         raise TryAgain("The configuration has not arrived yet: it is made right after its Workflow.")
     text = here.config.read_text() if here.config.exists() else store.get(config_entry(sha256)).decode()
@@ -119,9 +121,8 @@ def prepare(
 
 def enter(store: Store, run: str, config: Config, sha256: str) -> runs.Run:
     """The run's record, made if absent.  Raises ConfigError when the name belongs to another configuration."""
-    record = runs.Run(run, sha256, config.run.pipeline, datetime.now(UTC).isoformat(timespec="microseconds"))
-    facts = {"name": record.name, "config": sha256, "pipeline": record.pipeline, "created": record.created}
-    if store.create(f"runs/{run}/run.json", json.dumps(facts).encode()):
+    record = runs.Run.begun(run, config, sha256)
+    if store.create(f"runs/{run}/run.json", record.facts()):
         return record
     found = runs.read_run(store, run)
     if found.config != sha256:
@@ -205,6 +206,7 @@ def run_stage(here: Surroundings, name: str, run: str, sha256: str, table: str =
             spawner.close()
             with contextlib.suppress(StoreError, FileNotFoundError):
                 store.put_file(f"runs/{run}/{name}/log.txt", log)
+            mirror.update(name, artifacts=[log] if log.exists() else [])
             if code == EXIT_DONE:
                 manifest = read_manifest(store, manifest_entry(run, name))
                 assert manifest is not None, "a stage that exits 0 has written its manifest"
@@ -300,7 +302,14 @@ def finish(
             done = runs.run_manifests(store, record, stages)
             for name, manifest in done.items():
                 tell_stage(mirror, store, config, stages, name, manifest)
-            tell_report(mirror, store, done, Path(folder))
+            tell_report(mirror, store, done, Path(folder) / "report")
+            for name in (row.name for row in stages):  # what MLflow missed when it, or the stage's pod, was away
+                if store.exists(key := f"runs/{run}/{name}/log.txt"):
+                    log = Path(folder) / "logs" / name / "log.txt"
+                    log.parent.mkdir(parents=True)
+                    log.write_bytes(store.get(key))
+                    ended = None if name in done else "FAILED" if name == stage and code != EXIT_RETRY else "KILLED"
+                    mirror.update(name, artifacts=[log], status=ended)
             mirror.update(None, status={EXIT_DONE: "FINISHED", EXIT_RETRY: "KILLED"}.get(code, "FAILED"))
     if url := os.environ.get("CUDA_AGENT_WEBHOOK"):
         tell_webhook(url, facts)
@@ -339,7 +348,8 @@ def mirrored(here: Surroundings, config: Config, sha256: str, run: str) -> Itera
         if here.mlflow == "off":
             yield _Nobody()  # type: ignore[misc]
             return
-        mirror = Mirror(here.mlflow, config.run.pipeline, run, None, lambda line: print(line, file=sys.stderr))
+        sweep = runs.sweep_of(open_store(here.store), config)
+        mirror = Mirror(here.mlflow, config.run.pipeline, run, None, lambda line: print(line, file=sys.stderr), sweep)
         resolved = Path(folder) / "config.json"
         resolved.write_text(json.dumps(config.model_dump(mode="json"), indent=1))
         mirror.update(None, params=flat(config), tags={"config": sha256, "store": here.store}, artifacts=[resolved])
@@ -365,6 +375,7 @@ def tell_stage(
         metrics = read_metrics(Path(folder) / "metrics.jsonl")
         notes = read_notes(Path(folder) / "notes.jsonl")
     tags = {"key": manifest.key, "made by": manifest.run, "seconds": str(manifest.seconds)}
+    tags |= {MANIFEST_TAG: manifest.to_bytes().decode()}  # people with a kubeconfig read it here
     tags |= {"notes": "\n".join(notes)[:4000]} if notes else {}
     mirror.update(name, params=_settings(config, stages, name), metrics=metrics, tags=tags, status="FINISHED")
 

@@ -1,6 +1,6 @@
 """Runs in the store: who they are, how they ended, which one a person means, and how two of them differ.
 
-What it does not cover: doing anything (``local``), and removing anything (``gc``).
+What it does not cover: doing anything (``local``), runs of a cluster (``cluster``), and removing anything (``gc``).
 """
 
 import contextlib
@@ -8,7 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +18,7 @@ from cuda_agent.config import Config, ConfigError, flat, load
 from cuda_agent.pipeline.graph import Stage
 from cuda_agent.pipeline.manifest import Manifest, config_entry, manifest_entry, read_manifest
 from cuda_agent.storage import Store, local_folder
+from cuda_agent.tracking import Sweep
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,18 @@ class Run:
     code: int | None = None
     stage: str = ""  # that it ended in
     message: str = ""
+    sweep: str = ""  # that it belongs to
+
+    @classmethod
+    def begun(cls, name: str, config: Config, sha256: str) -> "Run":
+        """Of a run that begins now."""
+        now = datetime.now(UTC).isoformat(timespec="microseconds")
+        return cls(name, sha256, config.run.pipeline, now, sweep=config.run.sweep or "")
+
+    def facts(self) -> bytes:
+        """What is known from its beginning: run.json."""
+        names = ("name", "config", "pipeline", "created", "sweep")
+        return json.dumps({key: value for key, value in asdict(self).items() if key in names}).encode()
 
     @property
     def status(self) -> str:
@@ -56,11 +69,8 @@ def create_run(store: Store, config: Config, sha256: str) -> Run:
     base = config.run.name or f"{now:%Y%m%d-%H%M%S}-{sha256[:4]}"
     for attempt in range(100):
         name = base if attempt == 0 else f"{base}-{attempt}"
-        record = Run(name, sha256, config.run.pipeline, now.isoformat(timespec="microseconds"))
-        facts = {
-            key: value for key, value in asdict(record).items() if key in ("name", "config", "pipeline", "created")
-        }
-        if store.create(f"runs/{name}/run.json", json.dumps(facts).encode()):
+        record = Run.begun(name, config, sha256)
+        if store.create(f"runs/{name}/run.json", record.facts()):
             return record
         if config.run.name:
             raise ConfigError(
@@ -92,14 +102,39 @@ def newest_unfinished(store: Store, sha256: str) -> Run | None:
 
 def find_run(store: Store, name: str) -> Run:
     """By name, by the beginning of its name, or ``last``.  Raises ConfigError that lists what there is."""
-    runs = list_runs(store)
-    if name == "last" and runs:
-        return runs[-1]
-    matching = [run for run in runs if run.name == name] or [run for run in runs if run.name.startswith(name)]
-    if len(matching) == 1:
-        return matching[0]
-    names = ", ".join(run.name for run in (matching or runs)[-10:]) or "none"
-    raise ConfigError(f"run {name}: {'several match' if matching else 'there is no such run'} in {store.uri}: {names}.")
+    records = {record.name: record for record in list_runs(store)}
+    return records[choose(list(records), name, store.uri)]
+
+
+def matching(names: Sequence[str], asked: str) -> list[str]:
+    """Of run names, oldest first, those that ``asked`` may mean: a name, the beginning of names, or ``last``."""
+    if asked == "last":
+        return list(names[-1:])
+    return [name for name in names if name == asked] or [name for name in names if name.startswith(asked)]
+
+
+def choose(names: Sequence[str], asked: str, where: str) -> str:
+    """The one name that is meant.  Raises ConfigError that lists what there is."""
+    found = matching(names, asked)
+    if len(found) == 1:
+        return found[0]
+    shown = ", ".join((found or list(names))[-10:]) or "none"
+    raise ConfigError(f"run {asked}: {'several match' if found else 'there is no such run'} in {where}: {shown}.")
+
+
+def agree(store: Store, key: str, make: Callable[[], str]) -> str:
+    """One text for everybody: what is stored under ``key``, or what ``make`` gives when nobody was first."""
+    if not store.exists(key):
+        made = make()
+        if store.create(key, made.encode()):
+            return made
+    return store.get(key).decode()
+
+
+def sweep_of(store: Store, config: Config) -> Sweep | None:
+    """What a mirror must know of the sweep that a run belongs to."""
+    name = config.run.sweep
+    return Sweep(name, lambda make: agree(store, f"sweeps/{name}/mlflow", make)) if name else None
 
 
 def run_config(store: Store, run: Run) -> Config:
@@ -112,11 +147,24 @@ def run_manifests(store: Store, run: Run, stages: Sequence[Stage]) -> dict[str, 
     return {name: manifest for name, manifest in found.items() if manifest is not None}
 
 
-def diff(store: Store, one: Run, other: Run, stages: Sequence[Stage]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Facts:
+    """What is compared of a run, wherever it lives."""
+
+    name: str
+    settings: dict[str, Any]  # dotted key -> value
+    manifests: dict[str, Manifest]
+
+
+def facts(store: Store, run: Run, stages: Sequence[Stage]) -> Facts:
+    return Facts(run.name, flat(run_config(store, run)), run_manifests(store, run, stages))
+
+
+def diff(one: Facts, other: Facts) -> dict[str, Any]:
     """What differs: configuration keys, and per stage what its key is made of and what came out."""
-    settings = [flat(run_config(store, run)) for run in (one, other)]
+    settings = [one.settings, other.settings]
     keys = [key for key in settings[0] | settings[1] if settings[0].get(key) != settings[1].get(key)]
-    left, right = (run_manifests(store, run, stages) for run in (one, other))
+    left, right = one.manifests, other.manifests
     changes: dict[str, Any] = {}
     for name in left | right:
         a, b = left.get(name), right.get(name)

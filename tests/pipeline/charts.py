@@ -28,6 +28,7 @@ ALONE: dict[str, Any] = {
     "mlflow": {"enabled": True},
     "quota": {"enabled": True},
     "cron": {"enabled": True, "config": "ab" * 32},
+    "gc": {"enabled": True},
     "monitoring": {"serviceMonitor": True, "dashboard": True, "alerts": True},
     "access": {"viewers": [{"kind": "Group", "name": "all"}], "submitters": [{"kind": "User", "name": "eva"}]},
 }

@@ -36,9 +36,16 @@ class ControlPlane:
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="control-plane-")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            return self._entered()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _entered(self) -> Self:
         self.folder = Path(self._folder.name)
         client, peer, self.port = _free_port(), _free_port(), _free_port()
-        self._processes: list[subprocess.Popen[bytes]] = []
         key = self.folder / "sa.key"
         subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True)
         tokens = [f"token-of-{u},{u},{u}" + (',"system:masters"' if u == "admin" else "") for u in USERS]

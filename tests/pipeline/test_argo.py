@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from cuda_agent.pipeline import chart
-from cuda_agent.pipeline.argo import RETRY, cron_workflow, workflow_template
+from cuda_agent.pipeline.argo import LANE, RETRY, cron_workflow, errands, workflow_template
 from cuda_agent.pipeline.graph import STAGES, Stage
 from cuda_agent.pipeline.pools import version_name
 from tests.pipeline.charts import ARGO, ROOT, argocheck, needs_argo
@@ -54,13 +54,29 @@ def test_a_wrong_table_is_refused():
         workflow_template((Stage("one", "m", inputs={"a": "two.a"}),))
 
 
-def test_users_pass_run_and_config_and_neither_reaches_a_field_that_decides_what_a_pod_may_do():
-    assert [item["name"] for item in SPEC["arguments"]["parameters"]] == ["run", "config"]
+def test_users_pass_run_config_and_lane_and_none_reaches_a_field_that_decides_what_a_pod_may_do():
+    assert [item["name"] for item in SPEC["arguments"]["parameters"]] == ["run", "config", "lane"]
     for pod in PODS.values():
         elsewhere = {key: value for key, value in pod.items() if key not in ("container", "outputs")}
         container = {key: value for key, value in pod["container"].items() if key != "args"}
         assert "workflow.parameters" not in json.dumps([elsewhere, container, pod.get("outputs")])
-    assert "workflow.parameters" not in json.dumps({key: value for key, value in SPEC.items() if key != "templates"})
+    rest = {key: value for key, value in SPEC.items() if key not in ("templates", "synchronization")}
+    assert "workflow.parameters" not in json.dumps(rest)
+    assert SPEC["synchronization"] == {"mutexes": [{"name": LANE}]} and "parameters.lane" in LANE
+
+
+@pytest.mark.parametrize("name", errands())
+def test_an_errand_is_one_pod_that_users_pass_nothing_to(name):
+    spec = errands()[name]["spec"]
+    (pod,) = spec["templates"]
+    assert "arguments" not in spec and spec["entrypoint"] == pod["name"] == name
+    assert set(re.findall(r"\{\{(.*?)\}\}", json.dumps(spec))) == {"workflow.name"}
+    assert "retryStrategy" not in pod and [item["name"] for item in pod["outputs"]["parameters"]] == ["answer"]
+
+
+@needs_argo
+def test_argo_accepts_the_errands():
+    assert argocheck([*errands().values()]) == []
 
 
 def test_every_reference_names_something_that_is_there():

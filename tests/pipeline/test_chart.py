@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from cuda_agent.pipeline import chart, observe
+from cuda_agent.pipeline.argo import errands
 from cuda_agent.pipeline.chart_values import CHART_VERSION, Values
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.pools import PORT, ROLES
@@ -122,6 +123,7 @@ def test_the_schema_refuses_unknown_names_and_wrong_types(values, where):
         (merged(ALONE, {"cron": {"config": ""}}), "cron.config"),
         (merged(ALONE, {"cron": {"profile": "tpu"}}), "there is no profile tpu"),
         (merged(ALONE, {"profiles": {"Big One": {}}}), "a profile's name has at most"),
+        (merged(ALONE, {"profiles": {"doctor": {}}}), "a template of that name"),
         (
             merged(ALONE, {"profiles": {"cpu": {"pools": {"evaluate": {"resources": {"limits": {"cpu": None}}}}}}}),
             "untrusted code needs a limit",
@@ -252,7 +254,26 @@ def test_argo_accepts_what_the_chart_makes_of_its_templates():
 def test_a_template_a_profile_with_the_version_in_its_name():
     version = CHART_VERSION.replace(".", "-")
     names = {item["metadata"]["name"] for item in of_kind(objects(ALONE), "WorkflowTemplate")}
-    assert names == {f"r-cuda-agent-cpu-{version}", f"r-cuda-agent-gpu-{version}"}
+    assert names == {f"r-cuda-agent-{name}-{version}" for name in ("cpu", "gpu", *errands())}
+
+
+@needs_helm
+def test_errands_have_a_runs_surroundings_and_no_webhook():
+    values = merged(ALONE, {"webhook": {"existingSecret": "w"}, "gc": {"keep": 7}})
+    items = objects(values)
+    made = {name: of_kind(items, "WorkflowTemplate", f"-{name}-[0-9]")[0] for name in errands()}
+    env = {}
+    for name, item in made.items():
+        (pod,) = item["spec"]["templates"]
+        env[name] = {entry["name"]: entry.get("value") for entry in pod["container"]["env"]}
+        assert env[name]["CUDA_AGENT_STORE"] == "s3://cuda-agent" and "CUDA_AGENT_WEBHOOK" not in env[name]
+        assert item["metadata"]["labels"]["cuda-agent.io/errand"] == name
+        assert "cuda-agent.io/profile" not in item["metadata"]["labels"]
+        assert pod["metadata"]["labels"]["app.kubernetes.io/component"] == "setup"
+    assert env["gc"]["CUDA_AGENT_KEEP"] == env["gc-plan"]["CUDA_AGENT_KEEP"] == "7"
+    assert json.loads(env["doctor"]["CUDA_AGENT_POOLS"]) == pools(items)
+    (cron,) = of_kind(items, "CronWorkflow", "-gc$")
+    assert cron["spec"]["workflowSpec"] == {"workflowTemplateRef": {"name": made["gc"]["metadata"]["name"]}}
 
 
 @needs_helm
@@ -317,23 +338,23 @@ def test_every_pod_is_restricted_and_limited(values):
 
 
 @needs_helm
-def test_only_prepare_and_finish_have_an_account_that_may_do_anything():
+def test_only_prepare_finish_and_errands_have_an_account_that_may_do_anything():
     items = objects(ALONE)
     automounted = {i["metadata"]["name"] for i in of_kind(items, "ServiceAccount") if i["automountServiceAccountToken"]}
-    assert automounted == {"r-cuda-agent-operator"}
+    assert automounted == {"r-cuda-agent-operator", "r-cuda-agent-collector"}
     bound = {
         subject["name"]: binding["roleRef"]["name"]
         for binding in of_kind(items, "RoleBinding")
         for subject in binding["subjects"]
         if subject["kind"] == "ServiceAccount"
     }
-    assert bound == {"r-cuda-agent-executor": "r-cuda-agent-executor", "r-cuda-agent-operator": "r-cuda-agent-operator"}
+    assert bound == {f"r-cuda-agent-{name}": f"r-cuda-agent-{name}" for name in ("executor", "operator", "collector")}
+    accounts = dict.fromkeys(("prepare", "finish", "doctor"), "r-cuda-agent-operator")
+    accounts |= dict.fromkeys(("gc", "gc-plan"), "r-cuda-agent-collector")
     for made in of_kind(items, "WorkflowTemplate"):
         assert made["spec"]["serviceAccountName"] == "r-cuda-agent-stage"
         for item in made["spec"]["templates"]:
-            assert item.get("serviceAccountName") in (
-                ("r-cuda-agent-operator",) if item["name"] in ("prepare", "finish") else (None,)
-            )
+            assert item.get("serviceAccountName") == accounts.get(item["name"])
 
 
 @needs_helm

@@ -26,6 +26,9 @@
 {{- if not (regexMatch "^[a-z0-9]([a-z0-9-]{0,14}[a-z0-9])?$" $name) -}}
 {{- fail (printf "profiles.%s: a profile's name has at most 16 lower-case letters, digits and dashes." $name) -}}
 {{- end -}}
+{{- if has $name (list "doctor" "gc" "gc-plan") -}}
+{{- fail (printf "profiles.%s: the chart has a template of that name already; call the profile something else." $name) -}}
+{{- end -}}
 {{- if and $v.sandbox.runtimeClassName (contains "gvisor" $v.sandbox.runtimeClassName) (contains "nvidia.com/mig" ($profile.pools | toJson)) -}}
 {{- fail (printf "profiles.%s.pools: gVisor does not support MIG; give evaluate whole GPUs, or another runtimeClassName." $name) -}}
 {{- end -}}

@@ -1,0 +1,123 @@
+"""A sweep: overrides with several values, in Hydra's grammar, as a list of runs, all composed and validated.
+
+    critic.lr=1e-5,3e-5 'seed=range(3)'  ->  6 runs: the cartesian product, the last key changing fastest
+
+A run of the sweep NAME is called NAME-1, NAME-2, and so on, and its configuration says that it belongs there.
+
+What it does not cover: how one is run (``local``, ``cluster``), their parent in MLflow (``tracking``), and searches
+that look at results before they choose the next value.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from cuda_agent.config import Config, ConfigError, compose, freeze
+from cuda_agent.pipeline.local import Outcome
+from cuda_agent.pipeline.runs import read_run
+from cuda_agent.stages.context import EXIT_RETRY
+from cuda_agent.storage import local_folder, open_store
+
+MOST = 256  # runs of one sweep
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run: what it alone overrides, and its whole configuration, whose ``run.name`` is its name."""
+
+    overrides: list[str]
+    config: Config
+
+    @property
+    def name(self) -> str:
+        return str(self.config.run.name)
+
+
+def points(overrides: Sequence[str]) -> tuple[str, list[Point]]:
+    """The sweep's name (``run.name``, or made of the date) and its runs.
+
+    Raises ConfigError when one of them is no valid configuration, when two are the same, when there is nothing to sweep
+    or too much."""
+    name, fixed, swept = _read(overrides)
+    if not swept:
+        raise ConfigError("A sweep needs a key with several values, as in critic.lr=1e-5,3e-5 or 'seed=range(3)'.")
+    count = 1
+    for key, values in swept.items():
+        if not values:
+            raise ConfigError(f"{key}: these values are none at all.")
+        count *= len(values)
+    if count > MOST:
+        sizes = " × ".join(str(len(values)) if len(values) <= MOST else f"over {MOST}" for values in swept.values())
+        raise ConfigError(f"{sizes}: more than {MOST} runs, the most that one sweep may have. Make several.")
+    name = name or f"sweep-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    found: list[Point] = []
+    seen: dict[str, Point] = {}
+    for number, chosen in enumerate(itertools.product(*swept.values()), start=1):
+        label = f"{name}-{number:0{len(str(count))}}"
+        point = Point(list(chosen), compose([*fixed, *chosen, f"run.name={label}", f"run.sweep={name}"]))
+        nameless = point.config.model_copy(update={"run": point.config.run.model_copy(update={"name": None})})
+        other = seen.setdefault(freeze(nameless)[1], point)
+        if other is not point:
+            raise ConfigError(f"{' '.join(other.overrides)} and {' '.join(point.overrides)} are the same run.")
+        found.append(point)
+    return name, found
+
+
+def run_here(points: Sequence[Point], execute: Callable[[Point], Outcome]) -> Iterator[tuple[Point, Outcome]]:
+    """The runs one after the other, as far as they go: one that fails does not end the sweep, being stopped does.  One
+    that was done before is not run again.  Raises ConfigError before the first when a name is taken."""
+    done = {point.name: _is_done(point) for point in points}
+    for point in points:
+        outcome = Outcome(point.name, 0, resumed=True) if done[point.name] else execute(point)
+        yield point, outcome
+        if outcome.code == EXIT_RETRY and not outcome.stage:
+            return
+
+
+def _is_done(point: Point) -> bool:
+    folder = local_folder(point.config.run.store)
+    if folder is not None and not folder.is_dir():
+        return False
+    store = open_store(point.config.run.store)
+    if not store.exists(f"runs/{point.name}/run.json"):
+        return False
+    record = read_run(store, point.name)
+    if record.config != freeze(point.config)[1]:
+        raise ConfigError(f"run.name: there is a run {point.name} of another configuration. Choose another name.")
+    return record.code == 0
+
+
+def _read(overrides: Sequence[str]) -> tuple[str, list[str], dict[str, list[str]]]:
+    """Name, overrides of all runs, and the choices of each swept key as overrides of one value."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    name, fixed, swept = "", [], {}
+    for text in overrides:
+        try:
+            (override,) = OverridesParser.create().parse_overrides([text])
+        except HydraException:
+            compose([text])  # says what is wrong with it
+            raise
+        key = override.key_or_group
+        if not override.is_sweep_override():
+            if key == "run.name":
+                name = str(override.value())
+            else:
+                fixed.append(text)
+            continue
+        if key.startswith("run."):
+            raise ConfigError(f"{key}: a sweep changes what a run computes, not where it lives or what it is called.")
+        if not override.is_discrete_sweep():
+            raise ConfigError(f"{text}: expected values to choose from, as in {key}=0.1,0.3 or {key}=range(3).")
+        if key in swept:
+            raise ConfigError(f"{key}: it is swept twice.")
+        try:
+            values = [str(value) for value in itertools.islice(override.sweep_string_iterator(), MOST + 1)]
+        except HydraException as error:
+            raise ConfigError(
+                f"{text}: cannot be swept over ({str(error).splitlines()[0]}). List the values."
+            ) from error
+        swept[key] = [f"{override.get_key_element()}={value}" for value in values]
+    return name, fixed, swept
