@@ -33,9 +33,14 @@ def prepare(config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
 @pod_app.command()
 def stage(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
     """Run one stage."""
+    from cuda_agent.pipeline.spawn import Spawner
+
+    spawner = Spawner(preload=())
+    spawner.open()  # a second process, which imports while this one does
     from cuda_agent.pipeline import pod
 
-    sys.exit(pod.run_stage(pod.Surroundings.from_environment(), name, run or workflow, config))
+    here = pod.Surroundings.from_environment()
+    sys.exit(pod.run_stage(here, name, run or workflow, config, spawner=spawner))
 
 
 @pod_app.command()

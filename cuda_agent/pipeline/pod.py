@@ -188,15 +188,19 @@ def _why(cluster: Cluster, name: str) -> str:
 # a stage --------------------------------------------------------------------------------------------------------------
 
 
-def run_stage(here: Surroundings, name: str, run: str, sha256: str, table: str = TABLE) -> int:
-    """Runs one stage as ``local`` does; returns its exit code.  SIGTERM is passed on: the stage writes a checkpoint."""
+def run_stage(
+    here: Surroundings, name: str, run: str, sha256: str, table: str = TABLE, spawner: Spawner | None = None
+) -> int:
+    """Runs one stage as ``local`` does; returns its exit code.  SIGTERM is passed on: the stage writes a checkpoint.
+
+    ``spawner`` may be open already; it is closed here."""
     scratch = here.work / "stage" / name
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     log = scratch / "log.txt"
     order = Order(here.store, sha256, run, name, str(scratch), str(runs.local_home(here.store)), table)
     before = oom_kills()
-    with contextlib.closing(Spawner(preload=())) as spawner, _passing_on(spawner, name):
+    with contextlib.closing(spawner or Spawner(preload=())) as spawner, _passing_on(spawner, name):
         spawner.start(name, order.to_json(), log)  # first: it imports for seconds
         store = open_store(here.store)
         config = load(store.get(config_entry(sha256)).decode(), sha256)

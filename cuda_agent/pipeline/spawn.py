@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Spawner:
-    """The executor's end.  Starts the server on the first ``start``; use it from one thread, which must outlive it."""
+    """The executor's end; use it from one thread, which must outlive it."""
 
     def __init__(self, preload: tuple[str, ...] = PRELOAD) -> None:
         self._preload = preload
@@ -38,8 +38,8 @@ class Spawner:
         self._running: set[str] = set()
         self._text = b""
 
-    def start(self, name: str, order: str, log: Path) -> None:
-        """``order`` is ``stage_main.Order`` as JSON; stdout and stderr go to ``log``."""
+    def open(self) -> None:
+        """Starts the server unless it runs; ``start`` does so too.  It imports while the caller goes on."""
         if self._server is None:
             command = [sys.executable, "-P", "-m", "cuda_agent.pipeline.spawn", str(os.getpid()), *self._preload]
             self._server = subprocess.Popen(
@@ -51,6 +51,10 @@ class Spawner:
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
             self._text = b""
+
+    def start(self, name: str, order: str, log: Path) -> None:
+        """``order`` is ``stage_main.Order`` as JSON; stdout and stderr go to ``log``."""
+        self.open()
         self._running.add(name)
         self._tell({"start": name, "order": order, "log": str(log)})
 

@@ -8,9 +8,10 @@ MLflow, S3 or the other stages.
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from cuda_agent.config import Config
+if TYPE_CHECKING:  # whoever starts processes needs the exit codes alone, and at once
+    from cuda_agent.config import Config
 
 EXIT_DONE, EXIT_BUG, EXIT_RETRY, EXIT_CONFIG, EXIT_GATE = 0, 1, 75, 78, 79
 
@@ -69,7 +70,7 @@ class Checkpoints(Protocol):
 @dataclass
 class StageContext:
     name: str
-    config: Config  # only the sections that the graph's table lists for this stage are there
+    config: "Config"  # only the sections that the graph's table lists for this stage are there
     inputs: dict[str, Path]  # artifact name -> read-only folder
     outputs: dict[str, Path]  # artifact name -> empty folder to fill
     work: Path  # scratch, gone afterwards

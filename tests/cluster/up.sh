@@ -12,9 +12,10 @@ packages() { # none of them starts anything by itself where systemd does not run
   local wanted=() entry
   for entry in containerd:containerd runc:runc iptables:iptables conntrack:conntrack ip:iproute2 openssl:openssl \
     buildah:buildah gcc:gcc /usr/lib/cni/bridge:containernetworking-plugins \
-    /usr/include/stdlib.h:libc6-dev python3:python3-minimal unshare:util-linux; do
+    /usr/include/stdlib.h:libc6-dev unshare:util-linux; do
     command -v "${entry%%:*}" >/dev/null || [ -e "${entry%%:*}" ] || wanted+=("${entry##*:}")
   done
+  /usr/bin/python3 -c 'import ssl, http.client' 2>/dev/null || wanted+=(python3) # the system's own; a smaller one lacks these
   dpkg-query -W busybox-static >/dev/null 2>&1 || wanted+=(busybox-static) # another busybox would need its libraries
   [ ${#wanted[@]} = 0 ] || install_packages "${wanted[@]}"
 }
