@@ -1,12 +1,15 @@
-"""Reports on a cluster: what ``finish`` leaves in a real MLflow server, and what is fetched from there."""
+"""What a run on a cluster leaves in a real MLflow server, and what is fetched from there: report, logs, what is compared."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from drill import journal, table
+
 from cuda_agent.config import Config, ConfigError, freeze
-from cuda_agent.pipeline import cluster_report, pod
+from cuda_agent.pipeline import cluster_report, pod, runs
+from cuda_agent.storage import open_store
 from cuda_agent.tracking import Mirror
 from tests.mlflow_server import serving
 
@@ -49,3 +52,84 @@ def test_a_run_without_a_report_and_a_run_that_nobody_knows_are_said_so(server, 
     with pytest.raises(ConfigError, match="MLflow knows no run nobody"):
         cluster_report.download(server, "nobody", tmp_path / "a")
     assert not (tmp_path / "a").exists()
+
+
+def in_pods(server: str, folder: Path, run: str, epochs: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, int]:
+    """The drill's graph as pods run it, as far as it goes; its configuration, and the last exit code."""
+    config = Config.model_validate({"critic": {"epochs": epochs}})
+    text, sha256 = freeze(config)
+    monkeypatch.setenv("CUDA_AGENT_HOME", str(folder / "home"))
+    (folder / "home" / "cache").mkdir(parents=True, exist_ok=True)
+    here = pod.Surroundings(str(folder / "store"), server, folder / f"{run}.json", folder / "plan", folder / "work")
+    here.config.write_text(text)
+    plan = pod.prepare(here, run, sha256, run, None, [], table.STAGES)
+    script = (
+        "import sys; from cuda_agent.pipeline import pod; from drill import table\n"
+        f"sys.exit(pod.run_stage(pod.Surroundings.from_environment(), sys.argv[1], {run!r}, {sha256!r}, table.NAME))"
+    )
+    environment = os.environ | {
+        "CUDA_AGENT_STORE": here.store, "CUDA_AGENT_MLFLOW": server, "CUDA_AGENT_WORK": str(here.work),
+        "PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}{Path(__file__).parent}",
+    }  # fmt: skip
+    code = 0
+    for row in table.STAGES:
+        if plan[row.name] == "run":
+            done = subprocess.run([sys.executable, "-c", script, row.name], env=environment, capture_output=True)
+            code = done.returncode
+            if code:
+                break
+    pod.finish(here, run, sha256, run, "Failed" if code else "Running", None, table.STAGES)
+    return config, code
+
+
+def test_two_runs_are_compared_by_what_they_left_and_as_their_store_compares_them(server, tmp_path, monkeypatch):
+    for run, epochs in (("cmp-a", 2), ("cmp-b", 3)):
+        assert in_pods(server, tmp_path, run, epochs, monkeypatch)[1] == 0
+    store = open_store(tmp_path / "store")
+    there = [cluster_report.facts(server, run) for run in ("cmp-a", "cmp-b")]
+    here = [runs.facts(store, runs.read_run(store, run), table.STAGES) for run in ("cmp-a", "cmp-b")]
+    assert [item.manifests for item in there] == [item.manifests for item in here]
+    assert [item.settings for item in there] == [item.settings for item in here]
+    found = runs.diff(*there)
+    assert found["config"] == {"critic.epochs": [2, 3]} and "make" not in found["stages"]
+    assert found == runs.diff(*here) and "train" in found["stages"]
+    with pytest.raises(ConfigError, match="MLflow knows no run nobody"):
+        cluster_report.facts(server, "nobody")
+
+
+def test_the_log_of_a_stage_that_failed_is_kept_and_its_status_too(server, tmp_path, monkeypatch):
+    (tmp_path / "home" / "cache").mkdir(parents=True)
+    journal.misbehave(tmp_path / "home" / "cache", "make", "bug")
+    _, code = in_pods(server, tmp_path, "broken", 2, monkeypatch)
+    assert code == 1 and any("ZeroDivisionError" in line for line in cluster_report.log(server, "broken", "make"))
+    assert cluster_report.logged(server, "broken") == ["make"]
+    with cluster_report._client(server) as client:
+        (found,) = cluster_report._search(client, "broken", "tags.`cuda_agent.stage` = 'make'")
+    assert found["info"]["status"] == "FAILED"
+    with pytest.raises(ConfigError, match="Run broken has not run train"):
+        cluster_report.log(server, "broken", "train")
+
+
+def test_what_mlflow_missed_is_told_by_finish(server, tmp_path, monkeypatch):
+    """The pod of the stage wrote its log into the store and could not reach MLflow."""
+    config = Config()
+    text, sha256 = freeze(config)
+    here = pod.Surroundings(str(tmp_path / "store"), server, tmp_path / "c", tmp_path / "plan", tmp_path)
+    here.config.write_text(text)
+    pod.prepare(here, "deaf", sha256, "deaf", None, [], table.STAGES)
+    open_store(here.store).put("runs/deaf/make/log.txt", b"what it said\n")
+    pod.finish(here, "deaf", sha256, "deaf", "Failed", None, table.STAGES)
+    assert cluster_report.log(server, "deaf", "make") == ["what it said"]
+
+
+def test_the_log_of_a_stage_from_the_cache_is_with_the_run_that_made_it(server, tmp_path, monkeypatch):
+    in_pods(server, tmp_path, "maker", 2, monkeypatch)
+    in_pods(server, tmp_path, "served", 2, monkeypatch)
+    assert isinstance(cluster_report.log(server, "maker", "train"), list)
+    with pytest.raises(ConfigError, match="run maker made it and has its log"):
+        cluster_report.log(server, "served", "train")
+
+
+def test_a_name_never_becomes_part_of_a_query(server):
+    with pytest.raises(ConfigError, match="MLflow knows no run x' or"):
+        cluster_report.facts(server, "x' or 1 = 1 or tags.a = '")

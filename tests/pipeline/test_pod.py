@@ -4,6 +4,7 @@ import http.server
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import pytest
 from drill import journal, table
 
 from cuda_agent.config import Config, ConfigError, freeze
-from cuda_agent.pipeline import pod, runs
+from cuda_agent.pipeline import gc, pod, pod_errands, runs
 from cuda_agent.pipeline.local import run_pipeline
 from cuda_agent.pipeline.manifest import config_entry, manifest_entry, outcome_entry, read_manifest
 from cuda_agent.pipeline.pod import Surroundings
@@ -276,3 +277,63 @@ def test_mlflow_has_one_run_a_stage_however_often_a_pod_is_started(tmp_path, her
     names = sorted(run.data.tags["cuda_agent.stage"] for run in found)
     assert names == sorted(["", *(row.name for row in table.STAGES)])
     assert {run.info.status for run in found} == {"FINISHED"}
+
+
+def test_a_run_waits_while_somebody_collects_garbage(tmp_path, here, monkeypatch):
+    sha256 = submitted(here, settings(tmp_path))
+    store = open_store(here.store)
+    with gc.alone(store) as first:
+        assert first
+        with gc.alone(store) as second:
+            assert not second
+        assert gc.is_collecting(store), "whoever came second does not open it"
+        monkeypatch.setattr(pod, "COLLECTION_SECONDS", 0.0)
+        with pytest.raises(TryAgain, match="gc"):
+            prepare(here, sha256)
+        assert not store.exists("runs/a/run.json")
+        monkeypatch.setattr(pod, "COLLECTION_SECONDS", 60.0)
+        threading.Timer(0.5, lambda: store.delete("locks/gc")).start()
+        assert prepare(here, sha256)["make"] == "run"
+
+
+def test_the_lock_of_a_collection_that_was_ended_is_taken_over(here, monkeypatch):
+    store = open_store(here.store)
+    store.create("locks/gc", b"")
+    monkeypatch.setattr(gc, "LOCK_SECONDS", -1.0)
+    assert not gc.is_collecting(store)
+    with gc.alone(store) as first:
+        assert first
+    assert not store.exists("locks/gc")
+
+
+def test_a_sandbox_reaches_what_listens_and_says_why_not_otherwise(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        there = f"127.0.0.1:{listening.getsockname()[1]}"
+        pod_errands.tell([there, "127.0.0.1:1"], tmp_path / "log")
+    said = json.loads((tmp_path / "log").read_text())
+    assert said["reached"][there] == "" and "refused" in said["reached"]["127.0.0.1:1"]
+    assert "process" in said["processes"]
+
+
+@pytest.mark.parametrize(
+    ("outside", "sandbox", "ok", "said"),
+    [
+        ("", "timed out", True, "a sandbox cannot connect"),
+        ("", "", False, "a sandbox connected"),
+        ("timed out", "", False, "a sandbox connected"),
+        ("timed out", "timed out", False, "not even a run's own pod"),
+    ],
+)
+def test_a_wall_counts_when_only_the_sandbox_fails(outside, sandbox, ok, said):
+    check = pod_errands.wall("store", "10.0.0.1:9000", outside, sandbox)
+    assert check.ok is ok and said in check.text and bool(check.mend) is not ok
+
+
+def test_what_no_sandbox_may_reach_comes_from_the_surroundings(monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
+    found = pod_errands.forbidden("http://127.0.0.2:5000")
+    assert found.pop("DNS", "x:53").endswith(":53")
+    assert found == {"API server": "10.96.0.1:443", "store": "127.0.0.1:9000", "MLflow": "127.0.0.2:5000"}
+    assert "MLflow" not in pod_errands.forbidden("off")
