@@ -1,0 +1,120 @@
+"""The chart installed on the test cluster, and the command line pointed at it.
+
+Covers a namespace with Pod Security `restricted`, the project's images, PyTorch's volume, and a release that is sized for
+two cores. Does not cover what the release does with a run (the tests), nor values that one test alone needs.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kubectl import HERE, Cluster, script, setting, wait_for
+
+CHART = HERE.parents[1] / "charts" / "cuda-agent"
+NAME = "cuda-agent"
+ROOT = HERE.parents[1]
+
+_VOLUME = {"name": "environment", "persistentVolumeClaim": {"claimName": "environment", "readOnly": True}}
+_MOUNT = {"name": "environment", "mountPath": "/opt/environment", "readOnly": True}
+
+
+def _size(memory: str) -> dict[str, Any]:
+    """Next to nothing is asked for, so that all pods of a run fit on a node of two cores."""
+    return {
+        "requests": {"cpu": "10m", "memory": "64Mi"},
+        "limits": {"cpu": "2", "memory": memory, "ephemeral-storage": "4Gi"},
+    }
+
+
+def values() -> dict[str, Any]:
+    """Of a release with MinIO and MLflow of its own."""
+    mounted = {"extraVolumes": [_VOLUME], "extraVolumeMounts": [_MOUNT]}
+    pools = {role: {"resources": _size("4Gi")} for role in ("workspace", "build", "evaluate")}
+    server = {"enabled": True, "persistence": {"size": "2Gi"}, "resources": _size("2Gi")}
+    return {
+        "images": {"registry": "localhost"},
+        "minio": server,
+        "mlflow": server,
+        "networkPolicy": {"apiServerCidrs": [f"{setting('NODE_IP')}/32"]},
+        "profiles": {"cpu": {"defaults": {"resources": _size("4Gi")}, "pools": pools}},
+        "workflow": {"smallResources": _size("1Gi"), "retryAfter": "2s"},
+        "sandbox": mounted,
+        **mounted,
+    }
+
+
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as helm merges them: the other's win, groups are merged."""
+    result = dict(one)
+    for key, value in other.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if both else value
+    return result
+
+
+@dataclass(frozen=True)
+class Release:
+    """One release, named like the chart. ``cluster`` is bound to its namespace."""
+
+    cluster: Cluster
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For processes that find the cluster by a kubeconfig."""
+        kubeconfig = {"KUBECONFIG": str(self.cluster.state / "kubeconfig"), "PYTHONPATH": str(ROOT)}
+        return {**os.environ, **kubeconfig}
+
+    def command(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """``cuda-agent WORDS --namespace ...``, as a person would type it on this machine."""
+        line = [sys.executable, "-m", "cuda_agent.cli", *words, "--namespace", self.cluster.namespace]
+        return subprocess.run(
+            line, text=True, capture_output=True, timeout=600, env=self.environment | environment, cwd=self.cluster.state
+        )
+
+    def helm(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return helm(self.cluster, *words)
+
+    def upgrade(self, given: Mapping[str, Any], chart: Path = CHART) -> None:
+        done = helm(self.cluster, "upgrade", NAME, str(chart), "--wait", "--timeout=5m", given=given)
+        assert done.returncode == 0, done.stderr
+
+
+def helm(cluster: Cluster, *words: str, given: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
+    """helm, in the cluster's namespace; ``given`` are values."""
+    program = subprocess.run(["bash", "-euc", f'. "{HERE}/env.sh"; at helm'], text=True, capture_output=True, check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        homes = {f"HELM_{kind}_HOME": folder for kind in ("CACHE", "CONFIG", "DATA")}
+        line = [f"{program.stdout.strip()}/helm", *words, f"--kubeconfig={cluster.state}/kubeconfig"]
+        line += ["--namespace", cluster.namespace]
+        if given is not None:
+            file = Path(folder) / "values.json"
+            file.write_text(json.dumps(given))
+            line += ["--values", str(file)]
+        return subprocess.run(line, text=True, capture_output=True, timeout=600, env=os.environ | homes)
+
+
+@contextmanager
+def release(cluster: Cluster, namespace: str, given: Mapping[str, Any]) -> Iterator[Release]:
+    """Installs the chart in a namespace of its own with these values; removes everything at the end."""
+    script("project", number=cluster.number)
+    cluster.run("create", "namespace", namespace)
+    try:
+        cluster.run("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+        script("environment", namespace, number=cluster.number)
+        here = Cluster(cluster.number, namespace)
+        wait_for("the service account", 60, lambda: here.try_run("get", "serviceaccount", "default").returncode == 0)
+        done = helm(here, "install", NAME, str(CHART), "--wait", "--timeout=9m", given=given)
+        assert done.returncode == 0, f"{done.stderr}\n{here.try_run('get', 'pods,events').stdout}"
+        yield Release(here)
+    finally:
+        helm(Cluster(cluster.number, namespace), "uninstall", NAME, "--wait", "--timeout=2m")
+        # Workflows of a run that a test left behind hold a finalizer only while Argo archives their logs.
+        cluster.run("delete", "namespace", namespace, "--wait=false")
+        cluster.run("delete", "persistentvolume", f"environment-{namespace}", "--ignore-not-found", "--wait=false")
