@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-
 from release import Release
 
 from cuda_agent.pipeline.cluster_api import Cluster as Api
@@ -111,5 +110,3 @@ def served(installed: Release, component: str, port: int) -> Iterator[str]:
         api = Api.of_kubeconfig(None, installed.cluster.namespace)
     with forwarded(api, pod_of(api, component), port) as local:
         yield f"http://127.0.0.1:{local}"
-
-

@@ -16,8 +16,9 @@ Place = tuple[str, str, int]  # tcp or dns, address, port
 _PROBE = """
 import concurrent.futures, json, socket, struct, sys
 
-QUESTION = struct.pack("!6H", 7, 256, 1, 0, 0, 0) + b"".join(
-    bytes([len(part)]) + part for part in b"kubernetes.default.svc.cluster.local.".split(b".")) + struct.pack("!2H", 1, 1)
+NAME = b"kubernetes.default.svc.cluster.local."
+LABELS = b"".join(bytes([len(part)]) + part for part in NAME.split(b"."))
+QUESTION = struct.pack("!6H", 7, 256, 1, 0, 0, 0) + LABELS + struct.pack("!2H", 1, 1)
 
 def reaches(place):
     kind, address, port = place
@@ -48,7 +49,8 @@ def reached(space: Cluster, name: str, places: Mapping[str, Place], container: s
 
 def python_pod(name: str, image: str, code: str, labels: dict[str, str]) -> dict[str, Any]:
     """A restricted pod with these labels that runs Python and nothing of the project."""
-    made = pod(name, "", labels, image=image, command=["python3", "-c", code], env=[{"name": "HOME", "value": "/tmp"}])
+    made = pod(name, "", labels, image=image, env=[{"name": "HOME", "value": "/tmp"}])
+    made["spec"]["containers"][0]["command"] = ["python3", "-c", code]
     made["spec"]["containers"][0]["imagePullPolicy"] = "Never"
     return made
 

@@ -1,7 +1,7 @@
 """The chart installed on the test cluster, and the command line pointed at it.
 
-Covers a namespace with Pod Security `restricted`, the project's images, PyTorch's volume, and a release that is sized for
-two cores. Does not cover what the release does with a run (the tests), nor values that one test alone needs.
+Covers a namespace with Pod Security `restricted`, the project's images, PyTorch's volume, and a release that is sized
+for two cores. Does not cover what the release does with a run (the tests), nor values that one test alone needs.
 """
 
 import json
@@ -75,7 +75,12 @@ class Release:
         """``cuda-agent WORDS --namespace ...``, as a person would type it on this machine."""
         line = [sys.executable, "-m", "cuda_agent.cli", *words, "--namespace", self.cluster.namespace]
         return subprocess.run(
-            line, text=True, capture_output=True, timeout=600, env=self.environment | environment, cwd=self.cluster.state
+            line,
+            text=True,
+            capture_output=True,
+            timeout=600,
+            env=self.environment | environment,
+            cwd=self.cluster.state,
         )
 
     def helm(self, *words: str) -> subprocess.CompletedProcess[str]:
@@ -88,7 +93,9 @@ class Release:
 
 def helm(cluster: Cluster, *words: str, given: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
     """helm, in the cluster's namespace; ``given`` are values."""
-    program = subprocess.run(["bash", "-euc", f'. "{HERE}/env.sh"; at helm'], text=True, capture_output=True, check=True)
+    program = subprocess.run(
+        ["bash", "-euc", f'. "{HERE}/env.sh"; at helm'], text=True, capture_output=True, check=True
+    )
     with tempfile.TemporaryDirectory() as folder:
         homes = {f"HELM_{kind}_HOME": folder for kind in ("CACHE", "CONFIG", "DATA")}
         line = [f"{program.stdout.strip()}/helm", *words, f"--kubeconfig={cluster.state}/kubeconfig"]
@@ -98,6 +105,14 @@ def helm(cluster: Cluster, *words: str, given: Mapping[str, Any] | None = None) 
             file.write_text(json.dumps(given))
             line += ["--values", str(file)]
         return subprocess.run(line, text=True, capture_output=True, timeout=600, env=os.environ | homes)
+
+
+def of_version(version: str, folder: Path) -> str:
+    """A PYTHONPATH in which this checkout says that it is of another version; ``folder`` takes what says so."""
+    about = folder / f"cuda_agent-{version}.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: cuda-agent\nVersion: {version}\n")
+    return f"{folder}{os.pathsep}{ROOT}"
 
 
 @contextmanager

@@ -13,6 +13,8 @@ import probing
 from kubectl import Cluster, wait_for
 from release import Release
 
+from cuda_agent.config import compose
+from cuda_agent.pipeline import cluster as commands
 from cuda_agent.pipeline.cluster import ENDED, phase, views
 from cuda_agent.pipeline.local import StageView
 
@@ -24,6 +26,11 @@ TINY = (
 )  # fmt: skip
 ROLES = ("workspace", "build", "evaluate")
 LONG = 2400.0  # seconds; far more than any wait here takes on a machine that does nothing else
+
+
+def submission(run: str) -> commands.Submission:
+    """What ``submit`` would send."""
+    return commands.submission(compose([*TINY, f"run.name={run}"]), "cpu", "cuda-agent")
 
 
 def submit(installed: Release, run: str, *overrides: str) -> None:
@@ -118,7 +125,10 @@ class Held:
         return probing.cluster_places(self.cluster) | {
             "MinIO": probing.service_of(self.cluster, "cuda-agent-minio", 9000),
             "MLflow": probing.service_of(self.cluster, "cuda-agent-mlflow", 5000),
-            **{f"its {role}": ("tcp", probing.address_of(self.cluster, f"{self.name}-{role}-0"), 8750) for role in ROLES},
+            **{
+                f"its {role}": ("tcp", probing.address_of(self.cluster, f"{self.name}-{role}-0"), 8750)
+                for role in ROLES
+            },
         }
 
 
