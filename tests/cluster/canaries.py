@@ -106,7 +106,9 @@ def open_bucket(installed: Release) -> Iterator[Store]:
 @contextmanager
 def served(installed: Release, component: str, port: int) -> Iterator[str]:
     """The address, on this machine, of a server that the chart brings."""
-    with mock.patch.dict(os.environ, {"KUBECONFIG": installed.environment["KUBECONFIG"]}):
-        api = Api.of_kubeconfig(None, installed.cluster.namespace)
+    from kubernetes import config
+
+    client = config.new_client_from_config(str(installed.cluster.state / "kubeconfig"))
+    api = Api(client, installed.cluster.namespace, "the test cluster")
     with forwarded(api, pod_of(api, component), port) as local:
         yield f"http://127.0.0.1:{local}"
