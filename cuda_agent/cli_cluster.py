@@ -237,7 +237,9 @@ def _follow(place: "Cluster", run: str) -> int:
     name = cluster.run_of(workflow)
     with screen.watching() as show:
         while True:
-            show(name, cluster.views(workflow))
+            shown = cluster.views(workflow)
+            cluster.explain(place, workflow, shown)
+            show(name, shown)
             if cluster.phase(workflow) in cluster.ENDED:
                 break
             time.sleep(EVERY)

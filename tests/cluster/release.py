@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,16 @@ def of_version(version: str, folder: Path) -> str:
     return f"{folder}{os.pathsep}{ROOT}"
 
 
+@cache
+def images(number: int) -> None:
+    """Of this checkout, built and loaded once a process."""
+    script("project", number=number)
+
+
 @contextmanager
 def release(cluster: Cluster, namespace: str, given: Mapping[str, Any]) -> Iterator[Release]:
     """Installs the chart in a namespace of its own with these values; removes everything at the end."""
-    script("project", number=cluster.number)
+    images(cluster.number)
     cluster.run("create", "namespace", namespace)
     try:
         cluster.run("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")

@@ -5,6 +5,9 @@ What the commands refuse before a cluster is asked, and what admission refuses, 
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import Any
 
 import pytest
 from kubectl import Cluster, wait_for
-from release import CHART, NAME, Release, helm, of_version
+from release import CHART, NAME, Release, helm, merged, of_version, release, values
 from runs import TINY, ended, stages, submission
 
 from cuda_agent.pipeline import cluster as commands
@@ -135,3 +138,23 @@ def test_a_release_whose_secret_is_missing_is_not_installed(space: Cluster, give
     done = helm(space, "install", "without", str(CHART), given=given)
     assert done.returncode and said in done.stderr and len(done.stderr.splitlines()) < 6
     assert there(space) == before and space.try_run("get", "serviceaccount", "without-cuda-agent-stage").returncode
+
+
+def test_a_secret_that_has_gone_is_named_to_who_watches_a_run(cluster: Cluster, tmp_path: Path) -> None:
+    """It went after the release was installed: the run's first pod cannot start, and `watch` says why."""
+    store = {"existingSecret": "gone", "endpoint": "http://store.invalid:443"}
+    keys = {"accesskey": "tester", "secretkey": "long-enough"}
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "gone"}, "stringData": keys}
+    off = {"minio": {"enabled": False}, "mlflow": {"enabled": False}, "store": store, "extraObjects": [secret]}
+    with release(cluster, f"gone-{os.getpid()}", merged(values(), off)) as installed:
+        installed.cluster.run("delete", "secret", "gone")
+        assert installed.command("submit", *TINY, "run.name=waits").returncode == 0
+        line = [sys.executable, "-m", "cuda_agent.cli", "watch", "waits", "-n", installed.cluster.namespace]
+        file, unbuffered = tmp_path / "said.txt", installed.environment | {"PYTHONUNBUFFERED": "1"}
+        with subprocess.Popen(line, stdout=open(file, "w"), env=unbuffered) as watching:
+            try:
+                wait_for("the reason", 120, lambda: "not found" in file.read_text())
+            finally:
+                watching.kill()
+        said = next(line for line in file.read_text().splitlines() if "not found" in line)
+        assert said.startswith("prepare: ") and 'secret "gone"' in said
