@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test lint benchmark images cluster-up cluster-down test-cluster clean
+.PHONY: help environment demo test lint benchmark images cluster-up cluster-down test-cluster test-cluster-full clean
 
 CORES := $(shell nproc 2>/dev/null || echo 2)
 BIN := .venv/bin
@@ -25,7 +25,7 @@ help:
 	@echo "make benchmark  measure engine and trainer"
 	@echo "make images     build the container images with buildah (REGISTRY=..., PUSH=1; see images/build.sh)"
 	@echo "make cluster-up, cluster-down  a real one-node Kubernetes with Argo Workflows on this machine (docs/cluster-development.md)"
-	@echo "make test-cluster  run the tests that need it"
+	@echo "make test-cluster  run the tests that need it; test-cluster-full: the long drills and a browser too"
 
 environment:
 	@if $(CURRENT); then exit 0; fi; \
@@ -72,6 +72,9 @@ cluster-down:
 	@tests/cluster/down.sh
 
 test-cluster: environment
+	$(BIN)/python -m pytest -m "cluster and not nightly" tests/cluster
+
+test-cluster-full: environment
 	$(BIN)/python -m pytest -m cluster tests/cluster
 
 clean:

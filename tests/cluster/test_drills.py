@@ -64,7 +64,7 @@ def drill(installed: Release, planted: dict[str, str], tmp_path_factory: pytest.
         done = installed.command("resume", RUN)
         assert done.returncode == 0, done.stderr
         again = f"{RUN}-r2"
-        for stage in ("rft", "critic"):
+        for stage in ("critic", "agentic"):
             runs.reaches(space, again, stage, "done")
         seen.away = between(space, again, since, now(space))
         space.run("scale", deployment, "--replicas=1")
@@ -182,7 +182,7 @@ def test_no_step_is_missing_and_none_is_there_twice(drill: Drill) -> None:
 
 
 def test_mlflow_that_was_away_for_whole_stages_knows_every_step_once(drill: Drill, installed: Release) -> None:
-    assert "rft" in drill.away, "no stage ran while MLflow was away"
+    assert "agentic" in drill.away, "no stage began and ended while MLflow was away"
     from mlflow import MlflowClient
 
     with served(installed, "mlflow", 5000) as address:

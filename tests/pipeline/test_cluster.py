@@ -364,10 +364,11 @@ def test_a_pool_that_does_not_become_ready_says_why(plane, as_user, monkeypatch)
 
 
 def nodes(**phases: str) -> dict[str, Any]:
+    began, ended = "2026-01-01T00:00:00Z", "2026-01-01T00:00:05Z"
     return {
         f"n{number}": {
             "id": f"n{number}", "name": f"w.{name}", "displayName": name, "type": "Pod", "phase": phase,
-            "startedAt": "2026-01-01T00:00:00Z", "finishedAt": "2026-01-01T00:00:05Z" if phase != "Running" else None,
+            "startedAt": began, "finishedAt": None if phase in ("Pending", "Running") else ended,
         }
         for number, (name, phase) in enumerate(phases.items())
     }  # fmt: skip
