@@ -25,7 +25,7 @@ help:
 	@echo "make benchmark  measure engine and trainer"
 	@echo "make images     build the container images with buildah (REGISTRY=..., PUSH=1; see images/build.sh)"
 	@echo "make cluster-up, cluster-down  a real one-node Kubernetes with Argo Workflows on this machine (docs/cluster-development.md)"
-	@echo "make test-cluster  run the tests that need it; test-cluster-full: also those that take long"
+	@echo "make test-cluster  run the tests that need it; test-cluster-full: the long drills and a browser too"
 
 environment:
 	@if $(CURRENT); then exit 0; fi; \

@@ -263,7 +263,9 @@ def _follow(place: "Cluster", run: str, as_json: bool) -> int:
     name = cluster.run_of(workflow)
     with contextlib.nullcontext(_json_lines()) if as_json else screen.watching() as show:
         while True:
-            show(name, cluster.views(workflow))
+            shown = cluster.views(workflow)
+            cluster.explain(place, workflow, shown)
+            show(name, shown)
             if cluster.phase(workflow) in cluster.ENDED:
                 break
             time.sleep(EVERY)

@@ -20,13 +20,17 @@ Workflow = Annotated[str, typer.Option(help="name of the Workflow")]
 @pod_app.command()
 def prepare(config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
     """Enter the run, serve what the cache holds, make the run's pools."""
+    from cuda_agent.config import ConfigError
     from cuda_agent.pipeline import pod
     from cuda_agent.pipeline.cluster_api import Cluster
 
     base = json.loads(os.environ.get("CUDA_AGENT_POOLS", "[]"))
-    outputs = pod.prepare(
-        pod.Surroundings.from_environment(), run or workflow, config, workflow, Cluster.of_pod if base else None, base
-    )
+    here = pod.Surroundings.from_environment()
+    try:
+        outputs = pod.prepare(here, run or workflow, config, workflow, Cluster.of_pod if base else None, base)
+    except ConfigError as error:
+        pod.last_words(here, str(error))
+        raise
     print(json.dumps(outputs, indent=1))
 
 

@@ -24,6 +24,7 @@ RUN_LABEL, PROFILE_LABEL, SWEEP_LABEL = "cuda-agent.io/run", "cuda-agent.io/prof
 CONFIG_ANNOTATION = "cuda-agent.io/config"
 RUN_NAME = re.compile(r"[a-z]([a-z0-9-]{0,34}[a-z0-9])?")  # a Service is named after it
 ENDED = ("Succeeded", "Failed", "Error")
+PATIENCE = 5.0  # seconds that a pod may take to start before anybody asks why
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,19 @@ def views(workflow: dict[str, Any], stages: Sequence[Stage] = STAGES) -> list[St
                 view.done, view.total, view.unit = int(done), int(total), "steps"
         found.append(view)
     return found
+
+
+def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:
+    """Adds to what waits for its pod what Kubernetes says of that: a secret that is missing, no room on any node."""
+    waiting = {view.name: view for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
+    if not waiting:
+        return
+    pod = re.compile(rf"{re.escape(workflow['metadata']['name'])}-(.+)-\d+")
+    for event in cluster.all("Event"):
+        of = pod.fullmatch(event["involvedObject"].get("name", ""))
+        if of and of[1] in waiting and event.get("type") == "Warning" and event.get("reason", "").startswith("Failed"):
+            view = waiting[of[1]]
+            view.notes = [view.message, event.get("message", "")]
 
 
 def _seconds(node: dict[str, Any]) -> float:

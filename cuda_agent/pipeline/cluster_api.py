@@ -13,6 +13,7 @@ from typing import Any
 # kind -> path of its collection in a namespace
 _PATHS = {
     "ConfigMap": "/api/v1/namespaces/{}/configmaps",
+    "Event": "/api/v1/namespaces/{}/events",
     "Pod": "/api/v1/namespaces/{}/pods",
     "Secret": "/api/v1/namespaces/{}/secrets",
     "Service": "/api/v1/namespaces/{}/services",

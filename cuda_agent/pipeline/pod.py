@@ -40,7 +40,7 @@ from cuda_agent.pipeline.manifest import (
 )
 from cuda_agent.pipeline.spawn import Spawner
 from cuda_agent.pipeline.stage_main import TABLE, Order, read_table
-from cuda_agent.stages.context import EXIT_BUG, EXIT_DONE, EXIT_RETRY, TryAgain
+from cuda_agent.stages.context import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, TryAgain
 from cuda_agent.storage import Store, StoreError, open_store
 from cuda_agent.tracking import MANIFEST_TAG, Mirror, read_metrics, read_notes, read_progress
 
@@ -58,6 +58,7 @@ class Surroundings:
     config: Path  # file that came with the Workflow
     plan: Path  # folder of prepare's outputs
     work: Path
+    last_words: Path = Path("/dev/termination-log")  # made by Kubernetes; absent elsewhere
 
     @classmethod
     def from_environment(cls) -> "Surroundings":
@@ -71,6 +72,13 @@ class Surroundings:
             plan=Path(os.environ.get("CUDA_AGENT_PLAN", "/scratch/plan")),
             work=Path(os.environ.get("CUDA_AGENT_WORK", "/scratch")),
         )
+
+
+def last_words(here: Surroundings, text: str) -> None:
+    """Why this pod ends for good: Kubernetes takes it into the pod's status and Argo into the Workflow's, where `watch`
+    shows it.  Not for ends that are tried again: Argo's rule of what to retry reads that message."""
+    if here.last_words.exists():
+        here.last_words.write_text(text[:2000])
 
 
 # prepare --------------------------------------------------------------------------------------------------------------
@@ -226,6 +234,8 @@ def run_stage(
                 store.put(outcome_entry(run, name), json.dumps({"code": code, "message": message}).encode())
             mirror.update(name, status="KILLED" if code == EXIT_RETRY else "FAILED")
             print(message, file=sys.stderr, flush=True)
+            if code in (EXIT_CONFIG, EXIT_GATE, EXIT_BUG):
+                last_words(here, message)
             return code if code > 0 else EXIT_BUG
 
 

@@ -6,8 +6,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import canaries
 import pytest
 from kubectl import Cluster, script, setting, wait_for
+from release import Release, merged, release, values
+from runs import Held, hold
 
 
 @pytest.fixture(scope="session")
@@ -41,3 +44,23 @@ def space(cluster: Cluster) -> Iterator[Cluster]:
     wait_for("the service account", 30, lambda: here.try_run("get", "serviceaccount", "default").returncode == 0)
     yield here
     cluster.run("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture(scope="session")
+def planted() -> dict[str, str]:
+    """The secrets of the release that the tests share; see ``canaries``."""
+    return canaries.plant()
+
+
+@pytest.fixture(scope="session")
+def installed(cluster: Cluster, planted: dict[str, str]) -> Iterator[Release]:
+    """The chart with MinIO and MLflow, installed once for all tests of a process."""
+    with release(cluster, f"release-{os.getpid()}", merged(values(), canaries.values(planted))) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def held(installed: Release) -> Iterator[Held]:
+    """A run whose servers stand and whose first stage runs or has run; nothing else of it begins."""
+    with hold(installed, "held") as run:
+        yield run

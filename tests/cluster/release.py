@@ -1,128 +1,142 @@
-"""The chart on the test cluster, installed as a platform engineer installs it, and used by the command line as a
-researcher uses it: MinIO and MLflow are the chart's own, PyTorch comes by the volume of environment.sh."""
+"""The chart installed on the test cluster, and the command line pointed at it.
 
-import contextlib
+Covers a namespace with Pod Security `restricted`, the project's images, PyTorch's volume, and a release that is sized
+for two cores. Does not cover what the release does with a run (the tests), nor values that one test alone needs.
+"""
+
 import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kubectl import HERE, Cluster, script, wait_for
+from kubectl import HERE, Cluster, script, setting, wait_for
 
-from cuda_agent.pipeline.cluster_api import Cluster as Api
-from cuda_agent.pipeline.forward import forwarded, pod_of
-from cuda_agent.storage import Store, open_store
-
+CHART = HERE.parents[1] / "charts" / "cuda-agent"
+NAME = "cuda-agent"
 ROOT = HERE.parents[1]
-VALUES = HERE / "values.yaml"
+
+_VOLUME = {"name": "environment", "persistentVolumeClaim": {"claimName": "environment", "readOnly": True}}
+_MOUNT = {"name": "environment", "mountPath": "/opt/environment", "readOnly": True}
 
 
-class Release(Cluster):
-    """The namespace of one release, which is called `cuda-agent`."""
+def _size(memory: str) -> dict[str, Any]:
+    """Next to nothing is asked for, so that all pods of a run fit on a node of two cores."""
+    return {
+        "requests": {"cpu": "10m", "memory": "64Mi"},
+        "limits": {"cpu": "2", "memory": memory, "ephemeral-storage": "4Gi"},
+    }
 
-    def helm(self, *words: str) -> str:
-        """Its output. Raises when it fails."""
-        binary = subprocess.run(["bash", "-euc", f'. "{HERE}/env.sh"; at helm'], text=True, capture_output=True)
-        command = [f"{binary.stdout.strip()}/helm", f"--kubeconfig={self.state}/kubeconfig", "-n", self.namespace]
-        done = subprocess.run([*command, *words], text=True, capture_output=True, timeout=900)
-        assert done.returncode == 0, f"helm {words}: {done.stdout}\n{done.stderr}"
-        return done.stdout
 
-    def start(self, *words: str, folder: Path = ROOT) -> subprocess.Popen[str]:
-        """`cuda-agent` with these words, in `folder`, on this cluster and namespace."""
-        environment = os.environ | {"KUBECONFIG": f"{self.state}/kubeconfig", "PYTHONPATH": str(ROOT)}
-        return subprocess.Popen(
-            [sys.executable, "-m", "cuda_agent.cli", *words, "--namespace", self.namespace],
-            env=environment, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+def values() -> dict[str, Any]:
+    """Of a release with MinIO and MLflow of its own."""
+    mounted = {"extraVolumes": [_VOLUME], "extraVolumeMounts": [_MOUNT]}
+    pools = {role: {"resources": _size("4Gi")} for role in ("workspace", "build", "evaluate")}
+    server = {"enabled": True, "persistence": {"size": "2Gi"}, "resources": _size("2Gi")}
+    return {
+        "images": {"registry": "localhost"},
+        "minio": server,
+        "mlflow": server,
+        "networkPolicy": {"apiServerCidrs": [f"{setting('NODE_IP')}/32"]},
+        "profiles": {"cpu": {"defaults": {"resources": _size("4Gi")}, "pools": pools}},
+        "workflow": {"smallResources": _size("1Gi"), "retryAfter": "2s"},
+        "sandbox": mounted,
+        **mounted,
+    }
 
-    def command(self, *words: str, folder: Path = ROOT, seconds: float = 120) -> str:
-        """What `cuda-agent` prints. Raises when it fails."""
-        running = self.start(*words, folder=folder)
-        try:
-            out, err = running.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            running.kill()
-            raise
-        assert running.returncode == 0, f"cuda-agent {words}: {out}\n{err}"
-        return out
 
-    def phase_of(self, workflow: str) -> str:
-        return str(self.get("workflow", workflow).get("status", {}).get("phase", ""))
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as helm merges them: the other's win, groups are merged."""
+    result = dict(one)
+    for key, value in other.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if both else value
+    return result
 
-    def follow(self, workflow: str, seconds: float) -> str:
-        """Waits for its end; its phase. Raises, with what every pod wrote last, when it takes too long."""
-        end = time.monotonic() + seconds
-        while (phase := self.phase_of(workflow)) not in ("Succeeded", "Failed", "Error"):
-            assert time.monotonic() < end, f"{workflow} is {phase}:\n{self.last_words(workflow)}"
-            time.sleep(1)
-        return phase
 
-    def last_words(self, workflow: str) -> str:
-        words = []
-        for pod in self.get("pods")["items"]:
-            name = pod["metadata"]["name"]
-            if name.startswith(workflow):
-                words.append(f"== {name} {json.dumps(pod['status'].get('containerStatuses', []))[:1500]}")
-                words.append(self.try_run("logs", name, "--all-containers", "--tail=30").stdout)
-        return "\n".join(words)[-20000:]
+@dataclass(frozen=True)
+class Release:
+    """One release, named like the chart. ``cluster`` is bound to its namespace."""
 
-    def nodes(self, workflow: str, kind: str = "Pod") -> dict[str, dict[str, Any]]:
-        """The nodes of one type (Pod, Skipped, ...) of a Workflow, by their names in the graph."""
-        found = self.get("workflow", workflow)["status"]["nodes"].values()
-        return {node["displayName"]: node for node in found if node["type"] == kind}
+    cluster: Cluster
 
     @property
-    def api(self) -> Api:
-        from kubernetes import config
+    def environment(self) -> dict[str, str]:
+        """For processes that find the cluster by a kubeconfig."""
+        kubeconfig = {"KUBECONFIG": str(self.cluster.state / "kubeconfig"), "PYTHONPATH": str(ROOT)}
+        return {**os.environ, **kubeconfig}
 
-        client = config.new_client_from_config(f"{self.state}/kubeconfig")
-        return Api(client, self.namespace, "the test cluster")
+    def command(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """``cuda-agent WORDS --namespace ...``, as a person would type it on this machine."""
+        line = [sys.executable, "-m", "cuda_agent.cli", *words, "--namespace", self.cluster.namespace]
+        return subprocess.run(
+            line,
+            text=True,
+            capture_output=True,
+            timeout=600,
+            env=self.environment | environment,
+            cwd=self.cluster.state,
+        )
 
-    @contextlib.contextmanager
-    def reached(self, component: str, port: int) -> Iterator[str]:
-        """The address on this machine of the chart's MinIO (9000) or MLflow (5000)."""
-        with forwarded(self.api, pod_of(self.api, component), port) as local:
-            yield f"http://127.0.0.1:{local}"
+    def helm(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return helm(self.cluster, *words)
 
-    @contextlib.contextmanager
-    def store(self) -> Iterator[Store]:
-        """The run's store in the chart's MinIO, with the rights of an administrator."""
-        import base64
-
-        secret = self.get("secret", "cuda-agent-minio")["data"]
-        names = {"AWS_ACCESS_KEY_ID": "accesskey", "AWS_SECRET_ACCESS_KEY": "secretkey"}
-        with self.reached("minio", 9000) as address:
-            given = {name: base64.b64decode(secret[key]).decode() for name, key in names.items()}
-            given |= {"AWS_ENDPOINT_URL": address, "AWS_REGION": "us-east-1"}
-            before = {name: os.environ.get(name) for name in given}
-            os.environ.update(given)
-            try:
-                yield open_store("s3://cuda-agent")
-            finally:
-                for name, value in before.items():
-                    os.environ.pop(name) if value is None else os.environ.update({name: value})
+    def upgrade(self, given: Mapping[str, Any], chart: Path = CHART) -> None:
+        done = helm(self.cluster, "upgrade", NAME, str(chart), "--wait", "--timeout=5m", given=given)
+        assert done.returncode == 0, done.stderr
 
 
-@contextlib.contextmanager
-def installed(cluster: Cluster, *words: str) -> Iterator[Release]:
-    """A release in a namespace of its own, ready; `words` go to `helm install`. It goes with the namespace."""
-    script("project", number=cluster.number)
-    name = f"release-{os.getpid()}-{time.monotonic_ns() % 10**6}"
-    cluster.run("create", "namespace", name)
-    cluster.run("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
-    script("environment", name, number=cluster.number)
-    release = Release(cluster.number, name)
-    release.helm("install", "cuda-agent", str(ROOT / "charts" / "cuda-agent"), "--values", str(VALUES), *words)
+def helm(cluster: Cluster, *words: str, given: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
+    """helm, in the cluster's namespace; ``given`` are values."""
+    program = subprocess.run(
+        ["bash", "-euc", f'. "{HERE}/env.sh"; at helm'], text=True, capture_output=True, check=True
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        homes = {f"HELM_{kind}_HOME": folder for kind in ("CACHE", "CONFIG", "DATA")}
+        line = [f"{program.stdout.strip()}/helm", *words, f"--kubeconfig={cluster.state}/kubeconfig"]
+        line += ["--namespace", cluster.namespace]
+        if given is not None:
+            file = Path(folder) / "values.json"
+            file.write_text(json.dumps(given))
+            line += ["--values", str(file)]
+        return subprocess.run(line, text=True, capture_output=True, timeout=600, env=os.environ | homes)
+
+
+def of_version(version: str, folder: Path) -> str:
+    """A PYTHONPATH in which this checkout says that it is of another version; ``folder`` takes what says so."""
+    about = folder / f"cuda_agent-{version}.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: cuda-agent\nVersion: {version}\n")
+    return f"{folder}{os.pathsep}{ROOT}"
+
+
+@cache
+def images(number: int) -> None:
+    """Of this checkout, built and loaded once a process."""
+    script("project", number=number)
+
+
+@contextmanager
+def release(cluster: Cluster, namespace: str, given: Mapping[str, Any]) -> Iterator[Release]:
+    """Installs the chart in a namespace of its own with these values; removes everything at the end."""
+    images(cluster.number)
+    cluster.run("create", "namespace", namespace)
     try:
-        release.run("wait", "--for=condition=Available", "--timeout=280s", "deployment", "--all")
-        yield release
+        cluster.run("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+        script("environment", namespace, number=cluster.number)
+        here = Cluster(cluster.number, namespace)
+        wait_for("the service account", 60, lambda: here.try_run("get", "serviceaccount", "default").returncode == 0)
+        done = helm(here, "install", NAME, str(CHART), "--wait", "--timeout=9m", given=given)
+        assert done.returncode == 0, f"{done.stderr}\n{here.try_run('get', 'pods,events').stdout}"
+        yield Release(here)
     finally:
-        release.helm("uninstall", "cuda-agent")  # what is not in the namespace goes with this alone
-        cluster.run("delete", "namespace", name, "--wait=false")
-        wait_for("the release goes", 240, lambda: cluster.try_run("get", "namespace", name).returncode)
-        cluster.run("delete", "persistentvolume", f"environment-{name}", "--wait=false")
+        helm(Cluster(cluster.number, namespace), "uninstall", NAME, "--wait", "--timeout=2m")
+        # Workflows of a run that a test left behind hold a finalizer only while Argo archives their logs.
+        cluster.run("delete", "namespace", namespace, "--wait=false")
+        cluster.run("delete", "persistentvolume", f"environment-{namespace}", "--ignore-not-found", "--wait=false")

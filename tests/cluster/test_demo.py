@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from installed import Installed, installed
 from kubectl import Cluster
-from release import Release, installed
 
 from cuda_agent.pipeline.graph import STAGES
 
@@ -20,12 +20,12 @@ CUT = (
 
 
 @pytest.fixture(scope="module")
-def release(cluster: Cluster) -> Iterator[Release]:
+def release(cluster: Cluster) -> Iterator[Installed]:
     with installed(cluster) as release:
         yield release
 
 
-def test_the_demo_runs_in_pods_and_its_report_holds_times_and_places(release: Release, tmp_path: Path) -> None:
+def test_the_demo_runs_in_pods_and_its_report_holds_times_and_places(release: Installed, tmp_path: Path) -> None:
     release.command("submit", "experiment=demo", *CUT, "run.name=demo")
     assert release.follow("demo", 2400) == "Succeeded", release.last_words("demo")
     report = json.loads(release.command("report", "demo", "--on", ".", "--json", folder=tmp_path))

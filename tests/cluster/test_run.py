@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from installed import ROOT, Installed, installed
 from kubectl import Cluster
-from release import ROOT, Release, installed
 
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
@@ -30,25 +30,25 @@ NAMES = [stage.name for stage in STAGES]
 @dataclass
 class Run:
     name: str
-    release: Release
+    release: Installed
     submitted: float  # seconds that `submit` took
     seconds: float  # from submit to its end
     outputs: dict[str, dict[str, str]]  # stage -> artifact -> digest
 
 
 @pytest.fixture(scope="module")
-def release(cluster: Cluster) -> Iterator[Release]:
+def release(cluster: Cluster) -> Iterator[Installed]:
     with installed(cluster) as release:
         yield release
 
 
 @pytest.fixture(scope="module")
-def run(release: Release) -> Run:
+def run(release: Installed) -> Run:
     """A finished run.  What its stages say is kept in the store, so pods may go."""
     return finished(release, "first")
 
 
-def finished(release: Release, name: str) -> Run:
+def finished(release: Installed, name: str) -> Run:
     begun = time.monotonic()
     told = json.loads(release.command("submit", *SMOKE, f"run.name={name}", "--json"))
     submitted = time.monotonic() - begun
@@ -75,7 +75,7 @@ def local(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return answer
 
 
-def test_helm_test_finds_the_store_and_mlflow(release: Release) -> None:
+def test_helm_test_finds_the_store_and_mlflow(release: Installed) -> None:
     assert "Succeeded" in release.helm("test", "cuda-agent", "--timeout", "3m")
 
 

@@ -372,10 +372,11 @@ def test_a_pool_that_does_not_become_ready_says_why(plane, as_user, monkeypatch)
 
 
 def nodes(**phases: str) -> dict[str, Any]:
+    began, ended = "2026-01-01T00:00:00Z", "2026-01-01T00:00:05Z"
     return {
         f"n{number}": {
             "id": f"n{number}", "name": f"w.{name}", "displayName": name, "type": "Pod", "phase": phase,
-            "startedAt": "2026-01-01T00:00:00Z", "finishedAt": "2026-01-01T00:00:05Z" if phase != "Running" else None,
+            "startedAt": began, "finishedAt": None if phase in ("Pending", "Running") else ended,
         }
         for number, (name, phase) in enumerate(phases.items())
     }  # fmt: skip
@@ -436,6 +437,23 @@ def test_watch_shows_the_stages_and_ends_with_the_run(plane, as_user):
     send(as_user(), "watched-2")
     set_status(admin, "watched-2", "Failed", prepare="Succeeded", synthesis="Failed")
     assert command(plane, "watch", "watched-2").returncode == 1
+
+
+def test_watch_says_why_a_pod_does_not_start(as_user):
+    admin = as_user("admin")
+    send(as_user(), "hindered")
+    set_status(admin, "hindered", "Running", prepare="Pending", synthesis="Pending")
+    for name in ("hindered-prepare-12", "hindered-2-synthesis-12"):
+        about = {"kind": "Pod", "namespace": NAMESPACE, "name": name}
+        message = f'secret "s3" of {name} not found'
+        metadata = {"name": f"{name}.1", "namespace": NAMESPACE}
+        facts = {"involvedObject": about, "type": "Warning", "reason": "FailedMount", "message": message}
+        admin.create({"apiVersion": "v1", "kind": "Event", "metadata": metadata} | facts)
+    workflow = as_user("eve").get("Workflow", "hindered")
+    shown = {view.name: view for view in cluster.views(workflow)}
+    cluster.explain(as_user("eve"), workflow, list(shown.values()))
+    assert shown["prepare"].notes[-1] == 'secret "s3" of hindered-prepare-12 not found'
+    assert not shown["synthesis"].notes
 
 
 def test_logs_of_a_pod_that_is_gone_are_asked_of_mlflow(plane, as_user):

@@ -1,10 +1,12 @@
-"""What a run on a cluster leaves in a real MLflow server, and what is fetched from there: report, logs, what is compared."""
+"""What a run on a cluster leaves in a real MLflow server, and what is fetched from there: report, logs, comparisons."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from drill import journal, table
 
 from cuda_agent.config import Config, ConfigError, freeze

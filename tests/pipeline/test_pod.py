@@ -44,6 +44,7 @@ def here(tmp_path, monkeypatch) -> Surroundings:
         config=tmp_path / "config.json",
         plan=tmp_path / "work" / "plan",
         work=tmp_path / "work",
+        last_words=tmp_path / "termination-log",
     )
 
 
@@ -60,8 +61,9 @@ def prepare(here: Surroundings, sha256: str, run: str = "a") -> dict[str, str]:
 def stage(here: Surroundings, name: str, sha256: str, run: str = "a") -> subprocess.Popen:
     """In a process of its own, as in a pod; what it needs to know comes from the environment."""
     script = (
-        "import sys; from pathlib import Path; from cuda_agent.pipeline import pod; from drill import table\n"
-        "here = pod.Surroundings.from_environment()\n"
+        "import sys; from dataclasses import replace; from pathlib import Path\n"
+        "from cuda_agent.pipeline import pod; from drill import table\n"
+        f"here = replace(pod.Surroundings.from_environment(), last_words=Path({str(here.last_words)!r}))\n"
         f"sys.exit(pod.run_stage(here, {name!r}, {run!r}, {sha256!r}, table.NAME))"
     )
     environment = os.environ | {
@@ -200,15 +202,28 @@ def test_a_stage_that_fails_keeps_its_code_and_message_and_finish_says_so(tmp_pa
     sha256 = submitted(here, settings(tmp_path))
     prepare(here, sha256)
     journal.misbehave(tmp_path / "home" / "cache", "make", how)
+    here.last_words.touch()
     process = stage(here, "make", sha256)
     _, said = process.communicate(timeout=60)
     assert process.returncode == code and said.strip()
     store = open_store(here.store)
     outcome = json.loads(store.get(outcome_entry("a", "make")))
     assert outcome["code"] == code and outcome["message"] in said
+    assert here.last_words.read_text() == outcome["message"]
     facts = finish(here, sha256, status="Failed")
     assert (facts["code"], facts["stage"]) == (code, "make")
     assert runs.read_run(store, "a").status == status
+
+
+def test_what_is_tried_again_leaves_no_last_words(tmp_path, here):
+    """Argo's rule of what to retry reads them."""
+    sha256 = submitted(here, settings(tmp_path))
+    prepare(here, sha256)
+    journal.misbehave(tmp_path / "home" / "cache", "make", "retry")
+    here.last_words.touch()
+    process = stage(here, "make", sha256)
+    process.communicate(timeout=60)
+    assert process.returncode == 75 and here.last_words.read_text() == ""
 
 
 def test_a_run_that_was_stopped_is_interrupted_and_not_failed(tmp_path, here):

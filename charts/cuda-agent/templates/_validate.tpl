@@ -63,4 +63,40 @@
 {{- fail (printf "secretEnvironment.%s: expected secret/key, never a value." $name) -}}
 {{- end -}}
 {{- end -}}
+{{- include "cuda-agent.validate-secrets" . -}}
+{{- end -}}
+
+{{/* Secrets that are named are there, with their keys, or are among extraObjects under their name (an operator may make
+them). A missing one would be noticed by a pod that cannot start, long after the release looked well. Without a cluster, as in
+`helm template`, nothing can be looked up. */}}
+{{- define "cuda-agent.validate-secrets" -}}
+{{- $v := .Values -}}{{- $space := .Release.Namespace -}}
+{{- if lookup "v1" "ServiceAccount" $space "default" -}}
+{{- $made := list -}}
+{{- range $v.extraObjects -}}{{- $made = append $made (dig "metadata" "name" "" .) -}}{{- end -}}
+{{- $wanted := list
+  (list "store.existingSecret" $v.store.existingSecret "accesskey" "secretkey")
+  (list "minio.existingSecret" $v.minio.existingSecret "accesskey" "secretkey")
+  (list "mlflow.backendSecret" $v.mlflow.backendSecret "password")
+  (list "webhook.existingSecret" $v.webhook.existingSecret "url") -}}
+{{- range $name, $place := $v.secretEnvironment -}}
+{{- $parts := splitList "/" $place -}}
+{{- $wanted = append $wanted (list (printf "secretEnvironment.%s" $name) (first $parts) (last $parts)) -}}
+{{- end -}}
+{{- range $v.images.pullSecrets -}}{{- $wanted = append $wanted (list "images.pullSecrets" .) -}}{{- end -}}
+{{- range $one := $wanted -}}
+{{- $value := first $one -}}{{- $name := index $one 1 -}}
+{{- if and $name (not (has $name $made)) -}}
+{{- $there := lookup "v1" "Secret" $space $name -}}
+{{- if not $there -}}
+{{- fail (printf "%s: there is no secret %s in namespace %s. Make it first, then this again." $value $name $space) -}}
+{{- end -}}
+{{- range $key := slice $one 2 -}}
+{{- if not (hasKey ($there.data | default dict) $key) -}}
+{{- fail (printf "%s: secret %s in namespace %s has no key %s." $value $name $space $key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
