@@ -1,0 +1,122 @@
+"""What runs inside vLLM's own processes: a plugin, and an extension of its workers.
+
+vLLM calls ``register`` in each process by the entry point ``vllm.general_plugins``, and mixes ``WeightSync`` into its
+workers (``--worker-extension-cls``); the engine calls its methods by ``/collective_rpc``.  The environment of the
+servers needs this package beside vLLM and nothing else of what it requires: nothing but ``torch`` is imported, and
+that late.
+
+Not here: the engine's end of a transfer (``vllm_weights``), and adapters, which vLLM loads by itself.
+"""
+
+import functools
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+LEASE = "CUDA_AGENT_ENGINE_LEASE"  # folder of the timing lease; set where the engine shares its processor with a stopwatch
+TRANSFER_SECONDS = 600.0  # one tensor, at most
+
+
+def register() -> None:
+    """Makes a server's weights replaceable, and lets it step aside while a time is taken.  May be called repeatedly."""
+    from vllm.platforms import current_platform  # type: ignore[import-not-found, unused-ignore]
+
+    if current_platform.is_cpu():
+        _keep_plain_weights()
+    if folder := os.environ.get(LEASE):
+        _work_under_lease(Path(folder))
+
+
+def _keep_plain_weights() -> None:
+    """On a CPU vLLM multiplies with packed copies of the weights, which a reload does not reach: it would go on with the
+    old ones and say nothing.  Without the packing it uses PyTorch's operators on the weights themselves."""
+    from vllm import _custom_ops  # type: ignore[import-not-found, unused-ignore]
+    from vllm.model_executor.layers import utils  # type: ignore[import-not-found, unused-ignore]
+
+    _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+
+def _work_under_lease(folder: Path) -> None:
+    """Every step of a worker holds the lease as a step of the in-process engine does."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase  # type: ignore[import-not-found, unused-ignore]
+
+    from cuda_agent.lease import Lease
+
+    plain = WorkerWrapperBase.execute_model
+    if hasattr(plain, "__wrapped__"):
+        return
+    lease = functools.cache(lambda: Lease(folder))  # made in the worker's process, at its first step
+
+    @functools.wraps(plain)
+    def leased(self: Any, scheduled: Any) -> Any:
+        with lease().working():
+            return plain(self, scheduled)
+
+    WorkerWrapperBase.execute_model = leased
+
+
+class WeightSync:
+    """Methods of every worker.  They answer with dicts, which pass through vLLM's HTTP interface as they are."""
+
+    model_runner: Any
+    device: Any
+    _cuda_agent_group: Any = None
+
+    def cuda_agent_weights(self) -> dict[str, str]:
+        """What this worker computes with: a digest that changes with any weight, and the element type."""
+        parameters = dict(self.model_runner.get_model().named_parameters())
+        dtype = str(self.model_runner.model_config.dtype).removeprefix("torch.")
+        return {"digest": digest(parameters.items()), "dtype": dtype}
+
+    def cuda_agent_load(self, folder: str) -> dict[str, str]:
+        """Takes the weights of a Hugging Face folder, which this worker must be able to read."""
+        self.model_runner.reload_weights(weights_path=folder)
+        return self.cuda_agent_weights()
+
+    def cuda_agent_join(self, host: str, port: int, rank: int, size: int) -> dict[str, str]:
+        """Enters the group in which weights are broadcast; ``rank`` is that of this server's first worker."""
+        from vllm.distributed import get_world_group  # type: ignore[import-not-found, unused-ignore]
+
+        self._cuda_agent_group = transfer_group(host, port, rank + get_world_group().rank, size, self.device.type)
+        return {}
+
+    def cuda_agent_receive(self, tensors: list[list[Any]]) -> dict[str, str]:
+        """Takes broadcast weights; ``tensors``: name, element type and shape of each, in the order of sending."""
+        self.model_runner.reload_weights(weights_iterator=self._received(tensors))
+        return self.cuda_agent_weights()
+
+    def _received(self, tensors: list[list[Any]]) -> Iterator[tuple[str, Any]]:
+        import torch
+
+        for name, dtype, shape in tensors:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            self._cuda_agent_group.broadcast([tensor]).wait()
+            yield name, tensor
+
+
+def transfer_group(host: str, port: int, rank: int, size: int, device: str) -> Any:
+    """A process group of its own beside any that the process has: NCCL between GPUs, Gloo between CPUs.  Rank 0 holds the
+    store at ``host:port``; it is the trainer."""
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=TRANSFER_SECONDS)
+    store = dist.TCPStore(host, port, size, rank == 0, timeout=limit, wait_for_workers=False)
+    named = dist.PrefixStore("cuda-agent-weights", store)
+    if device == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(named, rank, size, options)
+    return dist.ProcessGroupGloo(named, rank, size, limit)
+
+
+def digest(parameters: Iterable[tuple[str, Any]]) -> str:
+    """Changes when any weight does: over the names and the sums, in double precision, of all tensors."""
+    import torch
+
+    sums = [(name, tensor.detach().sum(dtype=torch.float64)) for name, tensor in sorted(parameters, key=lambda p: p[0])]
+    text = "".join(f"{name} {value.item().hex()}\n" for name, value in sums)
+    return hashlib.sha256(text.encode()).hexdigest()
