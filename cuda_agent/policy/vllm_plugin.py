@@ -3,14 +3,17 @@
 vLLM calls ``register`` in each process by the entry point ``vllm.general_plugins``, and mixes ``WeightSync`` into its
 workers (``--worker-extension-cls``); the engine calls its methods by ``/collective_rpc``.  The environment of the
 servers needs this package beside vLLM and nothing else of what it requires: nothing but ``torch`` is imported, and
-that late.
+that late.  Run as a program it becomes a server (``vllm_server``).
 
 Not here: the engine's end of a transfer (``vllm_weights``), and adapters, which vLLM loads by itself.
 """
 
+import ctypes
 import functools
 import hashlib
 import os
+import signal
+import sys
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -81,7 +84,9 @@ class WeightSync:
         """Enters the group in which weights are broadcast; ``rank`` is that of this server's first worker."""
         from vllm.distributed import get_world_group  # type: ignore[import-not-found, unused-ignore]
 
-        self._cuda_agent_group = transfer_group(host, port, rank + get_world_group().rank, size, self.device.type)
+        store = transfer_store(host, port, size, False)
+        rank += get_world_group().rank
+        self._cuda_agent_group = transfer_group(store, host, rank, size, self.device.type)
         return {}
 
     def cuda_agent_receive(self, tensors: list[list[Any]]) -> dict[str, str]:
@@ -98,19 +103,30 @@ class WeightSync:
             yield name, tensor
 
 
-def transfer_group(host: str, port: int, rank: int, size: int, device: str) -> Any:
-    """A process group of its own beside any that the process has: NCCL between GPUs, Gloo between CPUs.  Rank 0 holds the
-    store at ``host:port``; it is the trainer."""
+def transfer_store(host: str, port: int, size: int, master: bool) -> Any:
+    """Where the members of a group find each other; the trainer is the master.  Port 0: any that is free."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=TRANSFER_SECONDS)
-    store = dist.TCPStore(host, port, size, rank == 0, timeout=limit, wait_for_workers=False)
-    named = dist.PrefixStore("cuda-agent-weights", store)
+    return dist.TCPStore(host, port, size, master, timeout=limit, wait_for_workers=False)
+
+
+def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> Any:
+    """A process group beside any other that the process has: NCCL between GPUs, Gloo between CPUs.  Returns when all
+    ``size`` members are there."""
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=TRANSFER_SECONDS)
+    store = dist.PrefixStore("cuda-agent-weights", store)
     if device == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
-        return dist.ProcessGroupNCCL(named, rank, size, options)
-    return dist.ProcessGroupGloo(named, rank, size, limit)
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    gloo = dist.ProcessGroupGloo._Options()
+    gloo._timeout = limit
+    here = {"hostname": host} if host == "127.0.0.1" else {}  # elsewhere: the machine's own name
+    gloo._devices = [dist.ProcessGroupGloo.create_device(**here)]
+    return dist.ProcessGroupGloo(store, rank, size, gloo)
 
 
 def digest(parameters: Iterable[tuple[str, Any]]) -> str:
@@ -120,3 +136,14 @@ def digest(parameters: Iterable[tuple[str, Any]]) -> str:
     sums = [(name, tensor.detach().sum(dtype=torch.float64)) for name, tensor in sorted(parameters, key=lambda p: p[0])]
     text = "".join(f"{name} {value.item().hex()}\n" for name, value in sums)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _serve(parent: int, arguments: list[str]) -> None:
+    """Asks for a signal at the parent's end, then becomes vLLM's server."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() == parent:
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *arguments])
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), sys.argv[2:])
