@@ -1,8 +1,8 @@
 """VllmEngine: the policy served by vLLM, one server or many, over HTTP.
 
-Prompts go out and completions come back as token ids, with the log-probabilities that the sampler used.  All turns of an
-episode go to one server, which keeps what it computed; a new episode goes to the one that got the fewest since the last
-change of weights.  A server that dies gives its requests to the others, and since a completion depends on weights,
+Prompts go out and completions come back as token ids, with the log-probabilities that the sampler used.  All turns of
+an episode go to one server, which keeps what it computed; a new episode goes to the one that got the fewest since the
+last change of weights.  The requests of a server that dies go to the others, and since a completion depends on weights,
 prompt and seed alone, up to rounding, nothing is lost.
 
 New weights come in between: requests under way finish on the old ones, new ones wait.  Then every server must prove
@@ -17,6 +17,7 @@ its kin (they bias the training ratio), and bringing back a server of ours that 
 import asyncio
 import math
 import os
+import shutil
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -64,7 +65,7 @@ class Replica:
         self.model = ""  # the name it serves the policy's weights under
         self.context = 0
         self.workers = 0
-        self.dtype = ""
+        self.dtype, self.device = "", ""
         self.noise = math.inf  # what its probe differed by when it was last right
         key = os.environ.get(KEY) if server is None else None
         unix = url.removeprefix("unix:") if url.startswith("unix:") else None
@@ -117,7 +118,7 @@ class Replica:
         models = [model for model in (await self.ask("/v1/models"))["data"] if not model.get("parent")]
         self.model, self.context = models[0]["id"], models[0]["max_model_len"]
         weights = await self.call("cuda_agent_weights")
-        self.workers, self.dtype = len(weights), weights[0]["dtype"]
+        self.workers, self.dtype, self.device = len(weights), weights[0]["dtype"], weights[0]["device"]
 
     async def complete(
         self, prompt: Sequence[int], params: SamplingParams, model: str, salt: str, **more: Any
@@ -169,6 +170,8 @@ class VllmEngine:
         self._policy, self._work, self._sync = policy, work, sync
         self._salt = uuid.uuid4().hex  # of this engine's own: another's version 3 is not ours
         self._adapter: str | None = None
+        self._last_words = ""  # of the server that was lost last
+        self._written: Path | None = None  # the weights served, where we wrote them
         self._broadcast = Broadcast()
         self._homes: dict[str, Replica] = {}
         self._underway = 0
@@ -206,8 +209,8 @@ class VllmEngine:
                 self._idle.set()
 
     async def update(self, version: int, folder: str) -> None:
-        """Serves the weights in ``folder`` (with ``sync`` lora: the adapter) as ``version``.  Requests under way finish on
-        the old ones first.  ``EngineError`` when a server goes on with anything else; the engine then serves no more."""
+        """Serves the weights in ``folder`` (with ``sync`` lora: the adapter) as ``version``.  Requests under way finish
+        on the old ones first.  ``EngineError`` when a server serves anything else; the engine then serves no more."""
         base = self._policy if self._sync == "lora" else None
         model = await self.compute(lambda: load_served(Path(folder), base))
         await self._change(version, model, Path(folder))
@@ -235,8 +238,7 @@ class VllmEngine:
     # Requests
 
     def _home(self, key: str) -> Replica:
-        if self._failure:
-            raise EngineError(f"the engine has failed: {self._failure}") from self._failure
+        self._check()
         alive = self._alive()
         home = self._homes.get(key)
         if home is None or not home.alive:
@@ -246,13 +248,16 @@ class VllmEngine:
                 self._homes[key] = home
         return home
 
+    def _check(self) -> None:
+        if self._failure:
+            kind = EngineLost if isinstance(self._failure, EngineLost) else EngineError
+            raise kind(f"the engine has failed: {self._failure}") from self._failure
+
     def _alive(self) -> list[Replica]:
         alive = [replica for replica in self._replicas if replica.alive]
         if not alive:
             raise EngineLost(f"none of {len(self._replicas)} vLLM servers is left: {self._last_words}")
         return alive
-
-    _last_words = ""
 
     def _bury(self, replica: Replica, error: Exception) -> None:
         if replica.alive:
@@ -282,8 +287,7 @@ class VllmEngine:
 
     async def _change(self, version: int, model: Any, folder: Path | None) -> None:
         async with self._updating:
-            if self._failure:
-                raise EngineError(f"the engine has failed: {self._failure}") from self._failure
+            self._check()
             self._open.clear()
             try:
                 await self._idle.wait()
@@ -298,8 +302,9 @@ class VllmEngine:
         for replica in self._replicas:  # one that came back gets new weights with the rest
             if not replica.alive and replica.server is None and await replica.healthy():
                 replica.alive = True
+        written: Path | None = None
         if folder is None and self._sync != "nccl":
-            folder = self._work / "weights" / f"{version}-{uuid.uuid4().hex[:8]}"
+            folder = written = self._work / "weights" / f"{version}-{uuid.uuid4().hex[:8]}"
             await self.compute(lambda: save_weights(model, folder, self._sync == "lora"))
         before: dict[Replica, list[Any]] = {}
 
@@ -318,8 +323,9 @@ class VllmEngine:
         self._homes.clear()
         for replica in self._replicas:
             replica.episodes = 0
-        if folder is not None and folder.is_relative_to(self._work):
-            await self.compute(lambda: _remove_all_but(folder))
+        if self._written is not None:
+            shutil.rmtree(self._written, ignore_errors=True)
+        self._written = written
 
     async def _send(self, version: int, model: Any, folder: Path | None) -> None:
         if self._sync == "disk":
@@ -364,14 +370,14 @@ class VllmEngine:
                 f"{replica.url} does not serve the weights it was given: log-probabilities of its samples differ from "
                 f"the trainer's by {difference:.2e} on average (allowed: {tolerance})"
             )
-        error = _distance(served, wanted)
+        off = _distance(served, wanted)
         if self._old is not None and self._old[0] != trainer:
             moved = _distance(wanted, self._old[1])
-            if _distance(served, self._old[1]) < error and moved > 4 * replica.noise:
-                raise EngineError(f"{replica.url} still serves the weights before these: stale by {error:.2e}")
+            if _distance(served, self._old[1]) < off and moved > 4 * replica.noise:
+                raise EngineError(f"{replica.url} still serves the weights before these: its probe is off by {off:.2e}")
             if before and self._sync != "lora" and before == await replica.call("cuda_agent_weights"):
                 raise EngineError(f"{replica.url} has not changed its weights, and the trainer has")
-        replica.noise = error
+        replica.noise = off
 
     async def _each(self, action: Callable[[Replica], Awaitable[Any]]) -> None:
         """Does it with every living server.  One that fails is out, unless it was the last."""
@@ -414,14 +420,6 @@ def _logprobs(model: Any, ids: list[int], temperature: float) -> list[float]:
 
 def _distance(a: Sequence[float], b: Sequence[float]) -> float:
     return sum(abs(x - y) for x, y in zip(a, b, strict=True))
-
-
-def _remove_all_but(folder: Path) -> None:
-    import shutil
-
-    for other in folder.parent.iterdir():
-        if other != folder:
-            shutil.rmtree(other, ignore_errors=True)
 
 
 @asynccontextmanager
@@ -468,9 +466,11 @@ async def open_vllm(
             await engine.verify(model)
         yield engine
     finally:
-        for replica in found if engine is None else []:
-            await replica.close()
         if engine is not None:
             await engine.close()
+        else:
+            await asyncio.gather(*(replica.close() for replica in found))
+        for server in own:
+            server.process.terminate()
         for server in own:
             server.close()

@@ -19,7 +19,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-LEASE = "CUDA_AGENT_ENGINE_LEASE"  # folder of the timing lease; set where the engine shares its processor with a stopwatch
+LEASE = (
+    "CUDA_AGENT_ENGINE_LEASE"  # folder of the timing lease; set where the engine shares its processor with a stopwatch
+)
 TRANSFER_SECONDS = 600.0  # one tensor, at most
 
 
