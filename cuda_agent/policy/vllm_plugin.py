@@ -19,9 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-LEASE = (
-    "CUDA_AGENT_ENGINE_LEASE"  # folder of the timing lease; set where the engine shares its processor with a stopwatch
-)
+LEASE = "CUDA_AGENT_ENGINE_LEASE"  # folder of the timing lease, where a stopwatch runs on the same processor
+
 TRANSFER_SECONDS = 600.0  # one tensor, at most
 
 
@@ -36,8 +35,8 @@ def register() -> None:
 
 
 def _keep_plain_weights() -> None:
-    """On a CPU vLLM multiplies with packed copies of the weights, which a reload does not reach: it would go on with the
-    old ones and say nothing.  Without the packing it uses PyTorch's operators on the weights themselves."""
+    """On a CPU vLLM multiplies with packed copies of the weights, which a reload does not reach: it would go on with
+    the old ones and say nothing.  Without the packing it uses PyTorch's operators on the weights themselves."""
     from vllm import _custom_ops  # type: ignore[import-not-found, unused-ignore]
     from vllm.model_executor.layers import utils  # type: ignore[import-not-found, unused-ignore]
 
@@ -72,10 +71,10 @@ class WeightSync:
     _cuda_agent_group: Any = None
 
     def cuda_agent_weights(self) -> dict[str, str]:
-        """What this worker computes with: a digest that changes with any weight, and the element type."""
+        """What this worker computes with: a digest that changes with any weight, the element type, the device."""
         parameters = dict(self.model_runner.get_model().named_parameters())
         dtype = str(self.model_runner.model_config.dtype).removeprefix("torch.")
-        return {"digest": digest(parameters.items()), "dtype": dtype}
+        return {"digest": digest(parameters.items()), "dtype": dtype, "device": self.device.type}
 
     def cuda_agent_load(self, folder: str) -> dict[str, str]:
         """Takes the weights of a Hugging Face folder, which this worker must be able to read."""
@@ -124,7 +123,7 @@ def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> 
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    gloo = dist.ProcessGroupGloo._Options()
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = limit
     here = {"hostname": host} if host == "127.0.0.1" else {}  # elsewhere: the machine's own name
     gloo._devices = [dist.ProcessGroupGloo.create_device(**here)]

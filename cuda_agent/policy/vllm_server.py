@@ -1,8 +1,8 @@
 """A vLLM server that this process starts, on this machine, and that ends with it.
 
-It listens on a Unix socket in a folder of ours: the interface that replaces weights has no password of its own, and must
-not be an open port.  vLLM brings a PyTorch of its own choice, so it may live in another environment, whose interpreter
-the variable ``CUDA_AGENT_VLLM_PYTHON`` names; this package is put before it, of the same version as here.
+It listens on a Unix socket in a folder of ours: the interface that replaces weights has no password of its own, and
+must not be an open port.  vLLM brings a PyTorch of its own choice, so it may live in another environment, whose
+interpreter the variable ``CUDA_AGENT_VLLM_PYTHON`` names; it need not have this package, which is put before it.
 
 Not here: servers that others start (``vllm.connect`` takes their addresses), several GPUs for one server.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 
 import cuda_agent
-from cuda_agent.policy.engine import EngineError, EngineLost
+from cuda_agent.policy.engine import EngineLost
 from cuda_agent.policy.model import PolicyError
 from cuda_agent.policy.vllm_plugin import LEASE
 
@@ -102,7 +102,7 @@ class VllmServer:
         return environment
 
     async def ready(self) -> None:
-        """Returns when it answers.  Raises ``EngineLost`` with the end of its log when it has ended, or takes too long."""
+        """Returns when it answers.  ``EngineLost`` with the end of its log when it has ended, or takes too long."""
         transport = httpx.AsyncHTTPTransport(uds=str(self.socket))
         async with httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=5.0) as client:
             for _ in range(int(_START_SECONDS / 0.25)):
@@ -143,8 +143,8 @@ def interpreter() -> str:
         raise PolicyError(f"{PYTHON}={python} cannot be run: {error}") from error
     if not found:
         raise PolicyError(
-            f"policy.engine=vllm, and {python} has no vLLM: install it (docs/engines.md), or name the interpreter of an "
-            f"environment that has it in {PYTHON}, or running servers in policy.vllm.servers"
+            f"policy.engine=vllm, and {python} has no vLLM: install it (docs/engines.md), or name the interpreter of "
+            f"an environment that has it in {PYTHON}, or running servers in policy.vllm.servers"
         )
     return python
 

@@ -27,6 +27,7 @@ class Worker(Protocol):
     url: str
     workers: int  # processes that hold weights
     dtype: str
+    device: str
 
     async def call(self, method: str, **arguments: Any) -> list[Any]:
         """Calls a method in each worker and returns their answers."""
@@ -43,10 +44,14 @@ class Broadcast:
     async def send(self, replicas: Sequence[Worker], model: Any) -> None:
         """Gives the model's parameters to all ``replicas``.  A failure of any is everyone's: it ends the group, and the
         next call makes another."""
-        device = model.device
+        device = model.device.type
+        if others := sorted({replica.device for replica in replicas} - {device}):
+            raise EngineError(
+                f"a model on {device} cannot be broadcast to servers on {', '.join(others)}: sync=disk can"
+            )
         try:
             if self._members != list(replicas):
-                await self._join(replicas, device.type)
+                await self._join(replicas, device)
             parameters = list(model.named_parameters())  # tied ones once
             dtype = replicas[0].dtype
             tensors = [[name, dtype, list(tensor.shape)] for name, tensor in parameters]
@@ -143,8 +148,8 @@ def load_served(folder: Path, base: Path | None) -> Any:
 
 
 def merge_adapter(model: Any, folder: Path) -> None:
-    """Adds the low-rank products of an adapter's folder (peft's format) to the weights of ``model``.  ``EngineError`` for
-    anything but plain LoRA of linear layers."""
+    """Adds the low-rank products of an adapter's folder (peft's format) to the weights of ``model``.  ``EngineError``
+    for anything but plain LoRA of linear layers."""
     import torch
     from safetensors.torch import load_file
 
