@@ -451,7 +451,7 @@ async def open_vllm(
             settings: dict[str, Any] = {"batch": batch, "threads": threads, "memory": memory, "lora": sync == "lora"}
             settings |= {"context": min(context, getattr(model.config, "max_position_embeddings", None) or context)}
             for index in range(replicas):
-                device = index % devices if devices else None
+                device = devices - 1 - index % devices if devices else None  # the trainer is on the first
                 own.append(VllmServer(policy, **settings, lease=None if devices else lease, device=device))
             found = [Replica(f"unix:{server.socket}", server) for server in own]
             await asyncio.gather(*(server.ready() for server in own))
