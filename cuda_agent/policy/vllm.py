@@ -418,6 +418,13 @@ def _logprobs(model: Any, ids: list[int], temperature: float) -> list[float]:
     return values
 
 
+def _cache_bytes(shape: Any, tokens: int) -> int:
+    """Keys and values of ``tokens`` in float32, rounded up to what a small model's server starts with."""
+    head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    return max(64 << 20, int(2 * 4 * tokens * shape.num_hidden_layers * heads * head))
+
+
 def _distance(a: Sequence[float], b: Sequence[float]) -> float:
     return sum(abs(x - y) for x, y in zip(a, b, strict=True))
 
@@ -449,7 +456,9 @@ async def open_vllm(
         if not servers:
             devices = gpus()
             settings: dict[str, Any] = {"batch": batch, "threads": threads, "memory": memory, "lora": sync == "lora"}
-            settings |= {"context": min(context, getattr(model.config, "max_position_embeddings", None) or context)}
+            shape = model.config.get_text_config()
+            context = min(context, getattr(shape, "max_position_embeddings", None) or context)
+            settings |= {"context": context, "cache": _cache_bytes(shape, 2 * batch * context)}
             for index in range(replicas):
                 device = devices - 1 - index % devices if devices else None  # the trainer is on the first
                 own.append(VllmServer(policy, **settings, lease=None if devices else lease, device=device))

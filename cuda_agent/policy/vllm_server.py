@@ -34,9 +34,9 @@ _ENTRY_POINT = "[vllm.general_plugins]\ncuda_agent = cuda_agent.policy.vllm_plug
 class VllmServer:
     """Make it in a thread that lives as long as it shall, the main one: the kernel ends it with that thread.
 
-    ``policy``: the Hugging Face folder to serve.  ``memory``: share of a GPU's memory.  ``device``: which GPU, where
-    there is one.  ``lease``: folder of the timing lease, to pause under it.  Raises ``PolicyError`` where vLLM is not
-    installed."""
+    ``policy``: the Hugging Face folder to serve.  ``device``: which GPU; none: the processor.  ``memory``: share of
+    that GPU's memory; ``cache``: bytes for keys and values on a processor.  ``lease``: folder of the timing lease, to
+    pause under it.  Raises ``PolicyError`` where vLLM is not installed."""
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class VllmServer:
         batch: int,
         threads: int = 2,
         memory: float = 0.9,
+        cache: int = 64 << 20,
         lora: bool = False,
         lease: Path | None = None,
         device: int | None = None,
@@ -60,8 +61,10 @@ class VllmServer:
         command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
         command += ["--worker-extension-cls", "cuda_agent.policy.vllm_plugin.WeightSync"]
         command += ["--uvicorn-log-level", "warning"]
-        command += ["--gpu-memory-utilization", str(memory)] if device is not None else ["--dtype", "float32"]
-        command += [] if device is not None else ["--enforce-eager"]  # compiling takes longer than it saves there
+        if device is not None:
+            command += ["--gpu-memory-utilization", str(memory)]
+        else:  # compiling takes longer there than it saves
+            command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(cache)]
         if lora:
             command += ["--enable-lora", "--max-lora-rank", str(MAX_LORA_RANK)]
         with open(self.log, "wb") as log:
@@ -95,7 +98,7 @@ class VllmServer:
             environment["CUDA_VISIBLE_DEVICES"] = _visible(device)
         else:
             environment |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-            environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+            environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would overrule ``cache``
             openmp = Path(self.python).parent.parent / "lib" / "libiomp5.so"  # which vLLM's operators are linked to
             if openmp.exists():
                 environment["LD_PRELOAD"] = str(openmp)

@@ -50,7 +50,7 @@ def start(policies):
 
     yield start
     for server in servers:
-        server.close()
+        server.close()  # again does nothing
 
 
 @pytest.fixture(scope="session")
@@ -297,7 +297,10 @@ def test_a_reload_that_misses_what_is_computed_with_fails_loudly(start, open_eng
             async with open_engine(servers=[plain]) as engine:
                 await engine.update_from(policies[1][1], 1)
 
-    asyncio.run(script())
+    try:
+        asyncio.run(script())
+    finally:
+        plain.close()
 
 
 def test_two_servers_share_episodes_and_one_that_is_killed_loses_nothing(start, policies, tmp_path):

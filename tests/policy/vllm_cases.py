@@ -78,7 +78,9 @@ class ScriptedServer:
                 server.asked.append(body)
                 fault = server.faults.pop(0) if server.faults else None
                 if fault == "cut":
-                    self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 999\r\n\r\n{")
+                    self.wfile.write(
+                        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 999\r\n\r\n{"
+                    )
                     self.wfile.flush()
                     self.connection.shutdown(socket.SHUT_RDWR)
                     self.close_connection = True
