@@ -1,4 +1,4 @@
-"""The vLLM engine against a scripted server: what it asks, and what it does when an answer does not come or is wrong."""
+"""The vLLM engine against a scripted server: what it asks, and what it does when answers are late, wrong or missing."""
 
 import asyncio
 import json
@@ -129,7 +129,7 @@ def test_when_none_is_left_the_engine_is_lost(servers, policies, tmp_path):
         async with engine_of(both, policies, tmp_path) as engine:
             for server in both:
                 server.faults = [500] * 99
-            with pytest.raises(EngineLost, match="none of 2 vLLM servers is left.*HTTP 500"):
+            with pytest.raises(EngineLost, match=r"none of 2 vLLM servers is left.*HTTP 500"):
                 await engine.generate(PROMPT, SamplingParams(4, seed=0))
 
     asyncio.run(script())
