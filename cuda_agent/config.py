@@ -29,8 +29,21 @@ Share = Annotated[float, Field(ge=0, le=1)]
 WHERE_JUDGED = ("servers", "token_env", "token_file")
 
 
+# The same of ``policy.vllm``, for the policy that plays.
+WHERE_SERVED = ("servers",)
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _addresses(servers: list[str], example: str) -> list[str]:
+    for server in servers:
+        if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", server):
+            raise ValueError(f"expected addresses such as {example}, got {server!r}")
+    if len(set(servers)) < len(servers):
+        raise ValueError("an address is listed twice")
+    return servers
 
 
 class Run(Section):
@@ -81,12 +94,7 @@ class Sandbox(Section):
     @field_validator("servers")
     @classmethod
     def _are_addresses(cls, servers: list[str]) -> list[str]:
-        for server in servers:
-            if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", server):
-                raise ValueError(f"expected addresses such as http://host:8750, got {server!r}")
-        if len(set(servers)) < len(servers):
-            raise ValueError("an address is listed twice")
-        return servers
+        return _addresses(servers, "http://host:8750")
 
 
 class Synthesis(Section):
@@ -115,6 +123,24 @@ class Synthesis(Section):
         return self
 
 
+class Vllm(Section):
+    """The servers of ``policy.engine=vllm``."""
+
+    servers: list[str] = Field(
+        default=[], description="addresses of running vLLM servers; none: the stage starts its own on this machine"
+    )
+    replicas: Positive = Field(1, description="servers that a stage starts")
+    sync: Literal["disk", "lora", "nccl"] = Field(
+        "disk", description="how new weights reach them: a folder, an adapter, or a broadcast (NCCL, Gloo on a cpu)"
+    )
+    gpu_memory: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory that a server of ours takes")
+
+    @field_validator("servers")
+    @classmethod
+    def _are_addresses(cls, servers: list[str]) -> list[str]:
+        return _addresses(servers, "http://host:8000")
+
+
 class Policy(Section):
     base: str | None = Field(
         None, description="Hugging Face folder or name; none: a small model is trained from scratch"
@@ -126,7 +152,10 @@ class Policy(Section):
     intermediate: Positive = 384
     vocab: Positive = 1024
     context: Positive = Field(1024, description="most tokens of prompt, answers and tool outputs together")
-    engine: Literal["local", "scripted"] = Field("local", description="what serves the policy; scripted is for drills")
+    engine: Literal["local", "vllm", "scripted"] = Field(
+        "local", description="what serves the policy: this process, vLLM servers, or a script for drills"
+    )
+    vllm: Vllm = Vllm()
     engine_batch: Positive = Field(32, description="sequences decoded together")
     threads: Positive = Field(2, description="threads of engine and trainer on a cpu")
 
@@ -315,8 +344,10 @@ def load(text: str, sha256: str) -> Config:
 
 def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
     """The sub-tree that decides what a stage gives, as JSON values: the seed and the named sections, without the keys
-    that say where its sandbox is."""
-    whole = config.model_dump(mode="json", exclude={"sandbox": set(WHERE_JUDGED)})
+    that say where its sandbox and its engine are."""
+    whole = config.model_dump(
+        mode="json", exclude={"sandbox": set(WHERE_JUDGED), "policy": {"vllm": set(WHERE_SERVED)}}
+    )
     return {name: whole[name] for name in ("seed", *sections)}
 
 

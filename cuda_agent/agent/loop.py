@@ -206,7 +206,7 @@ class Play:
         room = min(self.settings.turn_tokens, self.settings.context - len(self.ids))
         if room <= 0:
             return None
-        params = SamplingParams(room, _seed(self.seed, turn), self.settings.temperature, self.chat.stop_ids)
+        params = SamplingParams(room, _seed(self.seed, turn), self.settings.temperature, self.chat.stop_ids, self.id)
         if current := _ROUND.get():
             await current[0].turn(current[1])
         completion = await self.engine.generate(tuple(self.ids), params)

@@ -99,12 +99,18 @@ def identity_of(
 
 
 def placed(config: Config) -> Config:
-    """The same configuration for this process's surroundings: a cluster says by the environment where the sandbox is,
-    so that the configuration is the same as on one machine."""
-    servers = [address for address in os.environ.get("CUDA_AGENT_SANDBOX_SERVERS", "").split(",") if address]
-    if not servers:
-        return config
-    return config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"servers": servers})})
+    """The same configuration for this process's surroundings: a cluster says by the environment where sandbox and
+    engines are, so that the configuration is the same as on one machine."""
+    if servers := _named("CUDA_AGENT_SANDBOX_SERVERS"):
+        config = config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"servers": servers})})
+    if servers := _named("CUDA_AGENT_ENGINE_SERVERS"):
+        vllm = config.policy.vllm.model_copy(update={"servers": servers})
+        config = config.model_copy(update={"policy": config.policy.model_copy(update={"vllm": vllm})})
+    return config
+
+
+def _named(variable: str) -> list[str]:
+    return [address for address in os.environ.get(variable, "").split(",") if address]
 
 
 def _device(config: Config) -> str:

@@ -8,16 +8,26 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 
+class EngineError(RuntimeError):
+    """The engine cannot serve what it was asked to; it serves nothing wrong instead."""
+
+
+class EngineLost(EngineError):
+    """Nothing is left that could serve; a new engine may."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """``seed`` makes a completion a function of (weights, prompt, seed) alone: each token is drawn with noise derived
     from (seed, position), so that batch composition and restarts do not change what is sampled.
-    ``temperature`` 0 is greedy."""
+    ``temperature`` 0 is greedy.  ``key`` names what later prompts go on from, an episode: an engine of several parts
+    gives all of its turns to one, which keeps what it computed."""
 
     max_tokens: int
     seed: int
     temperature: float = 1.0
     stop_ids: tuple[int, ...] = ()  # the stop token itself is part of the completion
+    key: str = ""
 
 
 @dataclass

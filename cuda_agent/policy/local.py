@@ -28,17 +28,13 @@ from torch import Tensor
 
 from cuda_agent.lease import Lease
 from cuda_agent.policy.decoder import Decoder, Job, make_decoder, verify
-from cuda_agent.policy.engine import Completion, SamplingParams
+from cuda_agent.policy.engine import Completion, EngineError, SamplingParams
 from cuda_agent.policy.model import load_model
 
 QUIET_PASSES = 8
 KEPT_TOKENS_PER_ROW = 1024  # what finished sequences may hold on to, times the rows of a batch
 PREFILL_TOKENS = 1024  # computed at once (a longer prompt whole): between passes the lease is let go
 PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # else 0.05; rounding alone makes 1e-6
-
-
-class EngineError(RuntimeError):
-    """The engine cannot serve what it was asked to; it serves nothing wrong instead."""
 
 
 @dataclass(eq=False)

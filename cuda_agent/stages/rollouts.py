@@ -17,10 +17,12 @@ from cuda_agent.agent.loop import Sandbox, Settings, run_episode, run_many, run_
 from cuda_agent.config import Config
 from cuda_agent.lease import Lease
 from cuda_agent.policy.chat import Chat
+from cuda_agent.policy.engine import EngineLost
 from cuda_agent.policy.episode import Episode, read_episodes, write_episodes
 from cuda_agent.policy.local import LocalEngine
 from cuda_agent.policy.model import load_policy
 from cuda_agent.policy.scripted import ScriptedEngine
+from cuda_agent.policy.vllm import VllmEngine, open_vllm
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.stages.context import StageContext, TryAgain
 from cuda_agent.stages.drill import Script
@@ -40,7 +42,7 @@ class Rollouts:
 
     model: Any
     tokenizer: Any
-    engine: LocalEngine | ScriptedEngine
+    engine: LocalEngine | VllmEngine | ScriptedEngine
     chat: Chat
     sandbox: Sandbox
     settings: Settings
@@ -84,31 +86,62 @@ async def open_rollouts(
     config = ctx.config
     torch.set_num_threads(1)  # of this thread, which computes nothing much: ``LocalEngine.compute`` says why
     lockstep = config.sandbox.clock == "model"
-    lease = Lease(ctx.cache / "lease")
     model, tokenizer = load_policy(policy)
     style: Style = "compact" if config.policy.base is None else "full"
     settings = episode_settings(config, style, turns=turns, context=context, temperature=temperature)
     chat = Chat(tokenizer, style)
-    async with open_sandbox(config.sandbox, ctx.cache) as sandbox:
-        engine: LocalEngine | ScriptedEngine
-        if config.policy.engine == "scripted":
-            engine = ScriptedEngine(Script(chat, read_tasks(ctx.inputs["tasks"])), tokenizer, model)
-        else:
-            engine = LocalEngine(model, threads=config.policy.threads, batch=config.policy.engine_batch, lease=lease)
+    async with (
+        open_sandbox(config.sandbox, ctx.cache) as sandbox,
+        _open_engine(ctx, policy, model, chat) as engine,
+    ):
+        yield Rollouts(
+            model,
+            tokenizer,
+            engine,
+            chat,
+            sandbox,
+            settings,
+            config.seed,
+            config.agent.concurrency,
+            lockstep,
+        )
+
+
+@asynccontextmanager
+async def _open_engine(
+    ctx: StageContext, folder: Path, model: Any, chat: Chat
+) -> AsyncIterator[LocalEngine | VllmEngine | ScriptedEngine]:
+    """The engine that the configuration names, serving ``model``, which came from ``folder``."""
+    policy = ctx.config.policy
+    if policy.engine == "vllm":
         try:
-            yield Rollouts(
+            async with open_vllm(
+                folder,
                 model,
-                tokenizer,
-                engine,
-                chat,
-                sandbox,
-                settings,
-                config.seed,
-                config.agent.concurrency,
-                lockstep,
-            )
-        finally:
-            await engine.close()
+                ctx.work,
+                servers=policy.vllm.servers,
+                replicas=policy.vllm.replicas,
+                sync=policy.vllm.sync,
+                context=policy.context,
+                batch=policy.engine_batch,
+                threads=policy.threads,
+                memory=policy.vllm.gpu_memory,
+                lease=ctx.cache / "lease",
+            ) as served:
+                yield served
+        except EngineLost as error:
+            raise TryAgain(str(error)) from error
+        return
+    engine: LocalEngine | ScriptedEngine
+    if policy.engine == "scripted":
+        engine = ScriptedEngine(Script(chat, read_tasks(ctx.inputs["tasks"])), chat.tokenizer, model)
+    else:
+        lease = Lease(ctx.cache / "lease")
+        engine = LocalEngine(model, threads=policy.threads, batch=policy.engine_batch, lease=lease)
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 def episode_settings(config: Config, style: Style, *, turns: int, context: int, temperature: float) -> Settings:

@@ -1,0 +1,110 @@
+"""Tokens per second of the in-process engine and of vLLM behind HTTP: same weights, same prompts, same number of
+tokens, interleaved in one run so that other load hits both.  On the processor both compute in float32; with ``--device
+cuda`` the in-process engine has the first GPU, and vLLM, in bfloat16, the last.
+
+    CUDA_AGENT_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/engines.py --batch 32 --rounds 5 --json engines.json
+
+``--update`` measures a change of weights instead, from the trainer's model to the proof that it is served.
+"""
+
+import argparse
+import asyncio
+import json
+import platform
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from cuda_agent.config import Policy
+from cuda_agent.policy.engine import SamplingParams
+from cuda_agent.policy.local import LocalEngine
+from cuda_agent.policy.model import PolicyError, load_policy, new_policy, save_policy, train_tokenizer
+from cuda_agent.policy.vllm import VllmEngine, open_vllm
+from cuda_agent.policy.vllm_server import interpreter
+
+Engines = dict[str, LocalEngine | VllmEngine]
+
+
+async def decode(engine: LocalEngine | VllmEngine, prompts: list[list[int]], tokens: int, seed: int) -> float:
+    """Seconds for one completion of each prompt."""
+    if isinstance(engine, LocalEngine):
+        engine._kept.clear()
+    started = time.perf_counter()
+    jobs = (engine.generate(p, SamplingParams(tokens, seed * 1000 + i, key=str(i))) for i, p in enumerate(prompts))
+    assert all(len(completion.ids) == tokens for completion in await asyncio.gather(*jobs))
+    return time.perf_counter() - started
+
+
+async def update(engine: LocalEngine | VllmEngine, model: Any, version: int) -> float:
+    started = time.perf_counter()
+    await engine.update_from(model, version)
+    return time.perf_counter() - started
+
+
+async def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
+    model, _ = load_policy(args.model or folder)
+    model = model.to(args.device)
+    rng = random.Random(0)
+    vocab, context = model.config.vocab_size, args.prompt + args.tokens + 8
+    local = LocalEngine(model, args.threads, args.batch, device=args.device)
+    settings: dict[str, Any] = {"batch": args.batch, "threads": args.threads, "context": context, "sync": args.sync}
+    async with open_vllm(Path(args.model or folder), model, folder, replicas=args.replicas, **settings) as served:
+        engines: Engines = {"in process": local, "vllm": served}
+        seconds: dict[str, list[float]] = {name: [] for name in engines}
+        for index in range(args.rounds + 1):  # the first round warms both up
+            prompts = [[rng.randrange(vocab) for _ in range(args.prompt)] for _ in range(args.batch)]
+            with torch.no_grad():
+                next(model.parameters()).mul_(1.001)
+            for name, engine in engines.items():
+                job = update(engine, model, index + 1) if args.update else decode(engine, prompts, args.tokens, index)
+                seconds[name].append(await job)
+    await local.close()
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder of a policy; default: a new one of the default configuration")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--sync", default="disk", choices=["disk", "nccl"])
+    for name, default in (("batch", 32), ("prompt", 200), ("tokens", 200), ("threads", 2), ("rounds", 5)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--update", action="store_true", help="measure a change of weights")
+    parser.add_argument("--json", help="write the result here")
+    args = parser.parse_args()
+    try:
+        interpreter()
+    except PolicyError as error:
+        print(f"nothing measured: {error}")
+        return
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)  # of this thread; the engines have theirs
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if not args.model:
+            words = ["".join(random.Random(i).choices("abcdefgh", k=6)) for i in range(2000)]
+            tokenizer = train_tokenizer([" ".join(words)], Policy().vocab)
+            save_policy(new_policy(Policy(), tokenizer, seed=0), tokenizer, folder)
+        seconds = asyncio.run(measure(args, folder))
+    print(f"batch {args.batch}, prompts of {args.prompt}, {args.tokens} tokens each, {args.threads} threads, ", end="")
+    print(f"{args.replicas} vLLM server(s), {args.device}")
+    values = {n: [s if args.update else args.batch * args.tokens / s for s in v] for n, v in seconds.items()}
+    for engine, rates in values.items():
+        unit = "s an update" if args.update else "tokens/s"
+        print(f"{engine:12} {statistics.median(rates):10,.2f} {unit}   ({min(rates):,.2f} to {max(rates):,.2f})")
+    if args.json:
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "machine": platform.machine()}
+        with open(args.json, "w") as file:
+            json.dump({"settings": vars(args), "values": values, "versions": versions}, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""What runs inside vLLM's own processes: a plugin, and an extension of its workers.
+
+vLLM calls ``register`` in each process by the entry point ``vllm.general_plugins``, and mixes ``WeightSync`` into its
+workers (``--worker-extension-cls``); the engine calls its methods by ``/collective_rpc``.  The environment of the
+servers needs this package beside vLLM and nothing else of what it requires: nothing but ``torch`` is imported, and
+that late.  Run as a program it becomes a server (``vllm_server``).
+
+Not here: the engine's end of a transfer (``vllm_weights``), and adapters, which vLLM loads by itself.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+LEASE = "CUDA_AGENT_ENGINE_LEASE"  # folder of the timing lease, where a stopwatch runs on the same processor
+
+TRANSFER_SECONDS = 600.0  # one tensor, at most
+
+
+def register() -> None:
+    """Makes a server's weights replaceable, and lets it step aside while a time is taken.  May be called repeatedly."""
+    from vllm.platforms import current_platform  # type: ignore[import-not-found, unused-ignore]
+
+    if current_platform.is_cpu():
+        _keep_plain_weights()
+    if folder := os.environ.get(LEASE):
+        _work_under_lease(Path(folder))
+
+
+def _keep_plain_weights() -> None:
+    """On a CPU vLLM multiplies with packed copies of the weights, which a reload does not reach: it would go on with
+    the old ones and say nothing.  Without the packing it uses PyTorch's operators on the weights themselves."""
+    from vllm import _custom_ops  # type: ignore[import-not-found, unused-ignore]
+    from vllm.model_executor.layers import utils  # type: ignore[import-not-found, unused-ignore]
+
+    _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+
+def _work_under_lease(folder: Path) -> None:
+    """Every step of a worker holds the lease as a step of the in-process engine does."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase  # type: ignore[import-not-found, unused-ignore]
+
+    from cuda_agent.lease import Lease
+
+    plain = WorkerWrapperBase.execute_model
+    if hasattr(plain, "__wrapped__"):
+        return
+    lease = functools.cache(lambda: Lease(folder))  # made in the worker's process, at its first step
+
+    @functools.wraps(plain)
+    def leased(self: Any, scheduled: Any) -> Any:
+        with lease().working():
+            return plain(self, scheduled)
+
+    WorkerWrapperBase.execute_model = leased
+
+
+class WeightSync:
+    """Methods of every worker.  They answer with dicts, which pass through vLLM's HTTP interface as they are."""
+
+    model_runner: Any
+    device: Any
+    _cuda_agent_group: Any = None
+
+    def cuda_agent_weights(self) -> dict[str, str]:
+        """What this worker computes with: a digest that changes with any weight, the element type, the device."""
+        parameters = dict(self.model_runner.get_model().named_parameters())
+        dtype = str(self.model_runner.model_config.dtype).removeprefix("torch.")
+        return {"digest": digest(parameters.items()), "dtype": dtype, "device": self.device.type}
+
+    def cuda_agent_load(self, folder: str) -> dict[str, str]:
+        """Takes the weights of a Hugging Face folder, which this worker must be able to read."""
+        self.model_runner.reload_weights(weights_path=folder)
+        return self.cuda_agent_weights()
+
+    def cuda_agent_join(self, host: str, port: int, rank: int, size: int) -> dict[str, str]:
+        """Enters the group in which weights are broadcast; ``rank`` is that of this server's first worker."""
+        from vllm.distributed import get_world_group  # type: ignore[import-not-found, unused-ignore]
+
+        store = transfer_store(host, port, size, False)
+        rank += get_world_group().rank
+        self._cuda_agent_group = transfer_group(store, host, rank, size, self.device.type)
+        return {}
+
+    def cuda_agent_receive(self, tensors: list[list[Any]]) -> dict[str, str]:
+        """Takes broadcast weights; ``tensors``: name, element type and shape of each, in the order of sending."""
+        self.model_runner.reload_weights(weights_iterator=self._received(tensors))
+        return self.cuda_agent_weights()
+
+    def _received(self, tensors: list[list[Any]]) -> Iterator[tuple[str, Any]]:
+        import torch
+
+        for name, dtype, shape in tensors:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            self._cuda_agent_group.broadcast([tensor]).wait()
+            yield name, tensor
+
+
+def transfer_store(host: str, port: int, size: int, master: bool) -> Any:
+    """Where the members of a group find each other; the trainer is the master.  Port 0: any that is free."""
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=TRANSFER_SECONDS)
+    return dist.TCPStore(host, port, size, master, timeout=limit, wait_for_workers=False)
+
+
+def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> Any:
+    """A process group beside any other that the process has: NCCL between GPUs, Gloo between CPUs.  Returns when all
+    ``size`` members are there."""
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=TRANSFER_SECONDS)
+    store = dist.PrefixStore("cuda-agent-weights", store)
+    if device == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout = limit
+    here = {"hostname": host} if host == "127.0.0.1" else {}  # elsewhere: the machine's own name
+    gloo._devices = [dist.ProcessGroupGloo.create_device(**here)]
+    return dist.ProcessGroupGloo(store, rank, size, gloo)
+
+
+def digest(parameters: Iterable[tuple[str, Any]]) -> str:
+    """Changes when any weight does: over the names and the sums, in double precision, of all tensors."""
+    import torch
+
+    sums = [(name, tensor.detach().sum(dtype=torch.float64)) for name, tensor in sorted(parameters, key=lambda p: p[0])]
+    text = "".join(f"{name} {value.item().hex()}\n" for name, value in sums)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _serve(parent: int, arguments: list[str]) -> None:
+    """Asks for a signal at the parent's end, then becomes vLLM's server."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() == parent:
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *arguments])
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,139 @@
+"""What the tests of the vLLM engine share: a policy that vLLM can serve, and a scripted server for what goes wrong."""
+
+import json
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import torch
+
+from cuda_agent.config import Policy
+from cuda_agent.policy.model import load_model, new_policy, save_policy
+from cuda_agent.policy.vllm_plugin import digest
+
+CONTEXT = 512
+_LOADING = threading.Lock()  # transformers cannot load two models at once
+
+
+def write_policy(folder: Path, tokenizer, seed: int):
+    """A small random model, written to ``folder``: its next-token distributions are far from uniform."""
+    config = Policy(layers=2, hidden=64, heads=2, kv_heads=1, intermediate=128, context=CONTEXT)
+    model = new_policy(config, tokenizer, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    save_policy(model, tokenizer, folder)
+    return model
+
+
+def reference(model, prompt, ids, temperature=1.0):
+    """Log-probabilities of ``ids`` behind ``prompt`` by the model's own forward pass."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1] / temperature
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
+
+
+class ScriptedServer:
+    """Speaks the part of vLLM's protocol that the engine uses, for one model, and does the next of ``faults`` instead
+    of completing: a status code, "cut" (the connection), "hang", "garbage", or changes of the answer as a dict."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = load_model(folder)
+        self.computing = self.model  # what it really computes with
+        self.loads = True  # else a load does nothing
+        self.reaches = True  # else a load changes the weights and not what is computed with
+        self.faults: list = []
+        self.asked: list[dict] = []
+        self.delay = 0.0
+        self.left = threading.Event()  # a client went away while it waited
+        self.paused = False
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    def _handler(self):
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                self._say({"data": [{"id": "served", "max_model_len": CONTEXT, "parent": None}]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                if self.path != "/v1/completions":
+                    return self._say(server._control(self.path, body))
+                server.asked.append(body)
+                fault = server.faults.pop(0) if server.faults else None
+                if fault == "cut":
+                    self.wfile.write(
+                        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 999\r\n\r\n{"
+                    )
+                    self.wfile.flush()
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    self.close_connection = True
+                elif fault == "hang":
+                    self.connection.settimeout(30)
+                    if self.connection.recv(1) == b"":
+                        server.left.set()
+                    self.close_connection = True
+                elif fault == "garbage":
+                    self._say(b"<html>")
+                elif isinstance(fault, int):
+                    self._say({"error": {"message": "scripted"}}, fault)
+                else:
+                    time.sleep(server.delay)
+                    answer = server._complete(body)
+                    answer["choices"][0] |= fault or {}
+                    self._say(answer)
+
+            def _say(self, answer, code: int = 200) -> None:
+                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                self.send_response(code)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        return Handler
+
+    def _control(self, path: str, body: dict) -> dict:
+        if path.startswith(("/pause", "/resume")):
+            self.paused = path.startswith("/pause")
+            return {}
+        assert path == "/collective_rpc"
+        if body["method"] == "cuda_agent_load":
+            assert self.paused
+            if self.loads:
+                with _LOADING:
+                    self.model = load_model(body["kwargs"]["folder"])
+                self.computing = self.model if self.reaches else self.computing
+        weights = {"digest": digest(self.model.named_parameters()), "dtype": "float32", "device": "cpu"}
+        return {"results": [weights]}
+
+    @torch.inference_mode()
+    def _complete(self, body: dict) -> dict:
+        """Greedily, whatever the temperature; the log-probabilities are at the temperature."""
+        prompt, ids = body["prompt"], []
+        while len(ids) < body["max_tokens"] and not (ids and ids[-1] in body["stop_token_ids"]):
+            ids.append(int(self.computing(input_ids=torch.tensor([prompt + ids])).logits[0, -1].argmax()))
+        logprobs = reference(self.computing, prompt, ids, body["temperature"] or 1.0)
+        probe = [None] + [
+            {str(token): {"logprob": value}}
+            for token, value in zip(prompt[1:], reference(self.computing, prompt[:1], prompt[1:]), strict=True)
+        ]
+        finish = "stop" if ids[-1] in body["stop_token_ids"] else "length"
+        choice = {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": finish}
+        return {"model": body["model"], "choices": [choice | {"prompt_logprobs": probe}]}
