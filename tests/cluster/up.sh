@@ -94,9 +94,10 @@ await 120 "the default service account" kubectl -n default get serviceaccount de
 kubectl -n kube-system rollout status deployment/coredns --timeout=180s >/dev/null
 kubectl -n argo rollout status deployment/workflow-controller --timeout=180s >/dev/null
 say "the cluster is up: Kubernetes $KUBERNETES, Argo Workflows $ARGO, containerd $(containerd --version | cut -d' ' -f3)"
+echo "export KUBECONFIG=$STATE/kubeconfig PATH=$(at kubernetes):$(at helm):\$PATH" >"$STATE/environment"
 cat <<T
 
-  export KUBECONFIG=$STATE/kubeconfig PATH=$(at kubernetes):$(at helm):\$PATH
+  . $STATE/environment     # kubectl and helm, and which cluster they mean
   kubectl get nodes
 
 Logs: $LOG. A shell inside: tests/cluster/enter.sh. An image: tests/cluster/load.sh ARCHIVE. To end it: make cluster-down
