@@ -46,7 +46,8 @@ from cuda_agent.storage import Store, StoreError, open_store
 from cuda_agent.tracking import Mirror, read_metrics, read_notes, read_progress
 
 POOL_SECONDS = 900.0  # until every pool has a server that is ready
-MIRROR_SECONDS = 20.0  # for MLflow, at the end of a pod; finish tells it everything once more
+MIRROR_SECONDS = 20.0  # for MLflow, at the end of a pod
+LAST_MIRROR_SECONDS = 60.0  # for finish, which tells it everything once more: MLflow may just be coming back
 
 
 @dataclass(frozen=True)
@@ -314,7 +315,7 @@ def finish(
                     store.get_folder(next(iter(manifest.outputs.values())), Path(folder))
                     mirror.update(None, artifacts=[Path(folder)])
             mirror.update(None, status={EXIT_DONE: "FINISHED", EXIT_RETRY: "KILLED"}.get(code, "FAILED"))
-            mirror.close(MIRROR_SECONDS)
+            mirror.close(LAST_MIRROR_SECONDS)
     if url := os.environ.get("CUDA_AGENT_WEBHOOK"):
         tell_webhook(url, facts)
     return facts
