@@ -46,7 +46,8 @@ from cuda_agent.tracking import MANIFEST_TAG, Mirror, read_metrics, read_notes, 
 
 POOL_SECONDS = 900.0  # until every pool has a server that is ready
 COLLECTION_SECONDS = 900.0  # until a collection of garbage has ended
-MIRROR_SECONDS = 20.0  # for MLflow, at the end of a pod; finish tells it everything once more
+MIRROR_SECONDS = 20.0  # for MLflow, at the end of a pod
+LAST_MIRROR_SECONDS = 60.0  # for finish, which tells it everything once more: MLflow may just be coming back
 
 
 @dataclass(frozen=True)
@@ -325,6 +326,7 @@ def finish(
                     ended = None if name in done else "FAILED" if name == stage and code != EXIT_RETRY else "KILLED"
                     mirror.update(name, artifacts=[log], status=ended)
             mirror.update(None, status={EXIT_DONE: "FINISHED", EXIT_RETRY: "KILLED"}.get(code, "FAILED"))
+            mirror.close(LAST_MIRROR_SECONDS)
     if url := os.environ.get("CUDA_AGENT_WEBHOOK"):
         tell_webhook(url, facts)
     return facts

@@ -4,6 +4,7 @@ Covers the smallest run that has every stage, waiting for a stage or for a run's
 cover what comes out of a run (the tests).
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,6 +73,11 @@ def succeeded(space: Cluster, workflow: str) -> dict[str, Any]:
     return found
 
 
+def suspend(space: Cluster, workflow: str, held: bool) -> None:
+    """What runs goes on to its end; nothing else begins while it is held."""
+    space.run("patch", "workflow", workflow, "--type=merge", "-p", json.dumps({"spec": {"suspend": held}}))
+
+
 def said(space: Cluster, workflow: str) -> str:
     """What there is to read of a run that went wrong."""
     lines = [f"{view.name}: {view.state} {view.message}" for view in stages(space, workflow).values()]
@@ -138,11 +144,11 @@ def hold(installed: Release, name: str) -> Iterator[Held]:
     submit(installed, name)
     try:
         pod = pod_of(space, name, "synthesis")
-        space.run("patch", "workflow", name, "--type=merge", "-p", '{"spec": {"suspend": true}}')
+        suspend(space, name, True)
         bare = Held(installed, name, set(), "")
         found = probing.reached(space, pod, bare.places())
         tokens = space.try_run("exec", pod, "-c", "main", "--", "ls", "/var/run/secrets", "/run/secrets").stdout
         yield Held(installed, name, found, tokens)
     finally:
         installed.command("cancel", name, "--now")  # first: what is let go would begin its next stage
-        space.run("patch", "workflow", name, "--type=merge", "-p", '{"spec": {"suspend": false}}')
+        suspend(space, name, False)
