@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from drill import journal, table
 
-from cuda_agent.config import Config, ConfigError, freeze
+from cuda_agent.config import Config, ConfigError, compose, freeze, section_values
 from cuda_agent.pipeline import gc, pod, pod_errands, runs
 from cuda_agent.pipeline.local import run_pipeline
 from cuda_agent.pipeline.manifest import config_entry, manifest_entry, outcome_entry, read_manifest
@@ -251,6 +251,17 @@ def test_the_servers_come_from_the_environment_and_the_configuration_stays(monke
     monkeypatch.setenv("CUDA_AGENT_SANDBOX_SERVERS", "http://a:1,http://b:2")
     assert placed(config).sandbox.servers == ["http://a:1", "http://b:2"]
     assert config.sandbox.servers == []
+
+
+def test_engines_come_from_the_environment_and_where_they_are_is_no_part_of_a_key(monkeypatch):
+    from cuda_agent.pipeline.manifest import placed
+
+    config = compose(["policy.engine=vllm"])
+    monkeypatch.setenv("CUDA_AGENT_ENGINE_SERVERS", "http://a:1,http://b:2")
+    here = placed(config)
+    assert here.policy.vllm.servers == ["http://a:1", "http://b:2"] and config.policy.vllm.servers == []
+    assert section_values(here, ["policy"]) == section_values(config, ["policy"])
+    assert section_values(compose(["policy.vllm.replicas=2"]), ["policy"]) != section_values(compose([]), ["policy"])
 
 
 def test_the_webhook_is_told_how_it_ended_and_nobody_minds_when_it_is_deaf(tmp_path, here, monkeypatch, capsys):

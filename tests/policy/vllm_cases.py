@@ -32,8 +32,9 @@ def write_policy(folder: Path, tokenizer, seed: int):
 def reference(model, prompt, ids, temperature=1.0):
     """Log-probabilities of ``ids`` behind ``prompt`` by the model's own forward pass."""
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1] / temperature
-    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
+        logits = model(input_ids=torch.tensor([[*prompt, *ids]], device=model.device)).logits[0, len(prompt) - 1 : -1]
+    logprobs = torch.log_softmax(logits.cpu() / temperature, -1)
+    return logprobs.gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
 
 
 class ScriptedServer:

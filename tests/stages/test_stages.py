@@ -1,6 +1,8 @@
 """Stages by themselves: what they draw, keep, refuse and hand on."""
 
+import asyncio
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,8 @@ from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.episode import Episode, write_episodes
 from cuda_agent.policy.model import load_policy, new_policy, save_policy, train_tokenizer
 from cuda_agent.stages import bootstrap, critic, rft
-from cuda_agent.stages.context import BadConfiguration, NotGoodEnough, StageContext
-from cuda_agent.stages.rollouts import draw, seed_of
+from cuda_agent.stages.context import BadConfiguration, NotGoodEnough, StageContext, TryAgain
+from cuda_agent.stages.rollouts import draw, open_rollouts, seed_of
 from cuda_agent.storage import open_store
 from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import FileTracker, read_metrics
@@ -118,6 +120,21 @@ def test_a_base_that_is_whole_is_handed_on(tmp_path, policy):
     bootstrap.run(ctx)
     model, tokenizer = load_policy(ctx.outputs["policy"])
     assert model.config.hidden_size == POLICY["hidden"] and tokenizer.chat_template
+
+
+def test_a_stage_whose_engines_are_gone_is_tried_again(tmp_path, policy):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    settings = config(policy=POLICY | {"engine": "vllm", "vllm": {"servers": [address]}}, sandbox={"clock": "model"})
+    ctx = context(tmp_path / "stage", "collect", settings, {"policy": policy})
+
+    async def script():
+        async with open_rollouts(ctx, policy, turns=1, context=64, temperature=1.0):
+            pass
+
+    with pytest.raises(TryAgain, match="does not answer"):
+        asyncio.run(script())
 
 
 def test_rejection_keeps_what_was_rewarded_and_shows_no_bad_pattern(tmp_path, policy):
