@@ -155,3 +155,29 @@ TOOLS: list[dict[str, Any]] = [
     ),
 ]
 TOOL_NAMES = frozenset(tool["function"]["name"] for tool in TOOLS)
+
+# What a model of other people's gets besides.  The policies that are trained here never see these two: their prompts, and
+# with them what was learned and what is cached, stay as they are.
+_BACKGROUND = [
+    _tool(
+        "Bash",
+        "Run a command in bash. The current folder and exported variables last from call to call; everything else that "
+        "the command started ends with it, unless run_in_background is set: then it goes on, for some minutes at most, "
+        "and BashOutput tells what it has printed. There is no network. compile, verify and profile are commands here, "
+        "though not in the background.",
+        {
+            "command": _text("the command"),
+            "timeout": {"type": "number", "description": "seconds before it is killed"},
+            "run_in_background": {"type": "boolean", "description": "do not wait for it"},
+        },
+        ["command"],
+    ),
+    _tool(
+        "BashOutput",
+        "What a background command has printed since it was asked last, and whether it still runs.",
+        {"id": _text("the id that Bash gave")},
+        ["id"],
+    ),
+    _tool("KillBash", "End a background command.", {"id": _text("the id that Bash gave")}, ["id"]),
+]
+ALL_TOOLS: list[dict[str, Any]] = [*_BACKGROUND, *(tool for tool in TOOLS if tool["function"]["name"] != "Bash")]
