@@ -91,9 +91,10 @@ template <int PER_THREAD> __global__ void fused(const float* x, float* y, long n
   1024)"`, `min`, `max`, `select(condition, a, b)`. Numbers arrive with the type that the kernel declares.
 - `{"memset": "out0", "value": 0}` is a node too. Conditions that shapes must meet go into `"guards": ["in0.shape[1] % 8
   == 0"]`.
-- Headers of CUDA (`cuda_fp16.h`, `cuda_bf16.h`, `mma.h`, `cooperative_groups.h`) are found; host headers are not needed.
-- Matrix products and convolutions may be left to the library, with the arithmetic that you name (`fp32`, `tf32`, `fp16`,
-  `bf16`): `{"library": "gemm", "a": "in0", "b": "w:linear.weight", "c": "tmp", "m": 64, "n": 32, "k": 16,
+- Headers of CUDA (`cuda_fp16.h`, `cuda_bf16.h`, `mma.h`, `cooperative_groups.h`) are found; host headers are not
+  needed.
+- Matrix products and convolutions may be left to the library, with the arithmetic that you name (`fp32`, `tf32`,
+  `fp16`, `bf16`): `{"library": "gemm", "a": "in0", "b": "w:linear.weight", "c": "tmp", "m": 64, "n": 32, "k": 16,
   "transpose_b": true, "compute": "tf32"}` and `{"library": "convolution", "input": "in0", "weight": "w:conv.weight",
   "bias": "w:conv.bias", "output": "out0", "stride": 2, "padding": [1, 1]}` (also `dilation`, `groups`, `transposed`,
   `output_padding`; `input_shape` and `weight_shape` where the buffer is a workspace).
@@ -103,7 +104,8 @@ template <int PER_THREAD> __global__ void fused(const float* x, float* y, long n
 _EXTENSION = """
 ## The form of a solution: `model_new.py` and `kernels/`
 `model_new.py` defines `class ModelNew` with the signature and the parameter names of `Model` (the state_dict is
-loaded into it); its forward calls functions of the module `cuda_extension` only, besides creating and reshaping tensors.
+loaded into it); its forward calls functions of the module `cuda_extension` only, besides creating and reshaping
+tensors.
 ```python
 import torch
 import cuda_extension
@@ -131,7 +133,7 @@ _OF_CPU = {"{source}": "*.cpp", "{declaration}": "void fused(const float* x, flo
 _OF_CUDA = {
     "{source}": "*.cu",
     "{declaration}": "#include <cuda_runtime_api.h>\n"
-    'extern "C" void fused(const float* x, float* y, long n, cudaStream_t stream);  // launches, in kernels/fused.cu',
+    'extern "C" void fused(const float* x, float* y, long n, cudaStream_t stream);  // kernels/fused.cu launches',
     "{stream}": ", nullptr",
 }
 

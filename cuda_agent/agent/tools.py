@@ -37,6 +37,24 @@ def describe(verdict: Verdict, command: str, style: Style) -> str:
     return text
 
 
+def standing(verdict: Verdict) -> str:
+    """Under the device's roofline: what limits the solution at best, and how near it is.  Empty where nothing is known.
+    Bytes are those of all inputs and outputs, operations those of the reference."""
+    if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
+        return ""
+    least = {
+        "memory": verdict.bytes / verdict.peak_bytes_per_second
+        if verdict.bytes and verdict.peak_bytes_per_second
+        else 0,
+        "arithmetic": verdict.flops / verdict.peak_flops if verdict.flops and verdict.peak_flops else 0,
+    }
+    limiter, seconds = max(least.items(), key=lambda item: item[1])
+    if not seconds:
+        return ""
+    share = seconds / verdict.seconds
+    return f"limit: {limiter}, {seconds * 1e6:.1f} us at the device's peak; the solution reaches {share:.0%} of it"
+
+
 def failed(verdict: Verdict, command: str) -> bool:
     """Whether ``command`` exits with 1."""
     return verdict.status == "build_error" or (command != "compile" and verdict.status != "ok")
