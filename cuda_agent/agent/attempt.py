@@ -1,8 +1,8 @@
-"""One attempt of a model behind a text interface at making one task fast: turns until the target, the budget or the end.
+"""One attempt of a model behind a text interface at making one task fast: turns until target, budget or end.
 
 Every call of the model goes to its server and every tool to the sandbox's workspace; nothing that either of them says
-runs here.  The best correct solution of the way is kept by ``progress.Findings``, so an attempt can be left at any time.
-A solution whose quick verdict reaches the target is judged strictly before that is believed.
+runs here.  The best correct solution of the way is kept by ``progress.Findings``, so an attempt can be left at any
+time.  A solution whose quick verdict reaches the target is judged strictly before that is believed.
 
 Not covered: training data (``loop``), several attempts, and what a person sees (``pipeline.optimize``).
 """
@@ -37,10 +37,10 @@ _CHARACTERS = (1.5, 6.0)  # of a token: between these lies what a server's count
 _CHANGING = ("Write", "Edit", "MultiEdit", "Bash", "KillBash")
 _DIFF_LINES = 400
 
-_LAST = """This is the last turn: no tool can be called any more, and the fastest correct solution so far is kept. Say in a
-few sentences what makes it fast, what did not work, and what you would try next."""
-_GO_ON = """The target is not reached yet: {state}. You have {turns} more turns. Go on with the tools; if you are sure that
-nothing more can be gained, say so without calling a tool."""
+_LAST = """This is the last turn: no tool can be called any more, and the fastest correct solution so far is kept. Say
+in a few sentences what makes it fast, what did not work, and what you would try next."""
+_GO_ON = """The target is not reached yet: {state}. You have {turns} more turns. Go on with the tools; if you are sure
+that nothing more can be gained, say so without calling a tool."""
 _REOPENED = "[The work folder was opened again as it was. Files must be read before they are changed.]"
 
 
