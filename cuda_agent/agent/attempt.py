@@ -32,7 +32,7 @@ _CALLS = 32  # of one turn
 _NUDGES = 2  # in a row, for a model that stops before the target
 _STUCK = 6  # turns in a row that said the same
 _LOSSES = 3  # of workspaces, or of judges in a row
-_LEAST_CONTEXT = 2048  # tokens
+_LEAST_CONTEXT, _LEAST_ANSWER = 2048, 16  # tokens
 _CHARACTERS = (1.5, 6.0)  # of a token: between these lies what a server's count may say
 _CHANGING = ("Write", "Edit", "MultiEdit", "Bash", "KillBash")
 _DIFF_LINES = 400
@@ -189,6 +189,9 @@ class Attempt:
                     call=not last,
                 )
             except ContextTooLong as error:
+                if self.terms.style == "compact" and answer > _LEAST_ANSWER:
+                    answer //= 2  # the conversation stays as it is: there is still room for less
+                    continue
                 if self.context <= _LEAST_CONTEXT or self.terms.style == "compact":
                     raise
                 self.context = max(_LEAST_CONTEXT, int(min(self.context, size(sent) / self.ratio + answer) * 0.7))

@@ -126,8 +126,8 @@ static Tensor fused_forward(Tensor x) {
 }
 REGISTER_BINDING(fused_forward, fused_forward);
 ```
-Arguments are `Tensor`, `double`, `float`, `long`, `int`, `bool`; results `Tensor`, `Tensors` (`add`) or nothing; `empty`
-takes an array of sizes and a dtype. `torch/types.h` and its like are understood too, without operators.
+Arguments are `Tensor`, `double`, `float`, `long`, `int`, `bool`; results `Tensor`, `Tensors` (`add`) or nothing;
+`empty` takes an array of sizes and a dtype. `torch/types.h` and its like are understood too, without operators.
 """
 _OF_CPU = {"{source}": "*.cpp", "{declaration}": "void fused(const float* x, float* y, long n);", "{stream}": ""}
 _OF_CUDA = {

@@ -174,7 +174,7 @@ TOOLS: list[dict[str, Any]] = [
 ]
 TOOL_NAMES = frozenset(tool["function"]["name"] for tool in TOOLS)
 
-# What a model of other people's gets besides.  The policies that are trained here never see these two: their prompts, and
+# What a model of other people's gets besides.  The policies that are trained here never see these: their prompts, and
 # with them what was learned and what is cached, stay as they are.
 _BACKGROUND = [
     _tool(
