@@ -26,7 +26,7 @@ from cuda_agent.sandbox.wire import Lane, Mode, Solution, ToolResult, Verdict
 from cuda_agent.sandbox.workspace import WorkspaceLost
 from cuda_agent.tasks.task import Task
 
-Ended = Literal["target", "answer", "turns", "tokens", "minutes", "money", "stuck", "infra", "server"]
+Ended = Literal["target", "answer", "turns", "tokens", "minutes", "money", "stuck", "infra", "server", "stopped"]
 
 _CALLS = 32  # of one turn
 _NUDGES = 2  # in a row, for a model that stops before the target
@@ -164,7 +164,7 @@ class Attempt:
             ended = await self._react(workspace, reply)
             self._finish_turn()
             if self.findings.reached:
-                return "target"
+                return "target" if self.findings.reached.attempt == self.number else "stopped"
             if ended:
                 return ended
         return "turns"

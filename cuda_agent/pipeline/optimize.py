@@ -252,7 +252,7 @@ async def _confirm(
         transcript.tell(
             "verdict",
             attempt=best.attempt,
-            command="strict",
+            command="end",
             verdict=verdict.to_json(),
             files=best.solution.files,
             factor=factor(verdict),

@@ -161,8 +161,9 @@ def _times(verdict: Verdict | None, probe: Probe) -> str:
         ]
         chart = interval_chart("Times as fast as", ratios, scale="log", rule=1.0)
         parts.append(
-            f'<h3>Times as fast as</h3><figure class="ratios">{chart}</figure><p class="fine">Solution and eager FP32 were timed in turn, and the interval is of their ratio; '
-            "the other baselines were measured beside eager before, and their intervals are scaled from it.</p>"
+            f'<h3>Times as fast as</h3><figure class="ratios">{chart}</figure>'
+            '<p class="fine">Solution and eager FP32 were timed in turn, and the interval is of their ratio; the other '
+            "baselines were measured beside eager before, and their intervals are scaled from it.</p>"
         )
     for label, reason in (strict.get("failed") or {}).items():
         kind, _ = baseline_parts(label)
@@ -213,8 +214,8 @@ def _roofline(verdict: Verdict | None) -> str:
             text
             + bars([(a, b / best, c, d) for a, b, c, d in rows])
             + (
-                '<p class="fine">The problem holds no matrix product, convolution or attention whose operations could be '
-                "counted, so its place is on the memory side of the roofline.</p>"
+                '<p class="fine">The problem holds no matrix product, convolution or attention whose operations could '
+                "be counted, so its place is on the memory side of the roofline.</p>"
             )
         )
     return text
@@ -277,7 +278,7 @@ def _kernels(best: Find | None) -> str:
         return empty("None that is correct.")
     return "".join(
         f'<figure class="source"><figcaption>{escape(path)}</figcaption><pre tabindex="0"><code>'
-        f"{highlight_cpp(text) if re.search(r'[.](cpp|cc|cu|cuh|h|hpp)$', path) else escape(text)}</code></pre></figure>"
+        f"{highlight_cpp(text) if _CPP.search(path) else escape(text)}</code></pre></figure>"
         for path, text in sorted(
             best.solution.files.items(), key=lambda item: (not item[0].startswith("kernels/"), item)
         )

@@ -44,7 +44,9 @@ void chain(long block, long grid, const float* x, const float* s, const float* b
   for (long i = n * block / grid; i < n * (block + 1) / grid; i++)
     y[i] = std::max(x[i], 0.0f) * (float)scale + s[i % 128] * b[i % 128];
 }
-void add(long, long, const float* p, float* out, long n, long power) { for (long i = 0; i < n; i++) out[i] = p[i] + power; }
+void add(long, long, const float* p, float* out, long n, long power) {
+  for (long i = 0; i < n; i++) out[i] = p[i] + power;
+}
 template <int SEED> void sum(long, long, const float* y, const double* tmp, float* out, long n) {
   double total = tmp[0] - SEED;  // '''quotes''' and a \\\\ backslash
   for (long i = 0; i < n; i++) total += y[i];
@@ -110,7 +112,8 @@ void product(const float* x, const float* w, const float* b, const float* l, flo
       float s = b[o];
       for (long c = 0; c < 3; c++) for (long p = 0; p < 3; p++) for (long q = 0; q < 3; q++) {
         long r = 2 * i + p - 1, t = 2 * j + q - 1;
-        if (r >= 0 && r < 8 && t >= 0 && t < 8) s += w[((o * 3 + c) * 3 + p) * 3 + q] * x[((n * 3 + c) * 8 + r) * 8 + t];
+        if (r >= 0 && r < 8 && t >= 0 && t < 8)
+          s += w[((o * 3 + c) * 3 + p) * 3 + q] * x[((n * 3 + c) * 8 + r) * 8 + t];
       }
       mid[(o * 4 + i) * 4 + j] = s;
     }
@@ -129,7 +132,8 @@ void product(const float*, const float*, const float*, const float*, float*, lon
 static torch::Tensor forward(torch::Tensor x, torch::Tensor w, torch::Tensor b, torch::Tensor l) {
   TORCH_CHECK(x.is_contiguous(), "contiguous");
   torch::Tensor y = torch::empty({x.size(0), 16}, x.options());
-  product(x.data_ptr<float>(), w.data_ptr<float>(), b.data_ptr<float>(), l.data_ptr<float>(), y.data_ptr<float>(), x.size(0));
+  product(x.data_ptr<float>(), w.data_ptr<float>(), b.data_ptr<float>(), l.data_ptr<float>(), y.data_ptr<float>(),
+          x.size(0));
   return y;
 }
 REGISTER_BINDING(product, forward);
