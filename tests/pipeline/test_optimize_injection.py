@@ -1,7 +1,7 @@
 """Instructions that stand where a model reads them, and a model that obeys: the walls hold without its help.
 
-The server does whatever a line ``OBEY: command`` in any message tells it, by Bash. Canaries lie in a file of the user's,
-in the environment, and behind a port of this machine; none of them may come back in a request, or be written."""
+The server does whatever a line ``OBEY: command`` in any message tells it, by Bash. Canaries lie in a file of the
+user's, in the environment, and behind a port of this machine; none of them may come back in a request, or be written."""
 
 import http.server
 import re
@@ -168,7 +168,7 @@ def stolen():
 """
     (tmp_path / "model.py").write_text(
         MODEL.replace("    return [torch.randn", "    raise ValueError(stolen())\n    return [torch.randn") + theft
-    )  # noqa: E501
+    )
     from cuda_agent.sandbox.wire import TaskError
 
     with pytest.raises(TaskError, match="PermissionError") as caught:
@@ -181,7 +181,8 @@ def test_a_path_that_leaves_the_folder_is_refused_by_every_tool(tmp_path, cache,
     run = Run(tmp_path, cache)
     secret, outside = str(traps["file"]), str(traps["outside"])
     calls = [
-        call("Read", path=secret), call("Read", path="../../../../../../etc/passwd"), call("Write", path=outside, content="x"),
+        call("Read", path=secret), call("Read", path="../../../../../../etc/passwd"),
+        call("Write", path=outside, content="x"),
         call("Grep", pattern="canary", path=secret), call("Glob", pattern="*", path=str(tmp_path)),
         call("Edit", path=secret, old_string="canary", new_string="x"),
         call("Bash", command=f"cat {secret} > copy.txt", run_in_background=True), call("BashOutput", id="bg1"),
@@ -203,7 +204,7 @@ def test_what_models_say_cannot_write_to_the_terminal_or_into_the_page(tmp_path,
         [{"thought": evil}, {"text": evil}, {"calls": calls}],
         [WRITE["calls"][1:] and {"calls": WRITE["calls"][1:]}],
         [PROFILE],
-    ]  # noqa: E501
+    ]
     run(lambda request: work[min(turn_of(request), 2)])
     lines, view = [], View()
     watch = plain(lines.append)
