@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from cuda_agent import cli_cluster, cli_runs, cli_upkeep
+from cuda_agent import cli_cluster, cli_optimize, cli_runs, cli_upkeep
 from cuda_agent.cli_pod import pod_app
 from cuda_agent.cli_sandbox import sandbox_app
 
@@ -59,7 +59,15 @@ def _exit_code(error: Exception) -> int | None:
     name = type(error).__name__
     if name in ("StoreUnavailable", "StoreFull", "StoreDamaged", "StoreError", "ServedModelError"):
         return 75
-    if name in ("ConfigError", "TaskError", "PolicyError", "SandboxUnready", "JailError", "BenchmarkError"):
+    if name in (
+        "ConfigError",
+        "TaskError",
+        "PolicyError",
+        "SandboxUnready",
+        "JailError",
+        "BenchmarkError",
+        "OptimizeError",
+    ):
         return 78
     return (
         getattr(error, "code", None)
@@ -293,6 +301,7 @@ def benchmark(
 cli_runs.add_to(app)
 cli_cluster.add_to(app)
 cli_upkeep.add_to(app)
+cli_optimize.add_to(app)
 app.add_typer(pod_app, name="pod", hidden=True)
 
 

@@ -68,12 +68,74 @@ void fused(long block, long grid, const float* x, float* y, long n) {
 - Built with `g++ -O3 -march=native -ffast-math -std=c++17`.
 """
 
+_PLAN_CUDA = """
+## The form of a solution: `plan.json` and `kernels/*.cu`
+`plan.json` lists nodes that run in order on one stream; kernels are CUDA, compiled by NVRTC for the GPU that is there.
+There is no host code: the launcher reads the plan.
+```json
+{"nodes": [{"kernel": "kernels/fused.cu", "function": "fused<4>", "grid": "cdiv(in0.numel, 1024)", "block": 256,
+            "args": ["in0", "out0", "in0.numel"]}]}
+```
+```cuda
+template <int PER_THREAD> __global__ void fused(const float* x, float* y, long n) {
+  long first = (blockIdx.x * (long)blockDim.x + threadIdx.x) * PER_THREAD;
+  for (int i = 0; i < PER_THREAD; i++) if (first + i < n) y[first + i] = sqrtf(fabsf(x[first + i]));
+}
+```
+- A node has `grid` and `block` (one to three numbers), and may have `"shared"` (bytes of dynamic shared memory),
+  `"cluster"` (one to three numbers) and `"cooperative": true`.
+- Buffers: `in0`, `in1`, ... are the inputs (contiguous), `out0`, ... the outputs, `"w:<name>"` a weight by its name
+  in the state_dict, `init0`, ... the plain numbers that `get_init_inputs()` returns. Workspaces of your own:
+  `"workspaces": {"tmp": {"size": "in0.numel", "dtype": "float32", "init": 0}}`.
+- Extents, sizes and number arguments are integers or expressions such as `"in0.shape[0] // 4"`, `"cdiv(in0.numel,
+  1024)"`, `min`, `max`, `select(condition, a, b)`. Numbers arrive with the type that the kernel declares.
+- `{"memset": "out0", "value": 0}` is a node too. Conditions that shapes must meet go into `"guards": ["in0.shape[1] % 8
+  == 0"]`.
+- Headers of CUDA (`cuda_fp16.h`, `cuda_bf16.h`, `mma.h`, `cooperative_groups.h`) are found; host headers are not
+  needed.
+- Matrix products and convolutions may be left to the library, with the arithmetic that you name (`fp32`, `tf32`,
+  `fp16`, `bf16`): `{"library": "gemm", "a": "in0", "b": "w:linear.weight", "c": "tmp", "m": 64, "n": 32, "k": 16,
+  "transpose_b": true, "compute": "tf32"}` and `{"library": "convolution", "input": "in0", "weight": "w:conv.weight",
+  "bias": "w:conv.bias", "output": "out0", "stride": 2, "padding": [1, 1]}` (also `dilation`, `groups`, `transposed`,
+  `output_padding`; `input_shape` and `weight_shape` where the buffer is a workspace).
+- Built for the GPU at hand with `-std=c++17 --use_fast_math`.
+"""
+
 _EXTENSION = """
 ## The form of a solution: `model_new.py` and `kernels/`
 `model_new.py` defines `class ModelNew` with the signature and the parameter names of `Model` (the state_dict is
-loaded into it); its forward calls functions of the module `cuda_extension` only. `kernels/*.cpp` hold the kernels and
-`kernels/*_binding.cpp` their bindings.
+loaded into it); its forward calls functions of the module `cuda_extension` only, besides creating and reshaping
+tensors.
+```python
+import torch
+import cuda_extension
+
+class ModelNew(torch.nn.Module):
+    def forward(self, x):
+        return cuda_extension.fused_forward(x)
+```
+`kernels/{source}` hold the kernels and `kernels/*_binding.cpp` their bindings:
+```cpp
+#include "binding_registry.h"
+{declaration}
+static Tensor fused_forward(Tensor x) {
+  check(x.dtype() == Float32 && x.is_contiguous(), "fused: a contiguous float32 tensor is expected");
+  Tensor y = empty_like(x);
+  fused(x.data<float>(), y.data<float>(), x.numel(){stream});
+  return y;
+}
+REGISTER_BINDING(fused_forward, fused_forward);
+```
+Arguments are `Tensor`, `double`, `float`, `long`, `int`, `bool`; results `Tensor`, `Tensors` (`add`) or nothing;
+`empty` takes an array of sizes and a dtype. `torch/types.h` and its like are understood too, without operators.
 """
+_OF_CPU = {"{source}": "*.cpp", "{declaration}": "void fused(const float* x, float* y, long n);", "{stream}": ""}
+_OF_CUDA = {
+    "{source}": "*.cu",
+    "{declaration}": "#include <cuda_runtime_api.h>\n"
+    'extern "C" void fused(const float* x, float* y, long n, cudaStream_t stream);  // kernels/fused.cu launches',
+    "{stream}": ", nullptr",
+}
 
 _PYTHON = """
 ## The form of a solution: `model_new.py`
@@ -86,4 +148,8 @@ program can be started and nothing can be written; it finds what it compiled.
 def skill_text(lane: Lane = "plan", device: str = "cpu") -> str:
     """The whole of SKILL.md."""
     on = " on the CPU of this machine" if device == "cpu" else " on its GPU"
-    return _GOAL.replace("{device}", on) + {"plan": _PLAN, "extension": _EXTENSION, "python": _PYTHON}[lane]
+    form = {"plan": _PLAN if device == "cpu" else _PLAN_CUDA, "extension": _EXTENSION, "python": _PYTHON}[lane]
+    if lane == "extension":
+        for mark, text in (_OF_CPU if device == "cpu" else _OF_CUDA).items():
+            form = form.replace(mark, text)
+    return _GOAL.replace("{device}", on) + form

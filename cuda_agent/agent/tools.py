@@ -37,6 +37,24 @@ def describe(verdict: Verdict, command: str, style: Style) -> str:
     return text
 
 
+def standing(verdict: Verdict) -> str:
+    """Under the device's roofline: what limits the solution at best, and how near it is.  Empty where nothing is known.
+    Bytes are those of all inputs and outputs, operations those of the reference."""
+    if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
+        return ""
+    least = {
+        "memory": verdict.bytes / verdict.peak_bytes_per_second
+        if verdict.bytes and verdict.peak_bytes_per_second
+        else 0,
+        "arithmetic": verdict.flops / verdict.peak_flops if verdict.flops and verdict.peak_flops else 0,
+    }
+    limiter, seconds = max(least.items(), key=lambda item: item[1])
+    if not seconds:
+        return ""
+    share = seconds / verdict.seconds
+    return f"limit: {limiter}, {seconds * 1e6:.1f} us at the device's peak; the solution reaches {share:.0%} of it"
+
+
 def failed(verdict: Verdict, command: str) -> bool:
     """Whether ``command`` exits with 1."""
     return verdict.status == "build_error" or (command != "compile" and verdict.status != "ok")
@@ -155,3 +173,29 @@ TOOLS: list[dict[str, Any]] = [
     ),
 ]
 TOOL_NAMES = frozenset(tool["function"]["name"] for tool in TOOLS)
+
+# What a model of other people's gets besides.  The policies that are trained here never see these: their prompts, and
+# with them what was learned and what is cached, stay as they are.
+_BACKGROUND = [
+    _tool(
+        "Bash",
+        "Run a command in bash. The current folder and exported variables last from call to call; everything else that "
+        "the command started ends with it, unless run_in_background is set: then it goes on, for some minutes at most, "
+        "and BashOutput tells what it has printed. There is no network. compile, verify and profile are commands here, "
+        "though not in the background.",
+        {
+            "command": _text("the command"),
+            "timeout": {"type": "number", "description": "seconds before it is killed"},
+            "run_in_background": {"type": "boolean", "description": "do not wait for it"},
+        },
+        ["command"],
+    ),
+    _tool(
+        "BashOutput",
+        "What a background command has printed since it was asked last, and whether it still runs.",
+        {"id": _text("the id that Bash gave")},
+        ["id"],
+    ),
+    _tool("KillBash", "End a background command.", {"id": _text("the id that Bash gave")}, ["id"]),
+]
+ALL_TOOLS: list[dict[str, Any]] = [*_BACKGROUND, *(tool for tool in TOOLS if tool["function"]["name"] != "Bash")]

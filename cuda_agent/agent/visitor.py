@@ -5,7 +5,6 @@ Its episodes are for measuring, not for training: the server keeps its token ids
 number, the server's own count, means something.
 """
 
-import json
 from typing import Any
 
 from cuda_agent.agent.loop import Ended, Play, Sandbox, Settings, WorkFolder
@@ -14,10 +13,8 @@ from cuda_agent.agent.skill import skill_text
 from cuda_agent.agent.tools import TOOLS, solution_of
 from cuda_agent.policy.chat import ToolCall
 from cuda_agent.policy.episode import Episode
-from cuda_agent.policy.served import Reply, ServedModel
+from cuda_agent.policy.served import CHARACTERS, ServedModel
 from cuda_agent.tasks.task import Task
-
-CHARACTERS = 4  # a token, about: tool results are cut without the model's tokenizer
 
 
 async def run_visit(
@@ -60,7 +57,7 @@ class _Visit(Play):
                 return "tokens"
             if not reply.calls:
                 return "answer"
-            sent.append(_as_sent(reply))
+            sent.append(reply.message())
             for call in reply.calls:
                 if call["arguments"] is None:
                     self.flags.add("malformed_call")
@@ -74,16 +71,3 @@ class _Visit(Play):
     def _cut(self, text: str) -> str:
         limit = self.settings.tool_tokens * CHARACTERS
         return text if len(text) <= limit else f"{text[: limit // 2]}\n...\n{text[-(limit // 2) :]}"
-
-
-def _as_sent(reply: Reply) -> dict[str, Any]:
-    """The assistant's turn as the address wants it back."""
-    calls = [
-        {
-            "id": call["id"],
-            "type": "function",
-            "function": {"name": call["name"], "arguments": json.dumps(call["arguments"] or {})},
-        }
-        for call in reply.calls
-    ]
-    return {"role": "assistant", "content": reply.content, "tool_calls": calls}

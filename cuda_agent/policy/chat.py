@@ -132,24 +132,8 @@ class Chat:
             ids.pop()
         malformed = any(i in self._special_ids for i in ids)
         text = self.tokenizer.decode(ids, skip_special_tokens=False)
-        thought, closed, said = text.rpartition("</think>")  # a call that is only thought of is none
-        calls: list[ToolCall] = []
-
-        def take(match: re.Match[str]) -> str:
-            call = _parse_call(match[1])
-            if call is None:
-                return match[0]
-            calls.append(call)
-            return ""
-
-        said = _CALL.sub(take, said)
-        if _STRAY.search(said):
-            malformed = True
-        if tools:
-            schemas = [tool.get("function", tool) for tool in tools]
-            types = {schema["name"]: schema.get("parameters", {}).get("properties", {}) for schema in schemas}
-            calls = [_typed(call, types.get(call.name, {})) for call in calls]
-        return (thought + closed + said).strip(), calls, malformed
+        text, calls, stray = read_calls(text, tools)
+        return text, calls, malformed or stray
 
     def _delta(self, messages: Sequence[Message], closed: bool) -> list[int]:
         call = {"name": "Read", "arguments": {"path": _SENTINEL}}
@@ -191,6 +175,28 @@ class Chat:
                 for call in message["tool_calls"]
             ]
         return clean
+
+
+def read_calls(text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> tuple[str, list[ToolCall], bool]:
+    """One turn's text -> (the text without the calls, the calls in order, whether any of them is malformed).  Forms and
+    types are those of ``Chat.parse``."""
+    thought, closed, said = text.rpartition("</think>")  # a call that is only thought of is none
+    calls: list[ToolCall] = []
+
+    def take(match: re.Match[str]) -> str:
+        call = _parse_call(match[1])
+        if call is None:
+            return match[0]
+        calls.append(call)
+        return ""
+
+    said = _CALL.sub(take, said)
+    malformed = _STRAY.search(said) is not None
+    if tools:
+        schemas = [tool.get("function", tool) for tool in tools]
+        types = {schema["name"]: schema.get("parameters", {}).get("properties", {}) for schema in schemas}
+        calls = [_typed(call, types.get(call.name, {})) for call in calls]
+    return (thought + closed + said).strip(), calls, malformed
 
 
 def _user(text: str) -> dict[str, Any]:

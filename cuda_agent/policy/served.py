@@ -1,49 +1,110 @@
 """A model behind an OpenAI-compatible address, text in and text out: the second seam, for other people's models.
 
-``chat(messages, tools) -> message``.  What it plays is no training data: token ids and log-probabilities stay with the
-server.  The key is read from the environment and sent to that address alone.
+``chat(messages, tools) -> Reply``.  What it plays is no training data: token ids and log-probabilities stay with the
+server.  Answers are streamed, so that a person sees them grow and an endless one can be left.  What a server lacks
+(tool calls, usage in streams, a parameter) is found out by its refusal and remembered; tool calls are then read from
+the text (``text_calls``).  Busy servers, broken streams and 5xx are asked again, with the pause that they ask for.
 
-What it does not cover: streaming, the policies that we train (``local``), and playing (``agent.visitor``).
+The key is read from the environment, sent to that address alone, and blotted out of everything that comes back.
+
+What it does not cover: the policies that we train (``local``), playing (``agent``), and what a conversation may cost.
 """
 
 import asyncio
+import email.utils
 import json
 import os
-from collections.abc import Mapping, Sequence
+import random
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
-_RETRIES = 4
-_AGAIN = (408, 409, 429, 500, 502, 503, 504)
+from cuda_agent.policy.chat import read_calls
+from cuda_agent.policy.text_calls import Form, on_the_wire
+
+Listener = Callable[[str, str], None]
+"""(what, text): ``text`` and ``thought`` as they come, ``again`` when what came is void, ``wait`` and ``form``, why."""
+
+CHARACTERS = 4  # a token, about, where nobody counts
+LONGEST = 2 << 20  # characters of one answer, whatever it was allowed
+_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+_LONGEST_PAUSE = 120.0
+# What a refusal names -> what is left out from then on.
+_OPTIONAL = {
+    "stream_options": "stream_options", "parallel_tool_calls": "parallel_tool_calls", "tool_choice": "tool_choice",
+    "max_completion_tokens": "max_tokens", "seed": "seed", "temperature": "temperature",
+}  # fmt: skip
+_TOO_LONG = re.compile(
+    r"context.{0,40}(length|window|size)|too (long|many) (tokens|prompt|input)|prompt is too long", re.I
+)
 
 
 class ServedModelError(RuntimeError):
     """The address does not answer, refuses us, or answers something else; the message says which."""
 
 
+class ContextTooLong(ServedModelError):
+    """The conversation does not fit into the server's context."""
+
+
 @dataclass
 class Reply:
     """One assistant turn.  ``calls``: {"id", "name", "arguments"}, arguments as a dict, or None where they are not
-    JSON; ``tokens`` as the server counts them."""
+    JSON.  Tokens are the server's count, or ``estimated`` from the text."""
 
     content: str
     calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: int = 0
-    cut: bool = False  # it hit max_tokens
+    cut: bool = False  # it hit max_tokens, or did not end
+    prompt_tokens: int = 0
+    estimated: bool = False
+    thought: str = ""
+    raw: str = ""  # the text that calls were read from; empty where they were native
+    malformed: bool = False  # something in the text began like a call and is none
+
+    def message(self) -> dict[str, Any]:
+        """As a part of the conversation."""
+        said: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.calls:
+            said["tool_calls"] = self.calls
+        if self.raw:
+            said["raw"] = self.raw
+        return said
 
 
 class ServedModel:
-    """An async context manager over one connection pool.  ``url``: up to and with ``/v1``."""
+    """An async context manager over one connection pool.  ``url``: up to and with ``/v1``.  ``lost`` counts the tokens
+    of answers that broke off, which a vendor charges too."""
 
-    def __init__(self, url: str, model: str, key_env: str = "OPENAI_API_KEY", timeout: float = 600.0) -> None:
-        self.url, self.model = url.rstrip("/"), model
-        key = os.environ.get(key_env)
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        key_env: str = "OPENAI_API_KEY",
+        timeout: float = 600.0,
+        form: Form = "native",
+        retries: int = 5,
+        pause: float = 1.0,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ServedModelError(f"{url}: expected an address such as http://127.0.0.1:8000/v1")
+        if parts.username or parts.password:
+            raise ServedModelError(f"a key does not belong into the address: put it into the environment, as {key_env}")
+        self.url, self.model, self.form = url.rstrip("/"), model, form
+        self._key, self._key_env = os.environ.get(key_env, ""), key_env
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._client = httpx.AsyncClient(
-            timeout=timeout, headers={"Authorization": f"Bearer {key}"} if key else {}, follow_redirects=False
+            timeout=httpx.Timeout(timeout, connect=30.0), headers=headers, follow_redirects=False
         )
-        self._key_env = key_env
+        self._retries, self._pause = retries, pause
+        self._lacks: set[str] = set()
+        self.lost = 0
 
     async def __aenter__(self) -> "ServedModel":
         return self
@@ -58,61 +119,280 @@ class ServedModel:
         max_tokens: int | None = None,
         temperature: float = 1.0,
         seed: int | None = None,
+        listen: Listener | None = None,
+        call: bool = True,
     ) -> Reply:
-        """The model's next turn.  Busy or broken answers are tried again a few times; then ServedModelError."""
-        body: dict[str, Any] = {"model": self.model, "messages": list(messages), "temperature": temperature}
-        if tools:
+        """The model's next turn; ``call``: whether it may call tools.  Busy or broken answers are tried again a few
+        times; then ``ServedModelError``.  ``ContextTooLong`` when the conversation has to become shorter."""
+        hear = listen or (lambda what, text: None)
+        failures, pause = 0, 0.0
+        while True:
+            await asyncio.sleep(pause)
+            body = self._body(messages, tools, max_tokens, temperature, seed, call)
+            try:
+                return await self._once(body, tools, max_tokens, hear)
+            except _Refused as refused:
+                if not self._adapted(str(refused), body, hear):
+                    raise ServedModelError(f"{self.url} with model {self.model}: {refused}") from None
+                pause = 0.0
+            except (_Again, httpx.HTTPError) as error:
+                failures += 1
+                problem = str(error) if isinstance(error, _Again) else f"{type(error).__name__} {error}".strip()
+                if failures > self._retries:
+                    raise ServedModelError(f"{self.url} with model {self.model}: {problem}") from None
+                pause = self._pause * 2.0 ** (failures - 1) * random.uniform(1.0, 1.25)
+                if isinstance(error, _Again) and error.after is not None:
+                    pause = error.after
+                pause = min(pause, _LONGEST_PAUSE)
+                hear("again", "")
+                hear("wait", f"{problem}; again in {pause:.0f} s")
+
+    def _body(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        max_tokens: int | None,
+        temperature: float,
+        seed: int | None,
+        call: bool,
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": on_the_wire(messages, tools if call else (), self.form),
+            "temperature": temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if tools and self.form == "native":
             body["tools"] = list(tools)
+            if not call:
+                body["tool_choice"] = "none"
         if max_tokens:
             body["max_tokens"] = max_tokens
         if seed is not None:
             body["seed"] = seed % 2**31
-        problem = ""
-        for attempt in range(_RETRIES):
-            if attempt:
-                await asyncio.sleep(2.0 ** (attempt - 1))
+        if "max_tokens" in self._lacks and max_tokens:
+            body["max_completion_tokens"] = body.pop("max_tokens")
+        return {key: value for key, value in body.items() if key not in self._lacks}
+
+    def _adapted(self, refusal: str, body: dict[str, Any], hear: Listener) -> bool:
+        """Whether the next request leaves out what this refusal names.  Everything is left out once only."""
+        text = refusal.lower()
+        for named, left_out in _OPTIONAL.items():
+            if named in text and left_out in body and left_out not in self._lacks:
+                self._lacks.add(left_out)
+                return True
+        if self.form == "native" and "tools" in body and ("tool" in text or "function" in text):
+            self.form = "text"
+            hear("form", "the server has no tool calls: they are written as text")
+            return True
+        return False
+
+    async def _once(
+        self, body: dict[str, Any], tools: Sequence[Mapping[str, Any]], max_tokens: int | None, hear: Listener
+    ) -> Reply:
+        async with self._client.stream("POST", f"{self.url}/chat/completions", json=body) as answer:
+            if answer.status_code != 200:
+                await self._fail(answer)
+            turn = _Turn(self._clean, hear)
+            if "text/event-stream" in answer.headers.get("content-type", ""):
+                room = LONGEST if not max_tokens else min(LONGEST, (16 << 10) + 8 * CHARACTERS * max_tokens)
+                try:
+                    await turn.stream(answer, room)
+                except (_Again, httpx.HTTPError):
+                    self.lost += turn.characters // CHARACTERS
+                    raise
+            else:
+                turn.whole(await _bounded(answer), self.url)
+        return turn.reply(tools, self.form, sum(len(str(m)) for m in body["messages"]))
+
+    async def _fail(self, answer: httpx.Response) -> None:
+        said = self._clean((await _bounded(answer)).decode(errors="replace"))
+        problem = f"HTTP {answer.status_code}: {_message(said)[:300]}"
+        if answer.status_code in _AGAIN:
+            raise _Again(problem, _retry_after(answer.headers.get("retry-after")))
+        if answer.status_code in (401, 403):
+            there = "is refused" if self._key else "is not set"
+            raise ServedModelError(
+                f"{self.url} with model {self.model}: {problem} (the key in {self._key_env} {there})"
+            )
+        if answer.status_code in (400, 413, 422) and _TOO_LONG.search(said):
+            raise ContextTooLong(f"{self.url} with model {self.model}: {problem}")
+        raise _Refused(problem)
+
+    def _clean(self, text: str) -> str:
+        """Without the key: some servers repeat it."""
+        return text.replace(self._key, "[key]") if len(self._key) >= 8 else text
+
+
+class _Refused(Exception):
+    """The server does not want this request; another form of it, perhaps."""
+
+
+class _Again(Exception):
+    """Worth another try, ``after`` so many seconds where the server says so."""
+
+    def __init__(self, message: str, after: float | None = None) -> None:
+        super().__init__(message)
+        self.after = after
+
+
+class _Turn:
+    """An answer as it comes in."""
+
+    def __init__(self, clean: Callable[[str], str], hear: Listener) -> None:
+        self._clean, self._hear = clean, hear
+        self._text: list[str] = []
+        self._thought: list[str] = []
+        self._calls: dict[int, dict[str, str]] = {}
+        self._finish, self._usage = "", {}  # type: str, dict[str, Any]
+        self.characters = 0
+
+    async def stream(self, answer: httpx.Response, room: int) -> None:
+        """Until the server says that it is the end, or ``room`` characters have come."""
+        async for data in _events(answer):
+            if data == "[DONE]":
+                if not self._finish:
+                    self._finish = "stop"
+                return
             try:
-                answer = await self._client.post(f"{self.url}/chat/completions", json=body)
-            except httpx.HTTPError as error:
-                problem = f"{type(error).__name__} {error}"
-                continue
-            if answer.status_code == 200:
-                return _reply(answer, self.url)
-            problem = f"HTTP {answer.status_code}: {answer.text[:300]}"
-            if answer.status_code in (401, 403):
-                problem += f" (is the key in {self._key_env}?)"
-            if answer.status_code not in _AGAIN:
-                break
-        raise ServedModelError(f"{self.url} with model {self.model}: {problem}")
+                chunk = json.loads(data)
+                if chunk.get("error"):
+                    raise _Again(f"in the stream: {_message(data)[:300]}")
+                self._take(chunk)
+            except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
+                raise _Again(f"the stream holds something else ({type(error).__name__})") from None
+            if self.characters > room:
+                self._finish = "length"
+                return
+        if not self._finish:
+            raise _Again("the stream broke off")
 
+    def whole(self, content: bytes, url: str) -> None:
+        """An answer in one piece, from a server that does not stream."""
+        try:
+            data = json.loads(content)
+            choice = data["choices"][0]
+            message = choice["message"]
+            for index, call in enumerate(message.get("tool_calls") or []):
+                call.setdefault("index", index)
+            self._take({"choices": [{"delta": message, "finish_reason": choice.get("finish_reason") or "stop"}]})
+            self._usage = data.get("usage") or {}
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+            raise ServedModelError(
+                f"{url}: no chat completion in its answer ({type(error).__name__}: {error})"
+            ) from None
 
-def _reply(answer: httpx.Response, url: str) -> Reply:
-    try:
-        data = answer.json()
-        choice = data["choices"][0]
-        message = choice["message"]
+    def _take(self, chunk: dict[str, Any]) -> None:
+        self._usage = chunk.get("usage") or self._usage
+        for choice in (chunk.get("choices") or [])[:1]:
+            self._finish = choice.get("finish_reason") or self._finish
+            delta = choice.get("delta") or {}
+            self._add(self._text, "text", delta.get("content"))
+            self._add(self._thought, "thought", delta.get("reasoning_content") or delta.get("reasoning"))
+            for part in delta.get("tool_calls") or []:
+                function = part.get("function") or {}
+                index = part.get("index")
+                call = self._calls.setdefault(
+                    len(self._calls) if index is None else int(index), {"id": "", "name": "", "arguments": ""}
+                )
+                call["id"] = part.get("id") or call["id"]
+                call["name"] += str(function.get("name") or "")
+                arguments = function.get("arguments") or ""
+                call["arguments"] += arguments if isinstance(arguments, str) else json.dumps(arguments)
+                self.characters += len(str(arguments))
+
+    def _add(self, parts: list[str], what: str, piece: Any) -> None:
+        if isinstance(piece, str) and piece:
+            parts.append(piece)
+            self.characters += len(piece)
+            self._hear(what, piece)
+
+    def reply(self, tools: Sequence[Mapping[str, Any]], form: Form, prompt: int) -> Reply:
+        """``prompt``: its characters, for an estimate."""
+        raw = self._clean("".join(self._text))
+        thought = self._clean("".join(self._thought))
+        if not thought and "</think>" in raw:
+            thought, _, raw = raw.rpartition("</think>")
+            thought, raw = thought.replace("<think>", "").strip(), raw.lstrip()
         calls = [
             {
-                "id": call.get("id") or f"call-{index}",
-                "name": str(call["function"]["name"]),
-                "arguments": _arguments(call["function"].get("arguments")),
+                "id": call["id"] or f"call-{index}",
+                "name": call["name"],
+                "arguments": _arguments(self._clean(call["arguments"])),
             }
-            for index, call in enumerate(message.get("tool_calls") or [])
+            for index, call in sorted(self._calls.items())
         ]
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ServedModelError(f"{url}: no chat completion in its answer ({type(error).__name__}: {error})") from None
-    usage = data.get("usage") or {}
-    return Reply(
-        content=message.get("content") or "",
-        calls=calls,
-        tokens=int(usage.get("completion_tokens") or 0),
-        cut=choice.get("finish_reason") == "length",
-    )
+        content, malformed, read = raw, False, False
+        if not calls:  # a server may also leave the calls of a model that knows how in the text
+            content, found, malformed = read_calls(raw, tools)
+            read = bool(found)
+            calls = [{"id": f"call-{i}", "name": c.name, "arguments": c.arguments} for i, c in enumerate(found)]
+        counted = self._usage.get("completion_tokens")
+        return Reply(
+            content=content if read else raw,
+            calls=calls,
+            tokens=int(counted or self.characters // CHARACTERS),
+            cut=self._finish == "length",
+            prompt_tokens=int(self._usage.get("prompt_tokens") or prompt // CHARACTERS),
+            estimated=counted is None,
+            thought=thought,
+            raw=raw if read or (form == "raw") else "",
+            malformed=malformed,
+        )
 
 
-def _arguments(value: Any) -> dict[str, Any] | None:
+async def _events(answer: httpx.Response) -> AsyncIterator[str]:
+    """The data of server-sent events.  A line that does not end is refused, not collected."""
+    rest = b""
+    async for block in answer.aiter_bytes():
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip().decode(errors="replace")
+        if len(rest) > 2 * LONGEST:
+            raise _Again("the stream holds a line without an end")
+    if rest.startswith(b"data:"):
+        yield rest[5:].strip().decode(errors="replace")
+
+
+async def _bounded(answer: httpx.Response) -> bytes:
+    """The body, as far as it is of a reasonable size."""
+    content = b""
+    async for block in answer.aiter_bytes():
+        content += block
+        if len(content) > 4 * LONGEST:
+            raise _Again("the answer does not end")
+    return content
+
+
+def _arguments(value: str) -> dict[str, Any] | None:
     try:
-        parsed = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+        parsed = json.loads(value) if value.strip() else {}
+    except (ValueError, RecursionError):
         return None
     return parsed if isinstance(parsed, dict) else None
+
+
+def _message(text: str) -> str:
+    """What a server says of an error: the message of its JSON, or the first line."""
+    try:
+        error = json.loads(text)
+        error = error.get("error", error)
+        return str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, AttributeError, RecursionError):
+        return " ".join(text.split())
+
+
+def _retry_after(text: str | None) -> float | None:
+    """Seconds or a date; ``None`` when it says nothing."""
+    if not text:
+        return None
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, TypeError):
+        return None

@@ -31,11 +31,24 @@ async def prepare(files: dict[str, str], spec: TaskSpec, builder: Builder, archi
     """Build, for the CPU or for a GPU of this ``architecture``; what the worker is told to load.  Raises
     ``ExtensionError`` or ``build.BuildError``."""
     check_module(files, spec)
-    endings = _SOURCES["cuda" if architecture else "cpu"]
+    device = "cuda" if architecture else "cpu"
+    built, units, libraries = sources_of(files, device)
+    extra = ("-I.", "-Isurface")
+    if architecture:
+        library = await builder.extension(built, units, architecture, libraries, extra)
+    else:
+        library = await builder.library(built, units, (*extra, "-fopenmp"))
+    return {"library": str(library), "code": files["model_new.py"]}
+
+
+def sources_of(files: dict[str, str], device: str) -> tuple[dict[str, str], list[str], list[str]]:
+    """What is compiled, with what stands in for torch's headers; which of it are units; and the vendor's libraries that
+    it uses.  Raises ``ExtensionError``."""
+    endings = _SOURCES[device]
     sources = {name: text for name, text in files.items() if name.endswith(endings) and Path(name).name not in _FIXED}
     units = sorted(name for name in sources if name.endswith(_UNITS))
     if not units:
-        raise ExtensionError(f"there is no kernels/*{'.cu' if architecture else '.cpp'}")
+        raise ExtensionError(f"there is no kernels/*{'.cu' if device == 'cuda' else '.cpp'}")
     if not any(_BINDING.search(text) for text in sources.values()):
         raise ExtensionError("no REGISTER_BINDING in any source: cuda_extension would be empty")
     foreign: set[str] = set()
@@ -46,14 +59,8 @@ async def prepare(files: dict[str, str], spec: TaskSpec, builder: Builder, archi
         foreign.update(found)
     built = sources | {name: (_HERE / name).read_text() for name in (HEADER, _SURFACE)}
     built |= {f"surface/{name}": f'#pragma once\n#include "{_SURFACE}"\n' for name in foreign}
-    extra = ("-I.", "-Isurface")
-    if architecture:
-        text = "".join(sources.values())
-        libraries = [name for name in ("cublas", "cudnn") if name in text]
-        library = await builder.extension(built, units, architecture, libraries, extra)
-    else:
-        library = await builder.library(built, units, (*extra, "-fopenmp"))
-    return {"library": str(library), "code": files["model_new.py"]}
+    text = "".join(sources.values())
+    return built, units, [name for name in ("cublas", "cudnn") if device == "cuda" and name in text]
 
 
 def check_module(files: dict[str, str], spec: TaskSpec) -> None:

@@ -5,8 +5,8 @@ and the exported variables last from command to command.  ``compile``, ``verify`
 its PATH: they hand their request to the worker through a FIFO, the worker passes it to the client over the open call,
 and the answer returns the same way.  Everything that a shell can write to is read as if it lied.
 
-Not covered: background commands, process substitution (``<(...)`` needs ``/proc``), and machines whose Landlock cannot
-confine signals (ABI below 6), where a shell of the same user may kill its own worker.
+Not covered: background commands (``workspace_background``), process substitution (``<(...)`` needs ``/proc``), and
+machines whose Landlock cannot confine signals (ABI below 6), where a shell of the same user may kill its own worker.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ import socket
 import stat
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from cuda_agent.sandbox import jail
@@ -32,6 +33,7 @@ BASH = "/bin/bash"
 _STATE_FD = 198  # of a shell: where it leaves its folder and exported variables
 _MEMORY_TICK, _WAITING_TICK, _DISK_TICK = 0.1, 0.3, 0.5  # seconds between looks at what a command uses
 _ASKS = 20  # answered requests of one shell command
+_PATIENCE = 200  # rounds in which what forks is killed one by one, to spare background commands
 _STATE_BYTES, _REQUEST_BYTES, _ANSWER_BYTES = 32 << 10, 8 << 10, 32 << 10
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
@@ -58,6 +60,7 @@ class Limits:
     memory_mb: int = 1024  # of all processes of a shell command together
     processes: int = 64
     disk_mb: int = 256
+    background_seconds: float = 600.0
 
 
 @dataclass
@@ -68,7 +71,7 @@ class Outcome:
 
 
 @dataclass
-class _Output:
+class Output:
     """The first and the last bytes of a stream."""
 
     limit: int
@@ -117,19 +120,22 @@ class Shell:
         self.wake = wake_on_child()
         self.asked = 0
         self.alone = _signals_stay_inside()
+        self.keepers: set[int] = set()  # children that must outlive a command, with what they started
+        self.paused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # while a time may be taken
 
     def run(self, program: list[str], seconds: float) -> Outcome:
         """Until it ends, or is killed for what it uses.  Afterwards nothing that it started is alive."""
         requests = self._requests()
         out_read, out_write = os.pipe()
         state_read, state_write = os.pipe()
-        pid = fork(lambda: self._become(program, out_write, state_write))
+        pid = fork(lambda: self.become(program, out_write, state_write, self.environment))
         os.close(out_write)
         os.close(state_write)
         for descriptor in (out_read, state_read):
             os.set_blocking(descriptor, False)
-        output, state, request = _Output(self.limits.output_chars), bytearray(), bytearray()
+        output, state, request = Output(self.limits.output_chars), bytearray(), bytearray()
         waiting: list[list[str]] = []  # requests of compile, verify, profile: the first one is being answered
+        quiet = contextlib.ExitStack()  # while one is
         asks, used, killed, code = 0, 0.0, "", None
         last = looked = measured = time.monotonic()
         try:
@@ -151,6 +157,8 @@ class Shell:
                     if frame.kind == "a" and waiting and frame.slot == self.asked % 256:
                         self._answer(waiting.pop(0)[0], frame)
                         self._ask(waiting)
+                        if not waiting:
+                            quiet.close()
                 for fields in _records(request, drain(requests)):
                     asks += 1
                     if asks > _ASKS:
@@ -159,14 +167,16 @@ class Shell:
                         continue
                     waiting.append(fields)
                     if len(waiting) == 1:
+                        quiet.enter_context(self.paused())
                         self._ask(waiting)
                 if code is None and (used > seconds or now - looked > _MEMORY_TICK):
                     disk = now - measured > _DISK_TICK
-                    killed, looked, measured = self._overuse(used, seconds, disk), now, now if disk else measured
+                    killed, looked, measured = self.overuse(used, seconds, disk), now, now if disk else measured
                     if killed:
                         break
         finally:
-            self._end(pid)
+            quiet.close()
+            self.end(pid)
         output.add(drain(out_read))
         state += drain(state_read)[: _STATE_BYTES + 1 - len(state)]
         for descriptor in (out_read, state_read, requests):
@@ -175,7 +185,8 @@ class Shell:
             self.state = state.decode(errors="replace").replace("\0", "")
         return Outcome(code if code is not None else -signal.SIGKILL, output.text(), killed)
 
-    def _become(self, program: list[str], out: int, state: int) -> None:
+    def become(self, program: list[str], out: int, state: int, environment: dict[str, str]) -> None:
+        """In a forked child: the program, in the jail of commands.  ``state``: where it leaves folder and variables."""
         os.setsid()
         null = os.open("/dev/null", os.O_RDONLY)
         os.dup2(out, 1)
@@ -191,16 +202,16 @@ class Shell:
             os.chdir(self.files.root)
             resource.setrlimit(resource.RLIMIT_CPU, (self.policy.cpu_seconds, self.policy.cpu_seconds))
             jail.narrow(self.policy)
-            os.execve(program[0], program, self.environment)
+            os.execve(program[0], program, environment)
         except (OSError, ValueError, jail.JailError) as error:
             os.write(2, f"{program[0]}: {error}\n".encode())
             os._exit(126)
 
-    def _overuse(self, used: float, seconds: float, disk: bool) -> str:
+    def overuse(self, used: float, seconds: float, disk: bool) -> str:
         """Why the command must be killed, or nothing."""
         if used > seconds:
             return f"killed after {seconds:g} s"
-        pids = _descendants(os.getpid())
+        pids = descendants(os.getpid())
         if len(pids) > self.limits.processes:
             return f"killed: more than {self.limits.processes} processes"
         if sum(map(_resident, pids)) > self.limits.memory_mb << 20:
@@ -209,15 +220,15 @@ class Shell:
             return f"killed: more than {self.limits.disk_mb} MiB on disk"
         return ""
 
-    def _end(self, pid: int) -> None:
+    def end(self, pid: int) -> None:
         """Kills all that is left of a command."""
         with contextlib.suppress(OSError):
             os.killpg(pid, signal.SIGKILL)
-        for _ in range(1000):
-            if self.alone:
+        for attempt in range(1000):
+            if self.alone and (not self.keepers or attempt > _PATIENCE):
                 with contextlib.suppress(OSError):
                     os.kill(-1, signal.SIGKILL)  # all at once: nothing can fork faster than this
-            left = _descendants(os.getpid())
+            left = descendants(os.getpid(), self.keepers)
             kill(left)
             reap()
             if not left:
@@ -340,8 +351,9 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def _descendants(pid: int) -> list[int]:
-    found = children(pid)
+def descendants(pid: int, without: Collection[int] = ()) -> list[int]:
+    """All processes below ``pid``, save those ``without`` and what is below them."""
+    found = [child for child in children(pid) if child not in without]
     for child in found:
         found += children(child)  # grows while it is walked
     return found

@@ -4,14 +4,15 @@
 worker for every workspace, and cleans up behind it: folder, and whatever the shell left running.  A worker closes the
 jail around itself, then serves its client over one socket: tool calls, one after the other.
 
-Not covered: the file tools (``workspace_files``), the shell (``workspace_shell``), what compile, verify and profile
-do.
+Not covered: the file tools (``workspace_files``), the shell (``workspace_shell``, ``workspace_background``), what
+compile, verify and profile do.
 """
 
 import contextlib
 import gc
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 
 from cuda_agent.sandbox import jail
 from cuda_agent.sandbox.wire import receive_frame, send_frame
+from cuda_agent.sandbox.workspace_background import Backgrounds
 from cuda_agent.sandbox.workspace_files import Folder, Refused
 from cuda_agent.sandbox.workspace_shell import (
     BASH,
@@ -145,6 +147,8 @@ class Session:
     def __init__(self, client: socket.socket, folder: str, files: Folder, limits: Limits) -> None:
         self.client, self.folder, self.files, self.limits = client, folder, files, limits
         self.shell = Shell(folder, limits, files, client)
+        self.backgrounds = Backgrounds(self.shell)
+        self.shell.paused = self.backgrounds.paused
 
     def serve(self) -> None:
         while True:
@@ -153,20 +157,27 @@ class Session:
                 text, error = self._call(frame.body["tool"], frame.body["arguments"])
                 send_frame(self.client, "=", {"text": text, "error": error})
             elif frame.kind == "f":
-                self.files.restore()
-                send_frame(self.client, "=", self.files.collect())
+                with self.backgrounds.paused():
+                    self.files.restore()
+                    files = self.files.collect()
+                send_frame(self.client, "=", files)
 
     def _call(self, tool: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         try:
             values = checked(tool, arguments)
             if tool == "Bash":
                 return self._bash(**values)
+            if tool == "BashOutput":
+                return self._presented(self.backgrounds.output(values["id"])), False
+            if tool == "KillBash":
+                return self._presented(self.backgrounds.kill(values["id"])), False
             if tool == "Grep":
                 return self._grep(**values), False
             if tool == "TodoWrite":
                 return "ok", False
             method = {"Read": "read", "Write": "write", "Edit": "edit", "MultiEdit": "multi_edit", "Glob": "glob"}[tool]
-            return cut(getattr(self.files, method)(**values), self.limits.output_chars), False
+            with self.backgrounds.paused():
+                return cut(getattr(self.files, method)(**values), self.limits.output_chars), False
         except Refused as refused:
             return self._presented(f"error: {refused}"), True
         except ConnectionError:
@@ -174,11 +185,13 @@ class Session:
         except (OSError, ValueError, RecursionError, MemoryError) as error:  # whatever a hostile folder provokes
             return self._presented(f"error: {type(error).__name__}: {error}")[:500], True
 
-    def _bash(self, command: str, timeout: float | None = None) -> tuple[str, bool]:
+    def _bash(self, command: str, timeout: float | None = None, run_in_background: bool = False) -> tuple[str, bool]:
         if not command.strip():
             raise Refused("command is empty")
         if len(command.encode(errors="replace")) > 100_000 or "\0" in command:
             raise Refused("the command is too long or not text")
+        if run_in_background:
+            return f"started in the background as {self.backgrounds.start(command)}", False
         seconds = min(timeout or self.limits.shell_seconds, self.limits.shell_seconds)
         outcome = self.shell.run([BASH, "-c", WRAPPER, "bash", self.shell.state, command], seconds)
         changed = self.files.restore()
@@ -190,8 +203,13 @@ class Session:
 
     def _grep(self, pattern: str, path: str = ".", glob: str | None = None) -> str:
         base = self.files.resolve(path)
-        only = [f"--include={glob}"] if glob else []
-        outcome = self.shell.run(["/bin/grep", "-rnIHsE", "-D", "skip", *only, "-e", pattern, "--", base], 5.0)
+        if ripgrep := shutil.which("rg", path="/usr/local/bin:/usr/bin:/bin"):
+            search = [ripgrep, *_RIPGREP, *([f"--glob={glob}"] if glob else []), "-e", pattern, "--", base]
+        else:
+            only = [f"--include={glob}"] if glob else []
+            search = ["/bin/grep", "-rnIHsE", "-D", "skip", *only, "-e", pattern, "--", base]
+        with self.backgrounds.paused():
+            outcome = self.shell.run(search, 5.0)
         if outcome.killed:
             raise Refused(outcome.killed)
         if outcome.code > 1:
@@ -204,6 +222,9 @@ class Session:
         return text.replace(self.files.root, "~").replace(f"{self.folder}/tmp", "$TMPDIR").replace(self.folder, "~/..")
 
 
+_RIPGREP = (
+    "-nH", "--no-heading", "--color=never", "--no-config", "--no-ignore", "--no-messages", "--hidden", "--sort=path",
+)  # fmt: skip
 _STRING, _NUMBER, _INTEGER, _BOOLEAN, _EDITS, _TODOS = (
     "text",
     "a number",
@@ -213,7 +234,9 @@ _STRING, _NUMBER, _INTEGER, _BOOLEAN, _EDITS, _TODOS = (
     "todos",
 )
 _PARAMETERS: dict[str, dict[str, str]] = {  # a name that ends in "?" may be left out
-    "Bash": {"command": _STRING, "timeout?": _NUMBER, "description?": _STRING},
+    "Bash": {"command": _STRING, "timeout?": _NUMBER, "run_in_background?": _BOOLEAN, "description?": _STRING},
+    "BashOutput": {"id": _STRING},
+    "KillBash": {"id": _STRING},
     "Read": {"path": _STRING, "offset?": _INTEGER, "limit?": _INTEGER},
     "Write": {"path": _STRING, "content": _STRING},
     "Edit": {"path": _STRING, "old_string": _STRING, "new_string": _STRING, "replace_all?": _BOOLEAN},

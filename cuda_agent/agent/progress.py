@@ -1,0 +1,209 @@
+"""What a search for a fast kernel has found and spent: the solutions that were judged, the budget, the transcript.
+
+The transcript is one JSON object a line; everything that ``--resume`` needs is in it.  Kinds of events and their facts:
+
+- ``message``: ``message``, a part of the conversation
+- ``diff``: ``path``, ``text`` (unified), ``added`` and ``removed`` lines
+- ``files``: ``changed`` ({path: text}) and ``gone`` files of the work folder at the end of a turn
+- ``verdict``: ``command``, ``verdict`` (as JSON), ``files``, ``factor``
+- ``spent``: ``prompt``, ``sampled``, ``estimated``, ``cost``, ``seconds``
+- ``turn``: ``turn``, ``last``; ``note``: ``text``; ``ended``: ``why``, ``summary``
+
+Events that are shown but not kept: ``text``, ``thought``, ``again``, ``wait``, ``form``, ``tool``.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.sandbox.wire import Solution, Verdict
+
+Event = dict[str, Any]
+Tell = Callable[..., None]
+"""(kind, attempt=, **facts)"""
+SHOWN_ONLY = frozenset({"text", "thought", "again", "wait", "form", "tool"})
+
+
+def factor(verdict: Verdict) -> float | None:
+    """How many times as fast as the faster of eager and ``torch.compile``; ``None`` unless correct and timed."""
+    if verdict.status != "ok":
+        return None
+    known = [ratio for ratio in (verdict.speedup_eager, verdict.speedup_compile) if ratio is not None]
+    return min(known, default=None)
+
+
+@dataclass
+class Find:
+    """A correct solution.  ``strict``: its verdict in strict mode, once it has one."""
+
+    solution: Solution
+    quick: Verdict
+    attempt: int
+    turn: int
+    strict: Verdict | None = None
+
+
+@dataclass
+class Findings:
+    """Correct solutions by content, and which one reached the target."""
+
+    by_digest: dict[str, Find] = field(default_factory=dict)
+    reached: Find | None = None
+
+    def add(self, solution: Solution, verdict: Verdict, attempt: int, turn: int) -> Find | None:
+        """Notes a correct one; a second verdict of the same files changes nothing."""
+        if factor(verdict) is None:
+            return None
+        return self.by_digest.setdefault(solution.digest, Find(solution, verdict, attempt, turn))
+
+    @property
+    def ranked(self) -> list[Find]:
+        """From the fastest on; strict verdicts count where there are any."""
+
+        def merit(find: Find) -> float:
+            return (factor(find.strict) or 0.0) if find.strict else (factor(find.quick) or 0.0)
+
+        return sorted(self.by_digest.values(), key=merit, reverse=True)
+
+    @property
+    def best(self) -> Find | None:
+        return next(iter(self.ranked), None)
+
+
+@dataclass
+class Budget:
+    """What all attempts together may spend (``None``: any), and have spent.  Money is in the unit of the prices, which
+    are per million tokens."""
+
+    tokens: int | None = None
+    seconds: float | None = None
+    money: float | None = None
+    price_in: float = 0.0
+    price_out: float = 0.0
+    prompt: int = 0
+    sampled: int = 0
+    estimated: bool = False
+    before: float = 0.0  # seconds of earlier runs that this one goes on with
+    began: float = field(default_factory=time.monotonic)
+
+    def pay(self, prompt: int, sampled: int, estimated: bool) -> None:
+        self.prompt, self.sampled = self.prompt + prompt, self.sampled + sampled
+        self.estimated = self.estimated or estimated
+
+    @property
+    def cost(self) -> float:
+        return self._price(self.prompt, self.sampled)
+
+    @property
+    def elapsed(self) -> float:
+        return self.before + time.monotonic() - self.began
+
+    @property
+    def left(self) -> float | None:
+        """Seconds."""
+        return None if self.seconds is None else self.seconds - self.elapsed
+
+    def lacks(self, prompt: int, sampled: int) -> str:
+        """What does not suffice for so many more tokens: ``minutes``, ``tokens``, ``money``, or nothing."""
+        if self.left is not None and self.left <= 0:
+            return "minutes"
+        if self.tokens is not None and self.prompt + self.sampled + prompt + sampled > self.tokens:
+            return "tokens"
+        if self.money is not None and self._price(self.prompt + prompt, self.sampled + sampled) > self.money:
+            return "money"
+        return ""
+
+    def _price(self, prompt: int, sampled: int) -> float:
+        return (prompt * self.price_in + sampled * self.price_out) / 1e6
+
+    def facts(self) -> Event:
+        return {
+            "prompt": self.prompt, "sampled": self.sampled, "estimated": self.estimated, "cost": self.cost,
+            "seconds": self.elapsed,
+        }  # fmt: skip
+
+
+@dataclass
+class State:
+    """Where an attempt stands: enough to go on with it."""
+
+    messages: list[Event] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    turn: int = 0  # the next one
+    ended: str = ""
+
+
+class Transcript:
+    """Appends events to a file, each whole and at once.  ``tell`` is what others call; ``watch`` sees every event,
+    those that are not kept too."""
+
+    def __init__(self, path: Path, clock: Callable[[], float], watch: Callable[[Event], None]) -> None:
+        self._file = path.open("a", encoding="utf-8")
+        self._clock, self._watch = clock, watch
+
+    def tell(self, kind: str, attempt: int = 0, **facts: Any) -> None:
+        event = {"kind": kind, "attempt": attempt, "at": round(self._clock(), 3), **facts}
+        if kind not in SHOWN_ONLY:
+            self._file.write(json.dumps(event, ensure_ascii=False) + "\n")
+            self._file.flush()
+        self._watch(event)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_events(path: Path) -> list[Event]:
+    """The events of a transcript; a last line that was not finished is left out."""
+    events = []
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and "kind" in event:
+                events.append(event)
+    return events
+
+
+def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Findings, Event]:
+    """What a transcript leaves: the state of each attempt after its last whole turn, what was found, what was spent."""
+    states: dict[int, State] = {}
+    pending: dict[int, list[Event]] = {}
+    findings, spent = Findings(), dict[str, Any]()
+    turns: dict[int, int] = {}
+    for event in events:
+        number, kind = int(event["attempt"]), event["kind"]
+        if number:
+            state = states.setdefault(number, State())
+        if kind == "turn":
+            turns[number] = event["turn"]
+            pending[number] = []  # what an unfinished turn left is void
+        elif kind == "message":
+            pending.get(number, state.messages).append(dict(event["message"]))
+        elif kind == "files":
+            state.messages += pending.pop(number, [])
+            for path in event["gone"]:
+                state.files.pop(path, None)
+            state.files |= event["changed"]
+            state.turn = turns.get(number, 0) + 1
+        elif kind == "verdict":
+            _note_verdict(findings, event, turns.get(number, 0))
+        elif kind == "spent":
+            spent = {key: event[key] for key in ("prompt", "sampled", "estimated", "seconds")}
+        elif kind == "ended":
+            state.messages += pending.pop(number, [])
+            state.ended = event["why"]
+    return states, findings, spent
+
+
+def _note_verdict(findings: Findings, event: Mapping[str, Any], turn: int) -> None:
+    verdict = Verdict.from_json(event["verdict"])
+    solution = Solution(verdict.lane, dict(event["files"]))
+    if verdict.mode == "quick":
+        findings.add(solution, verdict, int(event["attempt"]), turn)
+    elif solution.digest in findings.by_digest:
+        findings.by_digest[solution.digest].strict = verdict

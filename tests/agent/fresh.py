@@ -1,0 +1,44 @@
+"""Python processes that find PyTorch and what it needs, and nothing else that is installed here."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+
+def only_torch(folder: Path) -> Path:
+    """A folder with links to PyTorch and what it requires."""
+    folder.mkdir(parents=True)
+    pending, seen = ["torch", "numpy"], set()
+    while pending:
+        name = re.sub(r"[-_.]+", "-", pending.pop()).lower()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            continue
+        pending += [re.match(r"[\w.-]+", line)[0] for line in found.requires or () if "extra ==" not in line]
+        for top in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            if not (folder / top).exists():
+                os.symlink(found.locate_file(top), folder / top)
+    return folder
+
+
+def run(packages: Path, code: str, folder: Path, home: Path, *more: Path) -> subprocess.CompletedProcess[str]:
+    """``code`` in ``folder``, with the standard library, ``packages`` and ``more`` on the path."""
+    standard = [sysconfig.get_path("stdlib"), sysconfig.get_path("stdlib") + "/lib-dynload"]
+    path = [str(folder), *standard, *map(str, (packages, *more))]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home)}
+    return subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path[:] = {path}\n{code}"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
