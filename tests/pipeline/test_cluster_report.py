@@ -1,4 +1,4 @@
-"""What a run on a cluster leaves in a real MLflow server, and what is fetched from there: report, logs, what is compared."""
+"""What a run on a cluster leaves in a real MLflow server, and what is fetched: report, logs, what is compared."""
 
 import os
 import socket
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-
 from drill import journal, table
 
 from cuda_agent.config import Config, ConfigError, freeze
