@@ -8,7 +8,9 @@ from typer.testing import CliRunner
 
 from cuda_agent import cli
 
-COMMANDS = ("submit", "watch", "logs", "cancel", "resume", "mlflow", "render")
+COMMANDS = (
+    "submit", "sweep", "watch", "logs", "runs", "report", "diff", "cancel", "resume", "mlflow", "render", "doctor", "gc",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS)
