@@ -8,9 +8,7 @@ from typer.testing import CliRunner
 
 from cuda_agent import cli
 
-COMMANDS = (
-    "submit", "sweep", "watch", "logs", "runs", "report", "diff", "cancel", "resume", "mlflow", "render", "doctor", "gc",
-)  # fmt: skip
+COMMANDS = "submit sweep watch logs runs report diff cancel resume mlflow render doctor gc".split()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
