@@ -8,7 +8,21 @@ from typer.testing import CliRunner
 
 from cuda_agent import cli
 
-COMMANDS = "submit sweep watch logs runs report diff cancel resume mlflow render doctor gc".split()
+COMMANDS = [
+    "submit",
+    "sweep",
+    "watch",
+    "logs",
+    "runs",
+    "report",
+    "diff",
+    "cancel",
+    "resume",
+    "mlflow",
+    "render",
+    "doctor",
+    "gc",
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
