@@ -304,10 +304,13 @@ def _find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple
     try:
         opened = open_existing(store)
         records = {record.name: record for record in runs.list_runs(opened)}
-        if on == "local" or runs.matching(list(records), run):
+        try:
             record = records[runs.choose(list(records), run, opened.uri)]
             return (opened, record), record.name
-        nearest = ConfigError(f"run {run}: there is no such run in {opened.uri}.")
+        except ConfigError as error:
+            if on == "local" or runs.matching(list(records), run):
+                raise
+            nearest = error
     except StoreUnavailable as error:
         if on == "local":
             raise

@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from cuda_agent import cli
 
-COMMANDS = ("submit", "watch", "logs", "cancel", "resume", "mlflow", "render")
+COMMANDS = ["submit", "sweep", "watch", "logs", "runs", "report", "diff"]
+COMMANDS += ["cancel", "resume", "mlflow", "render", "doctor", "gc"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

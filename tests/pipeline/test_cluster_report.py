@@ -1,4 +1,4 @@
-"""What a run on a cluster leaves in a real MLflow server, and what is fetched from there: report, logs, comparisons."""
+"""What a run on a cluster leaves in a real MLflow server, and what is fetched: report, logs, what is compared."""
 
 import os
 import subprocess
