@@ -52,7 +52,8 @@ class Installed(Cluster):
         return out
 
     def phase_of(self, workflow: str) -> str:
-        return str(self.get("workflow", workflow).get("status", {}).get("phase", ""))
+        """Empty while it has none, and while the API server is too busy to say."""
+        return self.try_run("get", "workflow", workflow, "-o", "jsonpath={.status.phase}").stdout
 
     def follow(self, workflow: str, seconds: float) -> str:
         """Waits for its end; its phase. Raises, with what every pod wrote last, when it takes too long."""
