@@ -9,7 +9,7 @@ import yaml
 from canaries import values as planted_values
 from kubectl import Cluster, wait_for
 from release import CHART, NAME, Release, merged, of_version, values
-from runs import LONG, TINY, pod_of, pods_of, reaches, submit, succeeded
+from runs import LONG, OTHER, TINY, pod_of, pods_of, reaches, submit, succeeded
 
 from cuda_agent.pipeline.chart_values import CHART_VERSION
 from cuda_agent.pipeline.pools import version_name
@@ -61,7 +61,7 @@ def test_a_live_run_ends_well_through_an_upgrade_and_back_and_new_ones_use_the_n
     space, of_next = installed.cluster, of_version(NEXT, tmp_path / "next")
     before = templates(space)
     assert before == {f"{NAME}-{profile}-{version_name()}" for profile in ("cpu", "gpu")}
-    submit(installed, "lives", "agentic.actor_lr=1.5e-4")
+    submit(installed, "lives", OTHER)
     first = wait_for("the first stage", LONG, lambda: stage_pods(space, "lives"))
 
     installed.upgrade(next_values(planted), next_chart(tmp_path))
@@ -78,7 +78,7 @@ def test_a_live_run_ends_well_through_an_upgrade_and_back_and_new_ones_use_the_n
         later = wait_for("a stage after the upgrade", LONG, lambda: stage_pods(space, "lives")[len(first) :])
         assert "OF_THE_NEXT" not in environment(space, later[0])
     finally:
-        back = installed.helm("rollback", NAME, "--wait", "--timeout=5m")
+        back = installed.helm("rollback", NAME, "--wait", "--timeout=15m")
     assert back.returncode == 0, back.stderr
 
     assert templates(space) == before
