@@ -88,7 +88,8 @@ class Release:
         return helm(self.cluster, *words)
 
     def upgrade(self, given: Mapping[str, Any], chart: Path = CHART) -> None:
-        done = helm(self.cluster, "upgrade", NAME, str(chart), "--wait", "--timeout=15m", given=given)
+        """Returns when the store has its bucket; MLflow may still be starting."""
+        done = helm(self.cluster, "upgrade", NAME, str(chart), "--timeout=15m", given=given)
         assert done.returncode == 0, done.stderr
 
 

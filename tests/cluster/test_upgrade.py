@@ -64,8 +64,8 @@ def test_a_live_run_ends_well_through_an_upgrade_and_back_and_new_ones_use_the_n
     submit(installed, "lives", OTHER)
     first = wait_for("the first stage", LONG, lambda: stage_pods(space, "lives"))
 
-    installed.upgrade(next_values(planted), next_chart(tmp_path))
     try:
+        installed.upgrade(next_values(planted), next_chart(tmp_path))
         assert templates(space) == {name.replace(version_name(), NEXT.replace(".", "-")) for name in before}
         refused = installed.command("submit", *TINY, "run.name=older")
         assert refused.returncode == 78 and "must be that of this command" in refused.stderr
@@ -78,7 +78,7 @@ def test_a_live_run_ends_well_through_an_upgrade_and_back_and_new_ones_use_the_n
         later = wait_for("a stage after the upgrade", LONG, lambda: stage_pods(space, "lives")[len(first) :])
         assert "OF_THE_NEXT" not in environment(space, later[0])
     finally:
-        back = installed.helm("rollback", NAME, "--wait", "--timeout=15m")
+        back = installed.helm("rollback", NAME, "--timeout=15m")
     assert back.returncode == 0, back.stderr
 
     assert templates(space) == before
@@ -88,4 +88,7 @@ def test_a_live_run_ends_well_through_an_upgrade_and_back_and_new_ones_use_the_n
     assert installed.command("cancel", "again", "--now").returncode == 0
     ended = succeeded(space, "lives")
     assert ended["spec"]["workflowTemplateRef"]["name"] in before
-    assert installed.command("report", "lives", "--on", ".").returncode == 0
+    mlflow = f"deployment/{NAME}-mlflow"
+    wait_for("MLflow", LONG, lambda: space.get(mlflow).get("status", {}).get("readyReplicas"))
+    reported = installed.command("report", "lives", "--on", ".")
+    assert reported.returncode == 0, reported.stderr
