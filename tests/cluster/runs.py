@@ -142,7 +142,7 @@ class Held:
 @contextmanager
 def hold(installed: Release, name: str) -> Iterator[Held]:
     space = installed.cluster
-    submit(installed, name)
+    submit(installed, name, "seed=11")  # of its own: a first stage that the cache serves has no pod
     try:
         pod = pod_of(space, name, "synthesis")
         suspend(space, name, True)
