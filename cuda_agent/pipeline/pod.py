@@ -153,7 +153,8 @@ def serve_from_cache(store: Store, run: str, config: Config, stages: Sequence[St
 
 
 def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
-    """Makes what is absent, waits for a ready server of every role, and returns all addresses."""
+    """Makes what is absent, waits for a ready server of every role, and returns all addresses.  Raises TryAgain, and
+    leaves nothing, when the run is stopped meanwhile."""
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
     made = pools.objects(base, workflow, uid, secrets.token_hex(24), config.sandbox)
     for item in made:
@@ -163,7 +164,13 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
         if item["kind"] != "StatefulSet":
             continue
         name = item["metadata"]["name"]
-        while not cluster.get("StatefulSet", name).get("status", {}).get("readyReplicas"):
+        while True:
+            if cluster.get("Workflow", workflow)["spec"].get("shutdown"):
+                # Whoever stopped it at once removed what was there then; no exit hook will remove what is there now.
+                remove_pools(cluster, workflow)
+                raise TryAgain("The run was stopped while its servers were starting.")
+            if cluster.get("StatefulSet", name).get("status", {}).get("readyReplicas"):
+                break
             if time.monotonic() > deadline:
                 raise ClusterError(f"No server of {name} became ready in {POOL_SECONDS:.0f} s: {_why(cluster, name)}")
             time.sleep(0.5)

@@ -88,7 +88,8 @@ class Release:
         return helm(self.cluster, *words)
 
     def upgrade(self, given: Mapping[str, Any], chart: Path = CHART) -> None:
-        done = helm(self.cluster, "upgrade", NAME, str(chart), "--wait", "--timeout=5m", given=given)
+        """Returns when the store has its bucket; MLflow may still be starting."""
+        done = helm(self.cluster, "upgrade", NAME, str(chart), "--timeout=15m", given=given)
         assert done.returncode == 0, done.stderr
 
 
@@ -105,7 +106,7 @@ def helm(cluster: Cluster, *words: str, given: Mapping[str, Any] | None = None) 
             file = Path(folder) / "values.json"
             file.write_text(json.dumps(given))
             line += ["--values", str(file)]
-        return subprocess.run(line, text=True, capture_output=True, timeout=600, env=os.environ | homes)
+        return subprocess.run(line, text=True, capture_output=True, timeout=1000, env=os.environ | homes)
 
 
 def of_version(version: str, folder: Path) -> str:
@@ -132,7 +133,7 @@ def release(cluster: Cluster, namespace: str, given: Mapping[str, Any]) -> Itera
         script("environment", namespace, number=cluster.number)
         here = Cluster(cluster.number, namespace)
         wait_for("the service account", 60, lambda: here.try_run("get", "serviceaccount", "default").returncode == 0)
-        done = helm(here, "install", NAME, str(CHART), "--wait", "--timeout=9m", given=given)
+        done = helm(here, "install", NAME, str(CHART), "--wait", "--timeout=15m", given=given)
         assert done.returncode == 0, f"{done.stderr}\n{here.try_run('get', 'pods,events').stdout}"
         yield Release(here)
     finally:

@@ -25,6 +25,7 @@ TINY = (
     "bootstrap.verify=0", "warmup.batch=2", "warmup.samples=1", "collect.samples=1", "agentic.steps=1",
     "agentic.batch=2", "agentic.samples=1", "agent.turns=3", "evaluate.turns=3",
 )  # fmt: skip
+OTHER = "agentic.actor_lr=1.5e-4"  # another run, of which only the last stages are not those of the first
 ROLES = ("workspace", "build", "evaluate")
 LONG = 2400.0  # seconds; far more than any wait here takes on a machine that does nothing else
 
@@ -141,7 +142,7 @@ class Held:
 @contextmanager
 def hold(installed: Release, name: str) -> Iterator[Held]:
     space = installed.cluster
-    submit(installed, name)
+    submit(installed, name, "seed=11")  # of its own: a first stage that the cache serves has no pod
     try:
         pod = pod_of(space, name, "synthesis")
         suspend(space, name, True)

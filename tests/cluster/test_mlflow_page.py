@@ -15,7 +15,7 @@ from canaries import served
 from chromium import PROGRAM, Page, browser
 from kubectl import wait_for
 from release import Release
-from runs import submit, succeeded
+from runs import OTHER, submit, succeeded
 
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.tracking import RUN_TAG, STAGE_TAG
@@ -48,7 +48,7 @@ FOLD = "[...document.querySelectorAll('[role=button]')].find(header => header.in
 
 @dataclass(frozen=True)
 class Runs:
-    """Two runs in the chart's MLflow, the second with another rate of its critic. ``ids``: (run, stage) -> MLflow's."""
+    """Two runs in the chart's MLflow, the second with another rate of its actor. ``ids``: (run, stage) -> MLflow's."""
 
     address: str
     experiment: str
@@ -57,7 +57,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def two(installed: Release) -> Iterator[Runs]:
-    for name, overrides in {"first": (), "second": ("critic.lr=5e-4",)}.items():
+    for name, overrides in {"first": (), "second": (OTHER,)}.items():
         submit(installed, name, *overrides)
         succeeded(installed.cluster, name)
     from mlflow import MlflowClient
@@ -94,11 +94,11 @@ def test_the_page_shows_the_stages_of_a_run(two: Runs, page: Page, tmp_path: Pat
 
 
 def test_the_page_compares_two_runs(two: Runs, page: Page, tmp_path: Path) -> None:
-    chosen = json.dumps([two.ids[run, "critic"] for run in ("first", "second")])
+    chosen = json.dumps([two.ids[run, "agentic"] for run in ("first", "second")])
     page.open(f"{two.address}/#/compare-runs?runs={quote(chosen)}&experiments={quote(json.dumps([two.experiment]))}")
-    page.shows("Comparing 2 Runs", "Visualizations", "critic.lr")
+    page.shows("Comparing 2 Runs", "Visualizations", "agentic.actor_lr")
     page.ask(FOLD % "Visualizations")
     page.ask(CLICK % '[aria-label="Parameters - Show diff only"]')
-    wait_for("only what differs", 30, lambda: "critic.epochs" not in page.text())
-    page.shows("critic.lr", "0.001", "0.0005", "explained_variance", "first", "second")
+    wait_for("only what differs", 30, lambda: "agentic.critic_lr" not in page.text())
+    page.shows("agentic.actor_lr", "0.0003", "0.00015", "reward", "first", "second")
     picture(page, "mlflow-compared", tmp_path)

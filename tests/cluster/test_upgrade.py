@@ -9,7 +9,7 @@ import yaml
 from canaries import values as planted_values
 from kubectl import Cluster, wait_for
 from release import CHART, NAME, Release, merged, of_version, values
-from runs import LONG, TINY, pod_of, pods_of, reaches, submit, succeeded
+from runs import LONG, OTHER, TINY, pod_of, pods_of, reaches, submit, succeeded
 
 from cuda_agent.pipeline.chart_values import CHART_VERSION
 from cuda_agent.pipeline.pools import version_name
@@ -61,11 +61,11 @@ def test_a_live_run_ends_well_through_an_upgrade_and_back_and_new_ones_use_the_n
     space, of_next = installed.cluster, of_version(NEXT, tmp_path / "next")
     before = templates(space)
     assert before == {f"{NAME}-{profile}-{version_name()}" for profile in ("cpu", "gpu")}
-    submit(installed, "lives", "agentic.actor_lr=1.5e-4")
+    submit(installed, "lives", OTHER)
     first = wait_for("the first stage", LONG, lambda: stage_pods(space, "lives"))
 
-    installed.upgrade(next_values(planted), next_chart(tmp_path))
     try:
+        installed.upgrade(next_values(planted), next_chart(tmp_path))
         assert templates(space) == {name.replace(version_name(), NEXT.replace(".", "-")) for name in before}
         refused = installed.command("submit", *TINY, "run.name=older")
         assert refused.returncode == 78 and "must be that of this command" in refused.stderr
@@ -78,7 +78,7 @@ def test_a_live_run_ends_well_through_an_upgrade_and_back_and_new_ones_use_the_n
         later = wait_for("a stage after the upgrade", LONG, lambda: stage_pods(space, "lives")[len(first) :])
         assert "OF_THE_NEXT" not in environment(space, later[0])
     finally:
-        back = installed.helm("rollback", NAME, "--wait", "--timeout=5m")
+        back = installed.helm("rollback", NAME, "--timeout=15m")
     assert back.returncode == 0, back.stderr
 
     assert templates(space) == before
@@ -88,4 +88,7 @@ def test_a_live_run_ends_well_through_an_upgrade_and_back_and_new_ones_use_the_n
     assert installed.command("cancel", "again", "--now").returncode == 0
     ended = succeeded(space, "lives")
     assert ended["spec"]["workflowTemplateRef"]["name"] in before
-    assert installed.command("report", "lives", "--on", ".").returncode == 0
+    mlflow = f"deployment/{NAME}-mlflow"
+    wait_for("MLflow", LONG, lambda: space.get(mlflow).get("status", {}).get("readyReplicas"))
+    reported = installed.command("report", "lives", "--on", ".")
+    assert reported.returncode == 0, reported.stderr

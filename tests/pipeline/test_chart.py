@@ -19,6 +19,7 @@ from cuda_agent.sandbox.service import _metrics
 from tests.pipeline.charts import (
     ALONE,
     CHART,
+    KUBERNETES,
     WITH_OTHERS,
     argocheck,
     flat,
@@ -453,6 +454,28 @@ def test_logs_go_to_the_store_under_the_prefix():
     assert store["s3"]["endpoint"] == "s3.test" and store["s3"]["insecure"] is False
     assert store["s3"]["keyFormat"] == "a/b/argo/{{workflow.name}}/{{pod.name}}"
     assert store["s3"]["accessKeySecret"] == {"name": "s3", "key": "accesskey"}
+
+
+@needs_helm
+def test_a_later_version_restarts_no_server_whose_image_stays(tmp_path):
+    """MinIO under a run that is live: what its pods are made of says nothing of the chart's version."""
+    later = tmp_path / "chart"
+    shutil.copytree(CHART, later)
+    about = (later / "Chart.yaml").read_text()
+    (later / "Chart.yaml").write_text(about.replace(f"ersion: {CHART_VERSION}", "ersion: 9.9.9"))
+    pinned = {name: {"tag": "1"} for name in ("stage", "sandbox", "minio", "mlflow")}
+    made = []
+    for folder in (CHART, later):
+        done = helm(
+            "template", "r", str(folder), "--kube-version", KUBERNETES, values=merged(ALONE, {"images": pinned})
+        )
+        items = [item for item in yaml.safe_load_all(done.stdout) if item]
+        made.append({item["metadata"]["name"]: item for item in of_kind(items, "Deployment")})
+    before, after = made
+    assert set(before) == {"r-cuda-agent-minio", "r-cuda-agent-mlflow"}
+    for name in before:
+        assert before[name]["metadata"]["labels"] != after[name]["metadata"]["labels"]
+        assert before[name]["spec"] == after[name]["spec"]
 
 
 @needs_helm

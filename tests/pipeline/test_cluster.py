@@ -17,6 +17,7 @@ from cuda_agent.config import Config, ConfigError, compose, freeze
 from cuda_agent.pipeline import cluster, cluster_doctor, errands, pod, pod_errands, pools
 from cuda_agent.pipeline.cluster_api import Cluster, ClusterError
 from cuda_agent.pipeline.graph import STAGES
+from cuda_agent.stages.context import TryAgain
 from tests.pipeline.charts import ALONE, HELM, ROOT, merged, objects, of_kind
 from tests.pipeline.control_plane import MISSING, NAMESPACE, ControlPlane
 
@@ -366,6 +367,16 @@ def test_a_pool_that_does_not_become_ready_says_why(plane, as_user, monkeypatch)
         pod.make_pools(as_user("admin"), base_pools(), "starved", smoke())
     assert error.value.code == 75 and "it has no pods" in str(error.value)
     pod.remove_pools(as_user("admin"), "starved")
+
+
+def test_a_run_that_is_ended_at_once_while_its_pools_are_made_leaves_none(as_user):
+    place, admin = as_user(), as_user("admin")
+    send(place, "hasty")
+    cluster.cancel(place, "hasty", now=True)  # nothing is there to be removed yet
+    with pytest.raises(TryAgain, match="stopped while its servers"):
+        pod.make_pools(admin, base_pools(), "hasty", smoke())
+    for kind in ("StatefulSet", "Service", "Secret", "NetworkPolicy"):
+        assert not [item for item in admin.all(kind) if item["metadata"]["name"].startswith("hasty-")]
 
 
 # ------------------------------------------------------------------------------------------ runs, watch, cancel, resume

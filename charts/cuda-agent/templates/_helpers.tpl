@@ -34,6 +34,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end -}}
 
+{{/* Of a server's pods: without versions, so that an upgrade that leaves its image alone leaves the server alone. */}}
+{{- define "cuda-agent.pod-labels" -}}
+{{ include "cuda-agent.selector" . }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
 {{/* An image's reference: call with a list of root and the image's values. */}}
 {{- define "cuda-agent.image" -}}
 {{- $root := index . 0 -}}{{- $image := index . 1 -}}
