@@ -305,10 +305,9 @@ def test_a_reload_that_misses_what_is_computed_with_fails_loudly(start, open_eng
         plain.close()
 
 
-def test_two_servers_share_episodes_and_one_that_is_killed_loses_nothing(start, server, open_engine, policies):
-    model = policies[0][1]
+def test_two_servers_share_episodes_and_one_that_is_killed_loses_nothing(start, policies, tmp_path):
+    folder, model = policies[0]
     episodes = prompts(6)
-    other = start(lora=True)
 
     async def play(engine, index, tokens):
         ids = list(episodes[index])
@@ -320,35 +319,19 @@ def test_two_servers_share_episodes_and_one_that_is_killed_loses_nothing(start, 
         return ids
 
     async def script():
-        await other.ready()
-        async with open_engine(servers=[server, other]) as engine:
+        async with open_vllm(folder, model, tmp_path, replicas=2, context=CONTEXT, batch=16, threads=1) as engine:
+            first, second = (replica.server for replica in engine._replicas)
             calm = await asyncio.gather(*(play(engine, i, 100) for i in range(6)))
-            assert gauge(other, "request_success_total") == 10, "its probe and the three turns of half of the episodes"
+            assert [gauge(one, "request_success_total") for one in (first, second)] == [10, 10], "9 turns and a probe"
             jobs = [asyncio.ensure_future(play(engine, i, 100)) for i in range(6)]
-            while gauge(other, "num_requests_running") < 3:
+            while gauge(first, "num_requests_running") < 3:
                 await asyncio.sleep(0.01)
-            other.process.send_signal(signal.SIGKILL)
+            first.process.send_signal(signal.SIGKILL)
             assert await asyncio.gather(*jobs) == calm
             await engine.update_from(policies[1][1], 1)
             assert (await engine.generate(episodes[0], SamplingParams(4, seed=0))).version == 1
+            second.process.send_signal(signal.SIGKILL)
+            with pytest.raises(EngineLost, match="none of 2"):
+                await engine.generate(episodes[0], SamplingParams(4, seed=0))
 
-    try:
-        asyncio.run(script())
-    finally:
-        other.close()
-
-
-def test_servers_of_ours_end_with_the_engine(start, policies, tmp_path):
-    """``start`` is there for its check that vLLM is."""
-
-    async def script():
-        async with open_vllm(*policies[0], tmp_path, context=CONTEXT, batch=4, threads=1) as engine:
-            completion = await engine.generate([1, 2, 3], SamplingParams(8, seed=0))
-            check(completion, policies[0][1], [1, 2, 3])
-            process = engine._replicas[0].server.process
-            process.send_signal(signal.SIGKILL)
-            with pytest.raises(EngineLost, match="none of 1"):
-                await engine.generate([1, 2, 3], SamplingParams(8, seed=0))
-        return process
-
-    assert asyncio.run(script()).poll() == -signal.SIGKILL
+    asyncio.run(script())
