@@ -1,6 +1,6 @@
 """Conversations that are made shorter."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuda_agent.agent.compaction import compacted, cut, size
@@ -11,18 +11,26 @@ HEAD = [{"role": "system", "content": "rules"}, {"role": "user", "content": "the
 def turn(number, text, results):
     calls = [{"id": f"{number}-{i}", "name": "Write", "arguments": {"content": text}} for i in range(len(results))]
     said = {"role": "assistant", "content": f"turn {number} {text}", "tool_calls": calls}
-    answers = [{"role": "tool", "tool_call_id": call["id"], "content": result} for call, result in zip(calls, results)]
+    answers = [
+        {"role": "tool", "tool_call_id": call["id"], "content": result}
+        for call, result in zip(calls, results, strict=True)
+    ]
     return [said, *answers]
 
 
-texts = st.integers(0, 20_000).map(lambda length: "x" * length)
-conversations = st.lists(st.tuples(texts, st.lists(texts, max_size=3)), max_size=12).map(
-    lambda turns: HEAD + [m for n, (text, results) in enumerate(turns) for m in turn(n, text, results)]
-)
+lengths = st.sampled_from([0, 30, 700, 5_000, 20_000])
+conversations = st.lists(st.tuples(lengths, st.lists(lengths, max_size=3)), max_size=8)
 
 
+def conversation(turns):
+    """``turns``: the length of what is said and written, and those of the results."""
+    return HEAD + [m for n, (said, told) in enumerate(turns) for m in turn(n, "x" * said, ["y" * n for n in told])]
+
+
+@settings(deadline=None, max_examples=40)
 @given(conversations, st.integers(6_000, 100_000))
-def test_whatever_is_cut_calls_keep_their_results_and_the_task_stays(messages, limit):
+def test_whatever_is_cut_calls_keep_their_results_and_the_task_stays(turns, limit):
+    messages = conversation(turns)
     before = [dict(message) for message in messages]
     short = compacted(messages, limit)
     assert messages == before, "the conversation itself is not changed"
@@ -41,9 +49,10 @@ def test_whatever_is_cut_calls_keep_their_results_and_the_task_stays(messages, l
     assert not pending
 
 
+@settings(deadline=None, max_examples=40)
 @given(conversations, st.integers(16_000, 100_000))
-def test_it_fits_afterwards(messages, limit):
-    assert size(compacted(messages, limit)) <= limit
+def test_it_fits_afterwards(turns, limit):
+    assert size(compacted(conversation(turns), limit)) <= limit
 
 
 def test_what_is_missed_least_goes_first():
