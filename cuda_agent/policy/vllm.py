@@ -263,7 +263,7 @@ class VllmEngine:
         if replica.alive:
             replica.alive = False
             self._last_words = f"{replica.url}: {error}"
-            if replica.server is not None and replica.server.process.poll() is not None:
+            if replica.server is not None:
                 self._last_words += f"\n{replica.server.tail()}"
 
     async def _patiently(self, replica: Replica, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from cuda_agent.policy.vllm_plugin import LEASE
 PYTHON = "CUDA_AGENT_VLLM_PYTHON"
 NAME = "policy"  # under which it serves the weights
 MAX_LORA_RANK = 64
+STEP_TOKENS = 4096  # of prompts that start together on a processor
 _START_SECONDS = 900.0
 _STOP_SECONDS = 20.0
 _ENTRY_POINT = "[vllm.general_plugins]\ncuda_agent = cuda_agent.policy.vllm_plugin:register\n"
@@ -65,6 +66,9 @@ class VllmServer:
             command += ["--gpu-memory-utilization", str(memory)]
         else:  # compiling takes longer there than it saves
             command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(cache)]
+            # A prompt in pieces would have vLLM wind back the request's random numbers, and it dies: PyTorch cannot
+            # do that on a processor.
+            command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, STEP_TOKENS))]
         if lora:
             command += ["--enable-lora", "--max-lora-rank", str(MAX_LORA_RANK)]
         with open(self.log, "wb") as log:

@@ -23,7 +23,7 @@ from cuda_agent.policy.engine import EngineError, EngineLost, SamplingParams
 from cuda_agent.policy.local import LocalEngine
 from cuda_agent.policy.model import PolicyError
 from cuda_agent.policy.vllm import Replica, open_vllm
-from cuda_agent.policy.vllm_server import VllmServer, interpreter
+from cuda_agent.policy.vllm_server import STEP_TOKENS, VllmServer, interpreter
 
 pytestmark = pytest.mark.vllm
 
@@ -176,6 +176,18 @@ def test_later_turns_start_behind_what_was_computed(open_engine, server, policie
     check(second, policies[0][1], turn)
 
 
+def test_prompts_that_do_not_fit_into_one_step_are_served(open_engine, policies):
+    jobs = prompts(16, length=400)
+    assert len(jobs) * 400 > STEP_TOKENS
+
+    async def script():
+        async with open_engine() as engine:
+            return await asyncio.gather(*(engine.generate(p, SamplingParams(4, seed=i)) for i, p in enumerate(jobs)))
+
+    for prompt, completion in zip(jobs, asyncio.run(script()), strict=True):
+        check(completion, policies[0][1], prompt)
+
+
 def test_a_cancelled_request_frees_the_server(open_engine, server):
     async def script():
         async with open_engine() as engine:
@@ -260,12 +272,14 @@ def test_an_update_that_does_nothing_fails_loudly(open_engine, policies, monkeyp
     call = Replica.call
 
     async def lazy(self, method, **arguments):
-        return await call(self, "cuda_agent_weights" if method == "cuda_agent_load" else method, **arguments)
+        if method == "cuda_agent_load":
+            return await call(self, "cuda_agent_weights")
+        return await call(self, method, **arguments)
 
     async def script():
         async with open_engine() as engine:
             monkeypatch.setattr(Replica, "call", lazy)
-            with pytest.raises(EngineError, match="weights"):
+            with pytest.raises(EngineError, match="does not serve the weights"):
                 await engine.update_from(policies[1][1], 1)
             with pytest.raises(EngineError, match="has failed"):
                 await engine.generate([1, 2], SamplingParams(1, seed=0))
