@@ -19,7 +19,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from cuda_agent.agent.progress import Budget, Event, Find, Findings, State, Tran
 from cuda_agent.config import Sandbox
 from cuda_agent.policy.served import ServedModel, ServedModelError
 from cuda_agent.policy.text_calls import Form
-from cuda_agent.sandbox.client import open_sandbox
+from cuda_agent.sandbox.client import LocalSandbox, open_sandbox
 from cuda_agent.sandbox.wire import Probe, TaskError, TaskSpec, Verdict, printable
 from cuda_agent.tasks.io import task_from_file
 from cuda_agent.tasks.task import Task
@@ -129,7 +129,10 @@ async def optimize(
     try:
         async with open_sandbox(settings, cache) as sandbox:
             transcript.tell("begin", task=task.name, order=order.to_json(), device=settings.device, resumed=resume)
-            probe, spec = await _look_at(task, sandbox, transcript)
+            looked = await _unless(stop, _look_at(task, sandbox, transcript), sandbox)
+            if looked is None:
+                raise KeyboardInterrupt
+            probe, spec = looked
             async with _served(order, states) as model:
                 work = _Attempts(order, task, model, sandbox, budget, findings, transcript, _baselines(probe), states)
                 why = await work.run(stop)
@@ -228,6 +231,20 @@ class _Attempts:
             await asyncio.gather(*running, stopped, return_exceptions=True)
 
 
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: Any) -> Any:
+    """What ``work`` gives; None, and at once, when a person stops it."""
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if task.done():
+        return task.result()
+    if isinstance(sandbox, LocalSandbox):
+        sandbox.kill()  # a judge answers when it is through, which may be minutes from now
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return None
+
+
 async def _confirm(
     task: Task, sandbox: Any, findings: Findings, transcript: Transcript, stop: asyncio.Event
 ) -> Find | None:
@@ -240,15 +257,9 @@ async def _confirm(
         if best.strict is not None:
             return None  # the ranking puts what did not hold last: nothing held
         transcript.tell("note", text="measuring the best solution strictly")
-        judging = asyncio.create_task(sandbox.evaluate(task, best.solution, "strict"))
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait([judging, stopped], return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if not judging.done():
-            judging.cancel()
-            await asyncio.gather(judging, return_exceptions=True)
+        verdict: Verdict | None = await _unless(stop, sandbox.evaluate(task, best.solution, "strict"), sandbox)
+        if verdict is None:
             return best
-        verdict: Verdict = judging.result()
         transcript.tell(
             "verdict",
             attempt=best.attempt,

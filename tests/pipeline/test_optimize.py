@@ -15,6 +15,7 @@ from cuda_agent.agent.progress import read_events, replayed
 from cuda_agent.pipeline.optimize import OptimizeError, Order, read_order
 from cuda_agent.policy.served import ServedModelError
 from cuda_agent.sandbox.wire import TaskError
+from cuda_agent.tasks.io import TaskError as NoTask
 
 ROOT = Path(__file__).parents[2]
 
@@ -165,7 +166,7 @@ def test_nothing_is_written_over_and_what_cannot_be_resumed_says_why(run):
 )
 def test_a_problem_that_cannot_be_optimised_costs_no_token(run, code, why):
     (run.folder / "model.py").write_text(code)
-    with pytest.raises(TaskError, match=why):
+    with pytest.raises((TaskError, NoTask), match=why):
         run(said([DONE]))
     assert run.served.turns() == 0
 
@@ -244,3 +245,17 @@ def test_control_c_reaches_nobody_but_the_search(tmp_path, cache):
     assert process.returncode == 0, err
     assert "Traceback" not in err and "stopped" in out and "model_new.py" in out
     assert (tmp_path / "model-optimized" / "verdict.json").exists()
+
+
+def test_control_c_ends_at_once_while_baselines_are_measured(tmp_path):
+    """A cache of its own, in which nothing is known yet."""
+    with serve(said([DONE])) as served:
+        process = command(
+            tmp_path, tmp_path, served.url, "model.py", "--base-url", served.url, "--model", "m", "--device", "cpu",
+        )  # fmt: skip
+        for line in process.stdout:
+            if "measuring its baselines" in line:
+                break
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 130 and "Traceback" not in err and served.turns() == 0
