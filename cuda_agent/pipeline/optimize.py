@@ -344,7 +344,9 @@ def _write(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def on_interrupt(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Iterator[None]:
     """Ctrl-C sets ``stop``, as often as it is pressed.  The signal is blocked and waited for, because a block is what
-    child processes inherit: the terminal sends Ctrl-C to the judge as well, which is needed to the end."""
+    child processes inherit: the terminal sends Ctrl-C to the judge as well, which is needed to the end.  Threads that
+    libraries started before do not have the block; what they are given comes to the handler."""
+    loop.add_signal_handler(signal.SIGINT, stop.set)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     over = threading.Event()
 
@@ -360,6 +362,7 @@ def on_interrupt(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Iterat
     finally:
         over.set()
         thread.join()
+        loop.remove_signal_handler(signal.SIGINT)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

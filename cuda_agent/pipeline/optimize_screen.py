@@ -171,12 +171,16 @@ def spent(view: View) -> str:
 @contextmanager
 def watching(as_json: bool) -> Iterator[Watch]:
     if as_json:
-        yield json_lines(print)
+        yield json_lines(_line)
     elif sys.stdout.isatty():
         with _live() as live:
             yield live
     else:
-        yield plain(print)
+        yield plain(_line)
+
+
+def _line(text: str) -> None:
+    print(text, flush=True)  # who reads a pipe wants to know now
 
 
 def json_lines(write: Callable[[str], None]) -> Watch:
@@ -185,7 +189,6 @@ def json_lines(write: Callable[[str], None]) -> Watch:
     def watch(event: Event) -> None:
         if event["kind"] not in ("text", "thought", "outcome"):
             write(json.dumps(event, ensure_ascii=False))
-            sys.stdout.flush()
 
     return watch
 

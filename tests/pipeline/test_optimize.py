@@ -242,7 +242,7 @@ def test_control_c_reaches_nobody_but_the_search(tmp_path, cache):
                 break
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
+    assert process.returncode == 0, "".join([*lines[-6:], out, err])
     assert "Traceback" not in err and "stopped" in out and "model_new.py" in out
     assert (tmp_path / "model-optimized" / "verdict.json").exists()
 
