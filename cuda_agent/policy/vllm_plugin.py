@@ -11,6 +11,7 @@ Not here: the engine's end of a transfer (``vllm_weights``), and adapters, which
 import ctypes
 import functools
 import hashlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -21,17 +22,28 @@ from typing import Any
 
 LEASE = "CUDA_AGENT_ENGINE_LEASE"  # folder of the timing lease, where a stopwatch runs on the same processor
 
+WHOLE = "CUDA_AGENT_ENGINE_WHOLE"  # set for servers of ours: their processes end with the one that was started
 TRANSFER_SECONDS = 600.0  # one tensor, at most
 
 
 def register() -> None:
     """Makes a server's weights replaceable, and lets it step aside while a time is taken.  May be called repeatedly."""
+    if WHOLE in os.environ:
+        _end_with_parent()
     from vllm.platforms import current_platform  # type: ignore[import-not-found, unused-ignore]
 
     if current_platform.is_cpu():
         _keep_plain_weights()
     if folder := os.environ.get(LEASE):
         _work_under_lease(Path(folder))
+
+
+def _end_with_parent() -> None:
+    """vLLM's engine and workers outlive a server that is killed, and keep its memory."""
+    if parent := multiprocessing.parent_process():
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent.pid:
+            os._exit(1)
 
 
 def _keep_plain_weights() -> None:

@@ -21,7 +21,7 @@ import httpx
 import cuda_agent
 from cuda_agent.policy.engine import EngineLost
 from cuda_agent.policy.model import PolicyError
-from cuda_agent.policy.vllm_plugin import LEASE
+from cuda_agent.policy.vllm_plugin import LEASE, WHOLE
 
 PYTHON = "CUDA_AGENT_VLLM_PYTHON"
 NAME = "policy"  # under which it serves the weights
@@ -90,6 +90,7 @@ class VllmServer:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         environment |= {
             "PYTHONPATH": str(package),
+            WHOLE: "1",
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",

@@ -86,6 +86,13 @@ def gauge(server, name):
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"vllm:{name}{{"))
 
 
+def descendants(pid):
+    children = [
+        int(child) for part in Path(f"/proc/{pid}/task").glob("*/children") for child in part.read_text().split()
+    ]
+    return children + [pid for child in children for pid in descendants(child)]
+
+
 def prompts(count, length=12):
     return [[(31 * i + 7 * j) % 256 for j in range(length)] for i in range(count)]
 
@@ -340,8 +347,12 @@ def test_two_servers_share_episodes_and_one_that_is_killed_loses_nothing(start, 
             jobs = [asyncio.ensure_future(play(engine, i, 100)) for i in range(6)]
             while gauge(first, "num_requests_running") < 3:
                 await asyncio.sleep(0.01)
+            parts = descendants(first.process.pid)
+            assert len(parts) >= 2, "its engine and its worker"
             first.process.send_signal(signal.SIGKILL)
             assert await asyncio.gather(*jobs) == calm
+            while any(Path(f"/proc/{pid}").exists() for pid in parts):
+                await asyncio.sleep(0.05)
             await engine.update_from(policies[1][1], 1)
             assert (await engine.generate(episodes[0], SamplingParams(4, seed=0))).version == 1
             second.process.send_signal(signal.SIGKILL)
