@@ -1,12 +1,13 @@
 """The demo on a cluster, with measured times, cut to a quarter of an hour on two cores. Too long for every day."""
 
 import json
+import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from installed import Installed, installed
 from kubectl import Cluster
+from release import Release, release, values
+from runs import succeeded
 
 from cuda_agent.pipeline.graph import STAGES
 
@@ -20,15 +21,16 @@ CUT = (
 
 
 @pytest.fixture(scope="module")
-def release(cluster: Cluster) -> Iterator[Installed]:
-    with installed(cluster) as release:
-        yield release
+def bare(cluster: Cluster) -> Iterator[Release]:
+    with release(cluster, f"demo-{os.getpid()}", values()) as made:
+        yield made
 
 
-def test_the_demo_runs_in_pods_and_its_report_holds_times_and_places(release: Installed, tmp_path: Path) -> None:
-    release.command("submit", "experiment=demo", *CUT, "run.name=demo")
-    assert release.follow("demo", 2400) == "Succeeded", release.last_words("demo")
-    report = json.loads(release.command("report", "demo", "--on", ".", "--json", folder=tmp_path))
+def test_the_demo_runs_in_pods_and_its_report_holds_times_and_places(bare: Release) -> None:
+    submitted = bare.command("submit", "experiment=demo", *CUT, "run.name=demo")
+    assert submitted.returncode == 0, submitted.stderr
+    succeeded(bare.cluster, "demo")
+    report = json.loads(bare.command("report", "demo", "--on", ".", "--json").stdout)
     assert report["clock"] == "real" and all(report.values()), [name for name, value in report.items() if not value]
     stages = {stage["name"]: stage for stage in report["stages"]}
     assert set(stages) == {stage.name for stage in STAGES} - {"report"}
