@@ -439,7 +439,7 @@ def test_tasks_stay_with_a_server_and_one_that_is_killed_takes_nothing_with_it(t
 def test_a_workspace_dies_with_its_server_and_the_next_one_opens_elsewhere(three):
     async def work(sandbox):
         async with sandbox.workspace({}, frozenset(), _never) as workspace:
-            used = next(server for server in sandbox.servers if server.workspaces)
+            used = next(server for server in sandbox.rooms if server.workspaces)
             dead = next(server for server in three if server.address == used.address)
             dead.stop(signal.SIGKILL)
             with pytest.raises(WorkspaceLost):
