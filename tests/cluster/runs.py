@@ -142,7 +142,8 @@ class Held:
 @contextmanager
 def hold(installed: Release, name: str) -> Iterator[Held]:
     space = installed.cluster
-    submit(installed, name, "seed=11")  # of its own: a first stage that the cache serves has no pod
+    # A seed of its own: a first stage that the cache serves has no pod.  And long enough to be asked from inside.
+    submit(installed, name, "seed=11", "synthesis.train=40", "synthesis.max_candidates=200")
     try:
         pod = pod_of(space, name, "synthesis")
         suspend(space, name, True)
