@@ -109,7 +109,7 @@ def prepare(
     record = enter(store, run, config, sha256)
     done = serve_from_cache(store, run, config, stages)
     left = [stage for stage in stages if stage.name not in done]
-    with tempfile.TemporaryDirectory() as folder, mirrored(here, config, sha256, run) as mirror:
+    with tempfile.TemporaryDirectory() as folder, mirrored(here, store, config, sha256, run) as mirror:
         for name, manifest in done.items():
             tell_stage(mirror, store, config, stages, name, manifest)
         servers: list[str] = []
@@ -221,7 +221,7 @@ def run_stage(
         store = open_store(here.store)
         config = load(store.get(config_entry(sha256)).decode(), sha256)
         stages = read_table(table)
-        with mirrored(here, config, sha256, run) as mirror:
+        with mirrored(here, store, config, sha256, run) as mirror:
             code = _follow(spawner, name, scratch, log, mirror, config, stages)
             spawner.close()
             with contextlib.suppress(StoreError, FileNotFoundError):
@@ -320,7 +320,10 @@ def finish(
     if record is not None:
         runs.end_run(store, record, code, stage, message)
         config = runs.run_config(store, record)
-        with tempfile.TemporaryDirectory() as folder, mirrored(here, config, sha256, run) as mirror:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mirrored(here, store, config, sha256, run, LAST_MIRROR_SECONDS) as mirror,
+        ):
             done = runs.run_manifests(store, record, stages)
             for name, manifest in done.items():
                 tell_stage(mirror, store, config, stages, name, manifest)
@@ -333,7 +336,6 @@ def finish(
                     ended = None if name in done else "FAILED" if name == stage and code != EXIT_RETRY else "KILLED"
                     mirror.update(name, artifacts=[log], status=ended)
             mirror.update(None, status={EXIT_DONE: "FINISHED", EXIT_RETRY: "KILLED"}.get(code, "FAILED"))
-            mirror.close(LAST_MIRROR_SECONDS)
     if url := os.environ.get("CUDA_AGENT_WEBHOOK"):
         tell_webhook(url, facts)
     return facts
@@ -364,14 +366,17 @@ def tell_webhook(url: str, facts: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def mirrored(here: Surroundings, config: Config, sha256: str, run: str) -> Iterator[Mirror]:
-    """A mirror that knows the run, waited for at the end; without MLflow it takes everything and does nothing."""
+def mirrored(
+    here: Surroundings, store: Store, config: Config, sha256: str, run: str, seconds: float = MIRROR_SECONDS
+) -> Iterator[Mirror]:
+    """A mirror that knows the run, waited for at the end, for ``seconds`` at most; without MLflow it takes everything
+    and does nothing."""
     with tempfile.TemporaryDirectory() as folder:
         mirror: Mirror
         if here.mlflow == "off":
             yield _Nobody()  # type: ignore[misc]
             return
-        sweep = runs.sweep_of(open_store(here.store), config)
+        sweep = runs.sweep_of(store, config)
         mirror = Mirror(here.mlflow, config.run.pipeline, run, None, lambda line: print(line, file=sys.stderr), sweep)
         resolved = Path(folder) / "config.json"
         resolved.write_text(json.dumps(config.model_dump(mode="json"), indent=1))
@@ -379,7 +384,7 @@ def mirrored(here: Surroundings, config: Config, sha256: str, run: str) -> Itera
         try:
             yield mirror
         finally:
-            mirror.close(MIRROR_SECONDS)
+            mirror.close(seconds)
 
 
 class _Nobody:

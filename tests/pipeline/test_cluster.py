@@ -740,17 +740,20 @@ def test_a_mistake_in_gc_is_one_screen_and_creates_nothing(plane, as_user, argum
     assert errand_workflows(as_user()) == []
 
 
-def test_argo_may_write_into_an_errand_and_nobody_may_give_it_arguments(plane, as_user):
-    """Argo writes `arguments: {}` into what had none."""
-    template = cluster.template_name("cuda-agent", "gc-plan")
-    item = {
+def errand(name):
+    """A Workflow of the template ``gc-plan``, as the command makes it."""
+    return {
         "apiVersion": "argoproj.io/v1alpha1",
         "kind": "Workflow",
-        "metadata": {"name": "gc-plan-2", "labels": {errands.ERRAND_LABEL: "gc-plan"}},
-        "spec": {"workflowTemplateRef": {"name": template}},
+        "metadata": {"name": name, "labels": {errands.ERRAND_LABEL: "gc-plan"}},
+        "spec": {"workflowTemplateRef": {"name": cluster.template_name("cuda-agent", "gc-plan")}},
     }
+
+
+def test_argo_may_write_into_an_errand_and_nobody_may_give_it_arguments(plane, as_user):
+    """Argo writes `arguments: {}` into what had none."""
     place = as_user()
-    place.create(item)
+    place.create(errand("gc-plan-2"))
     try:
         assert place.patch("Workflow", "gc-plan-2", {"spec": {"arguments": {}}})["spec"]["arguments"] == {}
         given = {"arguments": {"parameters": [{"name": "run", "value": "a"}]}}
@@ -761,15 +764,8 @@ def test_argo_may_write_into_an_errand_and_nobody_may_give_it_arguments(plane, a
 
 
 def test_errands_are_no_runs(plane, as_user):
-    template = cluster.template_name("cuda-agent", "gc-plan")
-    item = {
-        "apiVersion": "argoproj.io/v1alpha1",
-        "kind": "Workflow",
-        "metadata": {"name": "gc-plan-1", "labels": {errands.ERRAND_LABEL: "gc-plan"}},
-        "spec": {"workflowTemplateRef": {"name": template}},
-    }
     place = as_user()
-    place.create(item)
+    place.create(errand("gc-plan-1"))
     try:
         assert "gc-plan-1" not in command(plane, "runs", "--on", "ada").stdout
     finally:

@@ -30,7 +30,7 @@ def left(server: str, run: str, folder: Path) -> None:
     (folder / "report" / "index.html").write_text(f"<p>{run}</p>")
     (folder / "report" / "report.json").write_text("{}")
     (folder / "report" / "assets" / "a.svg").write_text("<svg/>")
-    with pod.mirrored(here, config, freeze(config)[1], run) as mirror:
+    with pod.mirrored(here, open_store(here.store), config, freeze(config)[1], run) as mirror:
         assert isinstance(mirror, Mirror)
         mirror.update(None, status="FINISHED", artifacts=[folder / "report"])
         assert mirror.close(60)
@@ -47,7 +47,7 @@ def test_a_report_is_fetched_whole(server, tmp_path):
 def test_a_run_without_a_report_and_a_run_that_nobody_knows_are_said_so(server, tmp_path):
     config = Config()
     here = pod.Surroundings(str(tmp_path / "store"), server, tmp_path / "c", tmp_path / "p", tmp_path)
-    with pod.mirrored(here, config, freeze(config)[1], "begun") as mirror:
+    with pod.mirrored(here, open_store(here.store), config, freeze(config)[1], "begun") as mirror:
         mirror.update(None, status="RUNNING")
     with pytest.raises(ConfigError, match="Run begun has no report yet"):
         cluster_report.download(server, "begun", tmp_path / "a")
