@@ -35,6 +35,8 @@ def serving(folder: Path) -> Iterator[str]:
             except httpx.HTTPError:
                 pass
             time.sleep(0.2)
+        else:
+            raise AssertionError((folder / "log").read_text())
         yield address
     finally:
         os.killpg(process.pid, 15)

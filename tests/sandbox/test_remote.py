@@ -257,6 +257,7 @@ class Broken:
         self._answers = answers
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
+        listening.listen(100)  # now, not when the thread gets there: a client would be refused
         self.address = f"http://127.0.0.1:{listening.getsockname()[1]}"
         self._server = uvicorn.Server(
             uvicorn.Config(self._app, interface="asgi3", log_level="critical", lifespan="off")
