@@ -30,6 +30,7 @@ On = Annotated[
 Profile = Annotated[str, typer.Option(help="what the run's pods get: a profile of the chart")]
 Release = Annotated[str, typer.Option(help="full name of the chart's release")]
 EVERY = 1.0  # seconds between two looks at a run
+AWAY = 120.0  # seconds without an answer of the API server, until watching ends
 
 
 def add_to(app: typer.Typer) -> None:
@@ -258,18 +259,26 @@ def _submitted(place: "Cluster", run: str, workflow: str, watching: bool, as_jso
 def _follow(place: "Cluster", run: str, as_json: bool) -> int:
     """Until it ends; 0, 75 when it was stopped, or 1."""
     from cuda_agent.pipeline import cluster, screen
+    from cuda_agent.pipeline.cluster_api import ClusterError
 
     workflow = cluster.find(place, run)
     name = cluster.run_of(workflow)
+    heard = time.monotonic()
     with contextlib.nullcontext(_json_lines()) if as_json else screen.watching() as show:
         while True:
-            shown = cluster.views(workflow)
-            cluster.explain(place, workflow, shown)
-            show(name, shown)
-            if cluster.phase(workflow) in cluster.ENDED:
-                break
-            time.sleep(EVERY)
-            workflow = place.get("Workflow", workflow["metadata"]["name"])
+            try:
+                shown = cluster.views(workflow)
+                cluster.explain(place, workflow, shown)
+                show(name, shown)
+                if cluster.phase(workflow) in cluster.ENDED:
+                    break
+                time.sleep(EVERY)
+                workflow = place.get("Workflow", workflow["metadata"]["name"])
+                heard = time.monotonic()
+            except ClusterError as error:  # an API server that restarts ends nothing but the watching
+                if error.code != 75 or time.monotonic() - heard > AWAY:
+                    raise
+                time.sleep(EVERY)
     now = cluster.phase(workflow)
     stopped = bool(workflow["spec"].get("shutdown"))
     message = workflow.get("status", {}).get("message", "")

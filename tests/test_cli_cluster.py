@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from cuda_agent import cli
+from cuda_agent import cli, cli_cluster
+from cuda_agent.pipeline.cluster_api import ClusterError
 
 COMMANDS = ["submit", "sweep", "watch", "logs", "runs", "report", "diff"]
 COMMANDS += ["cancel", "resume", "mlflow", "render", "doctor", "gc"]
@@ -59,3 +61,38 @@ def test_a_pods_command_outside_of_a_pod_says_so(monkeypatch):
     script = [sys.executable, "-m", "cuda_agent.cli", "pod", "stage", "rft", "--config", "ab", "--workflow", "w"]
     ended = subprocess.run(script, capture_output=True, text=True)
     assert ended.returncode == 78 and "CUDA_AGENT_STORE" in ended.stderr and "Traceback" not in ended.stderr
+
+
+class Faulty:
+    """A cluster with one Workflow, which is away as often as told, and then says that the Workflow has ended."""
+
+    name, namespace = "here", "there"
+
+    def __init__(self, status: int, times: int) -> None:
+        self.status, self.times = status, times
+
+    def all(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
+        labels = {"cuda-agent/run": "r"}
+        return [{"metadata": {"name": "r", "labels": labels}, "spec": {}, "status": {"phase": "Running"}}]
+
+    def get(self, kind: str, name: str) -> dict[str, Any]:
+        if self.times:
+            self.times -= 1
+            raise ClusterError("away", self.status)
+        (workflow,) = self.all(kind)
+        return workflow | {"status": {"phase": "Succeeded"}}
+
+
+def test_watching_outlives_an_api_server_that_is_away_for_a_while(monkeypatch, capsys):
+    monkeypatch.setattr(cli_cluster, "EVERY", 0.0)
+    monkeypatch.setattr("cuda_agent.pipeline.cluster.find", lambda place, run: place.all("Workflow")[0])
+    monkeypatch.setattr("cuda_agent.pipeline.cluster.run_of", lambda workflow: "r")
+    monkeypatch.setattr("cuda_agent.pipeline.cluster.views", lambda workflow: [])
+    monkeypatch.setattr("cuda_agent.pipeline.cluster.explain", lambda place, workflow, shown: None)
+    for status in (0, 503):
+        assert cli_cluster._follow(Faulty(status, 3), "r", False) == 0  # type: ignore[arg-type]
+    with pytest.raises(ClusterError):
+        cli_cluster._follow(Faulty(403, 1), "r", False)  # type: ignore[arg-type]
+    monkeypatch.setattr(cli_cluster, "AWAY", 0.0)
+    with pytest.raises(ClusterError):
+        cli_cluster._follow(Faulty(0, 10**9), "r", False)  # type: ignore[arg-type]

@@ -48,8 +48,8 @@ def block(peer: Object) -> list[str]:
     """An ipBlock as plain networks: what is excepted is cut out."""
     if ":" in peer["cidr"]:
         return []
-    kept = [ipaddress.IPv4Network(peer["cidr"])]
-    for hole in map(ipaddress.IPv4Network, peer.get("except") or []):
+    kept = [ipaddress.IPv4Network(peer["cidr"], strict=False)]  # host bits are allowed in a policy
+    for hole in (ipaddress.IPv4Network(text, strict=False) for text in peer.get("except") or []):
         kept = [part for net in kept for part in (net.address_exclude(hole) if hole.subnet_of(net) else [net])]
     return [str(net) for net in kept]
 

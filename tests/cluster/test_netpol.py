@@ -113,6 +113,7 @@ def test_an_excepted_range_is_cut_out_and_nothing_else() -> None:
     assert inside == {"10.0.0.1": True, "10.2.3.5": True, "10.1.2.3": False, "10.2.3.4": False}
     assert sum(net.num_addresses for net in nets) == 2**24 - 2**16 - 1
     assert block({"cidr": "fd00::/8"}) == []
+    assert block({"cidr": "10.0.0.9/31"}) == ["10.0.0.8/31"]
 
 
 def test_selectors_follow_the_four_operators() -> None:
