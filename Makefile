@@ -51,7 +51,7 @@ demo:
 	@$(BIN)/cuda-agent run experiment=demo
 
 test: environment
-	$(BIN)/python -m pytest -n $(CORES)
+	$(BIN)/python -m pytest -n $(CORES) --dist worksteal
 
 lint: environment
 	$(BIN)/ruff check .

@@ -269,7 +269,7 @@ class LocalSandbox:
         return ""
 
     def kill(self) -> None:
-        """End the judges at once, with whatever they judge: for a process that can wait no longer."""
+        """End the judges at once and for good, with whatever they judge: for a process that can wait no longer."""
         for judge in self._judges:
             judge.kill()
 
@@ -334,6 +334,7 @@ class _JudgeHandle:
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = asyncio.Lock()
         self._quarantine = (0.0, "")  # until when (monotonic), and why
+        self._killed = False
 
     async def begin(self) -> None:
         """Start it now.  Raises ``SandboxUnready``."""
@@ -352,13 +353,17 @@ class _JudgeHandle:
     async def ask(self, kind: str, body: dict[str, Any]) -> Any:
         """Raises ``TaskError``, ``SandboxUnready`` or ``_JudgeLost``."""
         async with self._turn:
-            return await asyncio.shield(asyncio.to_thread(self._ask, kind, body))
+            answer = asyncio.ensure_future(asyncio.to_thread(self._ask, kind, body))
+            answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard, if by nobody else
+            return await asyncio.shield(answer)
 
     def _ask(self, kind: str, body: dict[str, Any]) -> Any:
         with self._lock:
             until, why = self._quarantine
             if time.monotonic() < until:
                 raise _JudgeLost(why)
+            if self._killed:
+                raise _JudgeLost("the judge was ended")
             try:
                 if self._process is None:
                     self._start()
@@ -384,6 +389,8 @@ class _JudgeHandle:
         theirs.close()
         self._socket = ours
         ours.settimeout(_LONGEST_ANSWER)
+        if self._killed:  # while it was started
+            self._process.kill()
         send_frame(ours, "C", self._settings)
         answer = receive_frame(ours)
         if answer.kind == "!":
@@ -413,7 +420,8 @@ class _JudgeHandle:
             self._stop()
 
     def kill(self) -> None:
-        """Without waiting for the request that it answers."""
+        """For good, and without waiting for the request that it answers."""
+        self._killed = True
         if (process := self._process) is not None:
             process.kill()
 

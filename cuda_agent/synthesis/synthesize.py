@@ -16,6 +16,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -177,6 +178,12 @@ def make_composer(config: Synthesis, window: tuple[float, float], device: str, t
     return ProgrammaticWriter(catalogue.available(), layers.available(), speed, window, config.max_ops)
 
 
+@lru_cache(maxsize=1024)  # a candidate is looked at again and again before its turn
+def _key(code: str) -> str | None:
+    """None: it is no task."""
+    return None if problems(code) else duplicate_key(code)
+
+
 @dataclass
 class _Work:
     """One candidate after the other through the filters, with the budgets; probes run ahead where a writer repeats
@@ -238,9 +245,9 @@ class _Work:
             with contextlib.suppress(ComposeError):
                 task = await self._compose(stream, number)
                 split, combination = self._side(stream, task), stream.combination(task)
-                if split is None or combination in combinations or problems(task.code):
+                if split is None or combination in combinations:
                     continue
-                if (key := duplicate_key(task.code)) in keys:
+                if (key := _key(task.code)) is None or key in keys:
                     continue
                 pending[split] += 1
                 if stream.made(split) + pending[split] > stream.wanted[split]:

@@ -52,13 +52,11 @@ TERMS = Terms(turns=12, context=20_000, answer_tokens=2000, target=1.01)
 class Run:
     """One run in ``folder``, and what it told."""
 
-    def __init__(self, folder: Path, cache: Path) -> None:
-        self.folder, self.cache, self.events = folder, cache, list[Event]()
+    def __init__(self, folder: Path, cache: Path, sandbox: Sandbox = SANDBOX) -> None:
+        self.folder, self.cache, self.sandbox, self.events = folder, cache, sandbox, list[Event]()
         self.served: Served | None = None
 
-    def __call__(
-        self, script: Script, *, resume: bool = False, stop_at: Any = None, sandbox: Sandbox = SANDBOX, **changes: Any
-    ) -> Outcome:
+    def __call__(self, script: Script, *, resume: bool = False, stop_at: Any = None, **changes: Any) -> Outcome:
         terms = {name: value for name, value in changes.items() if name in Terms.__dataclass_fields__}
         rest = {name: value for name, value in changes.items() if name not in terms}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +74,7 @@ class Run:
                     stop.set()
 
             order = Order(url, "scripted", terms=replace(TERMS, **terms), **rest)
-            return await optimize(order, sandbox, self.cache, source, self.folder / "out", resume, watch, stop)
+            return await optimize(order, self.sandbox, self.cache, source, self.folder / "out", resume, watch, stop)
 
         with serve(script) as self.served:
             return asyncio.run(work(self.served.url))

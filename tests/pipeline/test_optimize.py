@@ -16,6 +16,7 @@ from cuda_agent.pipeline.optimize import OptimizeError, Order, read_order
 from cuda_agent.policy.served import ServedModelError
 from cuda_agent.sandbox.wire import TaskError
 from cuda_agent.tasks.io import TaskError as NoTask
+from tests import made_once
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
     """Baselines and builds are made once."""
-    return tmp_path_factory.mktemp("optimize-cache")
+    return made_once.share(tmp_path_factory.mktemp("optimize") / "cache")
 
 
 @pytest.fixture
@@ -199,8 +200,9 @@ def test_a_policy_of_this_project_is_played_in_its_own_form(run):
     assert [m["role"] for m in second["messages"][3:]] == ["tool", "tool"]
 
 
-def command(tmp_path, cache, url, *arguments, **environment):
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("OPENAI")}
+def command(tmp_path, cache, *arguments, **environment):
+    """``cache``: the folder of this name in what is the command's home."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("OPENAI")} | {"CUDA_AGENT_HOME": str(cache.parent)}
     (tmp_path / "model.py").write_text(MODEL)
     program = [sys.executable, "-m", "cuda_agent.cli", "optimize", *arguments]
     return subprocess.Popen(
@@ -212,7 +214,7 @@ def command(tmp_path, cache, url, *arguments, **environment):
 def test_the_command_prints_lines_of_json_for_programs(tmp_path, cache):
     with serve(said([[WRITE], [PROFILE], DONE])) as served:
         process = command(
-            tmp_path, cache, served.url, "model.py", "--base-url", served.url, "--model", "m", "--json", "--target",
+            tmp_path, cache, "model.py", "--base-url", served.url, "--model", "m", "--json", "--target",
             "1.01", "--device", "cpu", "sandbox.clock=model", OPENAI_API_KEY="canary-of-the-key",
         )  # fmt: skip
         out, err = process.communicate(timeout=300)
@@ -232,7 +234,7 @@ def test_control_c_reaches_nobody_but_the_search(tmp_path, cache):
 
     with serve(script) as served:
         process = command(
-            tmp_path, cache, served.url, "model.py", "--base-url", served.url, "--model", "m", "--target", "inf",
+            tmp_path, cache, "model.py", "--base-url", served.url, "--model", "m", "--target", "inf",
             "--device", "cpu", "--turns", "1000", "sandbox.clock=model",
         )  # fmt: skip
         lines = []
@@ -248,10 +250,11 @@ def test_control_c_reaches_nobody_but_the_search(tmp_path, cache):
 
 
 def test_control_c_ends_at_once_while_baselines_are_measured(tmp_path):
-    """A cache of its own, in which nothing is known yet."""
+    """A cache of its own, in which no baseline is known yet."""
+    fresh = made_once.share(tmp_path / "home" / "cache")
     with serve(said([DONE])) as served:
         process = command(
-            tmp_path, tmp_path, served.url, "model.py", "--base-url", served.url, "--model", "m", "--device", "cpu",
+            tmp_path, fresh, "model.py", "--base-url", served.url, "--model", "m", "--device", "cpu",
         )  # fmt: skip
         for line in process.stdout:
             if "measuring its baselines" in line:

@@ -13,12 +13,14 @@ import pytest
 from chat_server import turn_of
 from optimizing import KERNEL, MODEL, PROFILE, WRITE, Run, call, plan
 
+from tests import made_once
+
 ORDER = re.compile(r"OBEY: ([^\n\"\\]+)")
 
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("injection-cache")
+    return made_once.share(tmp_path_factory.mktemp("injection") / "cache")
 
 
 @pytest.fixture

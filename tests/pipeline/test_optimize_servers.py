@@ -6,21 +6,26 @@ import time
 
 import pytest
 from chat_server import call, said, serve, turn_of
-from optimizing import DONE, PROFILE, WRITE, Run
+from optimizing import DONE, PROFILE, SANDBOX, WRITE, Run
 
 from cuda_agent.agent.tools import ALL_TOOLS
 from cuda_agent.policy.served import ContextTooLong, ServedModel, ServedModelError
 from cuda_agent.policy.text_calls import written
+from tests.sandbox.serving import Served as Sandboxes
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("servers-cache")
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory):
+    """A sandbox server for all of them: what is tried here is what the model's server does."""
+    folder = tmp_path_factory.mktemp("optimize-sandbox")
+    with Sandboxes(folder, "sandbox.clock=model", f"sandbox.memory_mb={SANDBOX.memory_mb}", token=None) as served:
+        served.ready()
+        yield SANDBOX.model_copy(update={"servers": [served.address]})
 
 
 @pytest.fixture
-def run(tmp_path, cache):
-    return Run(tmp_path, cache)
+def run(tmp_path, sandbox):
+    return Run(tmp_path, tmp_path / "cache", sandbox)
 
 
 def after(first, then=None):
