@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from cuda_agent import cli
 
 COMMANDS = ["submit", "sweep", "watch", "logs", "runs", "report", "diff"]
-COMMANDS += ["cancel", "resume", "mlflow", "render", "doctor", "gc"]
+COMMANDS += ["episodes", "cancel", "resume", "mlflow", "render", "doctor", "gc"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -52,7 +52,8 @@ class _Visit(Play):
             reply = await self.model.chat(sent, TOOLS, room, self.settings.temperature, self.seed + turn)
             self._append([0] * reply.tokens, 1, [0.0] * reply.tokens, 0, turn)
             asked = [{"name": call["name"], "arguments": call["arguments"] or {}} for call in reply.calls]
-            self.messages.append({"role": "assistant", "content": reply.content, "tool_calls": asked})
+            said = {"role": "assistant", "content": reply.content, "tool_calls": asked}
+            self.messages.append(said | ({"thought": reply.thought} if reply.thought else {}))
             if reply.cut:
                 return "tokens"
             if not reply.calls:
