@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cuda_agent.agent.compaction import compacted, cut, size
-from cuda_agent.agent.loop import Sandbox, WorkFolder
+from cuda_agent.agent.game import Sandbox, WorkFolder
 from cuda_agent.agent.progress import Budget, Findings, State, Tell, difference, factor
 from cuda_agent.agent.prompt import agent_messages
 from cuda_agent.agent.skill import skill_text
