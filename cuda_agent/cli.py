@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from cuda_agent import cli_cluster, cli_optimize, cli_runs, cli_upkeep
+from cuda_agent import cli_cluster, cli_episodes, cli_optimize, cli_runs, cli_upkeep
 from cuda_agent.cli_pod import pod_app
 from cuda_agent.cli_sandbox import sandbox_app
 
@@ -299,6 +299,7 @@ def benchmark(
 
 
 cli_runs.add_to(app)
+cli_episodes.add_to(app)
 cli_cluster.add_to(app)
 cli_upkeep.add_to(app)
 cli_optimize.add_to(app)

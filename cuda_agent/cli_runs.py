@@ -145,7 +145,7 @@ def report(
     from cuda_agent.pipeline.local import fetch_report
     from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
 
-    where, name = _find(run, store, on, namespace)
+    where, name = find(run, store, on, namespace)
     if not isinstance(where, tuple):
         with cluster_report.mlflow(where) as address:
             folder = cluster_report.download(address, name, Path(".cuda-agent") / "reports" / name)
@@ -193,7 +193,7 @@ def _facts(run: str, store: str, on: str | None, namespace: str | None) -> "Fact
     from cuda_agent.pipeline import cluster_report, runs
     from cuda_agent.pipeline.graph import STAGES
 
-    where, name = _find(run, store, on, namespace)
+    where, name = find(run, store, on, namespace)
     if isinstance(where, tuple):
         return runs.facts(*where, STAGES)
     with cluster_report.mlflow(where) as address:
@@ -218,7 +218,7 @@ def logs(
         raise ConfigError(f"{stage}: there is no such stage. There are {', '.join(names)}.")
     if follow and not stage:
         raise ConfigError("logs --follow: name one stage.")
-    where, name = _find(run, store, on, namespace)
+    where, name = find(run, store, on, namespace)
     if isinstance(where, tuple):
         lines = _local_logs(*where, store, stage, follow)
     else:
@@ -290,7 +290,7 @@ def _cluster_logs(place: "Cluster", name: str, stage: str, follow: bool) -> Iter
             yield from ((said_by, line) for line in cluster_report.log(address, name, said_by))
 
 
-def _find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[tuple[Store, Run] | Cluster, str]":
+def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[tuple[Store, Run] | Cluster, str]":
     """Store and record of a run of this machine, or the cluster that it is on; and its name.  Raises ConfigError."""
     from cuda_agent.config import ConfigError
     from cuda_agent.pipeline import cluster, runs

@@ -11,7 +11,7 @@ from cuda_agent import cli, cli_cluster
 from cuda_agent.pipeline.cluster_api import ClusterError
 
 COMMANDS = ["submit", "sweep", "watch", "logs", "runs", "report", "diff"]
-COMMANDS += ["cancel", "resume", "mlflow", "render", "doctor", "gc"]
+COMMANDS += ["episodes", "cancel", "resume", "mlflow", "render", "doctor", "gc"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -8,7 +8,6 @@ Not covered: training data (``loop``), several attempts, and what a person sees 
 """
 
 import asyncio
-import difflib
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -16,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cuda_agent.agent.compaction import compacted, cut, size
-from cuda_agent.agent.loop import Sandbox, WorkFolder
-from cuda_agent.agent.progress import Budget, Findings, State, Tell, factor
+from cuda_agent.agent.game import Sandbox, WorkFolder
+from cuda_agent.agent.progress import Budget, Findings, State, Tell, difference, factor
 from cuda_agent.agent.prompt import agent_messages
 from cuda_agent.agent.skill import skill_text
 from cuda_agent.agent.tools import ALL_TOOLS, TOOLS, Style, describe, failed, solution_of, standing
@@ -35,7 +34,6 @@ _LOSSES = 3  # of workspaces, or of judges in a row
 _LEAST_CONTEXT, _LEAST_ANSWER = 2048, 16  # tokens
 _CHARACTERS = (1.5, 6.0)  # of a token: between these lies what a server's count may say
 _CHANGING = ("Write", "Edit", "MultiEdit", "Bash", "KillBash")
-_DIFF_LINES = 400
 
 _LAST = """This is the last turn: no tool can be called any more, and the fastest correct solution so far is kept. Say
 in a few sentences what makes it fast, what did not work, and what you would try next."""
@@ -157,7 +155,7 @@ class Attempt:
                 if terms.style == "compact":  # such a policy knows no shortened conversations
                     return "tokens"
                 raise
-            self._say(reply.message())
+            self._say(reply.message(), **({"thought": reply.thought} if reply.thought else {}))
             if last:
                 self._finish_turn()
                 return "turns" if state.turn == terms.turns else short  # type: ignore[return-value]
@@ -285,10 +283,7 @@ class Attempt:
             old, new = before.get(path, ""), files.get(path, "")
             if old != new:
                 self.seen.clear()
-                lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=2))[2:]
-                added = sum(line.startswith("+") for line in lines)
-                removed = sum(line.startswith("-") for line in lines)
-                self.tell("diff", path=path, text="\n".join(lines[:_DIFF_LINES]), added=added, removed=removed)
+                self.tell("diff", **difference(path, old, new))
         self._files_now = files
 
     async def _command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
@@ -345,9 +340,9 @@ class Attempt:
             messages[-1]["content"] += "\n\n" + " ".join(filter(None, [self.baselines, goal]))
         return messages
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _say(self, message: dict[str, Any], **facts: Any) -> None:
         self.state.messages.append(message)
-        self.tell("message", message=message)
+        self.tell("message", message=message, **facts)
 
     def _result(self, call: Mapping[str, Any] | None, text: str) -> dict[str, Any]:
         if call is None and self.model.form != "raw":

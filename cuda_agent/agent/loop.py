@@ -5,33 +5,28 @@ many, freely or in lockstep.  An episode is one growing list of ids: what the po
 (mask 1), prompt and tool results are encoded once (mask 0); text is never tokenized again.  A budget used up (turns,
 tokens) ends an episode and its final workspace is judged; a fault of ours or the deadline leaves it without a reward.
 
-Not covered: models behind a text interface, whose episodes are no training data; running tools (``sandbox.workspace``);
-judging (``sandbox.client``).
+Not covered: the tools, their rules and the verdict (``game``); models behind a text interface, whose episodes are no
+training data (``visitor``).
 """
 
 import asyncio
 import hashlib
-import json
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from cuda_agent.agent.prompt import agent_messages, one_shot_messages, parse_answer
-from cuda_agent.agent.skill import skill_text
-from cuda_agent.agent.tools import TOOL_NAMES, TOOLS, Style, describe, failed, solution_of
-from cuda_agent.policy.chat import Chat, ToolCall
+from cuda_agent.agent.game import Game, Sandbox, SandboxFault
+from cuda_agent.agent.prompt import one_shot_messages, parse_answer
+from cuda_agent.agent.tools import TOOLS, Style, solution_of
+from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.engine import Completion, Engine, SamplingParams
 from cuda_agent.policy.episode import Episode
-from cuda_agent.sandbox.wire import Lane, Mode, Solution, TaskError, ToolResult, Verdict
-from cuda_agent.sandbox.workspace import Commands, WorkspaceLost
+from cuda_agent.sandbox.wire import Lane, TaskError, Verdict
+from cuda_agent.sandbox.workspace import WorkspaceLost
 from cuda_agent.tasks.task import Task
 
 Ended = Literal["answer", "turns", "tokens", "deadline", "infra"]
-_CHANGING = ("Write", "Edit", "MultiEdit")  # after one of these, verifying once more is no loop
-_LOOP = 3  # the same call with the same arguments this often is one
 
 
 @dataclass(frozen=True)
@@ -47,24 +42,6 @@ class Settings:
     lane: Lane = "plan"
     style: Style = "full"
     device: Literal["cpu", "cuda"] = "cpu"
-
-
-class WorkFolder(Protocol):
-    """An open workspace, here or on a server."""
-
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult: ...
-
-    async def files(self) -> dict[str, str]: ...
-
-
-class Sandbox(Protocol):
-    """What the loop needs of the sandbox's client."""
-
-    async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick") -> Verdict: ...
-
-    def workspace(
-        self, files: dict[str, str], protected: frozenset[str], commands: Commands
-    ) -> AbstractAsyncContextManager[WorkFolder]: ...
 
 
 async def run_episode(
@@ -83,10 +60,6 @@ async def run_single(
     return await play.run(play.with_one_answer)
 
 
-class _Infra(Exception):
-    """The sandbox failed twice: nobody's fault but ours."""
-
-
 class Play:
     """One episode under way."""
 
@@ -101,33 +74,30 @@ class Play:
         seed: int,
         episode_id: str,
     ) -> None:
-        self.kind, self.task, self.engine, self.chat, self.sandbox = kind, task, engine, chat, sandbox
+        self.kind, self.task, self.engine, self.chat = kind, task, engine, chat
         self.settings, self.seed, self.id = settings, seed, episode_id
+        self.game = Game(task, sandbox, settings.lane, settings.device, settings.style)
         self.ids: list[int] = []
         self.mask: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.turns: list[int] = []
         self.messages: list[dict[str, Any]] = []
-        self.files: dict[str, str] = {}
-        self.best: Verdict | None = None
-        self.flags: set[str] = set()
-        self.seen: Counter[str] = Counter()
 
     async def run(self, game: Callable[[], Awaitable[Ended]]) -> Episode:
-        """Plays ``game``, judges what it leaves in ``files``, and keeps the books of what went wrong on our side."""
+        """Plays ``game``, judges the files that it leaves, and keeps the books of what went wrong on our side."""
         verdict: Verdict | None = None
         limit = asyncio.timeout(None if _ROUND.get() else self.settings.deadline_seconds)
         ended: Ended
         try:
             async with limit:
                 ended = await game()
-                verdict = await self.judge(self.files)
+                verdict = await self.game.judge(self.game.files)
         except TimeoutError:
             if not limit.expired():
                 raise
             ended = "deadline"
-        except (_Infra, WorkspaceLost, TaskError) as error:
+        except (SandboxFault, WorkspaceLost, TaskError) as error:
             ended = "infra"
             self.messages.append({"role": "tool", "content": f"[ended by a fault of ours: {error}]"})
         return Episode(
@@ -142,10 +112,10 @@ class Play:
             reward=None if verdict is None or verdict.reward is None else float(verdict.reward),
             ended=ended,
             verdict=verdict.to_json() if verdict else None,
-            best=self.best.to_json() if self.best else None,
-            files=self.files,
+            best=self.game.best.to_json() if self.game.best else None,
+            files=self.game.files,
             messages=self.messages,
-            flags=sorted(self.flags),
+            flags=sorted(self.game.flags),
         )
 
     # -------------------------------------------------------------------------------------------------------- the games
@@ -159,20 +129,18 @@ class Play:
             return "tokens"
         text, _, _ = self.chat.parse(completion.ids)
         self.messages.append({"role": "assistant", "content": text})
-        self.files = dict(solution_of(parse_answer(text), settings.lane).files)
+        self.game.files = dict(solution_of(parse_answer(text), settings.lane).files)
         return "answer" if completion.finish == "stop" else "tokens"
 
     async def with_tools(self) -> Ended:
-        settings = self.settings
-        self.messages = agent_messages(self.task, settings.style, settings.lane, settings.device)
+        self.messages = self.game.messages()
         self._observe(self.chat.prompt_ids(self.messages, TOOLS), 0)
-        files = {"model.py": self.task.code, "SKILL.md": skill_text(settings.lane, settings.device)}
-        async with self.sandbox.workspace(files, frozenset(files), self._command) as workspace:
-            ended = await self._take_turns(workspace)
-            self.files = dict(solution_of(await workspace.files(), settings.lane).files)
+        async with self.game:
+            ended = await self._take_turns()
+            await self.game.collect()
         return ended
 
-    async def _take_turns(self, workspace: WorkFolder) -> Ended:
+    async def _take_turns(self) -> Ended:
         for turn in range(self.settings.turns):
             completion = await self._sample(turn)
             if completion is None:
@@ -181,12 +149,12 @@ class Play:
             asked = [{"name": call.name, "arguments": call.arguments} for call in calls]
             self.messages.append({"role": "assistant", "content": text, "tool_calls": asked})
             if malformed:
-                self.flags.add("malformed_call")
+                self.game.flags.add("malformed_call")
             if completion.finish == "length":
                 return "tokens"
             if not calls and not malformed:
                 return "answer"
-            results = [await self._tool(workspace, call) for call in calls] or ["error: malformed tool call"]
+            results = [await self._tool(call.name, call.arguments) for call in calls] or ["error: malformed tool call"]
             self.messages += [{"role": "tool", "content": result} for result in results]
             if turn + 1 < self.settings.turns:
                 delta = self.chat.delta_ids(results, closed=completion.ids[-1] == self.chat.end_id)
@@ -224,20 +192,8 @@ class Play:
         self.versions += [version] * len(ids)
         self.turns += [turn] * len(ids)
 
-    # ----------------------------------------------------------------------------------------------- tools and verdicts
-
-    async def _tool(self, workspace: WorkFolder, call: ToolCall) -> str:
-        if call.name not in TOOL_NAMES:
-            self.flags.add("unknown_tool")
-            return f"error: there is no tool {call.name[:40]!r}"
-        key = f"{call.name} {_canonical(call.arguments)}"
-        self.seen[key] += 1
-        if self.seen[key] >= _LOOP:
-            self.flags.add("loop")
-        result = await workspace.call(call.name, call.arguments)
-        if call.name in _CHANGING and not result.error and self.seen[key] == 1:
-            self.seen = Counter({k: n for k, n in self.seen.items() if k.startswith(_CHANGING)})
-        return self._cut(result.text)
+    async def _tool(self, name: str, arguments: dict[str, Any]) -> str:
+        return self._cut(await self.game.call(name, arguments))
 
     def _cut(self, text: str) -> str:
         """At most about ``tool_tokens`` tokens: the middle goes."""
@@ -248,39 +204,10 @@ class Play:
         head, tail = tokenizer.decode(ids[: limit // 2]), tokenizer.decode(ids[len(ids) - limit // 2 :])
         return f"{head}\n...\n{tail}"
 
-    async def _command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """compile, verify and profile, as the workspace's shell calls them."""
-        verdict = await self.judge(files)
-        return ToolResult(describe(verdict, name, self.settings.style), failed(verdict, name))
-
-    async def judge(self, files: Mapping[str, str]) -> Verdict:
-        """The verdict of the solution in ``files``; remembers the best of the trajectory.  A fault of the sandbox is
-        tried again once."""
-        solution = solution_of(files, self.settings.lane)
-        verdict = await self.sandbox.evaluate(self.task, solution, "quick")
-        if verdict.status == "infra":
-            verdict = await self.sandbox.evaluate(self.task, solution, "quick")
-        if verdict.status == "infra":
-            raise _Infra(verdict.message)
-        if self.best is None or _merit(verdict) > _merit(self.best):
-            self.best = verdict
-        return verdict
-
-
-def _merit(verdict: Verdict) -> tuple[float, float]:
-    return float(verdict.reward or 0), verdict.speedup_compile or verdict.speedup_eager or 0.0
-
 
 def _seed(seed: int, turn: int) -> int:
     """63 bits for one turn of one episode."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{turn}".encode()).digest()[:8], "big") >> 1
-
-
-def _canonical(arguments: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(arguments, sort_keys=True)
-    except (TypeError, ValueError, RecursionError):
-        return repr(sorted(arguments))
 
 
 # --------------------------------------------------------------------------------------------------------- many at once

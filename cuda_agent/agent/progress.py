@@ -2,7 +2,7 @@
 
 The transcript is one JSON object a line; everything that ``--resume`` needs is in it.  Kinds of events and their facts:
 
-- ``message``: ``message``, a part of the conversation
+- ``message``: ``message``, a part of the conversation; ``thought``, where the model thought before it
 - ``diff``: ``path``, ``text`` (unified), ``added`` and ``removed`` lines
 - ``files``: ``changed`` ({path: text}) and ``gone`` files of the work folder at the end of a turn
 - ``verdict``: ``command``, ``verdict`` (as JSON), ``files``, ``factor``
@@ -12,6 +12,7 @@ The transcript is one JSON object a line; everything that ``--resume`` needs is 
 Events that are shown but not kept: ``text``, ``thought``, ``again``, ``wait``, ``form``, ``tool``.
 """
 
+import difflib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +26,17 @@ Event = dict[str, Any]
 Tell = Callable[..., None]
 """(kind, attempt=, **facts)"""
 SHOWN_ONLY = frozenset({"text", "thought", "again", "wait", "form", "tool"})
+
+_DIFF_LINES = 400
+_COMPARED_LINES = 2000  # of each file: a file of lines that repeat takes the cube of their number
+
+
+def difference(path: str, old: str, new: str) -> Event:
+    """The facts of a ``diff``; its text is cut."""
+    before, after = (text.splitlines()[:_COMPARED_LINES] for text in (old, new))
+    lines = list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]
+    added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
+    return {"path": path, "text": "\n".join(lines[:_DIFF_LINES]), "added": added, "removed": removed}
 
 
 def factor(verdict: Verdict) -> float | None:

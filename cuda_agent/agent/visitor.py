@@ -7,11 +7,9 @@ number, the server's own count, means something.
 
 from typing import Any
 
-from cuda_agent.agent.loop import Ended, Play, Sandbox, Settings, WorkFolder
-from cuda_agent.agent.prompt import agent_messages
-from cuda_agent.agent.skill import skill_text
-from cuda_agent.agent.tools import TOOLS, solution_of
-from cuda_agent.policy.chat import ToolCall
+from cuda_agent.agent.game import Sandbox
+from cuda_agent.agent.loop import Ended, Play, Settings
+from cuda_agent.agent.tools import TOOLS
 from cuda_agent.policy.episode import Episode
 from cuda_agent.policy.served import CHARACTERS, ServedModel
 from cuda_agent.tasks.task import Task
@@ -35,15 +33,13 @@ class _Visit(Play):
         self.model = model
 
     async def with_tools(self) -> Ended:
-        settings = self.settings
-        self.messages = agent_messages(self.task, settings.style, settings.lane, settings.device)
-        files = {"model.py": self.task.code, "SKILL.md": skill_text(settings.lane, settings.device)}
-        async with self.sandbox.workspace(files, frozenset(files), self._command) as workspace:
-            ended = await self._talk(workspace)
-            self.files = dict(solution_of(await workspace.files(), settings.lane).files)
+        self.messages = self.game.messages()
+        async with self.game:
+            ended = await self._talk()
+            await self.game.collect()
         return ended
 
-    async def _talk(self, workspace: WorkFolder) -> Ended:
+    async def _talk(self) -> Ended:
         sent: list[dict[str, Any]] = [dict(message) for message in self.messages]
         for turn in range(self.settings.turns):
             room = min(self.settings.turn_tokens, self.settings.context - len(self.ids))
@@ -52,7 +48,8 @@ class _Visit(Play):
             reply = await self.model.chat(sent, TOOLS, room, self.settings.temperature, self.seed + turn)
             self._append([0] * reply.tokens, 1, [0.0] * reply.tokens, 0, turn)
             asked = [{"name": call["name"], "arguments": call["arguments"] or {}} for call in reply.calls]
-            self.messages.append({"role": "assistant", "content": reply.content, "tool_calls": asked})
+            said = {"role": "assistant", "content": reply.content, "tool_calls": asked}
+            self.messages.append(said | ({"thought": reply.thought} if reply.thought else {}))
             if reply.cut:
                 return "tokens"
             if not reply.calls:
@@ -60,10 +57,10 @@ class _Visit(Play):
             sent.append(reply.message())
             for call in reply.calls:
                 if call["arguments"] is None:
-                    self.flags.add("malformed_call")
+                    self.game.flags.add("malformed_call")
                     result = "error: the arguments are no JSON object"
                 else:
-                    result = await self._tool(workspace, ToolCall(call["name"], call["arguments"]))
+                    result = await self._tool(call["name"], call["arguments"])
                 self.messages.append({"role": "tool", "content": result})
                 sent.append({"role": "tool", "tool_call_id": call["id"], "content": result})
         return "turns"

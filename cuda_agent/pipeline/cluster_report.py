@@ -1,4 +1,4 @@
-"""What a run on a cluster has left in MLflow: its report, its stages' logs, what it was made of.
+"""What a run on a cluster has left in MLflow: its report, its stages' logs and episodes, what it was made of.
 
 The chart's MLflow is reached through the API server, by a port of its pod; that takes a kubeconfig and makes no pod.
 One that the chart does not bring is asked at its own address.
@@ -8,6 +8,7 @@ in the store.
 """
 
 import contextlib
+import gzip
 import json
 import re
 import shutil
@@ -20,7 +21,9 @@ import httpx
 from cuda_agent.config import ConfigError, flat, validate
 from cuda_agent.pipeline.cluster import PROFILE_LABEL
 from cuda_agent.pipeline.cluster_api import Cluster, ClusterError
+from cuda_agent.pipeline.episodes import FILE, PACKED, TOKENIZER, Left
 from cuda_agent.pipeline.forward import forwarded, pod_of
+from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.manifest import Manifest
 from cuda_agent.pipeline.runs import Facts
 from cuda_agent.tracking import MANIFEST_TAG, RUN_TAG, STAGE_TAG
@@ -100,6 +103,30 @@ def logged(address: str, run: str) -> list[str]:
         _find(client, run)
         found = _search(client, run, f"tags.`{STAGE_TAG}` != ''")
         return [_tags(item)[STAGE_TAG] for item in sorted(found, key=lambda item: item["info"]["start_time"])]
+
+
+def episodes(address: str, run: str, folder: Path) -> list[Left]:
+    """The episodes that the run's stages have left, in the graph's order, fetched into ``folder``; of a stage from the
+    cache those of the run that made it.  Raises ConfigError when MLflow does not know the run."""
+    found = []
+    with _client(address) as client:
+        _find(client, run)
+        stages = {_tags(item)[STAGE_TAG]: item for item in _search(client, run, f"tags.`{STAGE_TAG}` != ''")}
+        for stage in (row.name for row in STAGES if row.name in stages):
+            there = stages[stage]
+            if (made_by := _tags(there).get("made by", run)) != run:
+                there = next(iter(_search(client, made_by, f"tags.`{STAGE_TAG}` = '{stage}'")), there)
+            run_id = str(there["info"]["run_id"])
+            names = _files(client, run_id, "")
+            if PACKED not in names:
+                continue
+            target = folder / stage
+            target.mkdir(parents=True)
+            (target / FILE).write_bytes(gzip.decompress(_artifact(client, run_id, PACKED)))
+            if TOKENIZER in names:
+                (target / TOKENIZER).write_bytes(_artifact(client, run_id, TOKENIZER))
+            found.append(Left(stage, target / FILE, target / TOKENIZER if TOKENIZER in names else None))
+    return found
 
 
 def facts(address: str, run: str) -> Facts:

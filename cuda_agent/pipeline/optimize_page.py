@@ -5,21 +5,19 @@ said is escaped.  Does not: measure or choose anything.
 """
 
 import math
-import re
 import statistics
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
 
 from cuda_agent.agent.progress import Event, Find
 from cuda_agent.agent.tools import standing
 from cuda_agent.sandbox.wire import BASELINES, Probe, Tensor, Verdict, baseline, baseline_parts
+from cuda_agent.stages.page import diff_rows, document, safe, source, style_sheet
 from cuda_agent.stages.report_charts import (
     bars,
     clock_time,
     duration,
     factor,
-    highlight_cpp,
     interval_chart,
     number,
     ticks,
@@ -33,7 +31,6 @@ _ENDS = {
     "server": "the model's address was lost", "stopped": "it was stopped",
 }  # fmt: skip
 _SHOWN_TEXT, _SHOWN_TURNS = 3000, 200
-_CPP = re.compile(r"[.](cpp|cc|cu|cuh|h|hpp)$")
 
 
 def render(
@@ -55,30 +52,16 @@ def render(
         ("use", "Using it", _use(best, verdict)),
         ("story", "How it came about", _story(events)),
         ("measured", "How it was measured", _measured(verdict, probe)),
-        ("problem", "The problem", f'<pre tabindex="0"><code>{escape(code)}</code></pre>'),
+        ("problem", "The problem", f'<pre tabindex="0"><code>{safe(code)}</code></pre>'),
     ]
-    links = "".join(f'<li><a href="#{key}">{title}</a></li>' for key, title, _ in sections)
-    body = "".join(
-        f'<section id="{key}" aria-labelledby="{key}-title"><h2 id="{key}-title">{title}</h2>{content}</section>'
-        for key, title, content in sections
-    )
-    style = "".join(
-        (files(package) / name).read_text()
-        for package, name in (("cuda_agent.stages", "report_page.css"), ("cuda_agent.pipeline", "optimize_page.css"))
-    )
     clock = "model" if verdict is not None and verdict.clock == "model" else "real"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{escape(name)}: cuda-agent optimize</title><style>{style}</style></head><body>"
-        f'<a class="skip" href="#result">Skip to the times</a>'
-        f"<header>{_head(name, verdict, best, events, why, target, where)}</header>"
-        f'<nav aria-label="Sections"><ol>{links}</ol></nav><main>{body}</main>'
-        f"<footer>Clock: {clock}{' (nothing was measured)' if clock == 'model' else ''}. Intervals are 95 % bootstrap "
-        f"intervals over timed calls.</footer></body></html>\n"
+    footer = (
+        f"Clock: {clock}{' (nothing was measured)' if clock == 'model' else ''}. Intervals are 95 % bootstrap "
+        "intervals over timed calls."
     )
+    head = _head(name, verdict, best, events, why, target, where)
+    style = style_sheet(("cuda_agent.pipeline", "optimize_page.css"))
+    return document(f"{name}: cuda-agent optimize", head, sections, footer, style, "the times")
 
 
 def _head(
@@ -277,8 +260,8 @@ def _kernels(best: Find | None) -> str:
     if best is None:
         return empty("None that is correct.")
     return "".join(
-        f'<figure class="source"><figcaption>{escape(path)}</figcaption><pre tabindex="0"><code>'
-        f"{highlight_cpp(text) if _CPP.search(path) else escape(text)}</code></pre></figure>"
+        f'<figure class="source"><figcaption>{safe(path)}</figcaption><pre tabindex="0"><code>'
+        f"{source(path, text)}</code></pre></figure>"
         for path, text in sorted(
             best.solution.files.items(), key=lambda item: (not item[0].startswith("kernels/"), item)
         )
@@ -376,7 +359,7 @@ def _attempt(number: int, events: Sequence[Event]) -> str:
     head = f"{plural(len(turns), 'turn')}, best {factor(max(known)) if known else 'none'}{end}"
     rest = len(turns) - _SHOWN_TURNS
     more = f'<p class="fine">The first {rest} turns are in transcript.jsonl.</p>' if rest > 0 else ""
-    summary = f'<p class="intro">{escape(ended["summary"][:_SHOWN_TEXT])}</p>' if ended and ended["summary"] else ""
+    summary = f'<p class="intro">{safe(ended["summary"][:_SHOWN_TEXT])}</p>' if ended and ended["summary"] else ""
     body = "".join(_turn(turn) for turn in turns[-_SHOWN_TURNS:])
     opened = " open" if number == 1 and len(turns) <= 12 else ""
     return (
@@ -391,14 +374,14 @@ def _turn(events: Sequence[Event]) -> str:
         if event["kind"] == "message" and event["message"]["role"] == "assistant":
             message = event["message"]
             if message["content"].strip():
-                parts.append(f"<p>{escape(message['content'].strip()[:_SHOWN_TEXT])}</p>")
+                parts.append(f"<p>{safe(message['content'].strip()[:_SHOWN_TEXT])}</p>")
             calls = [
                 call for call in message.get("tool_calls") or () if call["name"] not in ("Write", "Edit", "MultiEdit")
             ]
-            parts += [f"<p><code>{escape(_call(call))}</code></p>" for call in calls]
+            parts += [f"<p><code>{safe(_call(call))}</code></p>" for call in calls]
         elif event["kind"] == "diff":
-            rows = "".join(_diff_row(row) for row in event["text"].splitlines())
-            title = f"{escape(event['path'])} +{event['added']} −{event['removed']}"
+            rows = diff_rows(event["text"])
+            title = f"{safe(event['path'])} +{event['added']} −{event['removed']}"
             parts.append(f'<details><summary>{title}</summary><pre class="diff"><code>{rows}</code></pre></details>')
         elif event["kind"] == "verdict":
             found = event["verdict"]
@@ -408,20 +391,15 @@ def _turn(events: Sequence[Event]) -> str:
                 parts.append(f'<p class="ok">{escape(event["command"])}{mode}: correct, {factor(event["factor"])}</p>')
             else:
                 said = f"{event['command']}{mode}: {found['status']} {found['message'][:600]}"
-                parts.append(f'<p class="no">{escape(said)}</p>')
+                parts.append(f'<p class="no">{safe(said)}</p>')
         elif event["kind"] in ("note", "form"):
-            parts.append(f'<p class="fine">{escape(event["text"])}</p>')
+            parts.append(f'<p class="fine">{safe(event["text"])}</p>')
     return f'<div class="turn{" hit" if hit else ""}"><span>turn {events[0]["turn"] + 1}</span>{"".join(parts)}</div>'
 
 
 def _call(call: Event) -> str:
     values = call["arguments"] if isinstance(call["arguments"], dict) else {}
     return f"{call['name']} " + " ".join(str(value) for value in values.values())[:400]
-
-
-def _diff_row(row: str) -> str:
-    style = {"+": "add", "-": "del", "@": "at"}.get(row[:1])
-    return (f'<span class="{style}">{escape(row)}</span>' if style else escape(row)) + "\n"
 
 
 def _measured(verdict: Verdict | None, probe: Probe) -> str:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.config import Config, ConfigError, flat, load
-from cuda_agent.pipeline import gc, pools, runs
+from cuda_agent.pipeline import episodes, gc, pools, runs
 from cuda_agent.pipeline.cluster_api import Cluster, ClusterError
 from cuda_agent.pipeline.graph import STAGES, STAGES_INPUT, Stage, ancestors
 from cuda_agent.pipeline.manifest import (
@@ -232,6 +232,8 @@ def run_stage(
                 assert manifest is not None, "a stage that exits 0 has written its manifest"
                 (here.work / "manifest.json").write_bytes(manifest.to_bytes())
                 tell_stage(mirror, store, config, stages, name, manifest)
+                with contextlib.suppress(StoreError):
+                    mirror.update(name, artifacts=episodes.packed(store, manifest, scratch / "episodes"))
                 return code
             if code == EXIT_RETRY and oom_kills() > before:
                 code = 128 + signal.SIGKILL  # as Kubernetes reports it, so that Argo tries it once more and no more

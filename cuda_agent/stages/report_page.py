@@ -9,15 +9,14 @@ Does not: compute scores (``scores``) or choose what is shown (``report``).
 import json
 from collections.abc import Callable, Sequence
 from html import escape
-from importlib.resources import files
 from typing import Any
 
+from cuda_agent.stages.page import document, safe, source, style_sheet
 from cuda_agent.stages.report_charts import (
     bars,
     clock_time,
     duration,
     factor,
-    highlight_cpp,
     histogram,
     line_chart,
     number,
@@ -65,22 +64,8 @@ def render(data: Data) -> str:
         ("notes", "Notes and warnings", _notes(data)),
         ("run", "This run", _run(data)),
     ]
-    links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title, _ in sections)
-    body = "".join(
-        f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{content}</section>'
-        for name, title, content in sections
-    )
-    style = (files("cuda_agent.stages") / "report_page.css").read_text()
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>cuda-agent report</title><style>{style}</style></head><body>"
-        f'<a class="skip" href="#scores">Skip to the scores</a><header>{_head(data)}</header>'
-        f'<nav aria-label="Sections"><ol>{links}</ol></nav><main>{body}</main>'
-        f"<footer>{_clock(data)} Intervals are 95 % bootstrap intervals over tasks.</footer></body></html>\n"
-    )
+    footer = f"{_clock(data)} Intervals are 95 % bootstrap intervals over tasks."
+    return document("cuda-agent report", _head(data), sections, footer, style_sheet(), "the scores")
 
 
 def _head(data: Data) -> str:
@@ -210,8 +195,8 @@ def _kernel(kernel: Data, first: bool) -> str:
     ]
     shown = [(label, s, f"{duration(s)}{f' ({x})' if x else ''}", css) for label, s, x, css in times if s]
     sources = "".join(
-        f'<figure class="source"><figcaption>{escape(path)}</figcaption>'
-        f'<pre tabindex="0"><code>{_source(path, text)}</code></pre></figure>'
+        f'<figure class="source"><figcaption>{safe(path)}</figcaption>'
+        f'<pre tabindex="0"><code>{source(path, text)}</code></pre></figure>'
         for path, text in sorted(kernel["files"].items())
     )
     facts = [
@@ -231,13 +216,9 @@ def _kernel(kernel: Data, first: bool) -> str:
         f'<p class="speed"><b>{headline}</b> against {against}</p></div>'
         f'<p class="facts">{" · ".join(facts)}</p>{bars(shown)}'
         f"<details{' open' if first else ''}><summary>Source</summary>{sources}</details>"
-        f'<details><summary>The task</summary><pre tabindex="0"><code>{escape(kernel["code"])}</code></pre></details>'
+        f'<details><summary>The task</summary><pre tabindex="0"><code>{safe(kernel["code"])}</code></pre></details>'
         f"{_transcript(kernel['messages'])}</article>"
     )
-
-
-def _source(path: str, text: str) -> str:
-    return highlight_cpp(text) if path.endswith((".cpp", ".cu", ".cuh", ".h", ".hpp", ".cc")) else escape(text)
 
 
 def _transcript(messages: Sequence[Data]) -> str:
@@ -246,15 +227,13 @@ def _transcript(messages: Sequence[Data]) -> str:
     turns = []
     for message in messages:
         calls = "".join(
-            f'<pre tabindex="0"><code>{escape(str(call.get("name", "")))}'
-            + "".join(f"\n{escape(str(k))}: {escape(str(v))}" for k, v in (call.get("arguments") or {}).items())
+            f'<pre tabindex="0"><code>{safe(str(call.get("name", "")))}'
+            + "".join(f"\n{safe(str(k))}: {safe(str(v))}" for k, v in (call.get("arguments") or {}).items())
             + "</code></pre>"
             for call in message["tool_calls"]
         )
-        text = (
-            f'<pre tabindex="0"><code>{escape(message["content"])}</code></pre>' if message["content"].strip() else ""
-        )
-        turns.append(f'<li class="r-{slug(message["role"])}"><span>{escape(message["role"])}</span>{text}{calls}</li>')
+        text = f'<pre tabindex="0"><code>{safe(message["content"])}</code></pre>' if message["content"].strip() else ""
+        turns.append(f'<li class="r-{slug(message["role"])}"><span>{safe(message["role"])}</span>{text}{calls}</li>')
     count = plural(len(turns), "message")
     return f'<details><summary>The trajectory, {count}</summary><ol class="turns">{"".join(turns)}</ol></details>'
 

@@ -3,14 +3,13 @@
 import json
 import os
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from tests.waiting import wait_for as wait_for
 
 HERE = Path(__file__).parent
 NUMBER = int(os.environ.get("CLUSTER", "0"))
-T = TypeVar("T")
 
 
 def setting(name: str, number: int = NUMBER) -> str:
@@ -26,15 +25,6 @@ def script(name: str, *words: str, number: int = NUMBER) -> str:
     done = subprocess.run(command, env=environment, text=True, capture_output=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, f"{name}: {done.stdout}\n{done.stderr}"
     return done.stdout
-
-
-def wait_for(what: str, seconds: float, look: Callable[[], T]) -> T:
-    """The first true answer."""
-    end = time.monotonic() + seconds
-    while not (seen := look()):
-        assert time.monotonic() < end, f"gave up waiting: {what}"
-        time.sleep(0.2)
-    return seen
 
 
 class Cluster:

@@ -12,13 +12,13 @@ from urllib.parse import quote
 
 import pytest
 from canaries import served
-from chromium import PROGRAM, Page, browser
 from kubectl import wait_for
 from release import Release
 from runs import OTHER, submit, succeeded
 
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.tracking import RUN_TAG, STAGE_TAG
+from tests.chromium import PROGRAM, Page, browser
 
 pytestmark = [
     pytest.mark.cluster,

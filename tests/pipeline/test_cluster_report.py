@@ -1,19 +1,23 @@
 """What a run on a cluster leaves in a real MLflow server, and what is fetched: report, logs, what is compared."""
 
+import gzip
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from drill import journal, table
 
 from cuda_agent.config import Config, ConfigError, freeze
-from cuda_agent.pipeline import cluster_report, pod, runs
+from cuda_agent.pipeline import cluster_report, episodes, pod, runs
+from cuda_agent.pipeline.manifest import Manifest
 from cuda_agent.storage import open_store
 from cuda_agent.tracking import Mirror
 from tests.mlflow_server import serving
+from tests.stages.report_inputs import make_inputs
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +134,34 @@ def test_the_log_of_a_stage_from_the_cache_is_with_the_run_that_made_it(server, 
     assert isinstance(cluster_report.log(server, "maker", "train"), list)
     with pytest.raises(ConfigError, match="run maker made it and has its log"):
         cluster_report.log(server, "served", "train")
+
+
+def test_the_episodes_of_a_stage_are_fetched_also_where_the_cache_served_it(server, tmp_path, monkeypatch):
+    inputs = make_inputs(tmp_path)
+    store = open_store(tmp_path / "store")
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "tokenizer.json").write_text("{}")
+    made = Manifest(
+        stage="evaluate-rft", run="player", key="k", code="c", environment="e", device=None, config="c" * 64,
+        inputs={"policy": store.put_folder(tmp_path / "policy")},
+        outputs={"scores": store.put_folder(inputs["scores-rft"])}, metrics="m", seconds=1.0, finished="",
+    )  # fmt: skip
+    config = Config()
+    here = pod.Surroundings(str(tmp_path / "store"), server, tmp_path / "c", tmp_path / "p", tmp_path)
+    files = episodes.packed(store, made, tmp_path / "packed")
+    for run, told in (("player", {"artifacts": files}), ("again", {})):
+        with pod.mirrored(here, store, config, freeze(config)[1], run) as mirror:
+            mirror.update("evaluate-rft", tags={"made by": "player"}, **told)
+            assert mirror.close(60)
+        (left,) = cluster_report.episodes(server, run, tmp_path / run)
+        assert left.stage == "evaluate-rft" and left.tokenizer is not None
+        whole = (inputs["scores-rft"] / "episodes.jsonl").read_bytes()
+        assert left.file.read_bytes() == whole and len(episodes.listed([left])) == 30
+    monkeypatch.setattr(episodes, "MOST_BYTES", 20_000)
+    (file, _) = episodes.packed(store, made, tmp_path / "few")
+    few = gzip.decompress(file.read_bytes())
+    assert 5_000 < len(few) <= 20_000 and whole.endswith(few) and few.startswith(b'{"id":'), "the newest, whole ones"
+    assert episodes.packed(store, replace(made, outputs={"policy": made.inputs["policy"]}), tmp_path / "none") == []
 
 
 def test_a_name_never_becomes_part_of_a_query(server):

@@ -50,6 +50,7 @@ def test_the_whole_product_in_peace_and_under_kills(tmp_path):
     mlflow = f"run.mlflow=sqlite:///{peace}/mlflow.db"
     answer = finish(peace, mlflow)
     every_stage_ran_and_the_report_is_there(answer)
+    the_episodes_are_there_token_by_token(peace, answer)
     the_same_command_again_comes_from_the_cache(peace, mlflow, answer)
     mlflow_holds_the_run_with_its_curves(peace, answer)
     a_run_killed_at_three_places_ends_with_the_same_bytes(tmp_path, answer)
@@ -59,6 +60,15 @@ def every_stage_ran_and_the_report_is_there(answer: dict) -> None:
     assert list(answer["stages"]) == [stage.name for stage in STAGES]
     page = Path(answer["report"])
     assert "<html" in page.read_text()[:500].lower() and (page.parent / "report.json").exists()
+
+
+def the_episodes_are_there_token_by_token(home: Path, answer: dict) -> None:
+    ask = [sys.executable, "-m", "cuda_agent.cli", "episodes", answer["run"], f"--store={home / 'store'}"]
+    rows = json.loads(subprocess.check_output([*ask, "--json", f"--output={home / 'episodes.html'}"]))
+    assert {row["stage"] for row in rows} == {"collect", *(s.name for s in STAGES if s.name.startswith("evaluate-"))}
+    page = (home / "episodes.html").read_text()
+    assert page.count('<article class="episode"') == len(rows)
+    assert "&lt;tool_call&gt;" in page and "<function=" not in page, "the policy's tokens, by its own tokenizer"
 
 
 def the_same_command_again_comes_from_the_cache(home: Path, mlflow: str, answer: dict) -> None:

@@ -1,0 +1,141 @@
+"""The game of tool calls: one task in one work folder, its tools, its rules, and the judge at the end.
+
+``async with Game(...) as game`` opens the folder; ``call`` is one tool call, ``finish`` the verdict on what is left.
+Who decides what to call is not known here: a policy by token ids (``loop``), a model by text (``visitor``), somebody
+else's trainer (``environments``).
+
+Not covered: budgets, prompts as tokens, and training data.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+from cuda_agent.agent.prompt import agent_messages
+from cuda_agent.agent.skill import skill_text
+from cuda_agent.agent.tools import TOOL_NAMES, Style, describe, failed, solution_of
+from cuda_agent.sandbox.wire import Lane, Mode, Solution, ToolResult, Verdict
+from cuda_agent.sandbox.workspace import Commands
+from cuda_agent.tasks.task import Task
+
+_CHANGING = ("Write", "Edit", "MultiEdit")  # after one of these, verifying once more is no loop
+_LOOP = 3  # the same call with the same arguments this often is one
+
+
+class WorkFolder(Protocol):
+    """An open workspace, here or on a server."""
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult: ...
+
+    async def files(self) -> dict[str, str]: ...
+
+
+class Sandbox(Protocol):
+    """What playing needs of the sandbox's client."""
+
+    async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick") -> Verdict: ...
+
+    def workspace(
+        self, files: dict[str, str], protected: frozenset[str], commands: Commands
+    ) -> AbstractAsyncContextManager[WorkFolder]: ...
+
+
+class SandboxFault(Exception):
+    """The sandbox failed twice: nobody's fault but ours."""
+
+
+class Game:
+    """One game under way.  ``files``: the solution as of the last ``collect``; ``best``: the verdict of the best state
+    so far; ``flags``: bad patterns that were seen ("malformed_call", "unknown_tool", "loop")."""
+
+    def __init__(
+        self,
+        task: Task,
+        sandbox: Sandbox,
+        lane: Lane = "plan",
+        device: Literal["cpu", "cuda"] = "cpu",
+        style: Style = "full",
+    ) -> None:
+        self.task, self.sandbox = task, sandbox
+        self.lane, self.device, self.style = lane, device, style
+        self.files: dict[str, str] = {}
+        self.best: Verdict | None = None
+        self.flags: set[str] = set()
+        self._seen: Counter[str] = Counter()
+        self._opened: AbstractAsyncContextManager[WorkFolder] | None = None
+        self._folder: WorkFolder | None = None
+
+    def messages(self) -> list[dict[str, Any]]:
+        """What a player is told first: system and user."""
+        return agent_messages(self.task, self.style, self.lane, self.device)
+
+    async def __aenter__(self) -> Self:
+        """Opens the work folder.  Raises ``WorkspaceLost``, as does everything that uses it."""
+        files = {"model.py": self.task.code, "SKILL.md": skill_text(self.lane, self.device)}
+        self._opened = self.sandbox.workspace(files, frozenset(files), self._command)
+        self._folder = await self._opened.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        assert self._opened is not None
+        self._folder = None
+        return await self._opened.__aexit__(kind, error, trace)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """What a tool says.  Mistakes of the player are answers, too."""
+        assert self._folder is not None, "the work folder is not open"
+        if name not in TOOL_NAMES:
+            self.flags.add("unknown_tool")
+            return f"error: there is no tool {name[:40]!r}"
+        key = f"{name} {_canonical(arguments)}"
+        self._seen[key] += 1
+        if self._seen[key] >= _LOOP:
+            self.flags.add("loop")
+        result = await self._folder.call(name, arguments)
+        if name in _CHANGING and not result.error and self._seen[key] == 1:
+            self._seen = Counter({k: n for k, n in self._seen.items() if k.startswith(_CHANGING)})
+        return result.text
+
+    async def collect(self) -> dict[str, str]:
+        """The solution as it stands in the folder."""
+        assert self._folder is not None, "the work folder is not open"
+        self.files = dict(solution_of(await self._folder.files(), self.lane).files)
+        return self.files
+
+    async def finish(self) -> Verdict:
+        """The verdict on what is in the folder.  Raises ``SandboxFault`` and ``TaskError``."""
+        return await self.judge(await self.collect())
+
+    async def judge(self, files: Mapping[str, str]) -> Verdict:
+        """The verdict of the solution in ``files``; remembers the best of the trajectory.  A fault of the sandbox is
+        tried again once, then ``SandboxFault``."""
+        solution = solution_of(files, self.lane)
+        verdict = await self.sandbox.evaluate(self.task, solution, "quick")
+        if verdict.status == "infra":
+            verdict = await self.sandbox.evaluate(self.task, solution, "quick")
+        if verdict.status == "infra":
+            raise SandboxFault(verdict.message)
+        if self.best is None or _merit(verdict) > _merit(self.best):
+            self.best = verdict
+        return verdict
+
+    async def _command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
+        """compile, verify and profile, as the workspace's shell calls them."""
+        verdict = await self.judge(files)
+        return ToolResult(describe(verdict, name, self.style), failed(verdict, name))
+
+
+def _merit(verdict: Verdict) -> tuple[float, float]:
+    return float(verdict.reward or 0), verdict.speedup_compile or verdict.speedup_eager or 0.0
+
+
+def _canonical(arguments: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(arguments, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return repr(sorted(arguments))

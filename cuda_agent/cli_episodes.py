@@ -1,0 +1,124 @@
+"""`cuda-agent episodes`: parses, calls, prints."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from cuda_agent.cli_runs import STORE, AsJson, Namespace, StoreOption, Where, find
+
+if TYPE_CHECKING:
+    from cuda_agent.pipeline.episodes import Entry, Row
+
+_EPILOG = """\b
+Examples:
+  cuda-agent episodes last --stage evaluate-agentic --status wrong
+  cuda-agent episodes last --task softmax --sort best --output softmax.html
+  cuda-agent episodes first --on my-cluster --min-reward 2 --open
+  cuda-agent episodes model-optimized --open
+"""
+_HEAD = f"{'':>5} {'stage':18} {'task':34} {'status':12} {'reward':>6} {'speed':>7} {'turns':>5} {'tokens':>7}  ended"
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(epilog=_EPILOG)(episodes)
+
+
+def episodes(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|FOLDER",
+            help="a run, the beginning of its name, or `last`; a folder of `optimize` or of `benchmark --output`",
+        ),
+    ],
+    stage: Annotated[str | None, typer.Option(help="only of this stage, such as collect or evaluate-rft")] = None,
+    task: Annotated[str | None, typer.Option(help="only tasks whose name contains this")] = None,
+    status: Annotated[
+        str | None, typer.Option(help="only with this verdict: ok, wrong, build_error ..., no_answer, lost")
+    ] = None,
+    min_reward: Annotated[float | None, typer.Option(help="only with at least this reward")] = None,
+    sort: Annotated[
+        Literal["newest", "oldest", "best", "worst", "turns", "tokens", "task"], typer.Option(help="which come first")
+    ] = "newest",
+    most: Annotated[int, typer.Option(min=1, help="how many are listed, and put on the page")] = 200,
+    output: Annotated[Path | None, typer.Option(help="write them as one HTML page")] = None,
+    open_page: Annotated[
+        bool, typer.Option("--open", help="write the page (beside the run, without --output) and open it in a browser")
+    ] = False,
+    store: StoreOption = STORE,
+    on: Where = None,
+    namespace: Namespace = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the episodes of a run, or show them on a page: turns, tools, diffs, verdicts, tokens with their probability.
+
+    A run keeps those of collect and of the evaluations. The page is one file without network; it searches, filters and
+    sorts by itself. What models wrote is shown as text.
+    """
+    from cuda_agent.pipeline import episodes as left
+
+    with tempfile.TemporaryDirectory() as folder:
+        title, home, entries = _entries(run, store, on, namespace, Path(folder))
+        chosen = left.chosen(entries, stage, task, status, min_reward, sort)
+        page = output or (home / "episodes.html" if open_page else None)
+        if page is not None:
+            from cuda_agent.pipeline.episodes_page import render
+
+            said = {"stage": stage, "task": task, "status": status, "reward at least": min_reward}
+            asked = ", ".join([*(f"{k} {v}" for k, v in said.items() if v is not None), f"sorted by {sort}"])
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(render(title, chosen, len(entries), asked, most), encoding="utf-8")
+    if as_json:
+        print(json.dumps([entry.row.to_json() for entry in chosen], indent=1, ensure_ascii=False))
+    elif page is None:
+        print("\n".join(_lines(chosen, len(entries), most)))
+    else:
+        print(page)
+    if page is not None and open_page:
+        import webbrowser
+
+        webbrowser.open(page.absolute().as_uri())
+
+
+def _entries(
+    run: str, store: str, on: str | None, namespace: str | None, folder: Path
+) -> "tuple[str, Path, list[Entry]]":
+    """Title, where a page belongs, and all episodes."""
+    from cuda_agent.pipeline import cluster_report, runs
+    from cuda_agent.pipeline import episodes as left
+
+    path = Path(run)
+    if on is None and (path.is_file() or any((path / name).is_file() for name in (left.TRANSCRIPT, left.FILE))):
+        return path.name, path if path.is_dir() else path.parent, left.of_path(path)
+    where, name = find(run, store, on, namespace)
+    if isinstance(where, tuple):
+        home = runs.local_home(store) / "episodes" / name
+        return f"run {name}", home, left.listed(left.of_run(*where, folder))
+    with cluster_report.mlflow(where) as address:
+        found = left.listed(cluster_report.episodes(address, name, folder))
+    return f"run {name}", Path(".cuda-agent") / "episodes" / name, found
+
+
+def _lines(chosen: "list[Entry]", found: int, most: int) -> list[str]:
+    if not chosen:
+        return [f"none of {found} episodes" if found else "no episodes: collect and the evaluations leave them"]
+    lines = [_HEAD, *(_line(entry.row) for entry in chosen[:most])]
+    rest = len(chosen) - most
+    lines.append(f"{len(chosen)} of {found} episodes" + (f"; {rest} are not listed: see --most" if rest > 0 else ""))
+    return lines
+
+
+def _line(row: "Row") -> str:
+    from cuda_agent.sandbox.wire import printable
+
+    reward = "–" if row.reward is None else f"{row.reward:g}"
+    speed = "–" if row.speedup is None else f"{row.speedup:.2f}x"
+    tokens = "–" if row.tokens is None else str(row.tokens)
+    flags = f" ({', '.join(row.flags)})" if row.flags else ""
+    return (
+        f"{row.number:>5} {row.stage[:18]:18} {printable(row.task)[:34]:34} {row.status:12} {reward:>6} {speed:>7} "
+        f"{row.turns:>5} {tokens:>7}  {row.ended}{flags}"
+    )

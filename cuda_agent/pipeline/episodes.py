@@ -1,0 +1,250 @@
+"""Episodes that a run, a benchmark or a search has left: which there are, which are meant, and their stories.
+
+A file of episodes is read once for its list, a line at a time, and again for the few whose story is told.
+
+What it does not cover: what a story holds (``episode_story``), its page (``episodes_page``), and fetching from a
+cluster (``cluster_report``).
+"""
+
+import gzip
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cuda_agent.agent.progress import Event, factor, read_events
+from cuda_agent.config import ConfigError
+from cuda_agent.pipeline.episode_story import Story, of_attempt, of_episode
+from cuda_agent.pipeline.graph import STAGES
+from cuda_agent.pipeline.manifest import Manifest
+from cuda_agent.pipeline.runs import Run, run_manifests
+from cuda_agent.policy.episode import Episode
+from cuda_agent.sandbox.wire import Verdict
+from cuda_agent.storage import Store
+
+FILE, TOKENIZER, TRANSCRIPT = "episodes.jsonl", "tokenizer.json", "transcript.jsonl"
+PACKED = f"{FILE}.gz"  # in MLflow
+MOST_BYTES = 64 << 20  # of the episodes that a stage shows to MLflow, before packing: the newest ones
+Sort = Literal["newest", "oldest", "best", "worst", "turns", "tokens", "task"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One episode in the list.  ``status`` is the verdict's, ``no_answer`` where nothing could be judged, ``lost``
+    where our own side failed; ``speedup`` is against the faster of eager and ``torch.compile``; ``logprob`` is the mean
+    of the sampled tokens, in nats, ``None`` where a server kept them."""
+
+    number: int  # from 1, the oldest first
+    stage: str
+    id: str
+    task: str
+    status: str
+    reward: float | None
+    speedup: float | None
+    turns: int
+    tokens: int | None  # sampled
+    logprob: float | None
+    ended: str
+    flags: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Entry:
+    row: Row
+    story: Callable[[], Story]
+
+
+@dataclass(frozen=True)
+class Left:
+    """A file of episodes, of what stage, and the tokenizer of its ids, where that is known."""
+
+    stage: str
+    file: Path
+    tokenizer: Path | None = None
+
+
+def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
+    """Every file of episodes among the outputs of the run's stages, in the graph's order, fetched into ``folder``."""
+    found = []
+    for name, manifest in run_manifests(store, run, STAGES).items():
+        for digest in manifest.outputs.values():
+            if (file := _fetch(store, digest, FILE, folder / name)) is not None:
+                policy = manifest.inputs.get("policy")
+                tokenizer = _fetch(store, policy, TOKENIZER, folder / name) if policy else None
+                found.append(Left(name, file, tokenizer))
+    return found
+
+
+def packed(store: Store, manifest: Manifest, folder: Path) -> list[Path]:
+    """What people with a kubeconfig are shown of a stage on a cluster, by way of MLflow: its episodes and the tokenizer
+    of their ids.  Empty for a stage that leaves none."""
+    for digest in manifest.outputs.values():
+        if (file := _fetch(store, digest, FILE, folder)) is not None:
+            with open(file, "rb") as lines:
+                lines.seek(max(0, file.stat().st_size - MOST_BYTES))
+                if lines.tell():
+                    lines.readline()  # the rest of one
+                (folder / PACKED).write_bytes(gzip.compress(lines.read(), compresslevel=5))
+            policy = manifest.inputs.get("policy")
+            tokenizer = _fetch(store, policy, TOKENIZER, folder) if policy else None
+            return [folder / PACKED, *filter(None, [tokenizer])]
+    return []
+
+
+def _fetch(store: Store, digest: str, name: str, folder: Path) -> Path | None:
+    entry = store.tree(digest).get(name)
+    if entry is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    store.get_file(f"cas/{entry['sha256']}", folder / name, entry["sha256"])
+    return folder / name
+
+
+def of_path(path: Path) -> list[Entry]:
+    """The attempts of a folder of ``optimize``, or the episodes of a folder or file of ``benchmark``.  Raises
+    ConfigError when it is neither."""
+    if (path / TRANSCRIPT).is_file():
+        return attempts(read_events(path / TRANSCRIPT))
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"{path}: expected {TRANSCRIPT} of `optimize`, or {FILE} of `benchmark`, in this folder")
+    return listed([Left(path.name.removesuffix(".jsonl"), file)])
+
+
+def listed(left: Sequence[Left]) -> list[Entry]:
+    """All episodes, the oldest first.  Raises ConfigError for a file of anything else."""
+    entries: list[Entry] = []
+    for one in left:
+        try:
+            for offset, episode in _read(one.file):
+                row = _row(episode, one.stage, len(entries) + 1)
+                entries.append(Entry(row, lambda one=one, at=offset: _story(one, at)))  # type: ignore[misc]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{one.file}: no episodes ({type(error).__name__}: {error})") from None
+    return entries
+
+
+def _read(file: Path) -> Iterator[tuple[int, Episode]]:
+    """Each episode with where its line begins."""
+    with open(file, "rb") as lines:
+        offset = 0
+        for line in lines:
+            yield offset, Episode(**json.loads(line))
+            offset += len(line)
+
+
+def _story(left: Left, offset: int) -> Story:
+    with open(left.file, "rb") as lines:
+        lines.seek(offset)
+        episode = Episode(**json.loads(lines.readline()))
+    return of_episode(episode, _tokenizer(left.tokenizer))
+
+
+_OPEN: dict[Path, Any] = {}  # tokenizers
+
+
+def _tokenizer(path: Path | None) -> Any:
+    if path is None:
+        return None
+    if path not in _OPEN:
+        from tokenizers import Tokenizer
+
+        _OPEN[path] = Tokenizer.from_file(str(path))
+    return _OPEN[path]
+
+
+def _row(episode: Episode, stage: str, number: int) -> Row:
+    verdict = Verdict.from_json(episode.verdict) if episode.verdict else None
+    logprobs = [logprob for logprob, sampled in zip(episode.logprobs, episode.mask, strict=True) if sampled]
+    status = "lost" if episode.reward is None else verdict.status if verdict else "no_answer"
+    return Row(
+        number=number,
+        stage=stage,
+        id=episode.id,
+        task=episode.task,
+        status=status,
+        reward=episode.reward,
+        speedup=factor(verdict) if verdict else None,
+        turns=max(episode.turns, default=-1) + 1,
+        tokens=len(logprobs),
+        logprob=sum(logprobs) / len(logprobs) if any(logprobs) else None,
+        ended=episode.ended,
+        flags=list(episode.flags),
+    )
+
+
+def attempts(events: Sequence[Event]) -> list[Entry]:
+    """The attempts of a transcript.  Verdicts are those of the best solution."""
+    task = next((str(event["task"]) for event in events if event["kind"] == "begin"), "")
+    numbers = sorted({int(event["attempt"]) for event in events if event["attempt"]})
+    spent = [event for event in events if event["kind"] == "spent"]
+    entries: list[Entry] = []
+    for number in numbers:
+        own = [event for event in events if event["attempt"] == number]
+        judged = [event for event in own if event["kind"] == "verdict"]
+        best = max(judged, key=lambda event: event["factor"] or 0.0, default=None)
+        verdict = Verdict.from_json(best["verdict"]) if best else None
+        ended = next((str(event["why"]) for event in reversed(own) if event["kind"] == "ended"), "")
+        row = Row(
+            number=len(entries) + 1,
+            stage="optimize",
+            id=f"attempt {number}",
+            task=task,
+            status=verdict.status if verdict else "no_answer",
+            reward=None if verdict is None or verdict.reward is None else float(verdict.reward),
+            speedup=best["factor"] if best else None,
+            turns=sum(event["kind"] == "turn" for event in own),
+            tokens=int(spent[-1]["sampled"]) if spent and len(numbers) == 1 else None,  # all attempts share one count
+            logprob=None,
+            ended=ended,
+            flags=[],
+        )
+        entries.append(Entry(row, lambda number=number: of_attempt(events, number)))  # type: ignore[misc]
+    return entries
+
+
+def chosen(
+    entries: Sequence[Entry],
+    stage: str | None = None,
+    task: str | None = None,
+    status: str | None = None,
+    min_reward: float | None = None,
+    sort: Sort = "newest",
+) -> list[Entry]:
+    """Those that fit, in the order asked for.  ``task`` is a part of its name, stage and status are whole.  Raises
+    ConfigError that lists what there is when a stage or a status does not occur at all."""
+    for what, asked, there in (
+        ("stage", stage, [entry.row.stage for entry in entries]),
+        ("status", status, [entry.row.status for entry in entries]),
+    ):
+        if asked is not None and asked not in there:
+            known = ", ".join(dict.fromkeys(there)) or "none"
+            raise ConfigError(f"--{what} {asked}: there is no such episode; there are {known}.")
+    fitting = [
+        entry
+        for entry in entries
+        if (stage is None or entry.row.stage == stage)
+        and (task is None or task in entry.row.task)
+        and (status is None or entry.row.status == status)
+        and (min_reward is None or (entry.row.reward is not None and entry.row.reward >= min_reward))
+    ]
+    return sorted(fitting, key=lambda entry: _place(entry.row, sort))
+
+
+def _place(row: Row, sort: Sort) -> tuple[Any, ...]:
+    """Smaller comes first; among equals the newest."""
+    merit = (row.reward if row.reward is not None else -2.0, row.speedup or 0.0)
+    first: dict[str, tuple[Any, ...]] = {
+        "newest": (),
+        "oldest": (row.number,),
+        "best": (-merit[0], -merit[1]),
+        "worst": merit,
+        "turns": (-row.turns,),
+        "tokens": (-(row.tokens or 0),),
+        "task": (row.task,),
+    }
+    return *first[sort], -row.number

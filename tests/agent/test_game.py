@@ -1,0 +1,63 @@
+"""The game of tool calls, with the real workspace and the real judge (model clock), and nobody's policy."""
+
+import pytest
+from agent_cases import KERNEL, PLAN, TASK
+
+from cuda_agent.agent.game import Game, SandboxFault
+from cuda_agent.sandbox.wire import Verdict
+
+FILES = {"kernels/fused.cpp": KERNEL, "plan.json": PLAN}
+WRITES = [("Write", {"path": path, "content": text}) for path, text in FILES.items()]
+
+
+async def play(sandbox, calls, judge=True, style="compact"):
+    async with Game(TASK, sandbox, style=style) as game:
+        said = [await game.call(name, arguments) for name, arguments in calls]
+        verdict = await game.finish() if judge else None
+    return game, said, verdict
+
+
+def test_calls_have_results_and_the_folder_has_a_verdict(loop, sandbox):
+    game, said, verdict = loop.run(play(sandbox, [*WRITES, ("Bash", {"command": "verify"})]))
+    assert said == ["ok", "ok", "verify: ok"]
+    assert verdict.status == "ok" and verdict.reward >= 1
+    assert game.files == FILES and not game.flags
+    assert game.best == verdict
+
+
+def test_the_best_state_is_remembered_when_it_is_spoiled(loop, sandbox):
+    spoil = ("Write", {"path": "plan.json", "content": "{}"})
+    game, _, verdict = loop.run(play(sandbox, [*WRITES, ("Bash", {"command": "verify"}), spoil]))
+    assert verdict.status == "build_error" and verdict.reward == -1
+    assert game.best.status == "ok"
+
+
+def test_mistakes_of_the_player_are_answers_and_are_noted(loop, sandbox):
+    calls = [("Teleport", {"to": "mars"}), ("Write", {}), *[("Glob", {"pattern": "*"})] * 3]
+    game, said, verdict = loop.run(play(sandbox, calls))
+    assert said[:2] == ["error: there is no tool 'Teleport'", "error: Write needs path"]
+    assert game.flags == {"unknown_tool", "loop"} and verdict.reward == -1
+
+
+def test_a_player_is_told_the_task_and_in_full_the_rules(loop, sandbox):
+    system, user = Game(TASK, sandbox).messages()
+    assert "plan.json" in system["content"] and "torch.relu" in user["content"]
+    assert len(Game(TASK, sandbox, style="compact").messages()[0]["content"]) < 20
+    _, said, _ = loop.run(play(sandbox, [("Read", {"path": "SKILL.md"})], judge=False))
+    assert "## The form of a solution" in said[0]
+
+
+def test_a_fault_of_the_sandbox_is_tried_once_more_and_then_nobodys_verdict(loop, sandbox):
+    class Failing:
+        def __init__(self, failures):
+            self.failures = failures
+
+        async def evaluate(self, task, solution, mode="quick"):
+            self.failures -= 1
+            if self.failures >= 0:
+                return Verdict("infra", "plan", "quick", "cpu", "model", message="the judge is gone")
+            return await sandbox.evaluate(task, solution, mode)
+
+    assert loop.run(Game(TASK, Failing(1)).judge(FILES)).status == "ok"
+    with pytest.raises(SandboxFault, match="the judge is gone"):
+        loop.run(Game(TASK, Failing(2)).judge(FILES))
