@@ -33,6 +33,9 @@ WHERE_JUDGED = ("servers", "token_env", "token_file")
 WHERE_SERVED = ("servers",)
 
 
+SERVED_RANK = 64  # the largest rank of an adapter that vLLM servers of ours take
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -169,6 +172,18 @@ class Policy(Section):
         return self
 
 
+class Lora(Section):
+    """Adapters of low rank instead of all weights, for policy and critic.  ``bootstrap`` trains all weights."""
+
+    rank: int = Field(0, ge=0, description="rank of the adapters that are trained; 0: all weights are trained")
+    alpha: float = Field(32.0, gt=0, description="an adapter's change is scaled by alpha / rank")
+    targets: list[str] = Field(
+        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        min_length=1,
+        description="linear layers that get an adapter, by the last part of their names",
+    )
+
+
 class Bootstrap(Section):
     examples: Positive = Field(6000, description="worked examples of the teacher in the corpus")
     agent_share: Share = Field(0.4, description="share of the examples that are full tool-using episodes")
@@ -260,6 +275,7 @@ class Config(Section):
     sandbox: Sandbox = Sandbox()
     synthesis: Synthesis = Synthesis()
     policy: Policy = Policy()
+    lora: Lora = Lora()
     bootstrap: Bootstrap = Bootstrap()
     warmup: Ppo = Ppo()
     agent: Agent = Agent()
@@ -277,6 +293,14 @@ class Config(Section):
                     f"{name}.context: expected at most policy.context ({self.policy.context}), "
                     f"got {getattr(self, name).context}."
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_can_be_served(self) -> "Config":
+        if self.policy.engine == "vllm" and self.policy.vllm.sync == "lora" and not 0 < self.lora.rank <= SERVED_RANK:
+            raise ValueError(
+                f"policy.vllm.sync=lora: expected a lora.rank from 1 to {SERVED_RANK}, got {self.lora.rank}."
+            )
         return self
 
 

@@ -68,6 +68,7 @@ def test_overrides_win_over_the_experiment():
         ("agentic.context=4096", ["agentic.context", "policy.context (1024)", "4096"]),
         ("synthesis.window_ms=[5,1]", ["synthesis", "window_ms"]),
         ("run.name=../x", ["run.name"]),
+        ("policy={engine: vllm, vllm: {sync: lora}}", ["policy.vllm.sync=lora", "lora.rank from 1 to 64", "0"]),
         ("sandbox.threads=true", ["sandbox.threads"]),
     ],
 )

@@ -89,8 +89,11 @@ def new_policy(config: Policy, tokenizer: Any, seed: int) -> Any:
 
 
 def save_policy(model: Any, tokenizer: Any, folder: Path | str) -> None:
-    """Model, tokenizer and chat template as a Hugging Face folder, which any server can load."""
-    model.save_pretrained(folder)
+    """Model, tokenizer and chat template as a Hugging Face folder, which any server can load.  Adapters are merged, and
+    lie beside it once more by themselves (``lora.save_merged``)."""
+    from cuda_agent.policy.lora import save_merged
+
+    save_merged(model, folder)
     tokenizer.save_pretrained(folder)
 
 

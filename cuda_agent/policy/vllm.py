@@ -15,6 +15,7 @@ its kin (they bias the training ratio), and bringing back a server of ours that 
 """
 
 import asyncio
+import contextlib
 import math
 import os
 import shutil
@@ -229,8 +230,14 @@ class VllmEngine:
         return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:
-        """Servers are left as they are; those of ours end with ``open_vllm``."""
+        """Servers are left as they are, but for our adapter; those of ours end with ``open_vllm``."""
         self._failure = self._failure or EngineError("the engine is closed")
+        if self._adapter:
+            for replica in self._replicas:
+                if replica.alive and replica.server is None:
+                    with contextlib.suppress(_Fault, EngineError, TimeoutError):
+                        async with asyncio.timeout(HEALTH_SECONDS):
+                            await replica.ask("/v1/unload_lora_adapter", {"lora_name": self._adapter})
         for replica in self._replicas:
             await replica.close()
         self._worker.shutdown(wait=False, cancel_futures=True)
@@ -339,12 +346,13 @@ class VllmEngine:
                         self._bury(replica, EngineError("lost while weights were broadcast"))
                 await self._broadcast.send(self._alive(), model)
         else:
-            name, previous = f"{self._salt}-{version}-{uuid.uuid4().hex[:8]}", self._adapter
+            name = f"{self._salt}-{version}-{uuid.uuid4().hex[:8]}"
 
             async def exchange(replica: Replica) -> None:
                 await replica.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-                if previous:
-                    await replica.ask("/v1/unload_lora_adapter", {"lora_name": previous})
+                for old in [model["id"] for model in (await replica.ask("/v1/models"))["data"]]:
+                    if old.startswith(self._salt) and old != name:
+                        await replica.ask("/v1/unload_lora_adapter", {"lora_name": old})
 
             await self._each(exchange)
             self._adapter = name

@@ -19,13 +19,13 @@ from pathlib import Path
 import httpx
 
 import cuda_agent
+from cuda_agent.config import SERVED_RANK
 from cuda_agent.policy.engine import EngineLost
 from cuda_agent.policy.model import PolicyError
 from cuda_agent.policy.vllm_plugin import LEASE, WHOLE
 
 PYTHON = "CUDA_AGENT_VLLM_PYTHON"
 NAME = "policy"  # under which it serves the weights
-MAX_LORA_RANK = 64
 STEP_TOKENS = 4096  # of prompts that start together on a processor
 _START_SECONDS = 900.0
 _STOP_SECONDS = 20.0
@@ -70,7 +70,7 @@ class VllmServer:
             # do that on a processor.
             command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, STEP_TOKENS))]
         if lora:
-            command += ["--enable-lora", "--max-lora-rank", str(MAX_LORA_RANK)]
+            command += ["--enable-lora", "--max-lora-rank", str(SERVED_RANK)]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 command,

@@ -8,7 +8,6 @@ gathered before they are sent.
 """
 
 import asyncio
-import json
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from cuda_agent.policy.engine import EngineError
+from cuda_agent.policy.lora import adapters, merge_adapter, merged_parameters, save_adapter, save_merged
 from cuda_agent.policy.model import PolicyError, load_model
 from cuda_agent.policy.vllm_plugin import TRANSFER_SECONDS, transfer_group, transfer_store
 
@@ -52,7 +52,7 @@ class Broadcast:
         try:
             if self._members != list(replicas):
                 await self._join(replicas, device)
-            parameters = list(model.named_parameters())  # tied ones once
+            parameters = list(merged_parameters(model))
             dtype = replicas[0].dtype
             tensors = [[name, dtype, list(tensor.shape)] for name, tensor in parameters]
             await _together(
@@ -133,9 +133,12 @@ def _address_for(replicas: Sequence[Worker]) -> str:
 
 def save_weights(model: Any, folder: Path, adapter: bool) -> None:
     """Writes what ``disk`` or ``lora`` loads.  ``PolicyError`` where a model has no adapter."""
-    if adapter and not getattr(model, "peft_config", None):
-        raise PolicyError("policy.vllm.sync=lora serves adapters, and what is trained has none: take disk or nccl")
-    model.save_pretrained(folder)
+    if not adapter:
+        save_merged(model, folder)
+    elif not adapters(model):
+        raise PolicyError("policy.vllm.sync=lora serves adapters, and what is trained has none: set lora.rank")
+    else:
+        save_adapter(model, folder)
 
 
 def load_served(folder: Path, base: Path | None) -> Any:
@@ -145,25 +148,3 @@ def load_served(folder: Path, base: Path | None) -> Any:
     model = load_model(base)
     merge_adapter(model, folder)
     return model
-
-
-def merge_adapter(model: Any, folder: Path) -> None:
-    """Adds the low-rank products of an adapter's folder (peft's format) to the weights of ``model``.  ``EngineError``
-    for anything but plain LoRA of linear layers."""
-    import torch
-    from safetensors.torch import load_file
-
-    settings = json.loads((folder / "adapter_config.json").read_text())
-    odd = [name for name in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern") if settings.get(name)]
-    if odd or settings.get("bias", "none") != "none":
-        raise EngineError(f"{folder}: {', '.join(odd) or 'bias'} of an adapter is not supported")
-    rank, alpha = settings["r"], settings["lora_alpha"]
-    scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
-    weights = load_file(folder / "adapter_model.safetensors")
-    with torch.no_grad():
-        for name, down in weights.items():
-            if not name.endswith(".lora_A.weight"):
-                continue
-            up = weights[name.replace(".lora_A.", ".lora_B.")]
-            module = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
-            module.weight += scale * (up.float() @ down.float()).to(module.weight.device)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from cuda_agent.config import Ppo
 from cuda_agent.lease import Lease
+from cuda_agent.policy.lora import attach
 from cuda_agent.stages.context import StageContext, TryAgain
 from cuda_agent.stages.rollouts import Kind, draw, open_rollouts, seed_of
 from cuda_agent.tasks.io import read_tasks
@@ -36,10 +37,13 @@ def make_trainer(
 ) -> Trainer:
     """``longest``: tokens of the longest sequence, which must fit into a row.  ``precision`` "auto" is for imitation;
     PPO needs the very log-probabilities of the engine.  ``scratch``: Muon, with which a new model gets as far on half
-    the tokens (measured: docs/lab-notebook.md)."""
+    the tokens (measured: docs/lab-notebook.md).  Others may train adapters instead (``lora``)."""
     import torch
 
     torch.set_num_threads(ctx.config.policy.threads)
+    if not scratch and (lora := ctx.config.lora).rank:
+        trunk = model.trunk if isinstance(model, Critic) else model
+        attach(trunk, lora.rank, lora.alpha, lora.targets, ctx.config.seed)
     return Trainer(
         model,
         row_tokens=max(min(row_tokens, ROW_TOKENS), longest),

@@ -12,6 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from cuda_agent.policy.lora import save_merged
+
 HEAD = "value_head.safetensors"
 
 
@@ -46,7 +48,7 @@ def critic_from_policy(folder: Path | str, expected_reward: float = 0.0) -> Crit
 
 
 def save_critic(critic: Critic, folder: Path | str) -> None:
-    critic.trunk.save_pretrained(folder)
+    save_merged(critic.trunk, folder)
     save_file(
         {name: tensor.detach().cpu().contiguous() for name, tensor in critic.head.named_parameters()}, _head(folder)
     )

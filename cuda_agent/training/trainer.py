@@ -5,7 +5,8 @@ to save and restore itself; what is learnt from the rows is said by its callers 
 float32; ``precision="bf16"`` computes the trunk, and only it, in bfloat16 (``auto``: where the processor multiplies it
 itself; for imitation, not where log-probabilities must agree with a float32 engine's).  Only the states before sampled
 tokens are ever projected to the vocabulary, a chunk at a time.  The same seed, threads and data give the same weights.
-Does not cover: several devices, low-rank adapters, models with routers or caches of their own.
+What is frozen stays so, and is no part of a checkpoint: of a model with adapters (``policy.lora``) only these are.
+Does not cover: several devices, models with routers or caches of their own.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_model, save_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cuda_agent.lease import Lease
@@ -73,7 +74,7 @@ class Trainer:
             trunk.gradient_checkpointing_enable({"use_reentrant": False})
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizers = _optimizers(model, optimizer, weight_decay, betas)
-        small = self.device.type == "cpu" and sum(parameter.numel() for parameter in self.parameters) <= SMALL
+        small = self.device.type == "cpu" and sum(parameter.numel() for parameter in model.parameters()) <= SMALL
         self.workers = torch.get_num_threads() if small else 1
         attention.register()
         self._packed = attention.supports(trunk.config)
@@ -189,9 +190,14 @@ class Trainer:
                     torch.set_num_threads(torch.get_num_threads())  # and so this thread's becomes the default again
                 yield from results
 
+    def trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Names and values of the parameters that are not frozen; tied ones once."""
+        return ((name, tensor) for name, tensor in self.model.named_parameters() if tensor.requires_grad)
+
     def save(self, folder: Path) -> None:
-        """Model, optimizer, random state and step into ``folder``, which exists."""
-        save_model(self.model, str(folder / "model.safetensors"))
+        """What is trained, optimizer, random state and step into ``folder``, which exists."""
+        trained = {name: tensor.detach().cpu().contiguous() for name, tensor in self.trained()}
+        save_file(trained, folder / "model.safetensors")
         state = {
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "random": torch.get_rng_state(),
@@ -212,9 +218,15 @@ class Trainer:
                         f"{folder / name} is damaged: its digest is not the one noted when it was saved"
                     )
             state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-            load_model(self.model, str(folder / "model.safetensors"), device=str(self.device))
-            for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(kept)
+            kept = load_file(folder / "model.safetensors")
+            trained = dict(self.trained())
+            if {name: tensor.shape for name, tensor in kept.items()} != {n: t.shape for n, t in trained.items()}:
+                raise CorruptCheckpoint(f"{folder} is a checkpoint of another model")
+            with torch.no_grad():
+                for name, tensor in trained.items():
+                    tensor.copy_(kept[name])
+            for optimizer, known in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(known)
         except CorruptCheckpoint:
             raise
         except (OSError, ValueError, KeyError, AttributeError, RuntimeError, SafetensorError) as error:

@@ -6,6 +6,7 @@ start once a session; the tests share one and give it weights of their own.
 
 import asyncio
 import json
+import shutil
 import signal
 import time
 from contextlib import asynccontextmanager
@@ -21,7 +22,8 @@ from vllm_cases import CONTEXT, reference, write_policy
 from cuda_agent.lease import Lease
 from cuda_agent.policy.engine import EngineError, EngineLost, SamplingParams
 from cuda_agent.policy.local import LocalEngine
-from cuda_agent.policy.model import PolicyError
+from cuda_agent.policy.lora import adapters, attach
+from cuda_agent.policy.model import PolicyError, load_model
 from cuda_agent.policy.vllm import Replica, open_vllm
 from cuda_agent.policy.vllm_server import STEP_TOKENS, VllmServer, interpreter
 
@@ -273,6 +275,59 @@ def test_adapters_are_served_by_their_version(open_engine, policies, tmp_path):
     for version, (completion, wanted) in enumerate(zip(asyncio.run(script()), models, strict=True)):
         assert completion.version == version
         check(completion, wanted, prompt)
+
+
+def test_what_training_changes_in_adapters_is_served_and_a_stale_one_fails_loudly(
+    open_engine, server, policies, tmp_path, monkeypatch
+):
+    model = load_model(policies[0][0])
+    attach(model, 8, 16.0, ["q_proj", "v_proj", "gate_proj", "down_proj"])
+    prompt, ask = prompts(1)[0], Replica.ask
+
+    def learn():
+        with torch.no_grad():
+            for layer in adapters(model).values():
+                layer.up.add_(0.2 * torch.randn(layer.up.shape))
+
+    def served_names():
+        transport = httpx.HTTPTransport(uds=str(server.socket))
+        with httpx.Client(transport=transport, base_url="http://vllm") as client:
+            return [entry["id"] for entry in client.get("/v1/models").json()["data"] if entry["parent"]]
+
+    async def script():
+        async with open_engine():
+            pass  # whoever came before left other weights
+        async with open_engine("lora") as engine:
+            paths = []
+
+            async def noting(self, path, body=None):
+                if path == "/v1/load_lora_adapter":
+                    paths.append(body["lora_path"])
+                return await ask(self, path, body)
+
+            monkeypatch.setattr(Replica, "ask", noting)
+            for version in range(1, 4):
+                await engine.update_from(model, version)
+                completion = await engine.generate(prompt, SamplingParams(20, seed=0))
+                assert completion.version == version
+                check(completion, model, prompt)
+                assert len(served_names()) == 1
+                learn()
+            shutil.copytree(paths[-1], tmp_path / "stale")
+
+            async def stale(self, path, body=None):
+                if path == "/v1/load_lora_adapter":
+                    body = body | {"lora_path": str(tmp_path / "stale")}
+                return await ask(self, path, body)
+
+            monkeypatch.setattr(Replica, "ask", stale)
+            with pytest.raises(EngineError, match="the weights"):
+                await engine.update_from(model, 4)
+            with pytest.raises(EngineError, match="has failed"):
+                await engine.generate(prompt, SamplingParams(1, seed=0))
+
+    asyncio.run(script())
+    assert served_names() == []
 
 
 def test_an_update_that_does_nothing_fails_loudly(open_engine, policies, monkeypatch):

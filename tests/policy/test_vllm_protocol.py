@@ -13,6 +13,7 @@ from vllm_cases import CONTEXT, ScriptedServer, reference, write_policy
 
 from cuda_agent.policy import vllm
 from cuda_agent.policy.engine import EngineError, EngineLost, SamplingParams
+from cuda_agent.policy.lora import adapters, attach
 from cuda_agent.policy.model import PolicyError, load_model
 from cuda_agent.policy.vllm import open_vllm
 from cuda_agent.policy.vllm_server import PYTHON, interpreter
@@ -281,6 +282,64 @@ def test_a_prompt_without_room_is_refused(servers, policies, tmp_path):
     asyncio.run(script())
 
 
+def trained_adapters(folder, change: float):
+    """A model of ``folder`` whose adapters were trained by a step of size ``change``."""
+    model = load_model(folder)
+    attach(model, 4, 8.0, ["q_proj", "down_proj"])
+    push(model, change)
+    return model
+
+
+def push(model, change: float) -> None:
+    with torch.no_grad():
+        for layer in adapters(model).values():
+            layer.up.add_(change * torch.randn(layer.up.shape))
+
+
+def test_adapters_are_served_by_version_and_the_old_ones_unloaded(servers, policies, tmp_path):
+    both = servers(2)
+
+    async def script():
+        async with engine_of(both, policies, tmp_path, sync="lora") as engine:
+            model = trained_adapters(policies[0][0], 0.0)
+            completions = []
+            for version in range(1, 4):
+                await engine.update_from(model, version)
+                completions.append(await engine.generate(PROMPT, SamplingParams(5, seed=0)))
+                np.testing.assert_allclose(
+                    completions[-1].logprobs, reference(model, PROMPT, completions[-1].ids), atol=1e-5
+                )
+                assert [len(server.adapters) for server in both] == [1, 1]
+                push(model, 0.3)
+            return completions, [next(iter(server.adapters)) for server in both]
+
+    completions, names = asyncio.run(script())
+    assert [completion.version for completion in completions] == [1, 2, 3]
+    assert len({tuple(completion.logprobs) for completion in completions}) == 3
+    assert names[0] == names[1] and "-3-" in names[0]
+    assert [len(server.adapters) for server in both] == [0, 0], "nothing of ours stays with servers of others"
+    assert len(list((tmp_path / "weights").iterdir())) == 1
+
+
+@pytest.mark.parametrize("change", [0.3, 1e-5], ids=["large", "small"])
+def test_a_stale_adapter_fails_loudly(servers, policies, tmp_path, change):
+    """Small: below what the absolute tolerance of the probe can see."""
+    good, bad = servers(2)
+
+    async def script():
+        async with engine_of([good, bad], policies, tmp_path, sync="lora") as engine:
+            model = trained_adapters(policies[0][0], 0.3)
+            await engine.update_from(model, 1)
+            push(model, change)
+            bad.forgets = True
+            with pytest.raises(EngineError, match=f"{bad.url} (does not serve|still serves) the weights"):
+                await engine.update_from(model, 2)
+            with pytest.raises(EngineError, match="has failed"):
+                await engine.generate(PROMPT, SamplingParams(1, seed=0))
+
+    asyncio.run(script())
+
+
 def test_an_adapter_is_merged_as_its_format_says(policies, tmp_path):
     folder, model = policies[0]
     generator = torch.Generator().manual_seed(0)
@@ -293,12 +352,12 @@ def test_an_adapter_is_merged_as_its_format_says(policies, tmp_path):
         change = 2.0 * up @ down if key.endswith("layers.1.self_attn.q_proj.weight") else 0.0
         torch.testing.assert_close(new, old + change)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8, "use_dora": True}))
-    with pytest.raises(EngineError, match="use_dora"):
+    with pytest.raises(PolicyError, match="use_dora"):
         load_served(tmp_path, folder)
 
 
 def test_a_model_without_adapter_cannot_be_served_as_one(policies, tmp_path):
-    with pytest.raises(PolicyError, match="none: take disk or nccl"):
+    with pytest.raises(PolicyError, match=r"set lora\.rank"):
         save_weights(policies[0][1], tmp_path, adapter=True)
 
 

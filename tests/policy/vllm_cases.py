@@ -12,6 +12,7 @@ import torch
 from cuda_agent.config import Policy
 from cuda_agent.policy.model import load_model, new_policy, save_policy
 from cuda_agent.policy.vllm_plugin import digest
+from cuda_agent.policy.vllm_weights import load_served
 
 CONTEXT = 512
 _LOADING = threading.Lock()  # transformers cannot load two models at once
@@ -42,10 +43,13 @@ class ScriptedServer:
     of completing: a status code, "cut" (the connection), "hang", "garbage", or changes of the answer as a dict."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.model = load_model(folder)
         self.computing = self.model  # what it really computes with
         self.loads = True  # else a load does nothing
         self.reaches = True  # else a load changes the weights and not what is computed with
+        self.adapters: dict = {}  # name -> the model with it merged
+        self.forgets = False  # an adapter that is loaded has the weights of the one before, or of none
         self.faults: list = []
         self.asked: list[dict] = []
         self.delay = 0.0
@@ -70,7 +74,8 @@ class ScriptedServer:
                 pass
 
             def do_GET(self) -> None:
-                self._say({"data": [{"id": "served", "max_model_len": CONTEXT, "parent": None}]})
+                models = [{"id": "served", "max_model_len": CONTEXT, "parent": None}]
+                self._say({"data": models + [{"id": name, "parent": "served"} for name in server.adapters]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -114,6 +119,15 @@ class ScriptedServer:
         if path.startswith(("/pause", "/resume")):
             self.paused = path.startswith("/pause")
             return {}
+        if path == "/v1/load_lora_adapter":
+            with _LOADING:
+                served = load_served(Path(body["lora_path"]), self._folder)
+            before = next(reversed(self.adapters.values()), self.computing)
+            self.adapters[body["lora_name"]] = before if self.forgets else served
+            return {}
+        if path == "/v1/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
+            return {}
         assert path == "/collective_rpc"
         if body["method"] == "cuda_agent_load":
             assert self.paused
@@ -128,12 +142,13 @@ class ScriptedServer:
     def _complete(self, body: dict) -> dict:
         """Greedily, whatever the temperature; the log-probabilities are at the temperature."""
         prompt, ids = body["prompt"], []
+        computing = self.adapters.get(body["model"], self.computing)
         while len(ids) < body["max_tokens"] and not (ids and ids[-1] in body["stop_token_ids"]):
-            ids.append(int(self.computing(input_ids=torch.tensor([prompt + ids])).logits[0, -1].argmax()))
-        logprobs = reference(self.computing, prompt, ids, body["temperature"] or 1.0)
+            ids.append(int(computing(input_ids=torch.tensor([prompt + ids])).logits[0, -1].argmax()))
+        logprobs = reference(computing, prompt, ids, body["temperature"] or 1.0)
         probe = [None] + [
             {str(token): {"logprob": value}}
-            for token, value in zip(prompt[1:], reference(self.computing, prompt[:1], prompt[1:]), strict=True)
+            for token, value in zip(prompt[1:], reference(computing, prompt[:1], prompt[1:]), strict=True)
         ]
         finish = "stop" if ids[-1] in body["stop_token_ids"] else "length"
         choice = {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": finish}

@@ -6,18 +6,21 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from cuda_agent.config import Config
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.episode import Episode, write_episodes
-from cuda_agent.policy.model import load_policy, new_policy, save_policy, train_tokenizer
+from cuda_agent.policy.lora import ADAPTER, merge_adapter
+from cuda_agent.policy.model import PolicyError, load_model, load_policy, new_policy, save_policy, train_tokenizer
 from cuda_agent.stages import bootstrap, critic, rft
 from cuda_agent.stages.context import BadConfiguration, NotGoodEnough, StageContext, TryAgain
 from cuda_agent.stages.rollouts import draw, open_rollouts, seed_of
 from cuda_agent.storage import open_store
 from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import FileTracker, read_metrics
+from cuda_agent.training.critic import critic_from_policy, load_critic
 
 POLICY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 32, "vocab": 320}
 
@@ -165,6 +168,36 @@ def test_the_critics_gate_warns_or_stops(tmp_path, policy):
     stopped = context(tmp_path / "stop", "critic", config(critic=strict | {"gate": "stop"}), inputs, "critic")
     with pytest.raises(NotGoodEnough, match=r"critic\.min_explained_variance"):
         critic.run(stopped)
+
+
+def test_adapters_are_trained_and_the_policy_that_is_given_on_is_whole(tmp_path, policy):
+    episodes = collected(tmp_path / "episodes", policy, [(f"t{n}", 0, 3.0) for n in range(6)])
+    settings = config(rft={"epochs": 2, "batch_tokens": 24}, lora={"rank": 2, "targets": ["q_proj", "down_proj"]})
+    ctx = context(tmp_path / "stage", "rft", settings, {"episodes": episodes, "policy": policy}, "policy")
+    rft.run(ctx)
+    before, after = load_model(policy), load_model(ctx.outputs["policy"])
+    changed = [
+        n for (n, old), new in zip(before.named_parameters(), after.parameters(), strict=True) if (old != new).any()
+    ]
+    assert {name.rsplit(".", 2)[-2] for name in changed} == {"q_proj", "down_proj"}
+    merge_adapter(before, ctx.outputs["policy"] / ADAPTER)
+    for ours, merged in zip(after.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(ours, merged, rtol=0, atol=1e-6)
+    wrong = config(lora={"rank": 2, "targets": ["qkv"]})
+    with pytest.raises(PolicyError, match="no linear layers called qkv"):
+        rft.run(context(tmp_path / "wrong", "rft", wrong, {"episodes": episodes, "policy": policy}, "policy"))
+
+
+def test_a_critic_of_adapters_is_a_whole_critic(tmp_path, policy):
+    rewards = [(task, sample, float(sample % 2)) for task in ("x", "y", "z") for sample in range(3)]
+    episodes = collected(tmp_path / "episodes", policy, rewards)
+    settings = config(critic={"epochs": 1}, lora={"rank": 2})
+    ctx = context(tmp_path / "stage", "critic", settings, {"episodes": episodes, "policy": policy}, "critic")
+    critic.run(ctx)
+    plain = critic_from_policy(policy)
+    assert [name for name, _ in load_critic(ctx.outputs["critic"]).named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
 
 
 def test_a_critic_without_any_reward_to_learn_from_stops(tmp_path, policy):

@@ -1,0 +1,141 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): a frozen model whose linear layers each learn a change of low rank.
+
+A layer with an adapter computes W x + scale B A x, and its ``weight`` reads as the sum W + scale B A.  So whoever looks
+at weights (the in-process decoder, a folder, a broadcast) finds those of the merged model, and knows nothing of
+adapters.  In a folder they have peft's format, which vLLM and others load.
+
+Not here: adapters of embeddings, convolutions and fused experts, dropout, several adapters at once.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cuda_agent.policy.model import PolicyError
+
+ADAPTER = "adapter"  # sub-folder of a merged model's folder
+_WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter in its place.  The change is zero at first: ``up`` is."""
+
+    def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
+        super().__init__()
+        self.base, self.rank, self.alpha = base, rank, alpha
+        bound = 1 / math.sqrt(base.in_features)
+        self.down = nn.Parameter(torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator))
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.base(states) + self.alpha / self.rank * F.linear(F.linear(states, self.down), self.up)
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in], merged; for reading, without gradients."""
+        with torch.no_grad():
+            return self.base.weight + self.alpha / self.rank * self.up @ self.down
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias
+
+
+def attach(model: Any, rank: int, alpha: float, targets: Sequence[str], seed: int = 0) -> None:
+    """Freezes ``model`` and gives every linear layer whose name ends in one of ``targets`` an adapter.  Raises
+    PolicyError where a target names no linear layer."""
+    found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    chosen = [name for name in found if name.rsplit(".", 1)[-1] in targets]
+    if absent := set(targets) - {name.rsplit(".", 1)[-1] for name in chosen}:
+        known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in found}))
+        raise PolicyError(f"this model has no linear layers called {', '.join(sorted(absent))}, but {known}")
+    generator = torch.Generator().manual_seed(seed)
+    model.requires_grad_(False)
+    for name in chosen:
+        parent, _, leaf = name.rpartition(".")
+        adapted = Adapted(model.get_submodule(name), rank, alpha, generator)
+        setattr(model.get_submodule(parent), leaf, adapted.to(adapted.base.weight.device))
+
+
+def adapters(model: Any) -> dict[str, Adapted]:
+    """By the names that their layers have without them."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
+
+
+def merged_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Names and values of the parameters that the model has without adapters, merged; tied ones once."""
+    layers = adapters(model)
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        layer = layers.get(owner.removesuffix(".base"))
+        if layer is None:
+            yield name, parameter
+        elif owner.endswith(".base"):
+            yield f"{owner.removesuffix('.base')}.{leaf}", layer.weight if leaf == "weight" else parameter
+
+
+def save_merged(model: Any, folder: Path | str) -> None:
+    """The merged model as a Hugging Face folder, and the adapter, where there is one, in its sub-folder ``adapter``."""
+    if not adapters(model):
+        model.save_pretrained(folder)
+        return
+    own = {id(parameter) for layer in adapters(model).values() for parameter in layer.parameters()}
+    state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) not in own}
+    model.save_pretrained(folder, state_dict=state | dict(merged_parameters(model)))
+    save_adapter(model, Path(folder) / ADAPTER)
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """The adapters alone, in peft's format.  Raises PolicyError where the model has none."""
+    from safetensors.torch import save_file
+
+    layers = adapters(model)
+    if not layers:
+        raise PolicyError("this model has no adapters")
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {}
+    for name, layer in layers.items():
+        for part, tensor in (("lora_A", layer.down), ("lora_B", layer.up)):
+            weights[f"base_model.model.{name}.{part}.weight"] = tensor.detach().cpu().contiguous()
+    save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})
+    any_layer = next(iter(layers.values()))
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "",
+        "r": any_layer.rank,
+        "lora_alpha": any_layer.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in layers}),
+    }
+    (folder / _SETTINGS).write_text(json.dumps(settings, indent=1))
+
+
+def merge_adapter(model: Any, folder: Path) -> None:
+    """Adds the adapters of a folder to the weights of a model without any.  Raises PolicyError for anything but plain
+    LoRA of linear layers."""
+    from safetensors.torch import load_file
+
+    settings = json.loads((folder / _SETTINGS).read_text())
+    odd = [name for name in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern") if settings.get(name)]
+    if odd or settings.get("bias", "none") != "none":
+        raise PolicyError(f"{folder}: {', '.join(odd) or 'bias'} of an adapter is not supported")
+    rank, alpha = settings["r"], settings["lora_alpha"]
+    scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+    weights = load_file(folder / _WEIGHTS)
+    with torch.no_grad():
+        for name, down in weights.items():
+            if not name.endswith(".lora_A.weight"):
+                continue
+            up = weights[name.replace(".lora_A.", ".lora_B.")]
+            module = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+            module.weight += scale * (up.float() @ down.float()).to(module.weight.device)
