@@ -29,8 +29,9 @@ Share = Annotated[float, Field(ge=0, le=1)]
 WHERE_JUDGED = ("servers", "token_env", "token_file")
 
 
-# The same of ``policy.vllm``, for the policy that plays.
+# The same of ``policy.vllm``, for the policy that plays, and of ``ray``.
 WHERE_SERVED = ("servers",)
+WHERE_PLACED = ("address",)
 
 
 SERVED_RANK = 64  # the largest rank of an adapter that vLLM servers of ours take
@@ -269,9 +270,36 @@ class Evaluate(Section):
     temperature: float = Field(1.0, ge=0)
 
 
+class Ray(Section):
+    """Who plays and who trains where ``runtime`` is ray: rollout workers, each with an engine and a sandbox of its own,
+    and one trainer."""
+
+    address: str | None = Field(
+        None,
+        pattern=r"^(auto|[^/?#@\s:]+:[0-9]+)$",
+        description="host:port of a running Ray; none: one of the stage's own, on this machine",
+    )
+    workers: Positive = Field(2, description="rollout workers; each has an engine of its own")
+    worker_cpus: float = Field(1.0, ge=0, description="processors that Ray sets aside for a rollout worker")
+    worker_gpus: float = Field(0.0, ge=0, description="the same in GPUs, for its engine")
+    trainer_cpus: float = Field(1.0, ge=0, description="processors that Ray sets aside for the trainer")
+    trainer_gpus: float = Field(0.0, ge=0, description="the same in GPUs")
+    staleness: int = Field(
+        1, ge=0, description="most steps that the weights of a token may be older than those it trains; 0: no overlap"
+    )
+    oversample: Share = Field(
+        0.0, description="episodes played beyond those of a step, as a share; the last to finish of a task are dropped"
+    )
+
+
 class Config(Section):
     seed: int = 0
     run: Run = Run()
+    runtime: Literal["local", "ray"] = Field(
+        "local",
+        description="where stages that learn by rewards play and train: in their own process, or in Ray's actors",
+    )
+    ray: Ray = Ray()
     sandbox: Sandbox = Sandbox()
     synthesis: Synthesis = Synthesis()
     policy: Policy = Policy()
@@ -368,11 +396,15 @@ def load(text: str, sha256: str) -> Config:
 
 def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
     """The sub-tree that decides what a stage gives, as JSON values: the seed and the named sections, without the keys
-    that say where its sandbox and its engine are."""
-    whole = config.model_dump(
-        mode="json", exclude={"sandbox": set(WHERE_JUDGED), "policy": {"vllm": set(WHERE_SERVED)}}
-    )
-    return {name: whole[name] for name in ("seed", *sections)}
+    that say where its sandbox, its engine and its Ray are; without ``ray`` where nothing runs there."""
+    where: dict[str, Any] = {
+        "sandbox": set(WHERE_JUDGED),
+        "policy": {"vllm": set(WHERE_SERVED)},
+        "ray": set(WHERE_PLACED),
+    }
+    whole = config.model_dump(mode="json", exclude=where)
+    unused = {"ray"} if config.runtime == "local" else set()
+    return {name: whole[name] for name in ("seed", *sections) if name not in unused}
 
 
 def restricted(config: Config, sections: Sequence[str]) -> Config:

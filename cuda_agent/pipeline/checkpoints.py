@@ -63,10 +63,12 @@ class StageCheckpoints:
                     self._remove(entry)
                     self._tracker.note(f"checkpoint {entry} was damaged and is not used: {error}")
                     continue
-                damaged = self._tracker.notes()
+                said = self._tracker.notes()  # of damage, and of what was lost since that checkpoint
                 self._tracker.restore(folder / _OWN)
-                for text in damaged:
-                    self._tracker.note(text)
+                known = self._tracker.notes()
+                for text in said:
+                    if text not in known:
+                        self._tracker.note(text)
                 clock = json.loads((folder / _OWN / "clock.json").read_text())
                 shutil.rmtree(folder / _OWN)
                 self._before, self._began = clock["seconds"], time.monotonic()

@@ -32,6 +32,7 @@ class Stage:
 
 
 _PLAY = ("sandbox", "policy", "agent")  # what everything reads that lets a policy write kernels
+_PLACE = ("runtime", "ray")  # what those read that can be spread over Ray's actors
 
 
 def _evaluate(which: str, source: str) -> Stage:
@@ -68,7 +69,7 @@ STAGES: tuple[Stage, ...] = (
         "cuda_agent.stages.warmup",
         inputs={"tasks": "synthesis.tasks", "policy": "bootstrap.policy"},
         outputs=("policy",),
-        config=(*_PLAY, "lora", "warmup"),
+        config=(*_PLAY, *_PLACE, "lora", "warmup"),
         timing=True,
         weight=2.0,
     ),
@@ -102,7 +103,7 @@ STAGES: tuple[Stage, ...] = (
         "cuda_agent.stages.agentic",
         inputs={"tasks": "synthesis.tasks", "policy": "rft.policy", "critic": "critic.critic"},
         outputs=("policy", "critic"),
-        config=(*_PLAY, "lora", "agentic"),
+        config=(*_PLAY, *_PLACE, "lora", "agentic"),
         timing=True,
         weight=4.0,
     ),

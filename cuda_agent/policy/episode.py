@@ -41,13 +41,22 @@ class Episode:
             raise ValueError(f"episode {self.id}: per-token lists differ in length: {sorted(lengths)}")
 
 
+def to_line(episode: Episode) -> str:
+    """Its wire form: one line of JSON, without the line's end."""
+    return json.dumps(asdict(episode), separators=(",", ":"))
+
+
+def from_line(line: str) -> Episode:
+    return Episode(**json.loads(line))
+
+
 def write_episodes(path: Path, episodes: Iterable[Episode]) -> None:
     with open(path, "w") as file:
         for episode in episodes:
-            file.write(json.dumps(asdict(episode), separators=(",", ":")) + "\n")
+            file.write(to_line(episode) + "\n")
 
 
 def read_episodes(path: Path) -> Iterator[Episode]:
     with open(path) as file:
         for line in file:
-            yield Episode(**json.loads(line))
+            yield from_line(line)

@@ -11,7 +11,7 @@ from cuda_agent.training.critic import load_critic, save_critic
 
 def run(ctx: StageContext) -> None:
     model, tokenizer, critic = asyncio.run(
-        improve(ctx, ctx.config.agentic, "agent", ctx.inputs["policy"], lambda: load_critic(ctx.inputs["critic"]))
+        improve(ctx, ctx.config.agentic, "agent", lambda inputs: load_critic(inputs["critic"]))
     )
     save_policy(model, tokenizer, ctx.outputs["policy"])
     save_critic(critic, ctx.outputs["critic"])

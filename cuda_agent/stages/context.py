@@ -68,13 +68,19 @@ class Checkpoints(Protocol):
 
 
 @dataclass
-class StageContext:
-    name: str
+class Site:
+    """What a part of a stage that works in a process of its own, perhaps on another machine, has of the context."""
+
+    name: str  # of the stage
     config: "Config"  # only the sections that the graph's table lists for this stage are there
     inputs: dict[str, Path]  # artifact name -> read-only folder
-    outputs: dict[str, Path]  # artifact name -> empty folder to fill
     work: Path  # scratch, gone afterwards
+    cache: Path  # machine-local folder that survives runs: verdicts, baselines, builds by content
+
+
+@dataclass
+class StageContext(Site):
+    outputs: dict[str, Path]  # artifact name -> empty folder to fill
     tracker: Tracker
     checkpoints: Checkpoints
     should_stop: Callable[[], bool]  # SIGTERM came: save a checkpoint and raise TryAgain
-    cache: Path  # machine-local folder that survives runs: verdicts, baselines, builds by content

@@ -1,21 +1,28 @@
 """What the stages that train share: a trainer as the configuration wants it, imitation with checkpoints, and the PPO
-loop of ``warmup`` and ``agentic``.
+loop of ``warmup`` and ``agentic``, which is the same wherever episodes are played and learnt from.
 
-Not here: the algorithms (``training``), and playing episodes (``rollouts``).
+Not here: the algorithms (``training``), playing episodes (``rollouts``), and Ray's actors (``ray_runtime``).
 """
 
+import asyncio
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from cuda_agent.config import Ppo
 from cuda_agent.lease import Lease
+from cuda_agent.policy.episode import Episode
 from cuda_agent.policy.lora import attach
-from cuda_agent.stages.context import StageContext, TryAgain
-from cuda_agent.stages.rollouts import Kind, draw, open_rollouts, seed_of
+from cuda_agent.stages.context import Site, StageContext, TryAgain
+from cuda_agent.stages.rollouts import Kind, Rollouts, draw, episodes_of, open_rollouts, seed_of
 from cuda_agent.tasks.io import read_tasks
+from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.packing import Tokens
 from cuda_agent.training.recipes import ppo_update, sft
@@ -26,7 +33,7 @@ COST = 0.05  # a supervised step is checkpointed when that takes at most this sh
 
 
 def make_trainer(
-    ctx: StageContext,
+    ctx: Site,
     model: Any,
     *,
     row_tokens: int,
@@ -75,76 +82,222 @@ def imitate(ctx: StageContext, trainer: Trainer, sequences: Sequence[Tokens], **
             raise TryAgain(f"stopped after step {trainer.step}")
 
 
-async def improve(
-    ctx: StageContext,
-    settings: Ppo,
-    kind: Kind,
-    policy: Path,
-    make_critic: Callable[[], Critic],
-) -> tuple[Any, Any, Critic]:
-    """PPO: play a batch, learn from it, serve what was learnt; checkpointed after every step.
+# Learning by rewards --------------------------------------------------------------------------------------------------
 
-    Returns (model, tokenizer, critic)."""
-    config = ctx.config
-    tasks = [task for task in read_tasks(ctx.inputs["tasks"]) if task.split == "train"]
-    async with open_rollouts(
-        ctx,
-        policy,
-        turns=config.agent.turns,
-        context=settings.context,
-        temperature=config.agent.temperature,
-    ) as rollouts:
+MakeCritic = Callable[[Mapping[str, Path]], Critic]  # from the stage's inputs
+Result = TypeVar("Result")
+LOSSES = 3  # of the trainer in one step, until the stage gives up
+
+
+class LearnerLost(TryAgain):
+    """The trainer is gone, with all that it learnt since the newest checkpoint."""
+
+
+@dataclass
+class Played:
+    """The episodes of one step, and what they cost."""
+
+    episodes: list[Episode]
+    seconds: float
+    metrics: dict[str, float]
+
+
+class Runtime(Protocol):
+    """Who plays and who trains.  A step's number is also the version of the weights that it begins with."""
+
+    async def play(self, step: int, tasks: Sequence[Task]) -> Played: ...
+
+    async def learn(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
+        """One update; its metrics.  ``LearnerLost``, as from all below."""
+        ...
+
+    async def serve(self, version: int) -> None:
+        """Episodes are played with the trainer's weights from now on, turns under way excepted."""
+        ...
+
+    async def save(self, step: int) -> None: ...
+
+    async def restore(self) -> int:
+        """Goes on from the newest checkpoint; its step, 0 where there is none."""
+        ...
+
+    async def result(self) -> tuple[Any, Any, Critic]:
+        """(model, tokenizer, critic) in this process."""
+        ...
+
+
+class Learner:
+    """Actor and critic of one stage, and what is done with both."""
+
+    def __init__(self, site: Site, settings: Ppo, model: Any, critic: Critic) -> None:
         sizes: dict[str, Any] = {
             "row_tokens": settings.batch_tokens,
             "longest": settings.context,
             "max_grad_norm": settings.max_grad_norm,
         }
-        compute = rollouts.engine.compute
-        actor = await compute(lambda: make_trainer(ctx, rollouts.model, **sizes))
-        critic = await compute(lambda: make_trainer(ctx, make_critic(), **sizes))
+        self._site, self._settings = site, settings
+        self.actor = make_trainer(site, model, **sizes)
+        self.critic = make_trainer(site, critic, **sizes)
 
-        def save(folder: Path) -> None:
-            for name, trainer in (("actor", actor), ("critic", critic)):
-                (folder / name).mkdir()
-                trainer.save(folder / name)
+    def update(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
+        config, settings = self._site.config, self._settings
+        return ppo_update(
+            self.actor,
+            self.critic,
+            episodes,
+            settings,
+            seed=seed_of(config.seed, f"{self._site.name}/{step}") % 2**31,
+            train_actor=step >= settings.critic_warmup,
+            temperature=config.agent.temperature,
+        )
 
-        def load(folder: Path) -> None:
-            actor.load(folder / "actor")
-            critic.load(folder / "critic")
+    def save(self, folder: Path) -> None:
+        for name, trainer in (("actor", self.actor), ("critic", self.critic)):
+            (folder / name).mkdir()
+            trainer.save(folder / name)
 
-        start = ctx.checkpoints.load(load) or 0
-        await rollouts.engine.update_from(actor.model, start)
-        for step in range(start, settings.steps):
-            began = time.monotonic()
-            batch = draw(tasks, settings.batch // settings.samples, config.seed, step)
-            episodes = await rollouts.play(batch, settings.samples, f"{ctx.name}/{step}", kind)
-            played = time.monotonic() - began
-            update = partial(
-                ppo_update,
-                actor,
-                critic,
-                episodes,
-                settings,
-                seed=seed_of(config.seed, f"{ctx.name}/{step}") % 2**31,
-                train_actor=step >= settings.critic_warmup,
-                temperature=config.agent.temperature,
-            )
-            metrics = await compute(update)
-            await rollouts.engine.update_from(actor.model, step + 1)
-            seconds = time.monotonic() - began
+    def load(self, folder: Path) -> None:
+        self.actor.load(folder / "actor")
+        self.critic.load(folder / "critic")
+
+
+class LocalRuntime:
+    """Everything in this process: one engine, one trainer, one after the other."""
+
+    def __init__(self, ctx: StageContext, settings: Ppo, kind: Kind, rollouts: Rollouts, learner: Learner) -> None:
+        self._ctx, self._settings, self._kind = ctx, settings, kind
+        self._rollouts, self._learner = rollouts, learner
+
+    async def play(self, step: int, tasks: Sequence[Task]) -> Played:
+        began = time.monotonic()
+        jobs = episodes_of(tasks, self._settings.samples, f"{self._ctx.name}/{step}")
+        return Played(await self._rollouts.play(jobs, self._kind), time.monotonic() - began, {})
+
+    async def learn(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
+        metrics: dict[str, float] = await self._rollouts.engine.compute(partial(self._learner.update, step, episodes))
+        return metrics
+
+    async def serve(self, version: int) -> None:
+        await self._rollouts.engine.update_from(self._learner.actor.model, version)
+
+    async def save(self, step: int) -> None:
+        self._ctx.checkpoints.save(step, self._learner.save)
+
+    async def restore(self) -> int:
+        return self._ctx.checkpoints.load(self._learner.load) or 0
+
+    async def result(self) -> tuple[Any, Any, Critic]:
+        return self._rollouts.model, self._rollouts.tokenizer, self._learner.critic.model
+
+
+@asynccontextmanager
+async def open_local(
+    ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
+) -> AsyncIterator[LocalRuntime]:
+    agent = ctx.config.agent
+    budget: dict[str, Any] = {"turns": agent.turns, "context": settings.context, "temperature": agent.temperature}
+    async with open_rollouts(ctx, ctx.inputs["policy"], **budget) as rollouts:
+        make = partial(Learner, ctx, settings, rollouts.model)
+        learner = await rollouts.engine.compute(lambda: make(make_critic(ctx.inputs)))
+        yield LocalRuntime(ctx, settings, kind, rollouts, learner)
+
+
+def _open_runtime(
+    ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
+) -> AbstractAsyncContextManager[Runtime]:
+    if ctx.config.runtime == "local":
+        return open_local(ctx, settings, kind, make_critic)
+    from cuda_agent.stages.ray_runtime import open_ray_runtime
+
+    return open_ray_runtime(ctx, settings, kind, make_critic)
+
+
+async def improve(ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic) -> tuple[Any, Any, Critic]:
+    """PPO: play a batch, learn from it, serve what was learnt; checkpointed after every step.
+
+    Returns (model, tokenizer, critic)."""
+    config = ctx.config
+    staleness = config.ray.staleness if config.runtime == "ray" else 0
+    tasks = [task for task in read_tasks(ctx.inputs["tasks"]) if task.split == "train"]
+    async with _open_runtime(ctx, settings, kind, make_critic) as runtime:
+
+        async def play(step: int) -> Played:
+            return await runtime.play(step, draw(tasks, settings.batch // settings.samples, config.seed, step))
+
+        async def learn(step: int, played: Played, began: float) -> None:
+            episodes = [episode for episode in played.episodes if oldest(episode) >= step - staleness]
+            metrics = await runtime.learn(step, episodes) | played.metrics
+            metrics["stale"] = float(len(played.episodes) - len(episodes))
+            await runtime.serve(step + 1)
             sampled = sum(sum(episode.mask) for episode in episodes)
-            ctx.tracker.log(
-                step,
-                metrics
-                | {
-                    "rollout_seconds": played,
-                    "step_seconds": seconds,
-                    "sampled_tokens_per_second": sampled / played,
-                    "episodes_per_second": len(episodes) / played,
-                },
-            )
+            rates = {
+                "rollout_seconds": played.seconds,
+                "step_seconds": time.monotonic() - began,
+                "sampled_tokens_per_second": sampled / played.seconds,
+                "episodes_per_second": len(episodes) / played.seconds,
+            }
+            ctx.tracker.log(step, metrics | {"token_age": mean_age(episodes, step)} | rates)
             ctx.tracker.progress(step + 1, settings.steps, reward=metrics.get("reward", 0.0))
-            ctx.checkpoints.save(step + 1, save)
-            if ctx.should_stop() and step + 1 < settings.steps:
-                raise TryAgain(f"stopped after step {step + 1} of {settings.steps}")
-        return rollouts.model, rollouts.tokenizer, critic.model
+            await runtime.save(step + 1)
+
+        start = await runtime.restore()
+        await runtime.serve(start)
+        began = time.monotonic()
+        async with aclosing(played_ahead(play, range(start, settings.steps), staleness)) as batches:
+            async for step, played in batches:
+                await _in_spite_of_losses(ctx, runtime, step, partial(learn, step, played, began))
+                began = time.monotonic()
+                if ctx.should_stop() and step + 1 < settings.steps:
+                    raise TryAgain(f"stopped after step {step + 1} of {settings.steps}")
+        return await _in_spite_of_losses(ctx, runtime, settings.steps, runtime.result)
+
+
+async def played_ahead(
+    play: Callable[[int], Awaitable[Played]], steps: range, staleness: int
+) -> AsyncGenerator[tuple[int, Played], None]:
+    """(step, what was played for it) in order.  While the caller learns from one, the next ``staleness`` are played,
+    one after the other; none of them begins before the caller has learnt from the step that is that far back."""
+    under_way: deque[asyncio.Task[Played]] = deque()
+
+    async def play_after(before: asyncio.Task[Played] | None, step: int) -> Played:
+        if before is not None:
+            await asyncio.wait([before])
+        return await play(step)
+
+    try:
+        for step in steps:
+            for later in steps[step - steps.start + len(under_way) : step - steps.start + staleness + 1]:
+                before = under_way[-1] if under_way else None
+                under_way.append(asyncio.create_task(play_after(before, later)))
+            yield step, await under_way.popleft()
+    finally:
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+
+
+async def _in_spite_of_losses(
+    ctx: StageContext, runtime: Runtime, step: int, job: Callable[[], Awaitable[Result]]
+) -> Result:
+    """``job``, which begins where checkpoint ``step`` ends, and once more from there when the trainer is lost."""
+    for attempt in range(LOSSES):
+        try:
+            if attempt and (found := await runtime.restore()) != step:
+                raise TryAgain(f"the newest sound checkpoint is of step {found}, and step {step} is under way")
+            return await job()
+        except LearnerLost as lost:
+            ctx.tracker.note(f"step {step}: {lost}")
+    raise TryAgain(f"the trainer was lost {LOSSES} times in step {step}")
+
+
+def oldest(episode: Episode) -> float:
+    """The first version of the weights that sampled a token of it."""
+    return min(
+        (version for version, mask in zip(episode.versions, episode.mask, strict=True) if mask), default=math.inf
+    )
+
+
+def mean_age(episodes: Sequence[Episode], step: int) -> float:
+    """In steps, over all sampled tokens."""
+    ages = [step - v for e in episodes for v, mask in zip(e.versions, e.mask, strict=True) if mask]
+    return sum(ages) / max(len(ages), 1)

@@ -1,7 +1,7 @@
 """Rollouts: what every stage that plays a policy shares — opening its engine and its sandbox, and playing a batch of
 episodes with seeds that depend on the configuration alone.
 
-Not here: training (``ppo``), scoring (``scores``), and what an episode is (``agent.loop``).
+Not here: training (``learning``), scoring (``scores``), and what an episode is (``agent.loop``).
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from cuda_agent.policy.model import load_policy
 from cuda_agent.policy.scripted import ScriptedEngine
 from cuda_agent.policy.vllm import VllmEngine, open_vllm
 from cuda_agent.sandbox.client import open_sandbox
-from cuda_agent.stages.context import StageContext, TryAgain
+from cuda_agent.stages.context import Site, StageContext, TryAgain
 from cuda_agent.stages.drill import Script
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
@@ -33,6 +34,7 @@ from cuda_agent.training.recipes import episode_metrics
 EPISODES = "episodes.jsonl"
 Kind = Literal["single", "agent"]
 Style = Literal["compact", "full"]
+Job = tuple[Task, str]  # an episode to play, and its id, which decides its seed
 
 
 @dataclass
@@ -51,34 +53,28 @@ class Rollouts:
     lockstep: bool
 
     async def play(
-        self,
-        tasks: Sequence[Task],
-        samples: int,
-        label: str,
-        kind: Kind,
-        on_done: Callable[[int, int], None] | None = None,
+        self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = lambda episode: None
     ) -> list[Episode]:
-        """``samples`` episodes a task, in the order of ``tasks``; ids, ``label/task/sample``, decide the seeds."""
+        """The episodes of ``jobs`` in their order; ``on_done`` gets each as soon as it is finished."""
         run = run_single if kind == "single" else run_episode
-        names = [(task, f"{label}/{task.name}/{sample}") for task in tasks for sample in range(samples)]
-        done = 0
 
-        async def job(task: Task, name: str) -> Episode:
-            nonlocal done
+        async def play_one(task: Task, name: str) -> Episode:
             seed = seed_of(self.seed, name)
             episode = await run(task, self.engine, self.chat, self.sandbox, self.settings, seed, name)
-            done += 1
-            if on_done:
-                on_done(done, len(names))
+            on_done(episode)
             return episode
 
-        jobs = [lambda task=task, name=name: job(task, name) for task, name in names]
-        return await run_many(jobs, self.concurrency, lockstep=self.lockstep)
+        return await run_many([partial(play_one, *job) for job in jobs], self.concurrency, lockstep=self.lockstep)
+
+
+def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
+    """``samples`` episodes a task, in the order of ``tasks``, with the ids ``label/task/sample``."""
+    return [(task, f"{label}/{task.name}/{sample}") for task in tasks for sample in range(samples)]
 
 
 @asynccontextmanager
 async def open_rollouts(
-    ctx: StageContext, policy: Path, *, turns: int, context: int, temperature: float
+    ctx: Site, policy: Path, *, turns: int, context: int, temperature: float
 ) -> AsyncIterator[Rollouts]:
     """Opens the policy in folder ``policy`` with its engine, and the sandbox."""
     import torch
@@ -109,7 +105,7 @@ async def open_rollouts(
 
 @asynccontextmanager
 async def _open_engine(
-    ctx: StageContext, folder: Path, model: Any, chat: Chat
+    ctx: Site, folder: Path, model: Any, chat: Chat
 ) -> AsyncIterator[LocalEngine | VllmEngine | ScriptedEngine]:
     """The engine that the configuration names, serving ``model``, which came from ``folder``."""
     policy = ctx.config.policy
@@ -187,8 +183,12 @@ async def play_rounds(
     def save(folder: Path) -> None:
         write_episodes(folder / EPISODES, episodes)
 
-    def show(done: int, total: int) -> None:
-        ctx.tracker.progress(len(episodes) + done, rounds * total, unit="episodes")
+    done = len(episodes)
+
+    def show(episode: Episode) -> None:
+        nonlocal done
+        done += 1
+        ctx.tracker.progress(done, rounds * len(tasks), unit="episodes")
 
     context = ctx.config.policy.context
     async with open_rollouts(
@@ -196,7 +196,7 @@ async def play_rounds(
     ) as rollouts:
         for number in range(start, rounds):
             began = time.monotonic()
-            played = await rollouts.play(tasks, 1, f"{split}/{number}", "agent", show)
+            played = await rollouts.play(episodes_of(tasks, 1, f"{split}/{number}"), "agent", show)
             episodes += played
             rate = len(played) / (time.monotonic() - began)
             ctx.tracker.log(number, episode_metrics(played) | {"episodes_per_second": rate})

@@ -10,8 +10,7 @@ from cuda_agent.training.critic import critic_from_policy
 
 
 def run(ctx: StageContext) -> None:
-    policy = ctx.inputs["policy"]
     model, tokenizer, _ = asyncio.run(
-        improve(ctx, ctx.config.warmup, "single", policy, lambda: critic_from_policy(policy))
+        improve(ctx, ctx.config.warmup, "single", lambda inputs: critic_from_policy(inputs["policy"]))
     )
     save_policy(model, tokenizer, ctx.outputs["policy"])

@@ -1,0 +1,75 @@
+"""A Ray to work in: one of the stage's own on this machine, which ends with it, or one that is running.
+
+A Ray of its own listens on 127.0.0.1 alone, under a token that nobody else can read, keeps its files in a private
+folder, and has no dashboard.  The kernel ends its processes with the stage's, however that ends; the folder of a stage
+that was killed is removed by the next that needs one.
+
+Not here: what runs in it (``ray_runtime``, ``ray_actors``); the walls around a Ray that others run (docs/cluster.md).
+"""
+
+import os
+import secrets
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from cuda_agent.sandbox.scratch import make_folder, sweep
+from cuda_agent.stages.context import TryAgain
+
+STORE_BYTES = 128 << 20  # of Ray's object store, at least; what does not fit goes to the disk
+_HERE = "127.0.0.1"
+_TOKEN = secrets.token_hex(32)  # one a process: Ray reads it once
+
+
+@contextmanager
+def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> Iterator[None]:
+    """Connects this process, from its main thread, to the Ray at ``address``, or to a new one with ``cpus`` and
+    ``gpus`` to give away.  ``TryAgain`` when there is none."""
+    signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    folder = make_folder("ray") if address is None else None
+    settings = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # an actor without a GPU of Ray's sees what this process sees
+    }
+    if folder is not None:
+        folder.chmod(0o700)
+        (folder / "token").write_text(_TOKEN)
+        settings |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else it takes another address of this machine for 127.0.0.1
+        }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    import ray
+
+    where: dict[str, Any] = {"address": address}
+    if folder is not None:
+        where = {
+            "address": "local",
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "object_store_memory": max(STORE_BYTES, store_bytes),
+            "include_dashboard": False,
+            "_node_ip_address": _HERE,
+            "_temp_dir": str(folder),
+        }
+    try:
+        try:
+            ray.init(**where, namespace=f"cuda-agent-{secrets.token_hex(4)}", configure_logging=False)
+        except (ConnectionError, RuntimeError, OSError) as error:
+            raise TryAgain(f"Ray ({address or 'of this stage'}) does not start: {error}") from error
+        if threading.current_thread() is threading.main_thread():  # importing Ray takes SIGTERM for itself
+            for number, handler in signals.items():
+                signal.signal(number, handler)
+        yield
+    finally:
+        ray.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        sweep()  # what killed actors left

@@ -1,0 +1,360 @@
+"""The runtime of Ray's actors: rollout workers and a trainer, placed together.
+
+A worker that is lost, or whose engine is, loses what it was playing: the others play it again, with the same seeds, and
+a new worker takes its place.  The trainer, when it is lost, begins anew from the newest checkpoint.  Weights go from
+the trainer to the workers through Ray's object store, once a step; a worker that comes late is given the newest.
+
+Not here: the loop (``learning``), what the actors do (``ray_actors``), and Ray's own processes (``ray_cluster``).
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from cuda_agent.config import Ppo
+from cuda_agent.config import Ray as Places
+from cuda_agent.policy.engine import EngineError
+from cuda_agent.policy.episode import Episode, from_line, to_line
+from cuda_agent.policy.model import load_policy
+from cuda_agent.stages.context import BadConfiguration, Site, StageContext, TryAgain
+from cuda_agent.stages.learning import LearnerLost, MakeCritic, Played
+from cuda_agent.stages.ray_actors import Files, RolloutWorker, Trainer, load_weights, pack, unpack
+from cuda_agent.stages.ray_cluster import open_ray
+from cuda_agent.stages.rollouts import Job, Kind, episodes_of
+from cuda_agent.tasks.task import Task
+from cuda_agent.training.critic import Critic
+
+LOSSES = 3  # of workers in one step, times their number, until the stage gives up
+PLACING_SECONDS = 900.0  # a cluster may have to start machines
+OPENING_SECONDS = 1800.0  # a worker's engine may have to load a large model
+CLOSING_SECONDS = 20.0
+GRACE_SECONDS = 60.0  # beyond the deadlines of a worker's episodes
+Result = TypeVar("Result")
+
+
+class _Lost(Exception):
+    """An actor, or the engine in it, is gone or serves no more."""
+
+
+class _Worker:
+    """A rollout worker's place, and who is in it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.actor: Any = None  # none: lost, or not opened yet
+        self.opening: asyncio.Task[None] | None = None
+        self.version = -1
+
+
+class Harvest:
+    """The episodes of one step as they come in.  Of every task the first ``samples`` to finish with a reward are kept,
+    or, where fewer have one, all; it is ``full`` when every task has them."""
+
+    def __init__(self, jobs: Sequence[Job], samples: int) -> None:
+        self._samples = samples
+        self._tasks = {name: task.name for task, name in jobs}
+        self._open = dict.fromkeys(self._tasks)  # not played yet, in order
+        self._kept: dict[str, list[Episode]] = {task: [] for task in self._tasks.values()}
+
+    def add(self, episode: Episode) -> None:
+        self._open.pop(episode.id)
+        self._kept[self._tasks[episode.id]].append(episode)
+
+    def missing(self, jobs: Sequence[Job]) -> list[Job]:
+        return [job for job in jobs if job[1] in self._open]
+
+    @property
+    def full(self) -> bool:
+        open_tasks = {self._tasks[name] for name in self._open}
+        return all(task not in open_tasks or len(self._rewarded(task)) >= self._samples for task in self._kept)
+
+    @property
+    def cut(self) -> int:
+        """How many were begun and are not waited for."""
+        return len(self._open)
+
+    def episodes(self) -> list[Episode]:
+        """In the order of the jobs, whatever the order they came in."""
+        chosen = []
+        for task, episodes in self._kept.items():
+            rewarded = self._rewarded(task)
+            others = [episode for episode in episodes if episode.reward is None]
+            chosen += [*rewarded, *others][: self._samples]
+        order = {name: index for index, name in enumerate(self._tasks)}
+        return sorted(chosen, key=lambda episode: order[episode.id])
+
+    def _rewarded(self, task: str) -> list[Episode]:
+        return [episode for episode in self._kept[task] if episode.reward is not None]
+
+
+class RayRuntime:
+    """See ``learning.Runtime``.  Its methods, ``play`` excepted, are called one after the other."""
+
+    def __init__(self, ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic, group: Any) -> None:
+        import ray
+
+        self._ray = ray
+        self._ctx, self._settings, self._kind, self._make_critic = ctx, settings, kind, make_critic
+        self._group = group
+        self._places: Places = ctx.config.ray
+        self._site = Site(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
+        self._to_play = ray.put({name: pack(ctx.inputs[name]) for name in ("policy", "tasks")})
+        self._to_train = ray.put({name: pack(ctx.inputs[name]) for name in ("policy", "critic") if name in ctx.inputs})
+        self._trainer: Any = None
+        self._workers = [_Worker(number) for number in range(self._places.workers)]
+        self._served: tuple[int, Any, str] | None = None  # version, where its weights are, their digest
+        self._lost = 0  # workers, since the last step that was played
+
+    # ---------------------------------------------------------------------------------------------------------- playing
+
+    async def play(self, step: int, tasks: Sequence[Task]) -> Played:
+        began = time.monotonic()
+        samples = self._settings.samples
+        extra = math.ceil(self._places.oversample * samples)
+        jobs = episodes_of(tasks, samples + extra, f"{self._ctx.name}/{step}")
+        harvest = Harvest(jobs, samples)
+        lost = self._lost
+
+        async def follow(worker: _Worker, share: Sequence[Job]) -> None:
+            actor = worker.actor
+            try:
+                async with asyncio.timeout(self._patience(len(share))):
+                    with self._losses():
+                        stream = actor.play.options(num_returns="streaming").remote(step, share, self._kind)
+                        async for reference in stream:
+                            harvest.add(from_line(await reference))
+                            if harvest.full:
+                                break
+            except (TimeoutError, _Lost) as error:
+                self._lose(worker, actor, error)
+                await deal(harvest.missing(share))
+            if harvest.full:
+                everything.set()
+
+        async def deal(jobs: Sequence[Job]) -> None:
+            if jobs:
+                workers = await self._living()
+                for number, worker in enumerate(workers):
+                    if share := jobs[number :: len(workers)]:
+                        followers.append(asyncio.create_task(follow(worker, share)))
+
+        followers: list[asyncio.Task[Any]] = []
+        everything = asyncio.Event()
+        watching: asyncio.Task[Any] = asyncio.create_task(everything.wait())
+        try:
+            await deal(jobs)
+            while not everything.is_set():
+                done, _ = await asyncio.wait([watching, *followers], return_when=asyncio.FIRST_COMPLETED)
+                for task in done - {watching}:
+                    followers.remove(task)
+                    task.result()
+        finally:
+            for task in [watching, *followers]:
+                task.cancel()
+        if harvest.cut:
+            await self._of_all(lambda worker, actor: actor.stop.remote())
+        metrics = {"cut": float(harvest.cut), "workers_lost": float(self._lost - lost)}
+        self._lost = 0
+        return Played(harvest.episodes(), time.monotonic() - began, metrics)
+
+    def _patience(self, episodes: int) -> float | None:
+        """Seconds that so many episodes may take one worker; their own deadlines end them before."""
+        agent = self._ctx.config.agent
+        if self._ctx.config.sandbox.clock == "model":
+            return None  # in lockstep, which knows no deadline
+        return math.ceil(episodes / agent.concurrency) * agent.deadline_seconds + GRACE_SECONDS
+
+    # ---------------------------------------------------------------------------------------------------------- workers
+
+    async def _living(self) -> list[_Worker]:
+        """Those that can play; waits for one where there is none."""
+        while not (living := [worker for worker in self._workers if worker.actor is not None]):
+            opening = [worker.opening for worker in self._workers if worker.opening is not None]
+            done, _ = await asyncio.wait(opening, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        return living
+
+    async def _of_all(self, call: Callable[[_Worker, Any], Awaitable[None]]) -> None:
+        """Has all living workers do it; loses those that do not."""
+
+        async def one(worker: _Worker, actor: Any) -> None:
+            try:
+                async with asyncio.timeout(OPENING_SECONDS):
+                    with self._losses():
+                        await call(worker, actor)
+            except (TimeoutError, _Lost) as error:
+                self._lose(worker, actor, error)
+
+        await asyncio.gather(*(one(worker, worker.actor) for worker in self._workers if worker.actor is not None))
+
+    def _lose(self, worker: _Worker, actor: Any, error: BaseException) -> None:
+        """Makes a new one in its place, in the background.  ``TryAgain`` when that goes on."""
+        if worker.actor is not actor:
+            return  # that is known
+        worker.actor = None
+        self._ray.kill(actor)
+        self._lost += 1
+        why = str(error).splitlines()[0] if str(error) else "it took too long"
+        self._ctx.tracker.note(f"rollout worker {worker.number} was lost: {why[:200]}")
+        if self._lost > LOSSES * len(self._workers):
+            raise TryAgain(f"{self._lost} rollout workers were lost one after the other, the last one: {error}")
+        worker.opening = asyncio.create_task(self._open(worker))
+
+    async def _open(self, worker: _Worker) -> None:
+        """Makes the worker that belongs into this place; it has the newest weights when it begins to play."""
+        places, worker.version = self._places, -1
+        options = self._options(worker.number + 1, places.worker_cpus, places.worker_gpus)
+        actor = (
+            self._ray.remote(cast(Any, RolloutWorker))
+            .options(**options)
+            .remote(self._site, self._settings, self._to_play)
+        )
+        try:
+            async with asyncio.timeout(OPENING_SECONDS):
+                with self._losses():
+                    await actor.open.remote()
+                    while self._served is not None and worker.version != self._served[0]:
+                        await self._give(worker, actor)
+        except (TimeoutError, _Lost) as error:
+            worker.actor, worker.opening = actor, None
+            self._lose(worker, actor, error)
+            await worker.opening  # type: ignore[misc]
+            return
+        worker.actor, worker.opening = actor, None
+
+    async def _give(self, worker: _Worker, actor: Any) -> None:
+        assert self._served is not None
+        version, weights, digest = self._served
+        await actor.serve.remote(version, weights, digest)
+        worker.version = version
+
+    @contextmanager
+    def _losses(self) -> Iterator[None]:
+        """``_Lost`` for what another worker may do better; what else was raised in one, as it was."""
+        try:
+            yield
+        except self._ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, (EngineError, TryAgain)):
+                raise _Lost(str(error.cause)) from error
+            raise (error.cause if isinstance(error.cause, Exception) else error) from error
+        except self._ray.exceptions.RayError as error:
+            raise _Lost(f"{type(error).__name__} {error}") from error
+
+    # ---------------------------------------------------------------------------------------------------------- trainer
+
+    async def learn(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
+        lines = [to_line(episode) for episode in episodes]
+        metrics: dict[str, float] = await self._of_trainer(self._trainer.update.remote(step, lines))
+        return metrics
+
+    async def serve(self, version: int) -> None:
+        weights = self._trainer.weights.remote()  # ours, and so there even when the trainer is lost
+        digest = await self._of_trainer(self._trainer.digest.remote())
+        self._served = (version, weights, digest)
+        await self._of_all(self._give)
+
+    async def save(self, step: int) -> None:
+        files: Files = await self._of_trainer(self._trainer.save.remote())
+        self._ctx.checkpoints.save(step, lambda folder: unpack(files, folder))
+
+    async def restore(self) -> int:
+        if self._trainer is None:
+            places = self._places
+            options = self._options(0, places.trainer_cpus, places.trainer_gpus)
+            self._trainer = (
+                self._ray.remote(Trainer)
+                .options(**options)
+                .remote(self._site, self._settings, self._to_train, self._make_critic)
+            )
+        found: list[Files] = []
+        step = self._ctx.checkpoints.load(lambda folder: found.append(pack(folder)))
+        if found:
+            await self._of_trainer(self._trainer.load.remote(found.pop()))
+        return step or 0
+
+    async def result(self) -> tuple[Any, Any, Critic]:
+        model, tokenizer = load_policy(self._ctx.inputs["policy"])
+        critic = self._make_critic(self._ctx.inputs)
+        load_weights(model, await self._of_trainer(self._trainer.weights.remote()))
+        load_weights(critic, await self._of_trainer(self._trainer.critic.remote()))
+        return model, tokenizer, critic
+
+    async def _of_trainer(self, reference: Awaitable[Result]) -> Result:
+        try:
+            return await reference
+        except self._ray.exceptions.RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, Exception) else error) from error
+        except self._ray.exceptions.RayError as error:
+            self._ray.kill(self._trainer)
+            self._trainer = None
+            raise LearnerLost(f"the trainer was lost ({type(error).__name__})") from error
+
+    # ------------------------------------------------------------------------------------------------------- both kinds
+
+    def _options(self, bundle: int, cpus: float, gpus: float) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": strategy}
+
+    async def open(self) -> None:
+        """Begins with all of its workers at once; returns when one can play."""
+        for worker in self._workers:
+            worker.opening = asyncio.create_task(self._open(worker))
+        await asyncio.gather(*(worker.opening for worker in self._workers if worker.opening is not None))
+
+    async def close(self) -> None:
+        actors = [worker.actor for worker in self._workers] + [self._trainer]
+        for worker in self._workers:
+            if worker.opening is not None:
+                worker.opening.cancel()
+        closing = [asyncio.ensure_future(actor.close.remote()) for actor in actors if actor is not None]
+        if closing:
+            await asyncio.wait(closing, timeout=CLOSING_SECONDS)
+        for future in closing:
+            with suppress(Exception, asyncio.CancelledError):
+                future.exception() if future.done() else future.cancel()
+        for actor in actors:
+            if actor is not None:
+                self._ray.kill(actor)
+
+
+@asynccontextmanager
+async def open_ray_runtime(
+    ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
+) -> AsyncIterator[RayRuntime]:
+    """``BadConfiguration`` when this machine cannot hold what is asked for, ``TryAgain`` when a cluster does not."""
+    places = ctx.config.ray
+    bundles = [{"CPU": places.trainer_cpus, "GPU": places.trainer_gpus}]
+    bundles += [{"CPU": places.worker_cpus, "GPU": places.worker_gpus}] * places.workers
+    bundles = [{name: count for name, count in bundle.items() if count} or {"CPU": 0.01} for bundle in bundles]
+    gpus = math.ceil(sum(bundle.get("GPU", 0.0) for bundle in bundles))
+    if places.address is None and gpus > (here := _gpus()):
+        raise BadConfiguration(f"ray.worker_gpus and ray.trainer_gpus add up to {gpus}, and this machine has {here}")
+    cpus = sum(bundle.get("CPU", 0.0) for bundle in bundles)
+    weights = sum(path.stat().st_size for path in ctx.inputs["policy"].rglob("*") if path.is_file())
+    with open_ray(places.address, math.ceil(cpus), gpus, 3 * weights):
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        group = placement_group(bundles, strategy="PACK")
+        runtime = RayRuntime(ctx, settings, kind, make_critic, group)
+        try:
+            ready, _ = await asyncio.wait([asyncio.ensure_future(group.ready())], timeout=PLACING_SECONDS)
+            if not ready:
+                raise TryAgain(f"Ray found no place for {bundles} within {PLACING_SECONDS:.0f} s")
+            await runtime.open()
+            yield runtime
+        finally:
+            await runtime.close()
+            remove_placement_group(group)
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,37 @@
+"""Ray's actors play and learn what one process does."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from cuda_agent.stages import warmup
+from cuda_agent.tracking import read_metrics
+from tests.stages.ray_cases import config, context, make_inputs, of_ray
+
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray (pip install '.[ray]')")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def learnt(folder):
+    """The final weights, and what was measured on the way, but for how long things took."""
+    steps = read_metrics(folder / "said" / "metrics.jsonl")
+    measured = [{k: v for k, v in values.items() if "second" not in k} for values in steps.values()]
+    return (folder / "policy" / "model.safetensors").read_bytes(), measured
+
+
+def test_a_stage_in_rays_actors_gives_the_bytes_of_one_process(tmp_path, inputs):
+    folders = {}
+    for runtime in ("local", "ray"):
+        folders[runtime] = tmp_path / runtime
+        warmup.run(context(folders[runtime], config(runtime=runtime), inputs))
+    weights, measured = learnt(folders["ray"])
+    for values in measured:
+        assert (values.pop("cut"), values.pop("workers_lost"), values["stale"]) == (0, 0, 0)
+    assert (weights, measured) == learnt(folders["local"])
+    assert len(measured) == 2 and measured[0]["pass_rate"] > 0
+    assert weights != (inputs["policy"] / "model.safetensors").read_bytes()
+    assert of_ray() == []
