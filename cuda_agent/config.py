@@ -329,6 +329,8 @@ class Config(Section):
             raise ValueError(
                 f"policy.vllm.sync=lora: expected a lora.rank from 1 to {SERVED_RANK}, got {self.lora.rank}."
             )
+        if self.policy.engine == "vllm" and self.policy.vllm.sync == "lora" and self.runtime == "ray":
+            raise ValueError("policy.vllm.sync=lora: Ray's trainer sends merged weights; choose disk or nccl.")
         return self
 
 

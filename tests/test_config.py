@@ -86,6 +86,11 @@ def test_several_mistakes_are_told_at_once():
     assert "critic.lr" in str(error.value) and "sandbox.device" in str(error.value)
 
 
+def test_adapters_do_not_travel_from_rays_trainer_to_vllm():
+    with pytest.raises(ConfigError, match="disk or nccl"):
+        compose(["policy={engine: vllm, vllm: {sync: lora}}", "lora.rank=4", "runtime=ray"])
+
+
 def test_the_command_line_ends_with_78_and_no_traceback():
     command = [sys.executable, "-m", "cuda_agent.cli", "run", "experiment=demo", "agentic.actor_lrr=1"]
     ended = subprocess.run(command, capture_output=True, text=True)

@@ -20,6 +20,7 @@ from typing import Any
 from cuda_agent.config import Ppo
 from cuda_agent.policy.engine import EngineError
 from cuda_agent.policy.episode import from_line, to_line
+from cuda_agent.policy.lora import merged_parameters
 from cuda_agent.policy.vllm_plugin import digest
 from cuda_agent.sandbox.scratch import make_folder, remove
 from cuda_agent.stages.context import Site
@@ -119,7 +120,7 @@ class Trainer:
         return weights_of(self._learner.actor.model)
 
     def digest(self) -> str:
-        return digest(self._learner.actor.model.named_parameters())
+        return digest(merged_parameters(self._learner.actor.model))
 
     def critic(self) -> Weights:
         return weights_of(self._learner.critic.model)
@@ -150,7 +151,8 @@ def unpack(files: Files, folder: Path) -> None:
 
 
 def weights_of(model: Any) -> Weights:
-    return {name: parameter.detach().cpu().numpy() for name, parameter in model.named_parameters()}
+    """Merged, where it has adapters."""
+    return {name: parameter.detach().cpu().numpy() for name, parameter in merged_parameters(model)}
 
 
 def load_weights(model: Any, weights: Weights) -> None:

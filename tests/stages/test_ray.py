@@ -3,8 +3,13 @@
 from importlib.util import find_spec
 
 import pytest
+import torch
 
+from cuda_agent.policy.lora import adapters, attach, merged_parameters
+from cuda_agent.policy.model import load_model
+from cuda_agent.policy.vllm_plugin import digest
 from cuda_agent.stages import warmup
+from cuda_agent.stages.ray_actors import load_weights, weights_of
 from cuda_agent.tracking import read_metrics
 from tests.stages.ray_cases import config, context, make_inputs, of_ray
 
@@ -35,3 +40,15 @@ def test_a_stage_in_rays_actors_gives_the_bytes_of_one_process(tmp_path, inputs)
     assert len(measured) == 2 and measured[0]["pass_rate"] > 0
     assert weights != (inputs["policy"] / "model.safetensors").read_bytes()
     assert of_ray() == []
+
+
+def test_weights_travel_merged(inputs):
+    """The workers' models know nothing of adapters."""
+    model, plain = load_model(inputs["policy"]), load_model(inputs["policy"])
+    attach(model, 2, 8.0, ["q_proj", "down_proj"])
+    with torch.no_grad():
+        for layer in adapters(model).values():
+            layer.up.normal_()
+    before = digest(plain.named_parameters())
+    load_weights(plain, weights_of(model))
+    assert digest(plain.named_parameters()) == digest(merged_parameters(model)) != before
