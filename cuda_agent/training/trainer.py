@@ -27,11 +27,10 @@ from cuda_agent.lease import Lease
 from cuda_agent.training import attention, losses
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.losses import Metrics
+from cuda_agent.training.memory import LOGITS, SMALL
 from cuda_agent.training.packing import Batch, Row, batch_of, before_sampled, tokens_of
 
-LOGITS = {"cpu": 2**24, "cuda": 2**27}  # most numbers of one chunk of logits
 Result = TypeVar("Result")
-SMALL = 2**24  # parameters of a model whose gradients may be held once a thread
 
 
 class CorruptCheckpoint(ValueError):
