@@ -24,8 +24,6 @@ def token_logprobs(
     to logits [.., vocabulary].  At most ``chunk`` rows of logits exist at a time; with more than one chunk the backward
     pass computes them again.  The entropy carries no gradient.
     """
-    if not len(ids):
-        return states.new_zeros(0, dtype=torch.float32), states.new_zeros(0, dtype=torch.float32)
 
     def one(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = project(states).float()

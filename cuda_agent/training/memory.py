@@ -94,8 +94,9 @@ def peak(
     device: Literal["cpu", "cuda"] = "cuda",
     at_once: int = 1,
 ) -> Peak:
-    """Of a row of ``tokens``, whose longest sequence has ``segment`` (all of them when not given) and of which
-    ``sampled`` (all) are trained on, with AdamW, master weights in float32 and ``ranks`` processes that share weights and rows.
+    """Of a row of ``tokens``, with AdamW, master weights in float32 and ``ranks`` that share weights and rows.
+
+    ``segment``: tokens of its longest sequence, ``sampled``: those that are trained on; all where they are not given.
     ``at_once``: rows computed side by side in one process."""
     low = precision == "bf16"
     every, layer, ends = shape.parameters, shape.layer_parameters, shape.end_parameters

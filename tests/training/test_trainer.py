@@ -300,7 +300,7 @@ def test_ppo_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path):
     assert begun + run(again_actor, again_judge, (1, 2)) == whole
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt", "checkpoint.json"])
+@pytest.mark.parametrize("file", ["state.safetensors", "checkpoint.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path, file, damage):
     saved = policy()
