@@ -165,12 +165,20 @@ def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
         yaml.safe_dump(composed.model_dump(mode="json"), sort_keys=False, allow_unicode=True, default_flow_style=None)
     )
     print(f"sha256: {sha256}\n")
-    print(f"{'stage':18} {'samples':>10} {'tokens, most':>16} {'optimizer steps':>16} {'time':>8}")
+    print(f"{'stage':18} {'samples':>10} {'tokens, most':>16} {'optimizer steps':>16} {'time':>8} {'memory':>9}")
     for name, row in schedule["stages"].items():
         numbers = f"{row['samples']:>10,} {row['tokens']:>16,} {row['optimizer_steps']:>16,}"
-        print(f"{name:18} {numbers} {_about(row['seconds']):>8}")
+        memory = "" if "memory" not in row else _size(row["memory"])
+        print(f"{name:18} {numbers} {_about(row['seconds']):>8} {memory:>9}".rstrip())
     size = f"{schedule['parameters'] / 1e6:.2f}M parameters" if schedule["parameters"] else schedule["base"]
     print(f"\n{size}; {schedule['optimizer_steps']:,} optimizer steps; on 2 CPU cores {_about(schedule['seconds'])}")
+    print("memory: of a training step at most, without PyTorch, engine and sandbox (docs/training.md)")
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return "unknown"
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def _about(seconds: float | None) -> str:

@@ -34,6 +34,10 @@ WHERE_SERVED = ("servers",)
 WHERE_PLACED = ("address",)
 
 
+# Sections that say how something is computed, and nothing about what.
+HOW_COMPUTED = ("training",)
+
+
 SERVED_RANK = 64  # the largest rank of an adapter that vLLM servers of ours take
 
 
@@ -185,6 +189,16 @@ class Lora(Section):
     )
 
 
+class Training(Section):
+    """How the stages that learn compute.  What they learn is the same up to rounding, so it is no part of a cache key,
+    and a run that was cut goes on with other values."""
+
+    checkpointing: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="compute activations twice instead of keeping them; auto: for rows of more than 8,192 tokens",
+    )
+
+
 class Bootstrap(Section):
     examples: Positive = Field(6000, description="worked examples of the teacher in the corpus")
     agent_share: Share = Field(0.4, description="share of the examples that are full tool-using episodes")
@@ -304,6 +318,7 @@ class Config(Section):
     synthesis: Synthesis = Synthesis()
     policy: Policy = Policy()
     lora: Lora = Lora()
+    training: Training = Training()
     bootstrap: Bootstrap = Bootstrap()
     warmup: Ppo = Ppo()
     agent: Agent = Agent()
@@ -397,15 +412,15 @@ def load(text: str, sha256: str) -> Config:
 
 
 def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
-    """The sub-tree that decides what a stage gives, as JSON values: the seed and the named sections, without the keys
-    that say where its sandbox, its engine and its Ray are; without ``ray`` where nothing runs there."""
+    """The sub-tree that decides what a stage gives, as JSON values: the seed and the named sections, without what says
+    where its sandbox, its engine and its Ray are, and how it computes; without ``ray`` where nothing runs there."""
     where: dict[str, Any] = {
         "sandbox": set(WHERE_JUDGED),
         "policy": {"vllm": set(WHERE_SERVED)},
         "ray": set(WHERE_PLACED),
     }
     whole = config.model_dump(mode="json", exclude=where)
-    unused = {"ray"} if config.runtime == "local" else set()
+    unused = {*HOW_COMPUTED, *(["ray"] if config.runtime == "local" else [])}
     return {name: whole[name] for name in ("seed", *sections) if name not in unused}
 
 

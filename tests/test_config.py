@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cuda_agent.config import Config, ConfigError, compose, flat, freeze, key_paths, load, restricted
+from cuda_agent.config import Config, ConfigError, compose, flat, freeze, key_paths, load, restricted, section_values
 from cuda_agent.pipeline.graph import STAGES, check
 from cuda_agent.pipeline.schedule import derived, parameter_count
 
@@ -115,6 +115,12 @@ def test_a_stage_sees_only_its_sections():
     assert (part.seed, part.critic.epochs, part.policy.layers) == (3, Config().critic.epochs, 4)
     with pytest.raises(AttributeError):
         _ = part.agentic
+
+
+def test_how_training_computes_is_no_part_of_a_cache_key():
+    one, other = Config(), Config.model_validate({"training": {"checkpointing": "on"}})
+    for stage in STAGES:
+        assert section_values(one, stage.config) == section_values(other, stage.config)
 
 
 def test_every_key_has_one_path_and_the_flat_form_has_the_same():

@@ -1,17 +1,22 @@
-"""What a configuration amounts to, before anything runs: samples, tokens, optimizer steps, estimated time.
+"""What a configuration amounts to, before anything runs: samples, tokens, optimizer steps, estimated time and memory.
 
-What it does not cover: the time of a foreign base or of a GPU, which nothing here has measured.
+What it does not cover: the time of a foreign base or of a GPU, which nothing here has measured; the memory of a base
+whose folder is not on this machine, of the engine and of the sandbox.
 """
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 from cuda_agent.config import Config, Policy
+from cuda_agent.training.memory import AUTO_TOKENS, ROW_TOKENS, SMALL, Shape, peak, shape_of, shape_of_policy
 
 
 def derived(config: Config) -> dict[str, Any]:
     """The schedule that the configuration amounts to, before anything runs: per stage its samples (episodes, examples),
-    most tokens, optimizer steps and estimated seconds (None where nothing measured says how long).
+    most tokens, optimizer steps and estimated seconds (None where nothing measured says how long), and for those that
+    train the most bytes of one step (None where the base is not on this machine).
 
     Tokens are upper bounds: an episode may fill its context.  Times are for the small model on 2 CPU cores: training
     7,000 tokens/s and decoding 9,000 tokens/s at 1.3M parameters, in inverse proportion to the parameters."""
@@ -55,6 +60,8 @@ def derived(config: Config) -> dict[str, Any]:
     for name in ("base", "warmup", "rft", "agentic"):
         rows[f"evaluate-{name}"] = row(episodes, episodes * play, 0, episodes * play // 2, 0, episodes * 0.1)
     order = ["synthesis", "bootstrap", "warmup", "collect", "rft", "critic", "agentic"]
+    for name in ("bootstrap", "warmup", "rft", "critic", "agentic"):
+        rows[name]["memory"] = training_memory(config, name)
     rows = {name: rows[name] for name in [*order, *(name for name in rows if name not in order)]}
     total = sum(value["seconds"] for value in rows.values()) if small else None
     return {
@@ -64,6 +71,38 @@ def derived(config: Config) -> dict[str, Any]:
         "optimizer_steps": sum(value["optimizer_steps"] for value in rows.values()),
         "seconds": total,
     }
+
+
+def training_memory(config: Config, stage: str) -> int | None:
+    """Most bytes that a training step of ``stage`` takes on a processor, of all ranks together, when a sequence fills
+    its context.  None where the base's configuration cannot be read here."""
+    shape = _shape(config.policy)
+    if shape is None:
+        return None
+    settings = getattr(config, stage)
+    longest = getattr(settings, "context", config.policy.context)
+    tokens = max(min(settings.batch_tokens, ROW_TOKENS), longest)
+    setting = config.training.checkpointing
+    step = peak(
+        shape,
+        tokens,
+        precision="fp32",
+        checkpointing=setting == "on" or (setting == "auto" and tokens > AUTO_TOKENS),
+        lora_rank=0 if stage == "bootstrap" else config.lora.rank,
+        segment=longest,
+        device="cpu",
+        at_once=config.policy.threads if shape.parameters <= SMALL else 1,
+    )
+    return step.total + (step.fixed if stage in ("warmup", "agentic") else 0)  # policy and critic take turns
+
+
+def _shape(policy: Policy) -> Shape | None:
+    if policy.base is None:
+        return shape_of_policy(policy)
+    try:
+        return shape_of(json.loads((Path(policy.base) / "config.json").read_text()))
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def parameter_count(policy: Policy) -> int:

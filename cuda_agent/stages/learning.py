@@ -24,11 +24,11 @@ from cuda_agent.stages.rollouts import Kind, Rollouts, draw, episodes_of, open_r
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic
+from cuda_agent.training.memory import AUTO_TOKENS, ROW_TOKENS
 from cuda_agent.training.packing import Tokens
 from cuda_agent.training.recipes import ppo_update, sft
 from cuda_agent.training.trainer import Trainer
 
-ROW_TOKENS = 4096  # of one forward pass on a cpu: larger is slower, whatever the batch
 COST = 0.05  # a supervised step is checkpointed when that takes at most this share of the time since the last one
 
 
@@ -51,13 +51,16 @@ def make_trainer(
     if not scratch and (lora := ctx.config.lora).rank:
         trunk = model.trunk if isinstance(model, Critic) else model
         attach(trunk, lora.rank, lora.alpha, lora.targets, ctx.config.seed)
+    row_tokens = max(min(row_tokens, ROW_TOKENS), longest)
+    checkpointing = ctx.config.training.checkpointing
     return Trainer(
         model,
-        row_tokens=max(min(row_tokens, ROW_TOKENS), longest),
+        row_tokens=row_tokens,
         max_grad_norm=max_grad_norm,
         weight_decay=0.1 if scratch else 0.0,
         optimizer="muon" if scratch else "adamw",
         precision=precision,
+        gradient_checkpointing=checkpointing == "on" or (checkpointing == "auto" and row_tokens > AUTO_TOKENS),
         lease=Lease(ctx.cache / "lease"),
     )
 

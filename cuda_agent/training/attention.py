@@ -3,7 +3,8 @@
 ``register`` makes it known to transformers under ``NAME``; any model that uses its attention interface can then run it
 (``model.set_attn_implementation(NAME)``), given ``segment_lengths`` with the forward call.  On a CPU short segments go
 through blocked matrix products that skip what lies above the diagonal and share the keys between the query heads of a
-group; the rest goes through ``scaled_dot_product_attention``, one call a segment.
+group, and keep their probabilities (half of length squared a head) for the backward pass; the rest goes through
+``scaled_dot_product_attention``, one call a segment, in memory that grows with the length alone.
 Does not cover: sliding windows, soft-capping, sinks, dropout, key-value caches (``supports`` says which models can do
 without).
 """
@@ -15,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cuda_agent.training.memory import LONGEST
+
 NAME = "packed"
 BLOCK = 128  # query rows of one blocked product
-LONGEST = 2048  # tokens of a segment whose probabilities (half of length squared a head) are kept for the backward pass
 
 
 def register() -> None:
@@ -59,6 +61,10 @@ def _packed_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if device == "cpu" and max(lengths) <= LONGEST:
         return _Blocked.apply(query[0], key[0], value[0], scale, lengths)[None], None
+    groups = query.shape[1] // key.shape[1]
+    if device == "cuda" and query.dtype == torch.float32 and groups > 1:
+        # Kernels that need no square of the length share keys between heads in half precision only.
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     parts = [
         F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)

@@ -24,11 +24,10 @@ def token_logprobs(
     to logits [.., vocabulary].  At most ``chunk`` rows of logits exist at a time; with more than one chunk the backward
     pass computes them again.  The entropy carries no gradient.
     """
-    if not len(ids):
-        return states.new_zeros(0, dtype=torch.float32), states.new_zeros(0, dtype=torch.float32)
 
     def one(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs = (project(states).float() / temperature).log_softmax(-1)
+        logits = project(states).float()
+        logprobs = (logits if temperature == 1.0 else logits / temperature).log_softmax(-1)
         with torch.no_grad():
             entropy = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(-1, ids[:, None])[:, 0], entropy

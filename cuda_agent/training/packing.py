@@ -70,6 +70,12 @@ class Row:
         return Row(moved[0], moved[1], self.lengths, moved[2], moved[3])
 
 
+def empty_row() -> Row:
+    """Of which nothing is trained on: what is computed from it has a gradient of zero."""
+    none = torch.zeros(0, dtype=torch.int64)
+    return Row(torch.zeros(2, dtype=torch.int64), torch.arange(2), (2,), none, none)
+
+
 @dataclass(frozen=True)
 class Batch:
     """Sequences in their given order; flat tensors have one entry a sampled token of all of them."""

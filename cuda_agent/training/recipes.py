@@ -1,7 +1,8 @@
 """The three things a trainer is used for, each written down once: imitation, value pretraining, PPO with a critic.
 
 They take sequences or episodes and settings and return metrics; where data comes from, when to checkpoint and when to
-stop is the caller's.  Learning rates follow ``learning_rate``; whatever is random follows from (seed, epoch or step).
+stop is the caller's.  Those that are ``over_ranks`` run on all ranks of a trainer alike.  Learning rates follow
+``learning_rate``; whatever is random follows from (seed, epoch or step).
 """
 
 import math
@@ -18,6 +19,7 @@ from cuda_agent.policy.episode import Episode
 from cuda_agent.training.advantages import adaptive_lambda, explained_variance, gae, terminal_rewards, whiten
 from cuda_agent.training.losses import Metrics, ppo_loss, sft_loss, value_loss
 from cuda_agent.training.packing import Batch, Row, Tokens, batch_of, split_evenly, tokens_of_episode, trainable
+from cuda_agent.training.ranks import over_ranks
 from cuda_agent.training.trainer import Trainer
 
 Schedule = Literal["cosine", "linear", "constant"]
@@ -101,6 +103,7 @@ def _endless(lengths: Sequence[int], batch_tokens: int, seed: int, epochs: int |
         epoch += 1
 
 
+@over_ranks
 def sft_step(trainer: Trainer, batch: Batch, lr: float) -> dict[str, float]:
     """One optimizer step on the mean negative log-likelihood of a batch's masked tokens."""
 
@@ -111,11 +114,13 @@ def sft_step(trainer: Trainer, batch: Batch, lr: float) -> dict[str, float]:
     return trainer.update(batch, None, lr, loss_of)
 
 
+@over_ranks
 def sft_loss_of(trainer: Trainer, sequences: Sequence[Tokens]) -> float:
     """Mean negative log-likelihood of sequences that are not trained on."""
     return -float(trainer.flat(batch_of(sequences), lambda row: trainer.logprobs(row)[0]).mean())
 
 
+@over_ranks
 def value_epoch(
     critic: Trainer,
     episodes: Sequence[Episode],
@@ -140,6 +145,7 @@ def value_epoch(
     for chosen in sft_batches(lengths, batch_tokens, seed, epoch):
         loss = _value_step(critic, batch, chosen, goals, lr, seen)["loss"]
         losses.append(loss)
+    seen = critic.summed(seen)
     elapsed = time.monotonic() - start
     critic.seconds += elapsed
     return {
@@ -150,6 +156,7 @@ def value_epoch(
     }
 
 
+@over_ranks
 def value_quality(critic: Trainer, episodes: Sequence[Episode]) -> dict[str, float]:
     """Explained variance and loss against the rewards of episodes that are not trained on (with a reward)."""
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
@@ -160,6 +167,7 @@ def value_quality(critic: Trainer, episodes: Sequence[Episode]) -> dict[str, flo
     }
 
 
+@over_ranks
 def ppo_update(
     actor: Trainer,
     critic: Trainer,

@@ -6,36 +6,33 @@ float32; ``precision="bf16"`` computes the trunk, and only it, in bfloat16 (``au
 itself; for imitation, not where log-probabilities must agree with a float32 engine's).  Only the states before sampled
 tokens are ever projected to the vocabulary, a chunk at a time.  The same seed, threads and data give the same weights.
 What is frozen stays so, and is no part of a checkpoint: of a model with adapters (``policy.lora``) only these are.
-Does not cover: several devices, models with routers or caches of their own.
+With a ``mesh`` the same trainer runs on each of its ranks, which are given the same batches, share weights and rows
+(``sharding``) and return the same.
+Does not cover: one row on several devices, models with routers or caches of their own.
 """
 
-import hashlib
-import json
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from cuda_agent.lease import Lease
-from cuda_agent.training import attention, losses
+from cuda_agent.training import attention, checkpoint, losses, sharding
+from cuda_agent.training.checkpoint import CorruptCheckpoint
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.losses import Metrics
+from cuda_agent.training.memory import LOGITS, SMALL
 from cuda_agent.training.packing import Batch, Row, batch_of, before_sampled, tokens_of
 
-LOGITS = {"cpu": 2**24, "cuda": 2**27}  # most numbers of one chunk of logits
+__all__ = ["CorruptCheckpoint", "Trainer", "fast_precision"]
 Result = TypeVar("Result")
-SMALL = 2**24  # parameters of a model whose gradients may be held once a thread
-
-
-class CorruptCheckpoint(ValueError):
-    """A checkpoint that is incomplete, damaged or of another model; nothing of it was loaded."""
 
 
 class Trainer:
@@ -60,8 +57,12 @@ class Trainer:
         precision: Literal["fp32", "bf16", "auto"] = "fp32",
         gradient_checkpointing: bool = False,
         lease: Lease | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        self.model = model.to(device)
+        if mesh is not None and optimizer == "muon":
+            raise ValueError("Muon orthogonalises whole matrices: with several ranks, which have parts, take AdamW")
+        self.model = model if mesh is not None else model.to(device)
+        self.ranks, self.rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
         self.row_tokens, self.max_grad_norm = row_tokens, max_grad_norm
         self.device, self.lease = torch.device(device), lease
         self.precision = fast_precision(self.device) if precision == "auto" else precision
@@ -72,10 +73,11 @@ class Trainer:
         model.train(gradient_checkpointing)
         if gradient_checkpointing:
             trunk.gradient_checkpointing_enable({"use_reentrant": False})
+        self._root = None if mesh is None else sharding.shard(model, trunk, mesh)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizers = _optimizers(model, optimizer, weight_decay, betas)
         small = self.device.type == "cpu" and sum(parameter.numel() for parameter in model.parameters()) <= SMALL
-        self.workers = torch.get_num_threads() if small else 1
+        self.workers = torch.get_num_threads() if small and mesh is None else 1
         attention.register()
         self._packed = attention.supports(trunk.config)
         _check_rows(self)
@@ -87,8 +89,10 @@ class Trainer:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Around one micro-step: holds the lease, and lends the model its packed attention (others who use the model in
-        this process find it as they left it)."""
+        this process find it as they left it).  Ranks begin and end it together: one of them holds the lease for all."""
         with self.lease.working() if self.lease else nullcontext():
+            if self._root is not None:
+                sharding.wait()
             usual = self.trunk.config._attn_implementation
             if self._packed:
                 self.trunk.set_attn_implementation(attention.NAME)
@@ -97,12 +101,22 @@ class Trainer:
             finally:
                 if self._packed:
                     self.trunk.set_attn_implementation(usual)
+            if self._root is not None:
+                sharding.wait()
+
+    def within(self, job: Callable[[], Result]) -> Result:
+        """``job``, which computes with the model; where its weights are shared, they are gathered for it."""
+        return job() if self._root is None else cast(Result, self._root(job))
 
     def states(self, row: Row) -> Tensor:
-        """[n, hidden] before the row's sampled tokens.  Inside ``working`` only; the row is on the trainer's device."""
+        """[n, hidden] before the row's sampled tokens.  Inside ``working`` and ``within`` only; the row is on the
+        trainer's device."""
         extra = {"segment_lengths": row.lengths} if self._packed else {}
         with torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self.precision == "bf16", cache_enabled=self.workers == 1
+            self.device.type,
+            torch.bfloat16,
+            enabled=self.precision == "bf16",
+            cache_enabled=self.workers == self.ranks == 1,
         ):
             hidden = self.trunk(
                 input_ids=row.ids[None], position_ids=row.positions[None], use_cache=False, **extra
@@ -126,11 +140,21 @@ class Trainer:
 
         def fill(row: Row) -> None:
             with torch.no_grad():
-                out[row.tokens] = of_row(row.to(self.device)).float().cpu()
+                out[row.tokens] = self.within(lambda: of_row(row.to(self.device))).float().cpu()
 
-        for _ in self._side_by_side(fill, batch.rows(self.row_tokens, multiple=self.workers)):
+        for _ in self._side_by_side(fill, self._own_rows(batch, None)):
             pass
-        return out
+        if self._root is not None:
+            self._root.reshard()  # type: ignore[operator]
+        return self.summed(out)
+
+    def summed(self, flat: Tensor) -> Tensor:
+        """Of a tensor that each rank filled where its own rows are: all of it, on every rank."""
+        return flat if self._root is None else sharding.added_up(flat)
+
+    def _own_rows(self, batch: Batch, chosen: Sequence[int] | None) -> list[Row]:
+        rows = batch.rows(self.row_tokens, chosen, multiple=self.workers * self.ranks)
+        return rows if self._root is None else sharding.deal(rows, self.ranks, self.rank)
 
     def update(
         self, batch: Batch, chosen: Sequence[int] | None, lr: float, loss_of: Callable[[Row], tuple[Tensor, Metrics]]
@@ -141,7 +165,7 @@ class Trainer:
         A step whose gradient is not finite is not taken; ``skipped`` is then 1."""
 
         def backward(row: Row) -> tuple[Metrics, Sequence[Tensor | None]]:
-            loss, metrics = loss_of(row.to(self.device))
+            loss, metrics = self.within(lambda: loss_of(row.to(self.device)))
             metrics = metrics | {"loss": loss.detach()}
             if self.workers > 1:
                 return metrics, torch.autograd.grad(loss, self.parameters, allow_unused=True)
@@ -151,17 +175,15 @@ class Trainer:
         for parameter in self.parameters:
             parameter.grad = None
         metrics: dict[str, float] = {}
-        for measured, gradients in self._side_by_side(
-            backward, batch.rows(self.row_tokens, chosen, multiple=self.workers)
-        ):
+        for measured, gradients in self._side_by_side(backward, self._own_rows(batch, chosen)):
             for parameter, gradient in zip(self.parameters, gradients, strict=False):
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-            for name, value in measured.items():
-                known = metrics.get(name, 0.0)
-                metrics[name] = max(known, float(value)) if name.endswith("_max") else known + float(value)
+            metrics = _merged(metrics, {name: float(value) for name, value in measured.items()})
+        if self._root is not None:
+            metrics = functools.reduce(_merged, sharding.from_all(metrics))
         with self.working():
-            norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm))
+            norm = float(sharding.whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)))
             if math.isfinite(norm):
                 for optimizer in self.optimizers:
                     for group in optimizer.param_groups:
@@ -194,45 +216,39 @@ class Trainer:
         """Names and values of the parameters that are not frozen; tied ones once."""
         return ((name, tensor) for name, tensor in self.model.named_parameters() if tensor.requires_grad)
 
+    def weights(self) -> dict[str, Tensor]:
+        """Whole parameters that are trained, on the processor, for the first rank; the others get nothing."""
+        gathered = ((name, sharding.whole(tensor)) for name, tensor in self.trained())
+        return {name: tensor.cpu() for name, tensor in gathered if self.rank == 0}
+
     def save(self, folder: Path) -> None:
-        """What is trained, optimizer, random state and step into ``folder``, which exists."""
-        trained = {name: tensor.detach().cpu().contiguous() for name, tensor in self.trained()}
-        save_file(trained, folder / "model.safetensors")
-        state = {
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        """What is trained, optimizer, random state and step into ``folder``, which exists and which all ranks see."""
+        table = checkpoint.table_of(list(self.trained()), self.optimizers)
+        table |= {
             "random": torch.get_rng_state(),
-            "step": self.step,
-            "seconds": self.seconds,
+            "step": torch.tensor(self.step),
+            "seconds": torch.tensor(self.seconds, dtype=torch.float64),
         }
-        torch.save(state, folder / "trainer.pt")
-        digests = {name: _digest(folder / name) for name in ("model.safetensors", "trainer.pt")}
-        (folder / "checkpoint.json").write_text(json.dumps(digests, indent=1))
+        checkpoint.write(table, folder)
 
     def load(self, folder: Path) -> None:
-        """Go on from what ``save`` wrote.  Raises CorruptCheckpoint and then has changed nothing, unless the checkpoint
-        is sound but of another model."""
-        try:
-            for name, digest in json.loads((folder / "checkpoint.json").read_text()).items():
-                if _digest(folder / name) != digest:
-                    raise CorruptCheckpoint(
-                        f"{folder / name} is damaged: its digest is not the one noted when it was saved"
-                    )
-            state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-            kept = load_file(folder / "model.safetensors")
-            trained = dict(self.trained())
-            if {name: tensor.shape for name, tensor in kept.items()} != {n: t.shape for n, t in trained.items()}:
-                raise CorruptCheckpoint(f"{folder} is a checkpoint of another model")
-            with torch.no_grad():
-                for name, tensor in trained.items():
-                    tensor.copy_(kept[name])
-            for optimizer, known in zip(self.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(known)
-        except CorruptCheckpoint:
-            raise
-        except (OSError, ValueError, KeyError, AttributeError, RuntimeError, SafetensorError) as error:
-            raise CorruptCheckpoint(f"{folder} is no checkpoint of this model: {error}") from error
-        torch.set_rng_state(state["random"])
-        self.step, self.seconds = state["step"], state["seconds"]
+        """Go on from what ``save`` wrote, with as many ranks or others.  Raises CorruptCheckpoint and then has changed
+        nothing."""
+        table = checkpoint.read(folder, self.trained())
+        if missing := [name for name in ("random", "step", "seconds") if name not in table]:
+            raise CorruptCheckpoint(f"{folder} has no {', '.join(missing)}")
+        random, step, seconds = (table.pop(name) for name in ("random", "step", "seconds"))
+        checkpoint.restore(table, self.trained(), self.optimizers)
+        torch.set_rng_state(random)
+        self.step, self.seconds = int(step), float(seconds)
+
+
+def _merged(known: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+    """The sum of two parts of a step's metrics; of what is named ``*_max`` the larger."""
+    return {
+        name: max(known.get(name, 0.0), value) if name.endswith("_max") else known.get(name, 0.0) + value
+        for name, value in more.items()
+    }
 
 
 def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:
@@ -241,11 +257,6 @@ def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return "bf16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _optimizers(
@@ -287,8 +298,9 @@ def _check_rows(trainer: Trainer) -> None:
     (together,) = batch.rows(12)
     apart = [batch.rows(12, [number])[0] for number in (0, 1)]
     with torch.no_grad(), trainer.working():
-        packed = trainer.states(together.to(trainer.device)).cpu()
-        single = [trainer.states(row.to(trainer.device)).cpu() for row in apart]
+        packed, *single = trainer.within(
+            lambda: [trainer.states(row.to(trainer.device)).cpu() for row in (together, *apart)]
+        )
     by_token = torch.empty_like(packed)
     by_token[together.tokens] = packed
     size = packed.square().mean().sqrt()
@@ -297,8 +309,12 @@ def _check_rows(trainer: Trainer) -> None:
         raise ValueError(f"sequences packed into one row see each other in this model (states differ by {worst:.2g})")
     if isinstance(trainer.model, Critic):
         return
-    with torch.no_grad():
+
+    def both() -> tuple[Tensor, Tensor]:
         logits = trainer.model(input_ids=apart[0].ids[None].to(trainer.device)).logits[0, :-1].float().cpu()
-        ours = trainer.model.get_output_embeddings()(single[0].to(trainer.device)).float().cpu()
+        return logits, trainer.model.get_output_embeddings()(single[0].to(trainer.device)).float().cpu()
+
+    with torch.no_grad():
+        logits, ours = trainer.within(both)
     if (logits - ours).abs().max() > (0.1 if trainer.precision == "bf16" else 1e-2) * logits.square().mean().sqrt():
         raise ValueError("this model does more to its logits than its output layer (scaling or capping): not supported")

@@ -72,7 +72,10 @@ def test_config_prints_configuration_and_schedule():
         "tokens": 150 * 1024 * 131072,
         "optimizer_steps": 150,
         "seconds": None,
+        "memory": None,
     }
+    small = json.loads(ask("config", "experiment=smoke", "--json"))["schedule"]["stages"]
+    assert small["agentic"]["memory"] > small["rft"]["memory"] > 0 and "memory" not in small["collect"]
 
 
 def test_runs_lists_them_oldest_first(store):

@@ -300,7 +300,7 @@ def test_ppo_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path):
     assert begun + run(again_actor, again_judge, (1, 2)) == whole
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt", "checkpoint.json"])
+@pytest.mark.parametrize("file", ["state.safetensors", "checkpoint.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path, file, damage):
     saved = policy()
@@ -427,3 +427,21 @@ def test_time_ends_imitation_as_steps_do():
     trainer.seconds = 10.0
     assert memorise(trainer, max_seconds=5.0) == []
     assert len(memorise(policy(), epochs=None, steps=3)) == 3
+
+
+def test_activations_computed_twice_give_the_same_steps():
+    kept, twice = memorise(policy(), stop=4), memorise(policy(gradient_checkpointing=True), stop=4)
+    assert twice == pytest.approx(kept, abs=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_long_row_on_a_gpu_needs_no_tokens_squared(precision):
+    """32,768 tokens, whose squared attention would take 17 GB in single precision; keys are shared between heads."""
+    actor = policy(device="cuda", precision=precision, gradient_checkpointing=True)
+    actor.row_tokens = 32_768
+    actor.model.config.max_position_embeddings = actor.row_tokens
+    ids = torch.randint(VOCAB, (actor.row_tokens,)).tolist()
+    torch.cuda.reset_peak_memory_stats()
+    recipes.sft_step(actor, batch_of([tokens_of(ids, [0] + [1] * (len(ids) - 1))]), 1e-3)
+    assert torch.cuda.max_memory_allocated() < 2**30

@@ -1,0 +1,150 @@
+"""A trainer's state as one flat table of tensors, and that table in a folder.
+
+The table names what is trained and what the optimizers know of it (``exp_avg/model.norm.weight``).  One process writes
+it as ``state.safetensors``; ranks that share the weights write their parts with torch's distributed checkpoint.  Either
+can be read by any number of ranks, one process included: what a table is restored into decides how it is cut.
+``checkpoint.json`` holds the digests of all files and is written last.
+Does not cover: where the folder goes (``pipeline.checkpoints``); ranks must all see it.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+DIGESTS, WHOLE = "checkpoint.json", "state.safetensors"
+Table = dict[str, Tensor]
+
+
+class CorruptCheckpoint(ValueError):
+    """A checkpoint that is incomplete, damaged or of another model; nothing of it was loaded."""
+
+
+def table_of(trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.optim.Optimizer]) -> Table:
+    """The parameters themselves and the optimizers' state of them, by name."""
+    names = {id(parameter): name for name, parameter in trained}
+    table = {f"weight/{name}": parameter.detach() for name, parameter in trained}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            table |= {f"{key}/{names[id(parameter)]}": value for key, value in state.items()}
+    return table
+
+
+def restore(table: Table, trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Puts a table into parameters and optimizers.  Raises CorruptCheckpoint, before anything is changed, where the
+    table is of another model."""
+    trained = list(trained)
+    shapes = {name.removeprefix("weight/"): t.shape for name, t in table.items() if name.startswith("weight/")}
+    if shapes != {name: tensor.shape for name, tensor in trained}:
+        raise CorruptCheckpoint("it is of another model: names or shapes of what is trained differ")
+    known: dict[str, dict[str, Tensor]] = {}
+    for name, value in table.items():
+        key, _, of = name.partition("/")
+        if key != "weight" and of in shapes:
+            known.setdefault(of, {})[key] = value
+    with torch.no_grad():
+        for name, parameter in trained:
+            parameter.copy_(_like(table[f"weight/{name}"], parameter))
+    names = {id(parameter): name for name, parameter in trained}
+    for optimizer in optimizers:
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = known.get(names[id(parameter)], {})
+                if state:
+                    optimizer.state[parameter] = {
+                        key: _like(value, parameter) if value.ndim else value.to(parameter.device)
+                        for key, value in state.items()
+                    }
+
+
+def _like(value: Tensor, parameter: Tensor) -> Tensor:
+    """``value``, whole or in parts, where and how ``parameter`` is."""
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+        local = value.to(parameter.device)
+        return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return value.to(parameter.device)
+
+
+def write(table: Table, folder: Path) -> None:
+    """Into ``folder``, which exists and is empty; called by all ranks, where there are several."""
+    if dist.is_initialized():
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(table, checkpoint_id=folder)
+    else:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in table.items()}, folder / WHOLE)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        files = sorted(path for path in folder.iterdir() if path.name != DIGESTS)
+        (folder / DIGESTS).write_text(json.dumps({path.name: _digest(path) for path in files}, indent=1))
+    _together(None)
+
+
+def read(folder: Path, like: Iterable[tuple[str, Tensor]]) -> Table:
+    """What ``write`` wrote, with any number of ranks.  ``like``: the parameters it is for; parts are read as they are
+    cut.  Raises CorruptCheckpoint on all ranks alike."""
+    problem = _damage(folder) if not dist.is_initialized() or dist.get_rank() == 0 else None
+    if problem := _together(problem):
+        raise CorruptCheckpoint(problem)
+    try:
+        if (folder / WHOLE).exists():
+            return load_file(folder / WHOLE)
+        return _read_parts(folder, dict(like))
+    except CorruptCheckpoint:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise CorruptCheckpoint(f"{folder} cannot be read: {error}") from error
+
+
+def _read_parts(folder: Path, like: Table) -> Table:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    table: dict[str, Any] = {}
+    for name, facts in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+        parameter = like.get(name.partition("/")[2])
+        if not isinstance(facts, TensorStorageMetadata):
+            raise CorruptCheckpoint(f"{folder}: {name} is no tensor")
+        shape = facts.size
+        if name.startswith("weight/") and (parameter is None or parameter.shape != shape):
+            raise CorruptCheckpoint("it is of another model: names or shapes of what is trained differ")
+        if parameter is None or parameter.shape != shape:
+            table[name] = torch.zeros(shape, dtype=facts.properties.dtype)
+        else:
+            table[name] = torch.zeros_like(parameter)
+    dcp.load(table, checkpoint_id=folder)
+    return table
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with the files, None when they are as they were written."""
+    try:
+        digests = json.loads((folder / DIGESTS).read_text())
+        for name, digest in digests.items():
+            if _digest(folder / name) != digest:
+                return f"{folder / name} is damaged: its digest is not the one noted when it was saved"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{folder} is no checkpoint: {error}"
+    return None if digests else f"{folder} is no checkpoint: it lists no files"
+
+
+def _together(said: str | None) -> str | None:
+    """What the first rank says, on every rank."""
+    if not dist.is_initialized():
+        return said
+    box = [said]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

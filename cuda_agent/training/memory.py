@@ -1,0 +1,177 @@
+"""How much memory a step of training takes at its peak, worked out from the model's shape and the length of a row.
+
+What a layer keeps for the backward pass is counted tensor by tensor, for the layers of Llama, Qwen2 and Qwen3 as
+transformers computes them.  The tests compare it with steps that were measured.  Mixtures of experts are worked out the
+same way and nothing has measured them: the trainer refuses models that are not plain.
+Pure arithmetic, without PyTorch, so that a command line can print it at once.
+Does not cover: what the allocator holds and nobody uses, the context of a GPU (0.5 GB), an engine in the same process.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cuda_agent.config import Policy
+
+LOGITS = {"cpu": 2**24, "cuda": 2**27}  # most numbers of one chunk of logits
+ROW_TOKENS = 4096  # of one forward pass on a cpu: larger is slower, whatever the batch
+LONGEST = 2048  # tokens of a segment whose attention keeps its probabilities, on a cpu
+AUTO_TOKENS = 8192  # rows longer than this are computed twice rather than kept (training.checkpointing=auto)
+SMALL = 2**24  # parameters of a model whose gradients may be held once a thread
+_HEAD_COPIES = 6  # of a chunk of logits, while its gradient is made
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a decoder with gated feed-forward layers, or with experts in their place."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int  # size of one
+    intermediate: int  # of the feed-forward layer, or of one expert
+    vocab: int
+    tied: bool
+    experts: int = 0
+    active: int = 0  # experts a token
+
+    @property
+    def layer_parameters(self) -> int:
+        attention = self.hidden * self.head * 2 * (self.heads + self.kv_heads)
+        forward = 3 * self.hidden * self.intermediate * max(self.experts, 1) + self.hidden * self.experts
+        return attention + forward + 2 * self.hidden
+
+    @property
+    def end_parameters(self) -> int:
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def parameters(self) -> int:
+        """All of them but the norms of single heads."""
+        return self.layers * self.layer_parameters + self.end_parameters + self.hidden
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Of adapters of all seven linear layers of every layer."""
+        h, a, k, i = self.hidden, self.heads * self.head, self.kv_heads * self.head, self.intermediate
+        return self.layers * rank * ((h + a) * 2 + (h + k) * 2 + (h + i) * 3)
+
+
+QWEN3_4B = Shape(36, 2560, 32, 8, 128, 9728, 151_936, True)
+QWEN3_30B_A3B = Shape(48, 2048, 32, 4, 128, 768, 151_936, False, experts=128, active=8)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes on one rank."""
+
+    weights: int
+    gradients: int
+    moments: int  # of AdamW
+    unsharded: int  # weights and gradients that are gathered while they are used
+    activations: int  # kept from the forward to the backward pass
+    working: int  # the larger of a layer's backward pass and the logits of a chunk
+
+    @property
+    def fixed(self) -> int:
+        """What does not grow with the row."""
+        return self.weights + self.gradients + self.moments + self.unsharded
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.activations + self.working
+
+
+def peak(
+    shape: Shape,
+    tokens: int,
+    *,
+    precision: Literal["fp32", "bf16"] = "bf16",
+    checkpointing: bool = True,
+    ranks: int = 1,
+    lora_rank: int = 0,
+    segment: int | None = None,
+    sampled: int | None = None,
+    device: Literal["cpu", "cuda"] = "cuda",
+    at_once: int = 1,
+) -> Peak:
+    """Of a row of ``tokens``, with AdamW, master weights in float32 and ``ranks`` that share weights and rows.
+
+    ``segment``: tokens of its longest sequence, ``sampled``: those that are trained on; all where they are not given.
+    ``at_once``: rows computed side by side in one process."""
+    low = precision == "bf16"
+    every, layer, ends = shape.parameters, shape.layer_parameters, shape.end_parameters
+    trained = shape.adapter_parameters(lora_rank) if lora_rank else every
+    gathered = 0
+    if ranks > 1:  # one layer at work and the next one under way, their gradients, and both ends throughout
+        own = 0 if lora_rank else 1
+        gathered = 4 * (2 * layer + ends) + own * 8 * (layer + ends)
+    copies = 0
+    if low:  # of weights in bfloat16: all that the backward pass will need
+        copies = 2 * (layer if checkpointing else every - ends)
+    count = tokens if sampled is None else sampled
+    h, per_layer = shape.hidden, _kept(shape, low, device, min(segment or tokens, tokens), lora_rank)
+    inside = 8 * _wide(shape) // (2 if low else 1)  # gradients in the widest part of a layer
+    if checkpointing:
+        kept, layer_again = 4 * h * (shape.layers + 1), per_layer + inside + 4 * h
+    else:
+        kept, layer_again = shape.layers * per_layer + 8 * h, max(inside, 16 * h)
+    head = 8 * h * count + _HEAD_COPIES * 4 * min(LOGITS[device], count * shape.vocab)
+    return Peak(
+        weights=4 * every // ranks,
+        gradients=at_once * 4 * trained // ranks,
+        moments=8 * trained // ranks,
+        unsharded=gathered + copies,
+        activations=at_once * kept * tokens,
+        working=at_once * max(head, layer_again * tokens),
+    )
+
+
+def _wide(shape: Shape) -> int:
+    return shape.intermediate * max(shape.active, 1)
+
+
+def _kept(shape: Shape, low: bool, device: str, segment: int, lora_rank: int) -> int:
+    """Bytes a token that one layer keeps for its backward pass.
+
+    In float32: both norms keep their input, it normalised, and their output; queries four times (projected, normalised,
+    rotated, and the attention's output twice), keys three times and values once; the feed-forward layer gate, its
+    activation, up and the product.  In bfloat16 products are half as wide, and every projection keeps a rounded copy of
+    its input beside the float32 of the norms.  A frozen norm does not keep what it normalised; an adapter keeps its
+    inner product."""
+    h, queries, keys = shape.hidden, shape.heads * shape.head, shape.kv_heads * shape.head
+    if low:
+        kept = 26 * h + 12 * queries + 10 * keys + 8 * _wide(shape)
+    else:
+        kept = 24 * h + 20 * queries + 16 * keys + 16 * _wide(shape)
+    if lora_rank:
+        kept += (2 if low else 4) * (7 * lora_rank - queries - keys) - 8 * h
+    kept += 16 * shape.heads  # sums of the attention's exponentials, and of the norms of single heads
+    if device == "cpu" and segment <= LONGEST:
+        kept += (2 if low else 4) * shape.heads * (segment + 128) // 2
+    if shape.experts:  # inputs sorted by expert, and outputs before they are weighed; the router's probabilities
+        kept += (4 if low else 8) * shape.active * h + 8 * shape.experts
+    return kept
+
+
+def shape_of_policy(policy: Policy) -> Shape:
+    """Of the small model that the configuration describes."""
+    head = policy.hidden // policy.heads
+    size = policy.layers, policy.hidden, policy.heads, policy.kv_heads, head, policy.intermediate, policy.vocab
+    return Shape(*size, True)
+
+
+def shape_of(config: dict[str, Any]) -> Shape:
+    """From a ``config.json`` of Hugging Face.  Raises KeyError where it has no such decoder."""
+    heads, experts = config["num_attention_heads"], config.get("num_experts") or config.get("num_local_experts") or 0
+    return Shape(
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head=config.get("head_dim") or config["hidden_size"] // heads,
+        intermediate=config.get("moe_intermediate_size" if experts else "", 0) or config["intermediate_size"],
+        vocab=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        experts=experts,
+        active=config.get("num_experts_per_tok", 0) if experts else 0,
+    )

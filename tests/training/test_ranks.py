@@ -1,0 +1,244 @@
+"""Ranks against one process: the same losses and weights, checkpoints that fit any number of them, and their death."""
+
+import itertools
+import json
+import threading
+import time
+
+import pytest
+import torch
+from training_cases import VOCAB, random_episode, tiny_policy
+
+from cuda_agent.config import Ppo
+from cuda_agent.lease import Lease
+from cuda_agent.policy.lora import attach
+from cuda_agent.training import recipes
+from cuda_agent.training.critic import Critic
+from cuda_agent.training.packing import batch_of, tokens_of, tokens_of_episode
+from cuda_agent.training.ranks import RankedTrainer, Ranks, TrainerLost
+from cuda_agent.training.sharding import deal
+from cuda_agent.training.trainer import CorruptCheckpoint, Trainer
+
+TOKENS = 64  # of a row: several rows a step
+NAMES = (f"trainer-{number}" for number in itertools.count())
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory):
+    """Ranks that the tests share, by their number; started when they are first asked for."""
+    started: dict[int, Ranks] = {}
+
+    def group(count: int) -> Ranks:
+        if count not in started:
+            started[count] = Ranks(count, lease=tmp_path_factory.getbasetemp() / "lease")
+        return started[count]
+
+    yield group
+    for ranks in started.values():
+        ranks.close()
+
+
+def critic_model() -> Critic:
+    model = Critic(tiny_policy(1).model)
+    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def trainer(group: Ranks | None, model, **options):
+    options = {"row_tokens": TOKENS} | options
+    if group is None:
+        made = Trainer(model, **options)
+        made.workers = 1
+        return made
+    return RankedTrainer(group, next(NAMES), model, **options)
+
+
+def episodes(count: int = 9):
+    return [random_episode(seed) for seed in range(count)]
+
+
+def memorise(learner, first: int = 0, last: int = 6) -> list[float]:
+    draw = torch.Generator().manual_seed(0)
+    data = [tokens_of(torch.randint(VOCAB, (20,), generator=draw).tolist(), [0] * 4 + [1] * 16) for _ in range(20)]
+    losses = []
+    for metrics in recipes.sft(learner, data, batch_tokens=100, lr=1e-2, seed=3, epochs=4):
+        losses.append(metrics["loss"])
+        if learner.step == last:
+            break
+    assert learner.step == last and len(losses) == last - first
+    return losses
+
+
+def assert_same_weights(one, other):
+    for ours, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def without_times(metrics):
+    return {name: value for name, value in metrics.items() if "second" not in name}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ppo_gives_the_metrics_and_weights_of_one_process(groups, count):
+    results = []
+    for group in (None, groups(count)):
+        actor, judge = trainer(group, tiny_policy()), trainer(group, critic_model())
+        settings = Ppo(batch=8, old_logprobs="trainer")
+        metrics = [without_times(recipes.ppo_update(actor, judge, episodes(), settings, seed=s)) for s in range(2)]
+        results.append((metrics, actor, judge))
+    (alone, actor, judge), (shared, ranked_actor, ranked_judge) = results
+    for ours, theirs in zip(alone, shared, strict=True):
+        assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-5)
+    assert ranked_actor.step == ranked_judge.step == 4
+    assert_same_weights(actor, ranked_actor)
+    assert_same_weights(judge, ranked_judge)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_values_and_their_targets_are_those_of_one_process(groups, count):
+    results = []
+    for group in (None, groups(count)):
+        judge = trainer(group, critic_model())
+        settings = {"lr": 1e-2, "batch_tokens": 128, "gae_lambda": 0.95, "seed": 0}
+        metrics = [without_times(recipes.value_epoch(judge, episodes(), epoch=epoch, **settings)) for epoch in range(2)]
+        results.append([*metrics, recipes.value_quality(judge, episodes())])
+    for ours, theirs in zip(*results, strict=True):
+        assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["adapters", "computed twice", "bfloat16", "own output layer"])
+def test_two_ranks_imitate_as_one_process_does(groups, kind):
+    def model():
+        made = tiny_policy()
+        if kind == "adapters":
+            attach(made, 4, 8.0, ["q_proj", "v_proj", "down_proj"])
+        if kind == "own output layer":
+            made.config.tie_word_embeddings = False
+            made.lm_head.weight = torch.nn.Parameter(made.lm_head.weight.detach().clone())
+        return made
+
+    options = {"gradient_checkpointing": kind == "computed twice"}
+    options |= {"precision": "bf16"} if kind == "bfloat16" else {}
+    alone, shared = (trainer(group, model(), **options) for group in (None, groups(2)))
+    tolerance = 1e-2 if kind == "bfloat16" else 1e-5
+    assert memorise(shared) == pytest.approx(memorise(alone), abs=tolerance)
+    if kind != "bfloat16":
+        assert_same_weights(alone, shared)
+
+
+def test_a_rank_without_a_row_takes_part(groups):
+    """One sequence, two ranks."""
+    alone, shared = (trainer(group, tiny_policy()) for group in (None, groups(2)))
+    batch = batch_of([tokens_of_episode(random_episode(3))])
+    losses = [[recipes.sft_step(one, batch, 1e-2)["loss"] for _ in range(3)] for one in (alone, shared)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5) and losses[0][2] < losses[0][0]
+    assert_same_weights(alone, shared)
+
+
+def test_a_run_goes_on_with_other_numbers_of_ranks_as_if_it_had_not_been_cut(groups, tmp_path):
+    whole = trainer(None, tiny_policy())
+    expected, got = memorise(whole, 0, 12), []
+    order = [groups(2), groups(1), None, groups(2)]
+    for part, group in enumerate(order):
+        learner = trainer(group, tiny_policy(part))  # whose weights are others before it loads
+        if part:
+            learner.load(tmp_path / str(part - 1))
+        assert learner.step == 3 * part
+        got += memorise(learner, 3 * part, 3 * part + 3)
+        (tmp_path / str(part)).mkdir()
+        learner.save(tmp_path / str(part))
+    assert got == pytest.approx(expected, abs=1e-5)
+    assert_same_weights(whole, learner)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
+@pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata", "checkpoint.json"])
+def test_a_damaged_checkpoint_is_refused_by_all_ranks_and_changes_nothing(groups, tmp_path, file, damage):
+    saved = trainer(groups(2), tiny_policy())
+    memorise(saved, 0, 1)
+    saved.save(tmp_path)
+    path = tmp_path / file
+    content = bytearray(path.read_bytes())
+    if damage == "lose":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    fresh = trainer(groups(2), tiny_policy())
+    with pytest.raises(CorruptCheckpoint):
+        fresh.load(tmp_path)
+    assert_same_weights(fresh, trainer(None, tiny_policy()))
+
+
+def test_a_checkpoint_of_another_model_is_refused(groups, tmp_path):
+    trainer(groups(2), tiny_policy()).save(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} - {"checkpoint.json"} == set(
+        json.loads((tmp_path / "checkpoint.json").read_text())
+    )
+    for group in (groups(2), None):
+        with pytest.raises(CorruptCheckpoint, match="another model"):
+            trainer(group, tiny_policy(layers=1)).load(tmp_path)
+
+
+def test_a_mistake_is_raised_as_it_is_and_the_ranks_go_on(groups):
+    shared = trainer(groups(2), tiny_policy())
+    long = batch_of([tokens_of(list(range(40)) * 2, [0] + [1] * 79)])
+    with pytest.raises(ValueError, match="80 tokens does not fit a row of 64"):
+        recipes.sft_step(shared, long, 1e-2)
+    assert recipes.sft_step(shared, batch_of([tokens_of([1, 2, 3], [0, 1, 1])]), 1e-2)["loss"] > 0
+
+
+def test_muon_is_refused_for_shared_weights(groups):
+    with pytest.raises(ValueError, match="take AdamW"):
+        trainer(groups(2), tiny_policy(), optimizer="muon")
+
+
+def test_a_stopwatch_gets_its_turn_between_the_steps_of_ranks(groups, tmp_path_factory):
+    shared = trainer(groups(2), tiny_policy())
+    done, timed = threading.Event(), []
+
+    def watch():
+        lease = Lease(tmp_path_factory.getbasetemp() / "lease")
+        while not done.is_set():
+            with lease.timing():
+                timed.append(time.monotonic())
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        memorise(shared, 0, 6)
+    finally:
+        done.set()
+        thread.join()
+    assert len(timed) > 1
+
+
+def test_a_killed_rank_ends_the_step_with_trainer_lost():
+    with Ranks(2) as ranks:
+        learner = RankedTrainer(ranks, "policy", tiny_policy(layers=8), row_tokens=TOKENS)
+        threading.Timer(0.5, ranks.processes[1].kill).start()
+        with pytest.raises(TrainerLost, match="rank 1"):
+            while True:
+                recipes.sft_step(learner, batch_of(tokens_of_episode(episode) for episode in episodes(40)), 1e-3)
+        with pytest.raises(TrainerLost, match="closed"):
+            recipes.sft_step(learner, batch_of([tokens_of([1, 2, 3], [0, 1, 1])]), 1e-3)
+    assert all(process.exitcode is not None for process in ranks.processes)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_rows_are_dealt_so_that_like_ones_are_computed_together(ranks):
+    batch = batch_of(tokens_of_episode(episode) for episode in episodes(30))
+    rows = batch.rows(TOKENS)
+    shares = [deal(rows, ranks, rank) for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1, "every rank takes part in every round"
+    seen = torch.cat([row.tokens for share in shares for row in share])
+    assert sorted(seen.tolist()) == list(range(len(batch)))
+    for turn in zip(*shares, strict=True):
+        longest = max(len(row.ids) for row in turn if len(row.tokens))
+        shorter = [len(row.ids) for share in shares for row in share[: len(turn)] if len(row.tokens)]
+        assert longest <= max(shorter)
+    lengths = [sum(len(row.ids) for row in share) for share in shares]
+    assert max(lengths) - min(lengths) <= TOKENS
