@@ -22,7 +22,10 @@ def serving(folder: Path) -> Iterator[str]:
         sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1",
         f"--artifacts-destination={folder / 'artifacts'}", "--allowed-hosts=localhost:*,127.0.0.1:*",
     ]  # fmt: skip
-    environment = os.environ | {"MLFLOW_BACKEND_STORE_URI": f"sqlite:///{folder / 'mlflow.db'}"}
+    environment = os.environ | {
+        "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{folder / 'mlflow.db'}",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    }
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder, start_new_session=True)
     try:
