@@ -1,23 +1,27 @@
 """A Ray to work in: one of the stage's own on this machine, which ends with it, or one that is running.
 
 A Ray of its own listens on 127.0.0.1 alone, under a token that nobody else can read, keeps its files in a private
-folder, and has no dashboard.  The kernel ends its processes with the stage's, however that ends; the folder of a stage
-that was killed is removed by the next that needs one.
+folder, and has no dashboard.  However the stage ends, the kernel ends most of Ray's processes with it, and a watcher
+(``ray_watch``) the others, and removes the folder.
 
 Not here: what runs in it (``ray_runtime``, ``ray_actors``); the walls around a Ray that others run (docs/cluster.md).
 """
 
 import os
 import secrets
-import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from cuda_agent.sandbox.scratch import make_folder, sweep
-from cuda_agent.stages.context import TryAgain
+from cuda_agent.stages import ray_watch
+from cuda_agent.stages.context import BadConfiguration, TryAgain
 
 STORE_BYTES = 128 << 20  # of Ray's object store, at least; what does not fit goes to the disk
 _HERE = "127.0.0.1"
@@ -27,7 +31,9 @@ _TOKEN = secrets.token_hex(32)  # one a process: Ray reads it once
 @contextmanager
 def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> Iterator[None]:
     """Connects this process, from its main thread, to the Ray at ``address``, or to a new one with ``cpus`` and
-    ``gpus`` to give away.  ``TryAgain`` when there is none."""
+    ``gpus`` to give away.  ``TryAgain`` when there is none, ``BadConfiguration`` where Ray is not installed."""
+    if find_spec("ray") is None:
+        raise BadConfiguration("runtime=ray needs Ray: pip install '.[ray]'")
     signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     folder = make_folder("ray") if address is None else None
     settings = {
@@ -47,7 +53,10 @@ def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> I
     import ray
 
     where: dict[str, Any] = {"address": address}
+    watcher: subprocess.Popen[bytes] | None = None
     if folder is not None:
+        program = [sys.executable, "-I", "-S", str(Path(ray_watch.__file__)), str(folder)]
+        watcher = subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True)
         where = {
             "address": "local",
             "num_cpus": cpus,
@@ -70,6 +79,6 @@ def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> I
         ray.shutdown()
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        if watcher is not None:
+            watcher.communicate()
         sweep()  # what killed actors left

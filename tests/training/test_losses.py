@@ -124,3 +124,34 @@ def test_chunks_change_neither_logprobs_nor_gradients(count, chunk, temperature)
     expected = torch.distributions.Categorical(logits=states @ weight.T / temperature)
     assert torch.allclose(results[1][0], expected.log_prob(ids), atol=1e-5)
     assert torch.allclose(results[1][1], expected.entropy(), atol=1e-5)
+
+
+def test_samples_of_a_stale_policy_give_the_gradient_of_the_policy_that_is_trained():
+    """Tokens in the shares in which an older policy samples them stand for its expectation exactly.  With that policy's
+    log-probabilities as the denominator the gradient is that of the new policy's own expected advantage; without them,
+    as if the samples were its own, it is another."""
+    counts = torch.tensor([4, 2, 1, 1])  # of 8 samples of the old policy
+    engine = (counts / 8).log()
+    advantages = torch.tensor([0.3, -1.0, 2.0, 0.5])
+    tokens = torch.repeat_interleave(torch.arange(4), counts)
+
+    def direction(loss_of):
+        logits = torch.tensor([0.1, -0.2, 0.6, 0.0], requires_grad=True)  # the new policy is another
+        loss_of(logits.log_softmax(-1)).backward()
+        return logits.grad
+
+    def surrogate(new, old):
+        """The loss of the samples; ``old`` is the denominator, the engine's log-probabilities are what they are."""
+        return ppo_loss(new[tokens], old[tokens], engine[tokens], advantages[tokens], 8, 0.999, 1e6, 1e6)[0]
+
+    wanted = direction(lambda new: -(new.exp() * advantages).sum())
+    by_engine = direction(lambda new: surrogate(new, engine))
+    recomputed = direction(lambda new: surrogate(new, new.detach()))
+    ignored = direction(
+        lambda new: ppo_loss(
+            new[tokens], new.detach()[tokens], new.detach()[tokens], advantages[tokens], 8, 0.999, 1e6, 1e6
+        )[0]
+    )
+    assert torch.allclose(by_engine, wanted, atol=1e-6)
+    assert torch.allclose(recomputed, wanted, atol=1e-6), "the importance weight corrects the other denominator"
+    assert (ignored - wanted).abs().max() > 0.1

@@ -1,0 +1,226 @@
+"""Learning by rewards in one process and with Ray's workers on the same cores, in one run; and what a turn costs beside
+generation and sandbox.
+
+    python benchmarks/rollout_workers.py --store .cuda-agent/store --steps 3      # after `make demo`
+    python benchmarks/rollout_workers.py --overhead --episodes 64
+
+The steps are those of ``agentic``, from the newest run in the store: its tasks, its policy and its critic.  The kinds
+take turns, ``--rounds`` times, so that other load hits all.  A kind's first step is not counted: whoever comes first
+compiles.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.agent.loop import Settings, run_episode
+from cuda_agent.config import Bootstrap, Config, Sandbox, compose
+from cuda_agent.pipeline import runs
+from cuda_agent.pipeline.checkpoints import StageCheckpoints
+from cuda_agent.pipeline.graph import STAGES
+from cuda_agent.policy.chat import Chat
+from cuda_agent.policy.engine import Completion, SamplingParams
+from cuda_agent.policy.model import train_tokenizer
+from cuda_agent.sandbox.client import LocalSandbox
+from cuda_agent.stages import agentic
+from cuda_agent.stages.context import StageContext
+from cuda_agent.stages.dialogues import corpus, episode, texts
+from cuda_agent.storage import Store, open_store
+from cuda_agent.synthesis.family import sample_task
+from cuda_agent.tracking import FileTracker, read_metrics
+
+KINDS: dict[str, dict[str, Any]] = {
+    "one process": {"runtime": "local"},
+    "Ray, 1 worker": {"runtime": "ray", "ray": {"workers": 1, "staleness": 0}},
+    "Ray, 2 workers": {"runtime": "ray", "ray": {"workers": 2, "staleness": 0}},
+    "Ray, 2 workers, 1 step ahead": {"runtime": "ray", "ray": {"workers": 2, "staleness": 1}},
+}
+
+
+def inputs_of(store: Store, folder: Path) -> dict[str, Path]:
+    """What ``agentic`` took in the newest run that has it all."""
+    wanted = {name: source.split(".") for name, source in next(s for s in STAGES if s.name == "agentic").inputs.items()}
+    for run in reversed(runs.list_runs(store)):
+        made = runs.run_manifests(store, run, STAGES)
+        if all(stage in made for stage, _ in wanted.values()):
+            for name, (stage, artifact) in wanted.items():
+                store.get_folder(made[stage].outputs[artifact], folder / name)
+            return {name: folder / name for name in wanted}
+    raise SystemExit("The store has no run with tasks, policy and critic: `make demo` makes one.")
+
+
+def steps_of(config: Config, inputs: dict[str, Path], folder: Path, cache: Path) -> list[dict[str, float]]:
+    """The measurements of each step, the first left out."""
+    for part in ("policy", "critic", "scratch", "work"):
+        (folder / part).mkdir(parents=True)
+    tracker = FileTracker(folder / "said")
+    checkpoints = StageCheckpoints(open_store(str(folder / "store")), "agentic", "key", folder / "scratch", tracker)
+    agentic.run(
+        StageContext(
+            name="agentic",
+            config=config,
+            inputs=inputs,
+            outputs={name: folder / name for name in ("policy", "critic")},
+            work=folder / "work",
+            tracker=tracker,
+            checkpoints=checkpoints,
+            should_stop=lambda: False,
+            cache=cache,
+        )
+    )
+    return list(read_metrics(folder / "said" / "metrics.jsonl").values())[1:]
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    base = compose(["experiment=demo", f"policy.threads={args.threads}", f"sandbox.clock={args.clock}"])
+    ppo = base.agentic.model_copy(update={"steps": args.steps + 1, "batch": args.batch})
+    measured: dict[str, list[dict[str, float]]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as temporary:
+        home = Path(temporary)
+        inputs = inputs_of(open_store(args.store), home / "inputs")
+        for number in range(args.rounds):
+            for name, changes in KINDS.items():
+                values = base.model_dump(mode="json") | {"agentic": ppo.model_dump()}
+                values |= {"runtime": changes["runtime"], "ray": values["ray"] | changes.get("ray", {})}
+                config = Config.model_validate(values)
+                cache = home / f"cache-{number}-{name}"  # its own: a verdict that is there already costs nothing
+                cache.mkdir()
+                measured[name] += steps_of(config, inputs, home / f"{number}-{name}", cache)
+    table = {}
+    print(f"{args.rounds} rounds of {args.steps} steps of {args.batch} episodes, {args.threads} threads a process")
+    print(f"{'':30} {'s a step':>18} {'s of them playing':>18} {'tokens/s':>9} {'reward':>7}")
+    for name, steps in measured.items():
+        seconds = sorted(step["step_seconds"] for step in steps)
+        playing = statistics.median(step["rollout_seconds"] for step in steps)
+        rate = statistics.median(step["sampled_tokens_per_second"] for step in steps)
+        reward = statistics.mean(step["reward"] for step in steps)
+        table[name] = {"seconds": seconds, "playing": playing, "tokens_per_second": rate, "reward": reward}
+        spread = f"{statistics.median(seconds):.1f} ({seconds[0]:.1f}-{seconds[-1]:.1f})"
+        print(f"{name:30} {spread:>18} {playing:>18.1f} {rate:>9.0f} {reward:>7.2f}")
+    return table
+
+
+class Readout:
+    """An engine that says after a while what each episode is to say next.  ``spent``: what it meant to take; that the
+    event loop came back later is no generation."""
+
+    def __init__(self, turns: dict[str, list[list[int]]], seconds: float) -> None:
+        self._turns, self._seconds = turns, seconds
+        self.spent = 0.0
+        self.calls = 0
+
+    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
+        ids = self._turns[params.key].pop(0)
+        await asyncio.sleep(self._seconds)
+        self.spent += self._seconds
+        self.calls += 1
+        return Completion(ids, [-1.0] * len(ids), 0, "stop")
+
+    async def update(self, version: int, folder: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Clocked:
+    """The sandbox, and the time that one episode spends in it.  A verdict asked for inside a tool call counts
+    once."""
+
+    def __init__(self, sandbox: Any) -> None:
+        self._sandbox = sandbox
+        self._depth = 0
+        self.spent = 0.0
+
+    async def evaluate(self, *arguments: Any) -> Any:
+        return await self._clocked(self._sandbox.evaluate(*arguments))
+
+    @contextlib.asynccontextmanager
+    async def workspace(self, files: Any, protected: Any, commands: Any) -> AsyncIterator[Any]:
+        opened = self._sandbox.workspace(files, protected, commands)
+        folder = await self._clocked(opened.__aenter__())
+        clock = self
+
+        class Folder:
+            async def call(self, tool: str, arguments: Any) -> Any:
+                return await clock._clocked(folder.call(tool, arguments))
+
+            async def files(self) -> Any:
+                return await clock._clocked(folder.files())
+
+        try:
+            yield Folder()
+        finally:
+            await self._clocked(opened.__aexit__(None, None, None))
+
+    async def _clocked(self, job: Any) -> Any:
+        began = time.perf_counter()
+        self._depth += 1
+        try:
+            return await job
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self.spent += time.perf_counter() - began
+
+
+async def overhead(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds a turn that an episode waits for neither engine nor sandbox, with ``--episodes`` at once."""
+    rng = random.Random(0)
+    chat = Chat(train_tokenizer(texts(corpus(Bootstrap(examples=300), 0, set())), 1024), "compact")
+    tasks = [sample_task(rng) for _ in range(4)]
+    names = [f"{round_}/{number}" for round_ in range(args.rounds) for number in range(args.episodes)]
+    turns = {}
+    for number, name in enumerate(names):
+        said = [m for m in episode(tasks[number % len(tasks)], rng, number % 2 == 0) if m["role"] == "assistant"]
+        turns[name] = [chat.turn_ids(message) for message in said]
+    settings = Settings(turns=8, turn_tokens=512, tool_tokens=96, context=4096, deadline_seconds=600.0, style="compact")
+    results = []
+    with tempfile.TemporaryDirectory() as temporary:
+        async with LocalSandbox(Sandbox(clock="model"), Path(temporary)) as local:
+            for round_ in range(args.rounds):
+                engine = Readout(turns, args.latency)
+
+                async def live(name: str, number: int, engine: Readout = engine) -> float:
+                    sandbox, began = Clocked(local), time.perf_counter()
+                    played = await run_episode(tasks[number % 4], engine, chat, sandbox, settings, number, name)
+                    assert played.ended == "answer", played.ended
+                    return time.perf_counter() - began - sandbox.spent
+
+                lived = await asyncio.gather(*(live(f"{round_}/{number}", number) for number in range(args.episodes)))
+                results.append(1000 * (sum(lived) - engine.spent) / engine.calls)
+    counted = sorted(results[1:] or results)
+    print(
+        f"{args.episodes} episodes at once, {args.latency * 1000:.0f} ms a completion: a turn waits "
+        f"{statistics.median(counted):.2f} ms ({counted[0]:.2f}-{counted[-1]:.2f}) for neither engine nor sandbox"
+    )
+    return {"milliseconds_a_turn": counted}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", default=".cuda-agent/store", help="with a finished run")
+    parser.add_argument("--steps", type=int, default=3, help="counted, of each kind in a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=64, help="episodes a step")
+    parser.add_argument("--threads", type=int, default=1, help="of each process's engine and trainer")
+    parser.add_argument("--clock", default="real", choices=["real", "model"])
+    parser.add_argument("--overhead", action="store_true", help="measure the loop's own time a turn instead")
+    parser.add_argument("--episodes", type=int, default=64, help="at once, with --overhead")
+    parser.add_argument("--latency", type=float, default=0.2, help="seconds of a completion, with --overhead")
+    parser.add_argument("--json", help="write the result here")
+    args = parser.parse_args()
+    result = asyncio.run(overhead(args)) if args.overhead else compare(args)
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""What is killed in the middle of a step costs at most that step: the run ends with the bytes of one in peace."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from cuda_agent.sandbox.descendants import descendants
+from cuda_agent.stages import warmup
+from cuda_agent.stages.context import EXIT_RETRY
+from cuda_agent.tracking import read_metrics
+from tests.stages.ray_cases import alive, config, context, make_inputs, wait_until
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray (pip install '.[ray]')"),
+]
+STEPS = {"warmup": {"steps": 3}}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def peace(tmp_path_factory, inputs):
+    """The final weights and the steps of a run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("peace")
+    warmup.run(context(folder, config(**STEPS), inputs))
+    return learnt(folder)
+
+
+def learnt(folder: Path) -> tuple[bytes, list[int], list[float]]:
+    steps = read_metrics(folder / "said" / "metrics.jsonl")
+    rewards = [values["reward"] for values in steps.values()]
+    return (folder / "policy" / "model.safetensors").read_bytes(), list(steps), rewards
+
+
+def busy(title: str, below: int | None = None) -> list[int]:
+    """Actors below this process that are at ``title``, as Ray names its processes."""
+    found = []
+    for pid in descendants(below or os.getpid()):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if words.startswith(f"ray::{title}".encode()):
+            found.append(pid)
+    return found
+
+
+class Killer(threading.Thread):
+    """Kills the first process that is at ``title`` once ``when`` is true."""
+
+    def __init__(self, title: str, when=lambda: True) -> None:
+        super().__init__(daemon=True)
+        self.title, self.when, self.killed = title, when, []
+        self.start()
+
+    def run(self) -> None:
+        end = time.monotonic() + 300
+        while time.monotonic() < end and not self.killed:
+            if self.when() and (found := busy(self.title)):
+                os.kill(found[0], signal.SIGKILL)
+                self.killed.append(found[0])
+            time.sleep(0.001)
+
+
+def step_done(folder: Path, step: int):
+    return lambda: any(folder.glob(f"store/checkpoints/warmup/key/{step:08d}-*.json"))
+
+
+def test_a_trainer_killed_while_it_learns_comes_back_from_the_newest_checkpoint(tmp_path, inputs, peace):
+    killer = Killer("Trainer.update", when=step_done(tmp_path, 1))
+    ctx = context(tmp_path, config(runtime="ray", **STEPS), inputs)
+    warmup.run(ctx)
+    assert killer.killed and learnt(tmp_path) == peace
+    assert [note for note in ctx.tracker.notes() if "the trainer was lost" in note]
+    assert len(ctx.checkpoints.resumed) == 1
+
+
+def test_a_trainer_killed_before_any_checkpoint_begins_anew(tmp_path, inputs, peace):
+    killer = Killer("Trainer.update")
+    warmup.run(context(tmp_path, config(runtime="ray", **STEPS), inputs))
+    assert killer.killed and learnt(tmp_path) == peace
+
+
+def test_what_a_killed_worker_played_is_played_by_the_other(tmp_path, inputs, peace):
+    killer = Killer("RolloutWorker.play", when=step_done(tmp_path, 1))
+    ctx = context(tmp_path, config(runtime="ray", **STEPS), inputs)
+    warmup.run(ctx)
+    assert killer.killed and learnt(tmp_path) == peace
+    steps = read_metrics(tmp_path / "said" / "metrics.jsonl")
+    assert sum(values["workers_lost"] for values in steps.values()) == 1
+    assert {values["episodes"] for values in steps.values()} == {4}
+
+
+def test_the_only_worker_is_replaced_when_it_is_killed(tmp_path, inputs, peace):
+    killer = Killer("RolloutWorker.play")
+    warmup.run(context(tmp_path, config(runtime="ray", ray={"workers": 1}, **STEPS), inputs))
+    assert killer.killed and learnt(tmp_path) == peace
+
+
+def begin(folder: Path, inputs: dict[str, Path]) -> subprocess.Popen:
+    settings = config(runtime="ray", warmup={"steps": 1000}).model_dump_json()
+    command = [sys.executable, "-m", "tests.stages.ray_stage", str(folder), str(inputs["policy"].parent), settings]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def folders_of(pid: int) -> list[Path]:
+    return [*Path("/tmp").glob(f"cuda-agent-*-{pid}-*")]
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_of_ray_outlives_its_stage(tmp_path, inputs, signal_number):
+    stage = begin(tmp_path / "stage", inputs)
+    wait_until(step_done(tmp_path / "stage", 2), 300)
+    wait_until(lambda: busy("RolloutWorker.play", stage.pid))
+    below = descendants(stage.pid)
+    session = folders_of(stage.pid)
+    assert len(below) > 6 and session
+    stage.send_signal(signal_number)
+    said, _ = stage.communicate(timeout=120)
+    if signal_number == signal.SIGTERM:
+        assert stage.returncode == EXIT_RETRY and "stopped after step" in said
+        assert not folders_of(stage.pid)
+    wait_until(lambda: not any(alive(pid) for pid in below) and not folders_of(stage.pid), 60)
+    checkpoints = [*(tmp_path / "stage").glob("store/checkpoints/warmup/key/*.json")]
+    assert len(checkpoints) == 2, json.dumps([path.name for path in checkpoints])
