@@ -131,8 +131,9 @@ def empty_steps(image: str) -> dict[str, Any]:
 def own_work(place: Cluster, run: str) -> dict[str, dict[str, float]]:
     """Stage -> when its process started, had its inputs, began its work and ended it, in seconds since the epoch."""
     found: dict[str, dict[str, float]] = {}
+    pods = cluster.pods_of(place, run)
     for stage in NAMES:
-        lines = "\n".join(cluster.logs(place, run, stage, follow=False))
+        lines = "\n".join(place.logs(pods[stage]))
         said = re.findall(rf"^(\S+) {re.escape(stage)}: (process started|inputs are here|begins|ends)$", lines, re.M)
         found[stage] = {what: datetime.fromisoformat(when).timestamp() for when, what in said}
     return found
