@@ -1,8 +1,8 @@
 """Our tasks as a taskset of ``verifiers`` (its v1): for prime-rl, ``vf-eval``, and whoever else speaks it.
 
 The harness talks to the model; our tools are a server (``KernelTools``, a process a rollout) that plays one game of
-tool calls and tells after each what solution the folder holds.  The reward is the sandbox's verdict on the last of them,
-asked for by the scoring side, which never takes a tool server's word for it.  Needs ``verifiers``.
+tool calls and tells after each what solution the folder holds.  The reward is the sandbox's verdict on the last of
+them, asked for by the scoring side, which never takes a tool server's word for it.  Needs ``verifiers``.
 
 A taskset is found by the name of a module, which must be at the top: see docs/environments.md.
 
