@@ -103,6 +103,35 @@ def test_sessions_do_not_see_each_other(server):
     assert mine == "mine" and "nothing" in other
 
 
+def test_a_fault_of_ours_ends_the_game_without_a_reward():
+    from cuda_agent.config import Sandbox
+    from cuda_agent.environments.openenv import Arena, KernelAction, KernelEnvironment
+    from cuda_agent.sandbox.workspace import WorkspaceLost
+    from tests.agent.agent_cases import TASK
+
+    closed = []
+
+    class Lost:
+        @contextlib.asynccontextmanager
+        async def workspace(self, files, protected, commands):
+            yield self
+            closed.append(sorted(files))
+
+        async def call(self, tool, arguments):
+            raise WorkspaceLost("the workspace is gone")
+
+    async def work():
+        arena = Arena([TASK], Sandbox(), steps=5)
+        arena.sandbox = Lost()
+        environment = KernelEnvironment(arena)
+        await environment.reset_async()
+        return await environment.step_async(KernelAction(tool="Glob", arguments={"pattern": "*"}))
+
+    last = asyncio.run(work())
+    assert (last.done, last.reward) == (True, None) and "a fault of ours" in last.text
+    assert closed == [["SKILL.md", "model.py"]]
+
+
 def test_a_task_that_is_not_there_is_said_so(server):
     with pytest.raises(RuntimeError, match="there is no task nosuch"):
         play(server, [], task="nosuch")
