@@ -72,7 +72,7 @@ def episodes(
             page.parent.mkdir(parents=True, exist_ok=True)
             page.write_text(render(title, chosen, len(entries), asked, most), encoding="utf-8")
     if as_json:
-        print(json.dumps([entry.row.to_json() for entry in chosen], indent=1, ensure_ascii=False))
+        print(json.dumps([entry.row.to_json() for entry in chosen], indent=1))
     elif page is None:
         print("\n".join(_lines(chosen, len(entries), most)))
     else:
@@ -118,7 +118,7 @@ def _line(row: "Row") -> str:
     speed = "–" if row.speedup is None else f"{row.speedup:.2f}x"
     tokens = "–" if row.tokens is None else str(row.tokens)
     flags = f" ({', '.join(row.flags)})" if row.flags else ""
-    return (
-        f"{row.number:>5} {row.stage[:18]:18} {printable(row.task)[:34]:34} {row.status:12} {reward:>6} {speed:>7} "
+    return printable(
+        f"{row.number:>5} {row.stage[:18]:18} {row.task[:34]:34} {row.status:12} {reward:>6} {speed:>7} "
         f"{row.turns:>5} {tokens:>7}  {row.ended}{flags}"
     )

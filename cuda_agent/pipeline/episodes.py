@@ -112,7 +112,8 @@ def of_path(path: Path) -> list[Entry]:
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{path}: expected {TRANSCRIPT} of `optimize`, or {FILE} of `benchmark`, in this folder")
-    return listed([Left(path.name.removesuffix(".jsonl"), file)])
+    tokenizer = file.with_name(TOKENIZER)
+    return listed([Left(path.name.removesuffix(".jsonl"), file, tokenizer if tokenizer.is_file() else None)])
 
 
 def listed(left: Sequence[Left]) -> list[Entry]:

@@ -108,7 +108,7 @@ async def benchmark(
     config: Config, cache: Path, player: Player, tasks: Path, output: Path | None, say: Callable[[str], None]
 ) -> Any:
     """Plays every task of the set ``evaluate.samples`` times and returns the ``stages.scores.Scores``; ``output`` gets
-    ``episodes.jsonl`` and ``scores.json``."""
+    ``episodes.jsonl`` and ``scores.json``, and a policy's ``tokenizer.json``."""
     from cuda_agent.policy.episode import write_episodes
     from cuda_agent.sandbox.client import open_sandbox
     from cuda_agent.stages.rollouts import seed_of
@@ -135,6 +135,8 @@ async def benchmark(
         output.mkdir(parents=True, exist_ok=True)
         write_episodes(output / "episodes.jsonl", episodes)
         write_scores(output / "scores.json", scores)
+        if player.policy and (tokenizer := player.policy / "tokenizer.json").is_file():
+            shutil.copyfile(tokenizer, output / "tokenizer.json")  # what the episodes' ids mean
     return scores
 
 

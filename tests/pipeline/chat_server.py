@@ -1,4 +1,4 @@
-"""A server that speaks the OpenAI protocol over real HTTP, streamed, as a script tells it: also badly.
+"""A server that speaks the OpenAI protocol over real HTTP, as a script tells it: also badly.
 
 A script is a function of the request's JSON that gives a list of things to do: ``{"text": ...}``, ``{"thought": ...}``,
 ``{"calls": [(name, arguments or text), ...]}``, ``{"usage": (prompt, completion)}``, ``{"finish": reason}``,
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+ABOUT = {"id": "x", "created": 0, "model": "scripted"}
 Script = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
@@ -64,7 +65,7 @@ def serve(script: Script) -> Iterator[Served]:
                 served.bytes += content
                 steps = script(request)
             try:
-                self.answer(steps)
+                (self.answer if request.get("stream") or "status" in steps[0] else self.whole)(steps)
             except (BrokenPipeError, ConnectionResetError):
                 served.left += 1
                 self.close_connection = True
@@ -114,10 +115,29 @@ def serve(script: Script) -> Iterator[Served]:
                 self.event({"choices": [], "usage": {"prompt_tokens": usage[0], "completion_tokens": usage[1]}})
             self.wfile.write(b"data: [DONE]\n\n")
 
+        def whole(self, steps: list[dict[str, Any]]) -> None:
+            """In one piece, for a client that does not ask for a stream."""
+            calls = [call for step in steps for call in step.get("calls", [])]
+            message = {"role": "assistant", "content": "".join(step.get("text", "") for step in steps) or None}
+            if calls:
+                message["tool_calls"] = [
+                    {"id": f"c{i}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+                    for i, (name, arguments) in enumerate(calls)
+                ]
+            choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else "stop"}
+            usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+            body = json.dumps(ABOUT | {"object": "chat.completion", "choices": [choice], "usage": usage}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
         def chunk(self, delta: dict[str, Any]) -> None:
             self.event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
 
         def event(self, data: dict[str, Any]) -> None:
+            data = ABOUT | {"object": "chat.completion.chunk"} | data
             self.wfile.write(b"data: " + json.dumps(data).encode() + b"\n\n")
             self.wfile.flush()
 

@@ -165,6 +165,17 @@ def test_tokens_are_the_text_that_was_sampled(played, tokenizer):
     assert token_texts([7], [-0.5], None) == [("⟨7⟩", -0.5)]
 
 
+def test_a_benchmarks_tokens_are_text_where_its_tokenizer_lies_beside_them(played, tokenizer, tmp_path):
+    def sampled() -> str:
+        (entry,) = episodes.of_path(tmp_path)
+        return "".join(text for part in entry.story().turns[0].parts for text, _ in part.tokens)
+
+    write_episodes(tmp_path / "episodes.jsonl", [played])
+    assert sampled().startswith("⟨")
+    tokenizer.save_pretrained(tmp_path)
+    assert sampled() == TURNS[0] + "<|im_end|>"
+
+
 def test_a_servers_episode_has_no_tokens_and_keeps_its_thoughts(played):
     zeros = [0] * len(played.ids)
     visit = replace(played, ids=zeros, logprobs=[0.0] * len(zeros), messages=[dict(m) for m in played.messages])
@@ -236,6 +247,10 @@ def test_whatever_a_model_wrote_stays_text(played, tmp_path):
     assert "<script>alert(1)</script>" in text, "it can be read"
     assert "\u202e" not in page and "⟨U+202E⟩gnp" in text and "\x1b" not in page and "␛[2J" in text
     page.encode()  # half a surrogate pair could not be written
+    listing, lines = ask(tmp_path), ask(tmp_path, "--json")
+    for bad in ("\x1b", "\u202e", "\udc80"):
+        assert bad not in listing and bad not in lines
+    assert listing.count("\n") == 3 and json.loads(lines)[0]["task"] == HOSTILE
 
 
 def test_the_pages_policy_allows_its_own_script_alone(played, tmp_path):

@@ -1,0 +1,176 @@
+"""Our tasks as an OpenEnv environment: a server whose sessions each play one game of tool calls.
+
+    python -m cuda_agent.environments.openenv TASKS [--port 8000] [OVERRIDE...]
+
+``reset`` picks a task and opens its work folder; ``step`` takes a tool call, or no tool for "I am done"; the reward of
+the last step is the sandbox's verdict on what is in the folder.  Needs ``openenv-core``.  A session is a WebSocket; the
+stateless HTTP routes of OpenEnv forget the folder between two requests and are of no use here.
+
+What it does not cover: rules and judging (``agent.game``), tokens and training, and passwords: whoever reaches the port
+can use the sandbox, though not leave it.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import random
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from openenv.core.env_server import Action, Environment, Observation, State, create_app
+from pydantic import Field
+
+from cuda_agent.agent.game import Game, SandboxFault
+from cuda_agent.agent.game import Sandbox as OpenSandbox
+from cuda_agent.agent.tools import TOOLS
+from cuda_agent.config import Sandbox, compose
+from cuda_agent.sandbox.client import open_sandbox
+from cuda_agent.sandbox.wire import TaskError
+from cuda_agent.sandbox.workspace import WorkspaceLost
+from cuda_agent.tasks.io import read_any
+from cuda_agent.tasks.task import Task
+
+
+class KernelAction(Action):
+    """A tool call; with an empty ``tool`` the end of the game."""
+
+    tool: str = ""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class KernelObservation(Observation):
+    """After ``reset`` the conversation's beginning and the tools' schemas; then what the tool said.  When ``done``, the
+    reward is the verdict's; none at all where the fault was ours: such an episode should be dropped."""
+
+    text: str = ""
+    messages: list[dict[str, Any]] = Field(default_factory=list)
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    verdict: dict[str, Any] | None = None
+    flags: list[str] = Field(default_factory=list)
+
+
+class KernelState(State):
+    task: str = ""
+    done: bool = False
+
+
+class Arena:
+    """What all sessions of a server share."""
+
+    def __init__(self, tasks: Sequence[Task], settings: Sandbox, steps: int) -> None:
+        self.tasks, self.settings, self.steps = {task.name: task for task in tasks}, settings, steps
+        self.sandbox: OpenSandbox | None = None  # while the server runs
+
+
+class KernelEnvironment(Environment[KernelAction, KernelObservation, KernelState]):
+    """One session."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        self._arena = arena
+        self._state = KernelState(done=True)
+        self._game: Game | None = None
+        self._stack = contextlib.AsyncExitStack()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def reset_async(
+        self, seed: int | None = None, episode_id: str | None = None, task: str | None = None, **_: Any
+    ) -> KernelObservation:
+        """Opens the work folder of the named task, or of one that ``seed`` picks.  Raises ``ValueError``."""
+        tasks = self._arena.tasks
+        if task is not None and task not in tasks:
+            raise ValueError(f"there is no task {task}; there are {', '.join(list(tasks)[:10])} ...")
+        chosen = tasks[task] if task else random.Random(seed).choice(list(tasks.values()))
+        self._loop = asyncio.get_running_loop()
+        await self._stack.aclose()
+        assert self._arena.sandbox is not None, "the server runs"
+        settings = self._arena.settings
+        game = Game(chosen, self._arena.sandbox, settings.lane, settings.device)
+        self._game = await self._stack.enter_async_context(game)
+        self._state = KernelState(episode_id=episode_id, task=chosen.name)
+        return KernelObservation(messages=game.messages(), tools=TOOLS)
+
+    async def step_async(self, action: KernelAction, timeout_s: float | None = None, **_: Any) -> KernelObservation:
+        """One tool call, or the verdict.  ``timeout_s`` ends the game as a fault of ours."""
+        if self._game is None or self._state.done:
+            raise ValueError("the game is over: reset begins another one")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._play(self._game, action)
+        except (SandboxFault, WorkspaceLost, TaskError, TimeoutError) as error:
+            return await self._end(KernelObservation(text=f"[ended by a fault of ours: {error}]", reward=None))
+
+    async def _play(self, game: Game, action: KernelAction) -> KernelObservation:
+        self._state.step_count += 1
+        said = await game.call(action.tool, action.arguments) if action.tool else ""
+        if action.tool and self._state.step_count < self._arena.steps:
+            return KernelObservation(text=said, flags=sorted(game.flags))
+        verdict = await game.finish()
+        return await self._end(
+            KernelObservation(text=said, reward=verdict.reward, verdict=verdict.to_json(), flags=sorted(game.flags))
+        )
+
+    async def _end(self, last: KernelObservation) -> KernelObservation:
+        last.done = self._state.done = True
+        await self._stack.aclose()
+        return last
+
+    @property
+    def state(self) -> KernelState:
+        return self._state
+
+    def reset(self, *_: Any, **__: Any) -> KernelObservation:
+        raise NotImplementedError("the server asks reset_async")
+
+    def step(self, *_: Any, **__: Any) -> KernelObservation:
+        raise NotImplementedError("the server asks step_async")
+
+    def close(self) -> None:
+        """From whatever thread; the work folder goes soon after."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._stack.aclose()))
+
+
+def application(tasks: Sequence[Task], settings: Sandbox, cache: Path, steps: int = 40, sessions: int = 8) -> Any:
+    """A FastAPI application; its sandbox lives as long as it runs.  ``steps``: tool calls of one game, ``sessions``:
+    games at once."""
+    arena = Arena(tasks, settings, steps)
+    make = functools.partial(KernelEnvironment, arena)
+    app = create_app(make, KernelAction, KernelObservation, "cuda-agent", max_concurrent_envs=sessions)
+    inner = app.router.lifespan_context
+
+    @contextlib.asynccontextmanager
+    async def lifespan(running: Any) -> AsyncIterator[Any]:
+        async with open_sandbox(settings, cache) as arena.sandbox, inner(running) as state:
+            yield state
+
+    app.router.lifespan_context = lifespan
+    return app
+
+
+def main() -> None:
+    import uvicorn
+
+    from cuda_agent.pipeline.runs import local_home
+
+    parser = argparse.ArgumentParser(description="Serve tasks as an OpenEnv environment.")
+    parser.add_argument("tasks", type=Path, help="a task set, a KernelBench folder, one model.py")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as in sandbox.clock=model")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--steps", type=int, default=40, help="tool calls of one game")
+    parser.add_argument("--sessions", type=int, default=8, help="games at once")
+    options = parser.parse_args()
+    config = compose(options.overrides)
+    app = application(
+        read_any(options.tasks), config.sandbox, local_home(config.run.store) / "cache", options.steps, options.sessions
+    )
+    uvicorn.run(app, host=options.host, port=options.port)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Our tasks as a taskset of ``verifiers`` (its v1): for prime-rl, ``vf-eval``, and whoever else speaks it.
+
+The harness talks to the model; our tools are a server (``KernelTools``, a process a rollout) that plays one game of
+tool calls and tells after each what solution the folder holds.  The reward is the sandbox's verdict on the last of
+them, asked for by the scoring side, which never takes a tool server's word for it.  Needs ``verifiers``.
+
+A taskset is found by the name of a module, which must be at the top: see docs/environments.md.
+
+What it does not cover: rules and judging (``agent.game``), the model, and training.
+"""
+
+import contextlib
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import verifiers.v1 as vf
+from pydantic import Field, WithJsonSchema
+
+from cuda_agent.agent.game import Game
+from cuda_agent.agent.tools import TOOLS
+from cuda_agent.config import Config, compose
+from cuda_agent.pipeline.runs import local_home
+from cuda_agent.sandbox.client import open_sandbox
+from cuda_agent.tasks.io import read_any
+from cuda_agent.tasks.task import Task
+
+if TYPE_CHECKING:
+    from mcp.server.mcpserver import MCPServer
+
+__all__ = ["KernelTaskset"]
+
+
+class KernelState(vf.State):
+    """What the tools tell the scoring side."""
+
+    files: dict[str, str] = Field(default_factory=dict)  # the solution
+    flags: list[str] = Field(default_factory=list)
+
+
+class KernelToolsConfig(vf.ToolsetConfig):
+    overrides: list[str] = Field(default_factory=list)
+    """Hydra overrides of the sandbox, as in ``sandbox.clock=model``."""
+
+
+class KernelTaskConfig(vf.TaskConfig):
+    tools: KernelToolsConfig = KernelToolsConfig()
+
+
+class KernelConfig(vf.TasksetConfig):
+    tasks: Path = Path("tasks")
+    """A task set, a KernelBench folder, one model.py."""
+    split: str = ""
+    """``train`` or ``heldout``; empty: all."""
+    task: KernelTaskConfig = KernelTaskConfig()
+
+
+class KernelData(vf.TaskData):
+    code: str = ""
+
+    def task(self) -> Task:
+        return Task(self.name or "task", self.code, (), "")
+
+
+class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
+    """The tools of one rollout, by the names that they have in SKILL.md."""
+
+    TOOL_PREFIX = None
+
+    async def setup_task(self, task: KernelData) -> None:
+        self.game = await self._exit_stack.enter_async_context(playing(task.task(), self.config))
+
+    def register(self, mcp: "MCPServer") -> None:
+        for tool in TOOLS:
+            facts = tool["function"]
+            fn = self._with_state(self._call(facts["name"], facts["parameters"]))
+            mcp.add_tool(fn, name=facts["name"], description=facts["description"], structured_output=False)
+
+    def _call(self, name: str, schema: dict[str, Any]) -> Callable[..., Any]:
+        """A function with the parameters of ``schema``: that is where the tool's schema is read from."""
+
+        async def call(**arguments: Any) -> str:
+            said = await self.game.call(name, {key: value for key, value in arguments.items() if value is not None})
+            self.state.files, self.state.flags = await self.game.collect(), sorted(self.game.flags)
+            return said
+
+        def parameter(key: str, shape: dict[str, Any]) -> inspect.Parameter:
+            # A text must be called one: of anything else the server would read JSON, such as the content of plan.json.
+            of_text, of_more = Annotated[str, WithJsonSchema(shape)], Annotated[Any, WithJsonSchema(shape)]
+            kind = of_text if shape.get("type") == "string" else of_more
+            default = inspect.Parameter.empty if key in schema["required"] else None
+            return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+        listed = [parameter(key, shape) for key, shape in schema["properties"].items()]
+        call.__name__ = name
+        call.__signature__ = inspect.Signature(listed, return_annotation=str)  # type: ignore[attr-defined]
+        return call
+
+
+class KernelTask(vf.Task[KernelData, KernelState, KernelTaskConfig]):
+    @classmethod
+    def toolsets(cls, config: KernelTaskConfig) -> list[vf.Toolset]:
+        return [KernelTools(config.tools)]
+
+    @vf.reward
+    async def reward(self, trace: vf.Trace) -> float:
+        """The verdict's: -1 not correct, 1 correct, 2 more than 5 % faster than eager, 3 than torch.compile, too.  A
+        fault of the sandbox is an error of the rollout, never a reward."""
+        async with opened(self.data.task(), self.config.tools) as game:
+            verdict = await game.judge(trace.state.files)
+        trace.record_metrics(
+            {
+                "correct": float(verdict.status == "ok"),
+                "speedup_eager": verdict.speedup_eager or 0.0,
+                "speedup_compile": verdict.speedup_compile or 0.0,
+                "bad_patterns": float(len(trace.state.flags)),
+            }
+        )
+        return float(verdict.reward or 0)
+
+
+class KernelTaskset(vf.Taskset[KernelTask, KernelConfig]):
+    def load(self) -> Iterator[KernelTask]:
+        config = _composed(self.config.task.tools)
+        for task in read_any(self.config.tasks):
+            if self.config.split in ("", task.split):
+                system, user = Game(task, None, config.sandbox.lane, config.sandbox.device).messages()  # type: ignore[arg-type]
+                data = KernelData(
+                    name=task.name, code=task.code, prompt=user["content"], system_prompt=system["content"]
+                )
+                yield KernelTask(data, self.config.task)
+
+
+@contextlib.asynccontextmanager
+async def opened(task: Task, config: KernelToolsConfig) -> Any:
+    """The game, without a work folder, and its sandbox."""
+    composed = _composed(config)
+    async with open_sandbox(composed.sandbox, local_home(composed.run.store) / "cache") as sandbox:
+        yield Game(task, sandbox, composed.sandbox.lane, composed.sandbox.device)
+
+
+@contextlib.asynccontextmanager
+async def playing(task: Task, config: KernelToolsConfig) -> Any:
+    async with opened(task, config) as game, game:
+        yield game
+
+
+def _composed(config: KernelToolsConfig) -> Config:
+    return compose(config.overrides)
+
+
+if __name__ == "__main__":
+    # The harness gives tool servers a temporary folder that is private; the sandbox's users must get into theirs.
+    os.environ.pop("TMPDIR", None)
+    KernelTools.run()
