@@ -196,6 +196,8 @@ class Training(Section):
         "auto",
         description="compute activations twice instead of keeping them; auto: for rows of more than 8,192 tokens",
     )
+    ranks: Positive = Field(1, description="processes that share weights and rows of a trainer (not in bootstrap)")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where they compute; cuda: a GPU each, from the first on")
 
 
 class Bootstrap(Section):

@@ -5,13 +5,14 @@ import asyncio
 
 from cuda_agent.policy.model import save_policy
 from cuda_agent.stages.context import StageContext
-from cuda_agent.stages.learning import improve
+from cuda_agent.stages.learning import improve, shared_training
 from cuda_agent.training.critic import load_critic, save_critic
 
 
 def run(ctx: StageContext) -> None:
-    model, tokenizer, critic = asyncio.run(
-        improve(ctx, ctx.config.agentic, "agent", ctx.inputs["policy"], lambda: load_critic(ctx.inputs["critic"]))
-    )
+    with shared_training(ctx) as ctx:
+        model, tokenizer, critic = asyncio.run(
+            improve(ctx, ctx.config.agentic, "agent", ctx.inputs["policy"], lambda: load_critic(ctx.inputs["critic"]))
+        )
     save_policy(model, tokenizer, ctx.outputs["policy"])
     save_critic(critic, ctx.outputs["critic"])

@@ -5,20 +5,24 @@ Not here: the algorithms (``training``), and playing episodes (``rollouts``).
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from cuda_agent.config import Ppo
 from cuda_agent.lease import Lease
 from cuda_agent.policy.lora import attach
-from cuda_agent.stages.context import StageContext, TryAgain
+from cuda_agent.policy.vllm_server import gpus
+from cuda_agent.stages.context import BadConfiguration, StageContext, TryAgain
 from cuda_agent.stages.rollouts import Kind, draw, open_rollouts, seed_of
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.memory import AUTO_TOKENS, ROW_TOKENS
 from cuda_agent.training.packing import Tokens
+from cuda_agent.training.ranks import RankedTrainer, Ranks, TrainerLost
 from cuda_agent.training.recipes import ppo_update, sft
 from cuda_agent.training.trainer import Trainer
 
@@ -46,16 +50,36 @@ def make_trainer(
         attach(trunk, lora.rank, lora.alpha, lora.targets, ctx.config.seed)
     row_tokens = max(min(row_tokens, ROW_TOKENS), longest)
     checkpointing = ctx.config.training.checkpointing
-    return Trainer(
-        model,
-        row_tokens=row_tokens,
-        max_grad_norm=max_grad_norm,
-        weight_decay=0.1 if scratch else 0.0,
-        optimizer="muon" if scratch else "adamw",
-        precision=precision,
-        gradient_checkpointing=checkpointing == "on" or (checkpointing == "auto" and row_tokens > AUTO_TOKENS),
-        lease=Lease(ctx.cache / "lease"),
-    )
+    options: dict[str, Any] = {
+        "row_tokens": row_tokens,
+        "max_grad_norm": max_grad_norm,
+        "weight_decay": 0.1 if scratch else 0.0,
+        "optimizer": "muon" if scratch else "adamw",
+        "precision": precision,
+        "gradient_checkpointing": checkpointing == "on" or (checkpointing == "auto" and row_tokens > AUTO_TOKENS),
+    }
+    if (ranks := getattr(ctx, "ranks", None)) is not None:
+        name = "critic" if isinstance(model, Critic) else "policy"
+        return cast(Trainer, RankedTrainer(ranks, name, model, **options))  # which is one to all who do not compute
+    return Trainer(model, lease=Lease(ctx.cache / "lease"), **options)
+
+
+@contextmanager
+def shared_training(ctx: StageContext) -> Iterator[StageContext]:
+    """A context whose trainers run on the ranks that ``training`` asks for; the same where that is this process.  A
+    rank that dies ends the stage with TryAgain."""
+    settings, threads = ctx.config.training, ctx.config.policy.threads
+    if settings.ranks == 1 and settings.device == "cpu":
+        yield ctx
+        return
+    if settings.device == "cuda" and (here := gpus()) < settings.ranks:
+        raise BadConfiguration(f"training.ranks: {settings.ranks} on GPUs, and this machine has {here}")
+    each = max(1, threads // settings.ranks)
+    with Ranks(settings.ranks, device=settings.device, threads=each, lease=ctx.cache / "lease") as ranks:
+        try:
+            yield replace(ctx, ranks=ranks)
+        except TrainerLost as error:
+            raise TryAgain(str(error)) from error
 
 
 def imitate(ctx: StageContext, trainer: Trainer, sequences: Sequence[Tokens], **settings: Any) -> None:

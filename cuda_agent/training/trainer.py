@@ -106,7 +106,12 @@ class Trainer:
 
     def within(self, job: Callable[[], Result]) -> Result:
         """``job``, which computes with the model; where its weights are shared, they are gathered for it."""
-        return job() if self._root is None else cast(Result, self._root(job))
+        if self._root is None:
+            return job()
+        result = cast(Result, self._root(job))
+        if not torch.is_grad_enabled():  # else the backward pass needs them still, and gives them back
+            self._root.reshard()  # type: ignore[operator]
+        return result
 
     def states(self, row: Row) -> Tensor:
         """[n, hidden] before the row's sampled tokens.  Inside ``working`` and ``within`` only; the row is on the
@@ -144,8 +149,6 @@ class Trainer:
 
         for _ in self._side_by_side(fill, self._own_rows(batch, None)):
             pass
-        if self._root is not None:
-            self._root.reshard()  # type: ignore[operator]
         return self.summed(out)
 
     def summed(self, flat: Tensor) -> Tensor:
