@@ -242,3 +242,24 @@ def test_rows_are_dealt_so_that_like_ones_are_computed_together(ranks):
         assert longest <= max(shorter)
     lengths = [sum(len(row.ids) for row in share) for share in shares]
     assert max(lengths) - min(lengths) <= TOKENS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_two_gpus_give_the_losses_of_one_process_and_go_on_from_each_other(tmp_path, precision):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    options = {"precision": precision, "gradient_checkpointing": True}
+    tolerance = 1e-4 if precision == "fp32" else 2e-2
+    alone = trainer(None, tiny_policy(), device="cuda", **options)
+    expected = memorise(alone, 0, 8)
+    with Ranks(2, device="cuda") as ranks:
+        shared = trainer(ranks, tiny_policy(), **options)
+        assert memorise(shared, 0, 4) == pytest.approx(expected[:4], abs=tolerance)
+        shared.save(tmp_path)
+        again = trainer(ranks, tiny_policy(1), **options)
+        again.load(tmp_path)
+        assert memorise(again, 4, 8) == pytest.approx(expected[4:], abs=tolerance)
+    single = trainer(None, tiny_policy(1), device="cuda", **options)
+    single.load(tmp_path)
+    assert memorise(single, 4, 8) == pytest.approx(expected[4:], abs=tolerance)
