@@ -2,7 +2,7 @@
 
 What a layer keeps for the backward pass is counted tensor by tensor, for the layers of Llama, Qwen2 and Qwen3 as
 transformers computes them.  The tests compare it with steps that were measured.  Mixtures of experts are worked out the
-same way and nothing has measured them: the trainer refuses models that are not plain.
+same way, and nothing has measured them.
 Pure arithmetic, without PyTorch, so that a command line can print it at once.
 Does not cover: what the allocator holds and nobody uses, the context of a GPU (0.5 GB), an engine in the same process.
 """
