@@ -89,6 +89,7 @@ def training_memory(config: Config, stage: str) -> int | None:
         precision="fp32",
         checkpointing=setting == "on" or (setting == "auto" and tokens > AUTO_TOKENS),
         ranks=ranks,
+        share=config.training.share,
         lora_rank=0 if stage == "bootstrap" else config.lora.rank,
         segment=longest,
         device="cpu",

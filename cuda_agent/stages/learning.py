@@ -60,6 +60,7 @@ def make_trainer(
     }
     if (ranks := getattr(ctx, "ranks", None)) is not None:
         name = "critic" if isinstance(model, Critic) else "policy"
+        options["share"] = ctx.config.training.share
         return cast(Trainer, RankedTrainer(ranks, name, model, **options))  # which is one to all who do not compute
     return Trainer(model, lease=Lease(ctx.cache / "lease"), **options)
 
