@@ -13,10 +13,10 @@ import multiprocessing
 import resource
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cuda_agent.config import Policy
-from cuda_agent.training.memory import QWEN3_4B, QWEN3_30B_A3B, peak, shape_of_policy
+from cuda_agent.training.memory import QWEN3_4B, QWEN3_30B_A3B, Shape, peak, shape_of_policy
 
 LENGTHS = (4096, 16_384, 32_768, 65_536, 131_072)
 
@@ -25,14 +25,23 @@ def table() -> str:
     """Markdown, in GiB on one rank."""
     lines = ["| model | trained | ranks | fixed | " + " | ".join(f"{n // 1024}k" for n in LENGTHS) + " |"]
     lines.append("|---|---|---|---|" + "---|" * len(LENGTHS))
-    for name, shape in (("Qwen3-4B", QWEN3_4B), ("Qwen3-30B-A3B", QWEN3_30B_A3B)):
-        for rank, trained in ((0, "all weights"), (16, "adapters, rank 16")):
-            if rank and shape.experts:
-                continue
-            for ranks in (1, 8, 64) if shape.experts else (1, 8):
-                found = [peak(shape, n, ranks=ranks, lora_rank=rank) for n in LENGTHS]
-                numbers = " | ".join(f"{one.total / 2**30:.0f}" for one in found)
-                lines.append(f"| {name} | {trained} | {ranks} | {found[0].fixed / 2**30:.0f} | {numbers} |")
+    everything, adapters = "all weights", "adapters, rank 16"
+    rows: list[tuple[str, Shape, str, int, Literal["rows", "tokens"]]] = [
+        ("Qwen3-4B", QWEN3_4B, everything, 1, "rows"),
+        ("Qwen3-4B", QWEN3_4B, everything, 8, "rows"),
+        ("Qwen3-4B", QWEN3_4B, everything, 8, "tokens"),
+        ("Qwen3-4B", QWEN3_4B, adapters, 1, "rows"),
+        ("Qwen3-4B", QWEN3_4B, adapters, 8, "tokens"),
+        ("Qwen3-30B-A3B", QWEN3_30B_A3B, everything, 8, "rows"),
+        ("Qwen3-30B-A3B", QWEN3_30B_A3B, everything, 8, "tokens"),
+        ("Qwen3-30B-A3B", QWEN3_30B_A3B, everything, 64, "rows"),
+    ]
+    for name, shape, trained, ranks, share in rows:
+        rank = 16 if trained == adapters else 0
+        found = [peak(shape, tokens, ranks=ranks, lora_rank=rank, share=share) for tokens in LENGTHS]
+        numbers = " | ".join(f"{one.total / 2**30:.0f}" for one in found)
+        kind = f"{ranks}, rows cut" if share == "tokens" else str(ranks)
+        lines.append(f"| {name} | {trained} | {kind} | {found[0].fixed / 2**30:.0f} | {numbers} |")
     return "\n".join(lines)
 
 

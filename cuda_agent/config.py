@@ -197,6 +197,11 @@ class Training(Section):
         "auto",
         description="compute activations twice instead of keeping them; auto: for rows of more than 8,192 tokens",
     )
+    ranks: Positive = Field(1, description="processes that share weights and rows of a trainer (not in bootstrap)")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where they compute; cuda: a GPU each, from the first on")
+    share: Literal["rows", "tokens"] = Field(
+        "rows", description="what ranks share out: whole rows, or the tokens of every row where one rank cannot hold it"
+    )
 
 
 class Bootstrap(Section):

@@ -82,18 +82,20 @@ def training_memory(config: Config, stage: str) -> int | None:
     settings = getattr(config, stage)
     longest = getattr(settings, "context", config.policy.context)
     tokens = max(min(settings.batch_tokens, ROW_TOKENS), longest)
-    setting = config.training.checkpointing
+    setting, ranks = config.training.checkpointing, 1 if stage == "bootstrap" else config.training.ranks
     step = peak(
         shape,
         tokens,
         precision="fp32",
         checkpointing=setting == "on" or (setting == "auto" and tokens > AUTO_TOKENS),
+        ranks=ranks,
+        share=config.training.share,
         lora_rank=0 if stage == "bootstrap" else config.lora.rank,
         segment=longest,
         device="cpu",
-        at_once=config.policy.threads if shape.parameters <= SMALL else 1,
+        at_once=config.policy.threads if ranks == 1 and shape.parameters <= SMALL else 1,
     )
-    return step.total + (step.fixed if stage in ("warmup", "agentic") else 0)  # policy and critic take turns
+    return ranks * (step.total + (step.fixed if stage in ("warmup", "agentic") else 0))  # policy and critic take turns
 
 
 def _shape(policy: Policy) -> Shape | None:

@@ -6,7 +6,7 @@ import hashlib
 
 from cuda_agent.policy.episode import Episode, read_episodes
 from cuda_agent.stages.context import NotGoodEnough, StageContext, TryAgain
-from cuda_agent.stages.learning import make_trainer
+from cuda_agent.stages.learning import make_trainer, shared_training
 from cuda_agent.stages.rollouts import EPISODES
 from cuda_agent.training.critic import critic_from_policy, save_critic
 from cuda_agent.training.packing import trainable
@@ -14,6 +14,11 @@ from cuda_agent.training.recipes import value_epoch, value_quality
 
 
 def run(ctx: StageContext) -> None:
+    with shared_training(ctx) as shared:
+        pretrain(shared)
+
+
+def pretrain(ctx: StageContext) -> None:
     settings = ctx.config.critic
     episodes = trainable(read_episodes(ctx.inputs["episodes"] / EPISODES))
     if not episodes:

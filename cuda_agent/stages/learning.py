@@ -8,24 +8,26 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from cuda_agent.config import Ppo
 from cuda_agent.lease import Lease
 from cuda_agent.policy.episode import Episode
 from cuda_agent.policy.lora import attach
-from cuda_agent.stages.context import Site, StageContext, TryAgain
+from cuda_agent.policy.vllm_server import gpus
+from cuda_agent.stages.context import BadConfiguration, Site, StageContext, TryAgain
 from cuda_agent.stages.rollouts import Kind, Rollouts, draw, episodes_of, open_rollouts, seed_of
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.memory import AUTO_TOKENS, ROW_TOKENS
 from cuda_agent.training.packing import Tokens
+from cuda_agent.training.ranks import RankedTrainer, Ranks, TrainerLost
 from cuda_agent.training.recipes import ppo_update, sft
 from cuda_agent.training.trainer import Trainer
 
@@ -53,16 +55,40 @@ def make_trainer(
         attach(trunk, lora.rank, lora.alpha, lora.targets, ctx.config.seed)
     row_tokens = max(min(row_tokens, ROW_TOKENS), longest)
     checkpointing = ctx.config.training.checkpointing
-    return Trainer(
-        model,
-        row_tokens=row_tokens,
-        max_grad_norm=max_grad_norm,
-        weight_decay=0.1 if scratch else 0.0,
-        optimizer="muon" if scratch else "adamw",
-        precision=precision,
-        gradient_checkpointing=checkpointing == "on" or (checkpointing == "auto" and row_tokens > AUTO_TOKENS),
-        lease=Lease(ctx.cache / "lease"),
-    )
+    options: dict[str, Any] = {
+        "row_tokens": row_tokens,
+        "max_grad_norm": max_grad_norm,
+        "weight_decay": 0.1 if scratch else 0.0,
+        "optimizer": "muon" if scratch else "adamw",
+        "precision": precision,
+        "gradient_checkpointing": checkpointing == "on" or (checkpointing == "auto" and row_tokens > AUTO_TOKENS),
+    }
+    if ctx.ranks is not None:
+        name = "critic" if isinstance(model, Critic) else "policy"
+        options["share"] = ctx.config.training.share
+        return cast(Trainer, RankedTrainer(ctx.ranks, name, model, **options))  # which is one to all who do not compute
+    return Trainer(model, lease=Lease(ctx.cache / "lease"), **options)
+
+
+Place = TypeVar("Place", bound=Site)
+
+
+@contextmanager
+def shared_training(ctx: Place) -> Iterator[Place]:
+    """A context whose trainers run on the ranks that ``training`` asks for; the same where that is this process.  A
+    rank that dies ends the stage with TryAgain."""
+    settings, threads = ctx.config.training, ctx.config.policy.threads
+    if settings.ranks == 1 and settings.device == "cpu":
+        yield ctx
+        return
+    if settings.device == "cuda" and (here := gpus()) < settings.ranks:
+        raise BadConfiguration(f"training.ranks: {settings.ranks} on GPUs, and this machine has {here}")
+    each = max(1, threads // settings.ranks)
+    with Ranks(settings.ranks, device=settings.device, threads=each, lease=ctx.cache / "lease") as ranks:
+        try:
+            yield replace(ctx, ranks=ranks)
+        except TrainerLost as error:
+            raise TryAgain(str(error)) from error
 
 
 def imitate(ctx: StageContext, trainer: Trainer, sequences: Sequence[Tokens], **settings: Any) -> None:
@@ -199,10 +225,11 @@ async def open_local(
 ) -> AsyncIterator[LocalRuntime]:
     agent = ctx.config.agent
     budget: dict[str, Any] = {"turns": agent.turns, "context": settings.context, "temperature": agent.temperature}
-    async with open_rollouts(ctx, ctx.inputs["policy"], **budget) as rollouts:
-        make = partial(Learner, ctx, settings, rollouts.model)
-        learner = await rollouts.engine.compute(lambda: make(make_critic(ctx.inputs)))
-        yield LocalRuntime(ctx, settings, kind, rollouts, learner)
+    with shared_training(ctx) as ctx:
+        async with open_rollouts(ctx, ctx.inputs["policy"], **budget) as rollouts:
+            make = partial(Learner, ctx, settings, rollouts.model)
+            learner = await rollouts.engine.compute(lambda: make(make_critic(ctx.inputs)))
+            yield LocalRuntime(ctx, settings, kind, rollouts, learner)
 
 
 def _open_runtime(

@@ -104,10 +104,10 @@ class Trainer:
     def __init__(self, site: Site, settings: Ppo, inputs: Mapping[str, Files], make_critic: Any) -> None:
         _end_with_parent()
         from cuda_agent.policy.model import load_model
-        from cuda_agent.stages.learning import Learner
+        from cuda_agent.stages.learning import Learner, shared_training
 
         self._stack = ExitStack()
-        site = _settle(site, inputs, self._stack)
+        site = self._stack.enter_context(shared_training(_settle(site, inputs, self._stack)))
         self._learner = Learner(site, settings, load_model(site.inputs["policy"]), make_critic(site.inputs))
 
     def pid(self) -> int:

@@ -27,6 +27,7 @@ from cuda_agent.stages.ray_cluster import open_ray
 from cuda_agent.stages.rollouts import Job, Kind, episodes_of
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic
+from cuda_agent.training.ranks import TrainerLost
 
 LOSSES = 3  # of workers in one step, times their number, until the stage gives up
 PLACING_SECONDS = 900.0  # a cluster may have to start machines
@@ -287,9 +288,10 @@ class RayRuntime:
     async def _of_trainer(self, reference: Awaitable[Result]) -> Result:
         try:
             return await reference
-        except self._ray.exceptions.RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, Exception) else error) from error
         except self._ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)  # what was raised in the actor
+            if isinstance(error, self._ray.exceptions.RayTaskError) and not isinstance(cause, TrainerLost):
+                raise (cause if isinstance(cause, Exception) else error) from error
             self._ray.kill(self._trainer)
             self._trainer = None
             raise LearnerLost(f"the trainer was lost ({type(error).__name__})") from error

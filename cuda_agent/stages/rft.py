@@ -5,7 +5,7 @@ When none is left the policy is passed on as it is, and a note says so."""
 from cuda_agent.policy.episode import read_episodes
 from cuda_agent.policy.model import load_policy, save_policy
 from cuda_agent.stages.context import StageContext
-from cuda_agent.stages.learning import imitate, make_trainer
+from cuda_agent.stages.learning import imitate, make_trainer, shared_training
 from cuda_agent.stages.rollouts import EPISODES
 from cuda_agent.training.packing import tokens_of_episode, trainable
 
@@ -18,13 +18,15 @@ def run(ctx: StageContext) -> None:
     model, tokenizer = load_policy(ctx.inputs["policy"])
     if kept:
         sequences = [tokens_of_episode(episode) for episode in kept]
-        trainer = make_trainer(
-            ctx,
-            model,
-            row_tokens=settings.batch_tokens,
-            longest=max(map(len, sequences)),
-            max_grad_norm=settings.max_grad_norm,
-            precision="auto",
-        )
-        imitate(ctx, trainer, sequences, batch_tokens=settings.batch_tokens, lr=settings.lr, epochs=settings.epochs)
+        with shared_training(ctx) as shared:
+            trainer = make_trainer(
+                shared,
+                model,
+                row_tokens=settings.batch_tokens,
+                longest=max(map(len, sequences)),
+                max_grad_norm=settings.max_grad_norm,
+                precision="auto",
+            )
+            imitate(ctx, trainer, sequences, batch_tokens=settings.batch_tokens, lr=settings.lr, epochs=settings.epochs)
+            model = trainer.model
     save_policy(model, tokenizer, ctx.outputs["policy"])

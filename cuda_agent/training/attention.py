@@ -4,7 +4,8 @@
 (``model.set_attn_implementation(NAME)``), given ``segment_lengths`` with the forward call.  On a CPU short segments go
 through blocked matrix products that skip what lies above the diagonal and share the keys between the query heads of a
 group, and keep their probabilities (half of length squared a head) for the backward pass; the rest goes through
-``scaled_dot_product_attention``, one call a segment, in memory that grows with the length alone.
+``scaled_dot_product_attention``, one call a segment, in memory that grows with the length alone.  Given a ``part`` with
+the call, the row is one rank's part of a longer one (``parts``).
 Does not cover: sliding windows, soft-capping, sinks, dropout, key-value caches (``supports`` says which models can do
 without).
 """
@@ -16,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cuda_agent.training import parts
 from cuda_agent.training.memory import LONGEST
+from cuda_agent.training.packing import Part
 
 NAME = "packed"
 BLOCK = 128  # query rows of one blocked product
@@ -46,30 +49,34 @@ def _packed_attention(
     scaling: float | None = None,
     *,
     segment_lengths: Sequence[int] | None = None,
+    part: Part | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Returns [1, tokens, heads, size], as transformers wants it."""
     if query.shape[0] != 1 or attention_mask is not None:
         raise ValueError("packed attention takes one row and no mask")
     lengths = tuple(segment_lengths or (query.shape[2],))
-    if sum(lengths) != query.shape[2]:
-        raise ValueError(f"segments of {sum(lengths)} tokens in a row of {query.shape[2]}")
+    tokens = query.shape[2] * (part.ranks if part else 1)
+    if sum(lengths) != tokens:
+        raise ValueError(f"segments of {sum(lengths)} tokens in a row of {tokens}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if device == "cpu" and max(lengths) <= LONGEST:
+    if device == "cpu" and part is None and max(lengths) <= LONGEST:
         return _Blocked.apply(query[0], key[0], value[0], scale, lengths)[None], None
     groups = query.shape[1] // key.shape[1]
     if device == "cuda" and query.dtype == torch.float32 and groups > 1:
         # Kernels that need no square of the length share keys between heads in half precision only.
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    parts = [
+    if part is not None:
+        return parts.attention(query, key, value, scale, lengths, part).transpose(1, 2).contiguous(), None
+    done = [
         F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
     ]
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(done, dim=2).transpose(1, 2).contiguous(), None
 
 
 class _Blocked(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 What a layer keeps for the backward pass is counted tensor by tensor, for the layers of Llama, Qwen2 and Qwen3 as
 transformers computes them.  The tests compare it with steps that were measured.  Mixtures of experts are worked out the
-same way and nothing has measured them: the trainer refuses models that are not plain.
+same way, and nothing has measured them.
 Pure arithmetic, without PyTorch, so that a command line can print it at once.
 Does not cover: what the allocator holds and nobody uses, the context of a GPU (0.5 GB), an engine in the same process.
 """
@@ -93,11 +93,12 @@ def peak(
     sampled: int | None = None,
     device: Literal["cpu", "cuda"] = "cuda",
     at_once: int = 1,
+    share: Literal["rows", "tokens"] = "rows",
 ) -> Peak:
     """Of a row of ``tokens``, with AdamW, master weights in float32 and ``ranks`` that share weights and rows.
 
     ``segment``: tokens of its longest sequence, ``sampled``: those that are trained on; all where they are not given.
-    ``at_once``: rows computed side by side in one process."""
+    ``at_once``: rows computed side by side in one process.  ``share``: whether ranks compute rows or parts of each."""
     low = precision == "bf16"
     every, layer, ends = shape.parameters, shape.layer_parameters, shape.end_parameters
     trained = shape.adapter_parameters(lora_rank) if lora_rank else every
@@ -115,6 +116,11 @@ def peak(
         kept, layer_again = 4 * h * (shape.layers + 1), per_layer + inside + 4 * h
     else:
         kept, layer_again = shape.layers * per_layer + 8 * h, max(inside, 16 * h)
+    if ranks > 1 and share == "tokens":  # keys and values of the whole row, and their gradients
+        gathered_keys = shape.kv_heads * shape.head * tokens * (12 if low else 20)
+        kept += 0 if checkpointing else shape.layers * shape.kv_heads * shape.head * (4 if low else 8) * ranks
+        tokens, count = -(-tokens // ranks), -(-count // ranks)
+        layer_again += gathered_keys // tokens
     head = 8 * h * count + _HEAD_COPIES * 4 * min(LOGITS[device], count * shape.vocab)
     return Peak(
         weights=4 * every // ranks,

@@ -1,14 +1,14 @@
 """Episodes as tensors, and packing: many sequences side by side in rows of at most a fixed number of tokens.
 
 A ``Batch`` keeps what belongs to sampled tokens (log-probabilities, and later advantages and values) in flat tensors,
-sequence after sequence; a ``Row`` knows which entries of these are its own (``tokens``) and where in the row they were
-sampled (``sampled``).  ``before_sampled`` is the one place where "the token at t is predicted from the state at t - 1"
-is written down: log-probabilities and values are both taken through it.
+sequence after sequence; a ``Row`` knows which entries of these are its own (``tokens``), what was sampled (``targets``)
+and where the states before are (``before``).  There, and where ``before_sampled`` takes them, is written down that "the
+token at t is predicted from the state at t - 1": log-probabilities and values both come from it.
 Pure: no model, no input or output.  Does not decide which episodes are trained on beyond ``trainable``.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -56,24 +56,39 @@ def trainable(episodes: Iterable[Episode]) -> list[Episode]:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Which tokens of a row a rank has (``parts``)."""
+
+    ranks: int
+    rank: int
+
+
+@dataclass(frozen=True)
 class Row:
     """Sequences side by side; ``positions`` begin at 0 in each of them."""
 
     ids: Tensor  # int64 [length]
     positions: Tensor  # int64 [length]
     lengths: tuple[int, ...]  # of the sequences, in row order
-    sampled: Tensor  # int64 [n], where in the row the sampled tokens are
+    before: Tensor  # int64 [n], where in the row the states are from which sampled tokens are predicted
+    targets: Tensor  # int64 [n], the sampled tokens
     tokens: Tensor  # int64 [n], which entries of the batch's flat tensors they are
+    part: Part | None = None  # the row is one rank's part of one with these ``lengths``
+
+    @property
+    def sampled(self) -> Tensor:
+        """int64 [n], where in a whole row the sampled tokens are."""
+        return self.before + 1
 
     def to(self, device: torch.device | str) -> "Row":
-        moved = [tensor.to(device) for tensor in (self.ids, self.positions, self.sampled, self.tokens)]
-        return Row(moved[0], moved[1], self.lengths, moved[2], moved[3])
+        names = ("ids", "positions", "before", "targets", "tokens")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 def empty_row() -> Row:
     """Of which nothing is trained on: what is computed from it has a gradient of zero."""
     none = torch.zeros(0, dtype=torch.int64)
-    return Row(torch.zeros(2, dtype=torch.int64), torch.arange(2), (2,), none, none)
+    return Row(torch.zeros(2, dtype=torch.int64), torch.arange(2), (2,), none, none, none)
 
 
 @dataclass(frozen=True)
@@ -155,13 +170,14 @@ def _row(sequences: Sequence[tuple[Tokens, int]]) -> Row:
     positions = torch.cat([torch.arange(len(sequence)) for sequence, _ in sequences])
     sampled = torch.cat([sequence.mask for sequence, _ in sequences]).nonzero()[:, 0]
     tokens = torch.cat([offset + torch.arange(int(sequence.mask.sum())) for sequence, offset in sequences])
-    return Row(ids, positions, tuple(len(sequence) for sequence, _ in sequences), sampled, tokens)
+    lengths = tuple(len(sequence) for sequence, _ in sequences)
+    return Row(ids, positions, lengths, sampled - 1, ids[sampled], tokens)
 
 
 def before_sampled(states: Tensor, row: Row) -> Tensor:
     """states [length, size] of a row -> [n, size]: for each sampled token the state from which it is predicted and
     valued, that of the token before it.  No gradient reaches any other state directly."""
-    return states[row.sampled - 1]
+    return states[row.before]
 
 
 def dense_mask(lengths: Sequence[int]) -> Tensor:

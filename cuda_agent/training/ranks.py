@@ -7,7 +7,9 @@ gives.  Whoever places ranks elsewhere offers ``place`` and ``call`` as ``Ranks`
 Does not cover: what a rank computes (``rank``, ``sharding``), other machines, ranks that come back.
 """
 
+import contextlib
 import functools
+import math
 import multiprocessing
 import pickle
 import tempfile
@@ -148,19 +150,16 @@ class Ranks:
         if not self._pipes:
             raise TrainerLost("the ranks are closed")
         message = pickle.dumps((method, arguments))
-        try:
-            for pipe in self._pipes:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # its end is noticed below
                 pipe.send_bytes(message)
-            answers = self._answers()
-        except (EOFError, OSError) as error:
-            raise self._lost(error) from error
+        answers = self._answers()
+        gone = [rank for rank, (kind, _) in answers.items() if kind == "gone"]
         failures = [value for kind, value in answers.values() if kind == "failed"]
-        if len(answers) < len(self._pipes) or (failures and len(failures) < len(answers)):
-            dead = self._dead()
-            self.close()
-            if dead or not failures:
-                raise TrainerLost(f"rank {', '.join(map(str, dead)) or '?'} of the trainer ended in {method}")
-            raise failures[0]
+        if gone or len(answers) < len(self._pipes) or 0 < len(failures) < len(answers):
+            self.close()  # the others wait for what will not come
+        if gone:
+            raise TrainerLost(f"rank {', '.join(map(str, gone))} of the trainer is gone, in {method}")
         if failures:
             raise failures[0]
         return answers[0][1]
@@ -168,36 +167,31 @@ class Ranks:
     def _answers(self) -> dict[int, tuple[str, Any]]:
         """Of every rank; of fewer when one has died, or others did not follow the first failure in time."""
         answers: dict[int, tuple[str, Any]] = {}
-        deadline: float | None = None
+        deadline = math.inf
         while len(answers) < len(self._pipes):
-            waiting = {self._pipes[rank]: rank for rank in range(len(self._pipes)) if rank not in answers}
-            sentinels = {self.processes[rank].sentinel: rank for rank in waiting.values()}
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = wait([*waiting, *sentinels], left)
+            missing = [rank for rank in range(len(self._pipes)) if rank not in answers]
+            pipes = [self._pipes[rank] for rank in missing]
+            ends = [self.processes[rank].sentinel for rank in missing]
+            ready = wait([*pipes, *ends], None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
             if not ready:
                 return answers
-            for thing in ready:
-                if thing in waiting:
-                    answers[waiting[thing]] = pickle.loads(thing.recv_bytes())  # type: ignore[union-attr]
-                elif not self._pipes[sentinels[thing]].poll():
-                    return answers
+            for rank, pipe, end in zip(missing, pipes, ends, strict=True):
+                try:
+                    if pipe in ready:
+                        answers[rank] = pickle.loads(pipe.recv_bytes())
+                    elif end in ready and not pipe.poll():
+                        answers[rank] = ("gone", None)
+                except (EOFError, OSError):
+                    answers[rank] = ("gone", None)
+            if any(kind == "gone" for kind, _ in answers.values()):
+                return answers
             if any(kind == "failed" for kind, _ in answers.values()):
-                deadline = deadline or time.monotonic() + GRACE_SECONDS
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return answers
-
-    def _dead(self) -> list[int]:
-        return [rank for rank, process in enumerate(self.processes) if process.exitcode is not None]
-
-    def _lost(self, error: Exception) -> TrainerLost:
-        for process in self.processes:
-            process.join(0.5)
-        dead = self._dead()
-        self.close()
-        return TrainerLost(f"rank {', '.join(map(str, dead)) or '?'} of the trainer is gone ({type(error).__name__})")
 
     def close(self) -> None:
         """Ends them; those that are stuck in a step are killed."""
-        broken = bool(self._dead())
+        broken = any(process.exitcode is not None for process in self.processes)
         for pipe in self._pipes:
             pipe.close()
         self._pipes = []

@@ -7,8 +7,8 @@ itself; for imitation, not where log-probabilities must agree with a float32 eng
 tokens are ever projected to the vocabulary, a chunk at a time.  The same seed, threads and data give the same weights.
 What is frozen stays so, and is no part of a checkpoint: of a model with adapters (``policy.lora``) only these are.
 With a ``mesh`` the same trainer runs on each of its ranks, which are given the same batches, share weights and rows
-(``sharding``) and return the same.
-Does not cover: one row on several devices, models with routers or caches of their own.
+(``sharding``), or the tokens of every row (``parts``), and return the same.
+Does not cover: models with routers or caches of their own.
 """
 
 import functools
@@ -30,6 +30,7 @@ from cuda_agent.training.critic import Critic
 from cuda_agent.training.losses import Metrics
 from cuda_agent.training.memory import LOGITS, SMALL
 from cuda_agent.training.packing import Batch, Row, batch_of, before_sampled, tokens_of
+from cuda_agent.training.parts import part_of
 
 __all__ = ["CorruptCheckpoint", "Trainer", "fast_precision"]
 Result = TypeVar("Result")
@@ -58,6 +59,7 @@ class Trainer:
         gradient_checkpointing: bool = False,
         lease: Lease | None = None,
         mesh: DeviceMesh | None = None,
+        share: Literal["rows", "tokens"] = "rows",
     ) -> None:
         if mesh is not None and optimizer == "muon":
             raise ValueError("Muon orthogonalises whole matrices: with several ranks, which have parts, take AdamW")
@@ -80,6 +82,9 @@ class Trainer:
         self.workers = torch.get_num_threads() if small and mesh is None else 1
         attention.register()
         self._packed = attention.supports(trunk.config)
+        self._share = share
+        if share == "tokens" and not self._packed:
+            raise ValueError("rows of a model whose attention is not plain and causal cannot be cut over ranks")
         _check_rows(self)
 
     @property
@@ -106,12 +111,17 @@ class Trainer:
 
     def within(self, job: Callable[[], Result]) -> Result:
         """``job``, which computes with the model; where its weights are shared, they are gathered for it."""
-        return job() if self._root is None else cast(Result, self._root(job))
+        if self._root is None:
+            return job()
+        result = cast(Result, self._root(job))
+        if not torch.is_grad_enabled():  # else the backward pass needs them still, and gives them back
+            self._root.reshard()  # type: ignore[operator]
+        return result
 
     def states(self, row: Row) -> Tensor:
         """[n, hidden] before the row's sampled tokens.  Inside ``working`` and ``within`` only; the row is on the
         trainer's device."""
-        extra = {"segment_lengths": row.lengths} if self._packed else {}
+        extra = {"segment_lengths": row.lengths, "part": row.part} if self._packed else {}
         with torch.autocast(
             self.device.type,
             torch.bfloat16,
@@ -127,7 +137,7 @@ class Trainer:
         """Log-probabilities of the row's sampled tokens and the entropies there, float32 [n]."""
         head = self.model.get_output_embeddings()
         chunk = max(1, LOGITS[self.device.type] // head.weight.shape[0])
-        return losses.token_logprobs(self.states(row), row.ids[row.sampled], head, chunk, temperature)
+        return losses.token_logprobs(self.states(row), row.targets, head, chunk, temperature)
 
     def values(self, row: Row) -> Tensor:
         """Values of the states before the row's sampled tokens, float32 [n]."""
@@ -144,8 +154,6 @@ class Trainer:
 
         for _ in self._side_by_side(fill, self._own_rows(batch, None)):
             pass
-        if self._root is not None:
-            self._root.reshard()  # type: ignore[operator]
         return self.summed(out)
 
     def summed(self, flat: Tensor) -> Tensor:
@@ -153,6 +161,8 @@ class Trainer:
         return flat if self._root is None else sharding.added_up(flat)
 
     def _own_rows(self, batch: Batch, chosen: Sequence[int] | None) -> list[Row]:
+        if self._share == "tokens" and self._root is not None:
+            return [part_of(row, self.ranks, self.rank) for row in batch.rows(self.row_tokens, chosen)]
         rows = batch.rows(self.row_tokens, chosen, multiple=self.workers * self.ranks)
         return rows if self._root is None else sharding.deal(rows, self.ranks, self.rank)
 

@@ -21,6 +21,7 @@ from cuda_agent.storage import open_store
 from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import FileTracker, read_metrics
 from cuda_agent.training.critic import critic_from_policy, load_critic
+from cuda_agent.training.ranks import Ranks
 
 POLICY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 32, "vocab": 320}
 
@@ -224,3 +225,40 @@ def test_supervised_training_goes_on_from_its_checkpoint_to_the_same_weights(tmp
     logged = [read_metrics(tmp_path / name / "said" / "metrics.jsonl") for name in ("whole", "cut")]
     assert list(logged[0]) == list(logged[1])
     assert json.loads((cut.outputs["policy"] / "config.json").read_text())["model_type"] == "qwen3"
+
+
+def test_a_stage_goes_on_over_ranks_to_the_same_policy_and_is_tried_again_when_one_dies(tmp_path, policy, monkeypatch):
+    episodes = collected(tmp_path / "episodes", policy, [(f"t{n}", 0, 3.0) for n in range(6)])
+    inputs = {"episodes": episodes, "policy": policy}
+    once = config(rft={"epochs": 2, "batch_tokens": 24})
+    shared = config(rft={"epochs": 2, "batch_tokens": 24}, training={"ranks": 2})
+    whole = context(tmp_path / "whole", "rft", once, inputs, "policy")
+    rft.run(whole)
+    cut = context(tmp_path / "cut", "rft", once, inputs, "policy")
+    asked = iter([False, False, True])
+    cut.should_stop = lambda: next(asked, True)
+    with pytest.raises(TryAgain, match="stopped after step"):
+        rft.run(cut)
+    cut.config, cut.should_stop = shared, lambda: False
+    place, dying = Ranks.place, iter([True])
+
+    def place_and_die(ranks, *arguments):
+        place(ranks, *arguments)
+        if next(dying, False):
+            ranks.processes[1].kill()
+
+    monkeypatch.setattr(Ranks, "place", place_and_die)
+    with pytest.raises(TryAgain, match="rank 1 of the trainer"):
+        rft.run(cut)
+    rft.run(cut)
+    ours, theirs = (load_model(ctx.outputs["policy"]).parameters() for ctx in (whole, cut))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def test_more_gpus_than_there_are_is_a_wrong_configuration(tmp_path, policy):
+    episodes = collected(tmp_path / "episodes", policy, [("t", 0, 3.0)])
+    settings = config(training={"ranks": 64, "device": "cuda"})
+    ctx = context(tmp_path / "stage", "rft", settings, {"episodes": episodes, "policy": policy}, "policy")
+    with pytest.raises(BadConfiguration, match="64 on GPUs"):
+        rft.run(ctx)

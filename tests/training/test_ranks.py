@@ -15,6 +15,7 @@ from cuda_agent.policy.lora import attach
 from cuda_agent.training import recipes
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.packing import batch_of, tokens_of, tokens_of_episode
+from cuda_agent.training.parts import part_of
 from cuda_agent.training.ranks import RankedTrainer, Ranks, TrainerLost
 from cuda_agent.training.sharding import deal
 from cuda_agent.training.trainer import CorruptCheckpoint, Trainer
@@ -242,3 +243,56 @@ def test_rows_are_dealt_so_that_like_ones_are_computed_together(ranks):
         assert longest <= max(shorter)
     lengths = [sum(len(row.ids) for row in share) for share in shares]
     assert max(lengths) - min(lengths) <= TOKENS
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_parts_of_a_row_predict_each_of_its_tokens_once(ranks):
+    batch = batch_of(tokens_of_episode(episode) for episode in episodes(5))
+    for row in batch.rows(100):
+        parts = [part_of(row, ranks, rank) for rank in range(ranks)]
+        assert len({len(part.ids) for part in parts}) == 1
+        assert all(sum(part.lengths) == ranks * len(part.ids) for part in parts)
+        assert sorted(torch.cat([part.tokens for part in parts]).tolist()) == sorted(row.tokens.tolist())
+        where = zip(row.tokens.tolist(), row.before.tolist(), strict=True)
+        states = {token: (int(row.ids[at]), int(row.positions[at])) for token, at in where}
+        for part in parts:
+            for token, at in zip(part.tokens.tolist(), part.before.tolist(), strict=True):
+                assert (int(part.ids[at]), int(part.positions[at])) == states[token]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "twice"])
+def test_rows_that_are_cut_over_ranks_give_what_one_process_gives(groups, count, checkpointing):
+    results = []
+    for group, options in ((None, {}), (groups(count), {"share": "tokens", "gradient_checkpointing": checkpointing})):
+        options |= {"row_tokens": 150}
+        actor, judge = trainer(group, tiny_policy(), **options), trainer(group, critic_model(), **options)
+        metrics = [without_times(recipes.ppo_update(actor, judge, episodes(), Ppo(batch=8), seed=s)) for s in range(2)]
+        results.append((metrics, actor, judge))
+    (alone, actor, judge), (shared, ranked_actor, ranked_judge) = results
+    for ours, theirs in zip(alone, shared, strict=True):
+        assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-5)
+    assert_same_weights(actor, ranked_actor)
+    assert_same_weights(judge, ranked_judge)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", ["rows", "tokens"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_two_gpus_give_the_losses_of_one_process_and_go_on_from_each_other(tmp_path, precision, share):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    options = {"precision": precision, "gradient_checkpointing": True}
+    tolerance = 1e-4 if precision == "fp32" else 2e-2
+    alone = trainer(None, tiny_policy(), device="cuda", **options)
+    expected = memorise(alone, 0, 8)
+    with Ranks(2, device="cuda") as ranks:
+        shared = trainer(ranks, tiny_policy(), share=share, **options)
+        assert memorise(shared, 0, 4) == pytest.approx(expected[:4], abs=tolerance)
+        shared.save(tmp_path)
+        again = trainer(ranks, tiny_policy(1), share=share, **options)
+        again.load(tmp_path)
+        assert memorise(again, 4, 8) == pytest.approx(expected[4:], abs=tolerance)
+    single = trainer(None, tiny_policy(1), device="cuda", **options)
+    single.load(tmp_path)
+    assert memorise(single, 4, 8) == pytest.approx(expected[4:], abs=tolerance)
