@@ -341,7 +341,7 @@ async def open_ray_runtime(
     with open_ray(places.address, math.ceil(cpus), gpus, 3 * weights):
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        group = placement_group(bundles, strategy="PACK")
+        group = placement_group(bundles, strategy="SPREAD")
         runtime = RayRuntime(ctx, settings, kind, make_critic, group)
         try:
             ready, _ = await asyncio.wait([asyncio.ensure_future(group.ready())], timeout=PLACING_SECONDS)
