@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -209,11 +210,8 @@ class RayRuntime:
         """Makes the worker that belongs into this place; it has the newest weights when it begins to play."""
         places, worker.version = self._places, -1
         options = self._options(worker.number + 1, places.worker_cpus, places.worker_gpus)
-        actor = (
-            self._ray.remote(cast(Any, RolloutWorker))
-            .options(**options)
-            .remote(self._site, self._settings, self._to_play)
-        )
+        made = self._ray.remote(cast(Any, RolloutWorker)).options(**options)
+        actor = made.remote(_share(self._site, worker.number), self._settings, self._to_play)
         try:
             async with asyncio.timeout(OPENING_SECONDS):
                 with self._losses():
@@ -243,7 +241,13 @@ class RayRuntime:
                 raise _Lost(str(error.cause)) from error
             raise (error.cause if isinstance(error.cause, Exception) else error) from error
         except self._ray.exceptions.RayError as error:
+            self._unless_born_dead(error)
             raise _Lost(f"{type(error).__name__} {error}") from error
+
+    def _unless_born_dead(self, error: Exception) -> None:
+        """An actor that could not be made would not be made the next time either."""
+        if getattr(error, "actor_init_failed", False):
+            raise RuntimeError(f"an actor could not be made: {error}") from error
 
     # ---------------------------------------------------------------------------------------------------------- trainer
 
@@ -263,19 +267,17 @@ class RayRuntime:
         self._ctx.checkpoints.save(step, lambda folder: unpack(files, folder))
 
     async def restore(self) -> int:
-        if self._trainer is None:
-            places = self._places
-            options = self._options(0, places.trainer_cpus, places.trainer_gpus)
-            self._trainer = (
-                self._ray.remote(Trainer)
-                .options(**options)
-                .remote(self._site, self._settings, self._to_train, self._make_critic)
-            )
+        self._trainer = self._trainer or self._make_trainer()
         found: list[Files] = []
         step = self._ctx.checkpoints.load(lambda folder: found.append(pack(folder)))
         if found:
             await self._of_trainer(self._trainer.load.remote(found.pop()))
         return step or 0
+
+    def _make_trainer(self) -> Any:
+        options = self._options(0, self._places.trainer_cpus, self._places.trainer_gpus)
+        actor = self._ray.remote(cast(Any, Trainer)).options(**options)
+        return actor.remote(self._site, self._settings, self._to_train, self._make_critic)
 
     async def result(self) -> tuple[Any, Any, Critic]:
         model, tokenizer = load_policy(self._ctx.inputs["policy"])
@@ -292,6 +294,7 @@ class RayRuntime:
         except self._ray.exceptions.RayError as error:
             self._ray.kill(self._trainer)
             self._trainer = None
+            self._unless_born_dead(error)
             raise LearnerLost(f"the trainer was lost ({type(error).__name__})") from error
 
     # ------------------------------------------------------------------------------------------------------- both kinds
@@ -303,7 +306,8 @@ class RayRuntime:
         return {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": strategy}
 
     async def open(self) -> None:
-        """Begins with all of its workers at once; returns when one can play."""
+        """Begins with all of its actors at once; returns when the workers can play."""
+        self._trainer = self._make_trainer()
         for worker in self._workers:
             worker.opening = asyncio.create_task(self._open(worker))
         await asyncio.gather(*(worker.opening for worker in self._workers if worker.opening is not None))
@@ -329,7 +333,9 @@ async def open_ray_runtime(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
 ) -> AsyncIterator[RayRuntime]:
     """``BadConfiguration`` when this machine cannot hold what is asked for, ``TryAgain`` when a cluster does not."""
-    places = ctx.config.ray
+    places, servers = ctx.config.ray, ctx.config.policy.vllm.servers
+    if servers and len(servers) < places.workers:
+        raise BadConfiguration(f"ray.workers is {places.workers}, and policy.vllm.servers has {len(servers)} for them")
     bundles = [{"CPU": places.trainer_cpus, "GPU": places.trainer_gpus}]
     bundles += [{"CPU": places.worker_cpus, "GPU": places.worker_gpus}] * places.workers
     bundles = [{name: count for name, count in bundle.items() if count} or {"CPU": 0.01} for bundle in bundles]
@@ -352,6 +358,14 @@ async def open_ray_runtime(
         finally:
             await runtime.close()
             remove_placement_group(group)
+
+
+def _share(site: Site, worker: int) -> Site:
+    """With this worker's share of the vLLM servers that others run: each changes the weights of its own."""
+    config = site.config
+    vllm = config.policy.vllm.model_copy(update={"servers": config.policy.vllm.servers[worker :: config.ray.workers]})
+    policy = config.policy.model_copy(update={"vllm": vllm})
+    return replace(site, config=config.model_copy(update={"policy": policy}))
 
 
 def _gpus() -> int:
