@@ -48,7 +48,7 @@ class _Worker:
         self.number = number
         self.actor: Any = None  # none: lost, or not opened yet
         self.opening: asyncio.Task[None] | None = None
-        self.version = -1
+        self.digest = ""  # of the weights that it plays with
 
 
 class Harvest:
@@ -108,7 +108,7 @@ class RayRuntime:
         self._trainer: Any = None
         self._workers = [_Worker(number) for number in range(self._places.workers)]
         self._served: tuple[int, Any, str] | None = None  # version, where its weights are, their digest
-        self._lost = 0  # workers, since the last step that was played
+        self._lost = 0  # workers, since a step was last played to its end
 
     # ---------------------------------------------------------------------------------------------------------- playing
 
@@ -118,7 +118,6 @@ class RayRuntime:
         extra = math.ceil(self._places.oversample * samples)
         jobs = episodes_of(tasks, samples + extra, f"{self._ctx.name}/{step}")
         harvest = Harvest(jobs, samples)
-        lost = self._lost
 
         async def follow(worker: _Worker, share: Sequence[Job]) -> None:
             actor = worker.actor
@@ -130,6 +129,8 @@ class RayRuntime:
                             harvest.add(from_line(await reference))
                             if harvest.full:
                                 break
+                if not harvest.full and harvest.missing(share):
+                    raise _Lost("it stopped playing")
             except (TimeoutError, _Lost) as error:
                 self._lose(worker, actor, error)
                 await deal(harvest.missing(share))
@@ -158,7 +159,7 @@ class RayRuntime:
                 task.cancel()
         if harvest.cut:
             await self._of_all(lambda worker, actor: actor.stop.remote())
-        metrics = {"cut": float(harvest.cut), "workers_lost": float(self._lost - lost)}
+        metrics = {"cut": float(harvest.cut), "workers_lost": float(self._lost)}
         self._lost = 0
         return Played(harvest.episodes(), time.monotonic() - began, metrics)
 
@@ -208,7 +209,7 @@ class RayRuntime:
 
     async def _open(self, worker: _Worker) -> None:
         """Makes the worker that belongs into this place; it has the newest weights when it begins to play."""
-        places, worker.version = self._places, -1
+        places, worker.digest = self._places, ""
         options = self._options(worker.number + 1, places.worker_cpus, places.worker_gpus)
         made = self._ray.remote(cast(Any, RolloutWorker)).options(**options)
         actor = made.remote(_share(self._site, worker.number), self._settings, self._to_play)
@@ -216,7 +217,7 @@ class RayRuntime:
             async with asyncio.timeout(OPENING_SECONDS):
                 with self._losses():
                     await actor.open.remote()
-                    while self._served is not None and worker.version != self._served[0]:
+                    while self._served is not None and worker.digest != self._served[2]:
                         await self._give(worker, actor)
         except (TimeoutError, _Lost) as error:
             worker.actor, worker.opening = actor, None
@@ -229,7 +230,7 @@ class RayRuntime:
         assert self._served is not None
         version, weights, digest = self._served
         await actor.serve.remote(version, weights, digest)
-        worker.version = version
+        worker.digest = digest
 
     @contextmanager
     def _losses(self) -> Iterator[None]:
