@@ -119,8 +119,7 @@ class RayRuntime:
         jobs = episodes_of(tasks, samples + extra, f"{self._ctx.name}/{step}")
         harvest = Harvest(jobs, samples)
 
-        async def follow(worker: _Worker, share: Sequence[Job]) -> None:
-            actor = worker.actor
+        async def follow(worker: _Worker, actor: Any, share: Sequence[Job]) -> None:
             try:
                 async with asyncio.timeout(self._patience(len(share))):
                     with self._losses():
@@ -142,7 +141,7 @@ class RayRuntime:
                 workers = await self._living()
                 for number, worker in enumerate(workers):
                     if share := jobs[number :: len(workers)]:
-                        followers.append(asyncio.create_task(follow(worker, share)))
+                        followers.append(asyncio.create_task(follow(worker, worker.actor, share)))
 
         followers: list[asyncio.Task[Any]] = []
         everything = asyncio.Event()
