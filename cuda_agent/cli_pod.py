@@ -27,7 +27,9 @@ def prepare(config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
     base = json.loads(os.environ.get("CUDA_AGENT_POOLS", "[]"))
     here = pod.Surroundings.from_environment()
     try:
-        outputs = pod.prepare(here, run or workflow, config, workflow, Cluster.of_pod if base else None, base)
+        spread = "CUDA_AGENT_RAY" in os.environ
+        cluster = Cluster.of_pod if base else None
+        outputs = pod.prepare(here, run or workflow, config, workflow, cluster, base, spread=spread)
     except ConfigError as error:
         pod.last_words(here, str(error))
         raise
@@ -45,6 +47,18 @@ def stage(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> No
 
     here = pod.Surroundings.from_environment()
     sys.exit(pod.run_stage(here, name, run or workflow, config, spawner=spawner))
+
+
+@pod_app.command()
+def ray(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
+    """Have one stage run in a Ray of several pods, and follow it."""
+    from cuda_agent.pipeline import pod
+    from cuda_agent.pipeline.cluster_api import Cluster
+
+    here = pod.Surroundings.from_environment()
+    base = json.loads(os.environ["CUDA_AGENT_RAY"])
+    servers = os.environ.get("CUDA_AGENT_SANDBOX_SERVERS", "")
+    sys.exit(pod.run_spread(here, name, run or workflow, config, workflow, servers, Cluster.of_pod(), base))
 
 
 @pod_app.command()

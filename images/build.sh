@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # build.sh [NAME...]: builds the project's images with buildah: stage sandbox mlflow minio, or those named; engine (vLLM,
-# 10 GB) only when it is named.
+# 10 GB) and ray (on top of stage) only when they are named.
 #
 #   REGISTRY=localhost  where they belong, as in registry.example.org/team
 #   PUSH=1              pushes them there, and writes their digests to build/images/values.yaml for `helm -f`;
 #                       signs them with cosign, and adds a bill of materials by syft, where these are installed
-#   BASE, BUILDER, ENVIRONMENT, VLLM, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS   as the Containerfiles say
+#   BASE, BUILDER, ENVIRONMENT, STAGE, VLLM, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS   as the Containerfiles say
 #   CA_BUNDLE           certificate authorities that pip trusts during the build, where a proxy has one of its own
 #   BUILDAH="buildah"   the command, with options for its storage
 #   BUILDAH_ISOLATION   buildah's own: "chroot" where a build may not make namespaces, as inside a container
@@ -17,7 +17,7 @@ revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 [ $# -gt 0 ] || set -- stage sandbox mlflow minio
 
 arguments=(--build-arg "VERSION=$version" --build-arg "REVISION=$revision")
-for name in BASE BUILDER ENVIRONMENT VLLM PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS; do
+for name in BASE BUILDER ENVIRONMENT STAGE VLLM PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS; do
   [ -z "${!name:-}" ] || arguments+=(--build-arg "$name=${!name}")
 done
 

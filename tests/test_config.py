@@ -65,6 +65,8 @@ def test_overrides_win_over_the_experiment():
         ("critic.lr", ["critic.lr", "key=value"]),
         ("critic=3", ["critic", "critic.epochs"]),
         ("warmup.samples=5", ["warmup", "batch (64) must be a multiple of samples (5)"]),
+        ("ray.address=http://box", ["ray.address", "host:port"]),
+        ("runtime=Ray", ["runtime", "local, ray"]),
         ("agentic.context=4096", ["agentic.context", "policy.context (1024)", "4096"]),
         ("synthesis.window_ms=[5,1]", ["synthesis", "window_ms"]),
         ("run.name=../x", ["run.name"]),
@@ -126,6 +128,15 @@ def test_how_training_computes_is_no_part_of_a_cache_key():
 def test_every_key_has_one_path_and_the_flat_form_has_the_same():
     leaves = {path for path in key_paths() if not any(other.startswith(path + ".") for other in key_paths())}
     assert leaves == set(flat(Config()))
+
+
+def test_where_ray_is_decides_no_result_and_without_it_its_settings_do_not_either():
+    def values(*overrides):
+        return section_values(compose(overrides), ("runtime", "ray"))
+
+    assert values("ray.workers=9") == values() and values("runtime=ray") != values()
+    assert values("runtime=ray", "ray.address=box-1:6379") == values("runtime=ray")
+    assert values("runtime=ray", "ray.staleness=0") != values("runtime=ray")
 
 
 def test_the_graph_is_sound_and_names_sections_that_exist():

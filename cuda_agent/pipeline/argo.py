@@ -2,6 +2,9 @@
 
     prepare ─► a task a stage (skipped without a pod when the cache can serve it) ─► finish;  on failure: exit ─► finish
 
+A stage that Ray can spread over several pods has a second task, which is skipped unless prepare says so: it makes the
+stage's Ray and follows it.
+
 The result is data without a release: the chart reads it, merges image, resources, places and names for each profile
 and makes one template of it a profile.  Whoever submits passes ``run``, ``config`` and at most a ``lane``, and nothing
 else.  Only fields that Argo 3.7 and 4.x both have.  What Argo carries is small: each stage's manifest and log; data
@@ -22,6 +25,7 @@ from hera.workflows.models import Template
 from cuda_agent.pipeline.gc import LOCK_SECONDS
 from cuda_agent.pipeline.graph import STAGES, Stage, check
 from cuda_agent.pipeline.pools import CONTAINER_SECURITY, version_name
+from cuda_agent.pipeline.rayjobs import can_be_spread, task_name
 
 NAME = "cuda-agent"  # a release's objects are named after it; the chart puts its own name in this one's place
 RUN, CONFIG, WORKFLOW = "{{workflow.parameters.run}}", "{{workflow.parameters.config}}", "{{workflow.name}}"
@@ -54,6 +58,7 @@ def workflow_template(stages: Sequence[Stage] = STAGES) -> dict[str, Any]:
         Template(name="run", dag=models.DAGTemplate(tasks=_tasks(stages))),
         _prepare(stages),
         *(_stage(stage) for stage in stages),
+        *(_spread(stage) for stage in stages if can_be_spread(stage)),
         # Whatever happened, the run's pools go; after a success the task of the graph has seen to it.
         Template(
             name="exit",
@@ -175,21 +180,33 @@ def _tasks(stages: Sequence[Stage]) -> list[models.DAGTask]:
             models.DAGTask(
                 name=stage.name,
                 template=stage.name,
-                dependencies=["prepare", *stage.upstream],
+                dependencies=["prepare", *_either(stages, stage.upstream)],
                 when=f"{planned % stage.name} == run",
                 arguments=models.Arguments(parameters=[models.Parameter(name="servers", value=planned % "servers")]),
             )
         )
+        if can_be_spread(stage):
+            spread = {"name": task_name(stage.name), "template": task_name(stage.name)}
+            tasks.append(tasks[-1].model_copy(update=spread | {"when": f"{planned % stage.name} == ray"}))
     read = {above for stage in stages for above in stage.upstream}
     last = [stage.name for stage in stages if stage.name not in read]
     finish = models.DAGTask(
-        name="finish", template="finish", dependencies=["prepare", *last], when=f"{planned % 'finish'} == run"
+        name="finish",
+        template="finish",
+        dependencies=["prepare", *_either(stages, last)],
+        when=f"{planned % 'finish'} == run",
     )
     return [*tasks, finish]
 
 
+def _either(stages: Sequence[Stage], names: Sequence[str]) -> list[str]:
+    """The tasks of these stages, of which one at most is not skipped for each."""
+    spread = {stage.name for stage in stages if can_be_spread(stage)}
+    return [task for name in names for task in ([name, task_name(name)] if name in spread else [name])]
+
+
 def _prepare(stages: Sequence[Stage]) -> Template:
-    """Its outputs say for every stage ``run`` or ``cached``, where the sandbox is, and whether anything is to
+    """Its outputs say for every stage ``run``, ``ray`` or ``cached``, where the sandbox is, and whether anything is to
     finish."""
     names = [*(stage.name for stage in stages), "servers", "finish"]
     return Template(
@@ -235,17 +252,40 @@ def _stage(stage: Stage) -> Template:
         retry_strategy=_retries(),
         pod_spec_patch=_patch(GRACE),
         container=_container(arguments, env=[servers, token]),
-        outputs=models.Outputs(
-            artifacts=[
-                models.Artifact(
-                    name="manifest",
-                    path=MANIFEST_FILE,
-                    optional=True,  # a stage that failed has none
-                    archive=models.ArchiveStrategy(none=models.NoneStrategy()),
-                    s3=models.S3Artifact(key=f"argo/{WORKFLOW}/{stage.name}/manifest.json"),
-                )
-            ]
+        outputs=_manifest(stage),
+    )
+
+
+def _spread(stage: Stage) -> Template:
+    """The step that makes a stage's Ray and follows it."""
+    arguments = ["pod", "ray", stage.name, "--run", RUN, "--config", CONFIG, "--workflow", WORKFLOW]
+    return Template(
+        name=task_name(stage.name),
+        metadata=_metadata("setup"),
+        inputs=models.Inputs(parameters=[models.Parameter(name="servers")]),
+        service_account_name=f"{NAME}-ray",
+        automount_service_account_token=True,
+        active_deadline_seconds=7 * DAY,
+        retry_strategy=_retries(),
+        pod_spec_patch=_patch(60),
+        container=_container(
+            arguments, env=[models.EnvVar(name="CUDA_AGENT_SANDBOX_SERVERS", value="{{inputs.parameters.servers}}")]
         ),
+        outputs=_manifest(stage),
+    )
+
+
+def _manifest(stage: Stage) -> models.Outputs:
+    return models.Outputs(
+        artifacts=[
+            models.Artifact(
+                name="manifest",
+                path=MANIFEST_FILE,
+                optional=True,  # a stage that failed has none
+                archive=models.ArchiveStrategy(none=models.NoneStrategy()),
+                s3=models.S3Artifact(key=f"argo/{WORKFLOW}/{stage.name}/manifest.json"),
+            )
+        ]
     )
 
 

@@ -1,7 +1,7 @@
 """What of ``workflows/`` and ``charts/cuda-agent`` is made and not written: manifests, values, schema, README.
 
     workflows/{workflow-template,cron-workflow,errands}.json    for whoever reads them without Helm
-    charts/cuda-agent/files/{workflow-template,cron-workflow,errands,pools,dashboard,alerts}.json
+    charts/cuda-agent/files/{workflow-template,cron-workflow,errands,pools,ray,dashboard,alerts}.json
     charts/cuda-agent/{Chart.yaml,values.yaml,values.schema.json,README.md}
 
 ``files`` is a pure function of the graph and the schema of values; a test fails when what is stored is another thing.
@@ -22,6 +22,7 @@ from cuda_agent.pipeline.argo import cron_workflow, errands, workflow_template
 from cuda_agent.pipeline.chart_values import CHART_VERSION, Values
 from cuda_agent.pipeline.observe import alerts, dashboard
 from cuda_agent.pipeline.pools import pool_objects
+from cuda_agent.pipeline.rayjobs import ray_objects
 
 CHART = "charts/cuda-agent"
 
@@ -29,7 +30,7 @@ CHART = "charts/cuda-agent"
 def files() -> dict[str, str]:
     """Path from the repository's root -> text."""
     template, cron, pools = (_json(value) for value in (workflow_template(), cron_workflow(), pool_objects()))
-    asked = _json(errands())
+    asked, ray = _json(errands()), _json(ray_objects())
     return {
         "workflows/workflow-template.json": template,
         "workflows/cron-workflow.json": cron,
@@ -38,6 +39,7 @@ def files() -> dict[str, str]:
         f"{CHART}/files/workflow-template.json": template,
         f"{CHART}/files/cron-workflow.json": cron,
         f"{CHART}/files/pools.json": pools,
+        f"{CHART}/files/ray.json": ray,
         f"{CHART}/files/dashboard.json": _json(dashboard()),
         f"{CHART}/files/alerts.json": _json(alerts()),
         f"{CHART}/Chart.yaml": _chart(),
@@ -183,7 +185,8 @@ Argo WorkflowTemplates (one a profile), the accounts, roles and walls around the
 MinIO and MLflow. This page is made by `cuda-agent render`; version @VERSION@.
 
 Needed first: Kubernetes 1.33 or newer, Argo Workflows 3.7 or 4 watching the release's namespace (its full CRDs), a
-network plugin that enforces NetworkPolicies. Optional: Kueue, the Prometheus operator, an operator for GPUs.
+network plugin that enforces NetworkPolicies. Optional: Kueue, KubeRay 1.6, the Prometheus operator, an operator for
+GPUs.
 
 ```
 kubectl create namespace cuda-agent

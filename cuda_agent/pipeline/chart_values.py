@@ -72,6 +72,7 @@ class Images(Group):
     )  # fmt: skip
     stage: Image = group(Image(repository="cuda-agent"), "stages, prepare and finish")
     sandbox: Image = group(Image(repository="cuda-agent-sandbox"), "the sandbox's servers")
+    ray: Image = group(Image(repository="cuda-agent-ray"), "pods of a stage's Ray: the stages' image, with all of Ray")
     minio: Image = group(Image(repository="cuda-agent-minio"), "MinIO, when the chart brings it")
     mlflow: Image = group(Image(repository="cuda-agent-mlflow"), "MLflow, when the chart brings it")
 
@@ -133,6 +134,23 @@ class Pools(Group):
     evaluate: Pool = group(Pool(), "what judges and times; with GPUs where `sandbox.device=cuda`")
 
 
+class RayPods(Group):
+    """A Ray for stages whose runtime is ray, of several pods; without it they have one inside their own pod."""
+
+    enabled: bool = leaf(
+        False,
+        "have KubeRay make one for each; needs its operator, 1.6",
+        r"WorkflowTemplate:container.env\[CUDA_AGENT_RAY",
+    )
+    headResources: Resources = group(Resources(), "requests and limits of the pod that the stage itself runs in")
+    resources: Resources = group(Resources(), "the same of the trainer's pod and of each rollout worker's")
+    nodeSelector: dict[str, str] = leaf({}, "labels of their nodes", "WorkflowTemplate:container.env", {"pool": "r"})
+    tolerations: list[Object] = leaf(
+        [], "taints they tolerate", "WorkflowTemplate:container.env", [{"key": "ray", "operator": "Exists"}]
+    )
+    affinity: Object = leaf({}, "affinity", "WorkflowTemplate:container.env", {"podAntiAffinity": {}})
+
+
 class Profile(Group):
     """What a run's pods get.  A researcher names it: ``cuda-agent submit --profile NAME``."""
 
@@ -151,6 +169,7 @@ class Profile(Group):
         {"agentic": {"nodeSelector": {"gpu": "h100"}}},
     )  # fmt: skip
     pools: Pools = group(Pools(), "the run's sandbox")
+    ray: RayPods = group(RayPods(), "several pods for stages whose runtime is ray")
 
 
 _SMALL = Resources(
@@ -172,6 +191,7 @@ _PROFILES = {
         defaults=Place(resources=_WORK, deadlineSeconds=604800),
         stages={},
         pools=Pools(workspace=Pool(resources=_WORK), build=Pool(resources=_WORK), evaluate=Pool(resources=_JUDGE)),
+        ray=RayPods(headResources=_WORK, resources=_WORK),
     ),
     "gpu": Profile(
         parallelism=4,
@@ -182,6 +202,7 @@ _PROFILES = {
             build=Pool(replicas=2, resources=_WORK),
             evaluate=Pool(replicas=2, resources=_WITH_GPU, tolerations=_GPU),
         ),
+        ray=RayPods(headResources=_WORK, resources=_WITH_GPU, tolerations=_GPU),
     ),
 }
 
@@ -278,6 +299,10 @@ class Network(Group):
         [{"to": [{"ipBlock": {"cidr": "10.0.0.5/32"}}]}],
     )  # fmt: skip
     monitoringNamespace: str = leaf("monitoring", "where Prometheus runs", "NetworkPolicy:ingress", "prometheus")
+    rayOperatorNamespace: str = leaf(
+        "kuberay", "where KubeRay's operator runs, which asks the head of a stage's Ray",
+        "WorkflowTemplate:container.env", "operators",
+    )  # fmt: skip
 
 
 class Quota(Group):

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cuda_agent.config import Config, ConfigError, freeze
+from cuda_agent.pipeline import rayjobs
 from cuda_agent.pipeline.cluster_api import Cluster, ClusterError
 from cuda_agent.pipeline.graph import STAGES, Stage
 from cuda_agent.pipeline.local import StageView
@@ -211,6 +212,7 @@ def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
     if now:
         for role in ROLES:
             cluster.delete("StatefulSet", f"{name}-{role}")
+        rayjobs.remove_jobs(cluster, name, STAGES)
     return run_of(last), running
 
 
@@ -228,12 +230,15 @@ def views(workflow: dict[str, Any], stages: Sequence[Stage] = STAGES) -> list[St
     found = []
     for name, weight in [("prepare", 0.2), *((stage.name, stage.weight) for stage in stages), ("finish", 0.1)]:
         view = StageView(name, weight)
+        task = rayjobs.task_name(name)  # in its place where the stage is spread over several pods
+        if groups.get(task) is None and (by_name.get(task) or {}).get("phase", "Skipped") in ("Skipped", "Omitted"):
+            task = name
         attempts = sorted(
-            (node for node in nodes.values() if re.fullmatch(rf"{re.escape(name)}\(\d+\)", node["displayName"])),
-            key=lambda node: int(node["displayName"][len(name) + 1 : -1]),
+            (node for node in nodes.values() if re.fullmatch(rf"{re.escape(task)}\(\d+\)", node["displayName"])),
+            key=lambda node: int(node["displayName"][len(task) + 1 : -1]),
         )
-        node = attempts[-1] if attempts else by_name.get(name)
-        group = groups.get(name)
+        node = attempts[-1] if attempts else by_name.get(task)
+        group = groups.get(task)
         if node is not None:
             view.attempt = len(attempts)
             view.state = _STATES.get(node.get("phase", ""), "waiting")
@@ -279,5 +284,6 @@ def pods_of(cluster: Cluster, run: str) -> dict[str, str]:
     pods = cluster.all("Pod", f"{WORKFLOW_LABEL}={attempts[-1]['metadata']['name']}")
     pods.sort(key=lambda pod: pod["metadata"]["creationTimestamp"])
     nodes = [pod["metadata"].get("annotations", {}).get("workflows.argoproj.io/node-name", "") for pod in pods]
-    names = [re.sub(r"\(\d+\)$", "", node.rsplit(".", 1)[-1]) for node in nodes]
+    tasks = [re.sub(r"\(\d+\)$", "", node.rsplit(".", 1)[-1]) for node in nodes]
+    names = [rayjobs.stage_name(task) for task in tasks]
     return {name: pod["metadata"]["name"] for name, pod in zip(names, pods, strict=True)}

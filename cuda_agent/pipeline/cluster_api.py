@@ -18,6 +18,7 @@ _PATHS = {
     "Secret": "/api/v1/namespaces/{}/secrets",
     "Service": "/api/v1/namespaces/{}/services",
     "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
+    "RayJob": "/apis/ray.io/v1/namespaces/{}/rayjobs",
     "StatefulSet": "/apis/apps/v1/namespaces/{}/statefulsets",
     "Workflow": "/apis/argoproj.io/v1alpha1/namespaces/{}/workflows",
     "WorkflowTemplate": "/apis/argoproj.io/v1alpha1/namespaces/{}/workflowtemplates",

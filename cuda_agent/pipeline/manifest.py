@@ -99,13 +99,15 @@ def identity_of(
 
 
 def placed(config: Config) -> Config:
-    """The same configuration for this process's surroundings: a cluster says by the environment where sandbox and
-    engines are, so that the configuration is the same as on one machine."""
+    """The same configuration for this process's surroundings: a cluster says by the environment where sandbox,
+    engines and Ray are, so that the configuration is the same as on one machine."""
     if servers := _named("CUDA_AGENT_SANDBOX_SERVERS"):
         config = config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"servers": servers})})
     if servers := _named("CUDA_AGENT_ENGINE_SERVERS"):
         vllm = config.policy.vllm.model_copy(update={"servers": servers})
         config = config.model_copy(update={"policy": config.policy.model_copy(update={"vllm": vllm})})
+    if address := os.environ.get("CUDA_AGENT_RAY_ADDRESS"):
+        config = config.model_copy(update={"ray": config.ray.model_copy(update={"address": address})})
     return config
 
 

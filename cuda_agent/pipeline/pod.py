@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.config import Config, ConfigError, flat, load
-from cuda_agent.pipeline import episodes, gc, pools, runs
+from cuda_agent.pipeline import episodes, gc, pools, rayjobs, runs
 from cuda_agent.pipeline.cluster_api import Cluster, ClusterError
 from cuda_agent.pipeline.graph import STAGES, STAGES_INPUT, Stage, ancestors
 from cuda_agent.pipeline.manifest import (
@@ -93,11 +93,13 @@ def prepare(
     cluster: Callable[[], Cluster] | None,
     base: Sequence[dict[str, Any]],
     stages: Sequence[Stage] = STAGES,
+    spread: bool = False,
 ) -> dict[str, str]:
-    """Writes and returns its outputs: a stage -> ``run`` or ``cached``, ``servers`` and ``finish``.
+    """Writes and returns its outputs: a stage -> ``run``, ``ray`` or ``cached``, ``servers`` and ``finish``.
 
-    Without ``cluster`` (opened when needed) or ``base`` (objects of the pools) no pool is made.  Raises ConfigError
-    when the configuration is not what was submitted, StoreError and ClusterError when those are away."""
+    Without ``cluster`` (opened when needed) or ``base`` (objects of the pools) no pool is made.  ``spread``: the
+    profile has a Ray of several pods for stages whose runtime it is; else they have one inside their pod.  Raises
+    ConfigError when the configuration is not what was submitted, StoreError and ClusterError when those are away."""
     store = open_store(here.store)
     if not gc.await_end(store, COLLECTION_SECONDS):
         raise TryAgain("`cuda-agent gc` is under way on this store.")
@@ -119,7 +121,9 @@ def prepare(
             runs.end_run(store, record, EXIT_DONE, "", "")
             tell_report(mirror, store, done, Path(folder))
             mirror.update(None, status="FINISHED")
-    outputs = {stage.name: "cached" if stage.name in done else "run" for stage in stages}
+    spread = spread and config.runtime == "ray"
+    outputs = {stage.name: "ray" if spread and rayjobs.can_be_spread(stage) else "run" for stage in stages}
+    outputs |= dict.fromkeys(done, "cached")
     told = "run" if left or os.environ.get("CUDA_AGENT_WEBHOOK") else "no"
     outputs |= {"servers": ",".join(servers), "finish": told}
     here.plan.mkdir(parents=True, exist_ok=True)
@@ -181,8 +185,10 @@ def remove_pools(cluster: Cluster, workflow: str) -> None:
     """Servers first: nothing of a run answers when its walls go."""
     names = [("StatefulSet", f"{workflow}-{role}") for role in pools.ROLES]
     names += [(kind, f"{workflow}-sandbox") for kind in ("Service", "Secret", "NetworkPolicy")]
+    rayjobs.remove_jobs(cluster, workflow, STAGES)
     for kind, name in names:
         cluster.delete(kind, name)
+    rayjobs.remove_walls(cluster, workflow, STAGES)
 
 
 def _why(cluster: Cluster, name: str) -> str:
@@ -273,6 +279,41 @@ def _follow(
                     Path(file_name).write_text(f"{progress['done']}/{max(progress['total'], 1)}")
             metrics = read_metrics(scratch / "metrics.jsonl")
             mirror.update(name, params=_settings(config, stages, name), metrics=metrics, status="RUNNING")
+
+
+def run_spread(
+    here: Surroundings,
+    name: str,
+    run: str,
+    sha256: str,
+    workflow: str,
+    servers: str,
+    cluster: Cluster,
+    base: Sequence[dict[str, Any]],
+) -> int:
+    """Has a stage run in a Ray of several pods (``rayjobs``); returns its exit code."""
+    store = open_store(here.store)
+    config = load(store.get(config_entry(sha256)).decode(), sha256)
+    uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
+    arguments = ["pod", "stage", name, "--run", run, "--config", sha256, "--workflow", workflow]
+    made = rayjobs.objects(base, workflow, uid, name, arguments, servers, config)
+    stopped: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
+    try:
+        code, message = rayjobs.follow(cluster, store, made, run, name, workflow, lambda: bool(stopped))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if code == EXIT_DONE:
+        manifest = read_manifest(store, manifest_entry(run, name))
+        assert manifest is not None, "a job that is done has written its manifest"
+        (here.work / "manifest.json").write_bytes(manifest.to_bytes())
+        return code
+    if not store.exists(outcome_entry(run, name)):
+        store.put(outcome_entry(run, name), json.dumps({"code": code, "message": message}).encode())
+    print(message, file=sys.stderr, flush=True)
+    if code in (EXIT_CONFIG, EXIT_GATE, EXIT_BUG):
+        last_words(here, message)
+    return code
 
 
 def oom_kills() -> int:

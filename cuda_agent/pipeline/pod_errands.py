@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cuda_agent.config import Sandbox
-from cuda_agent.pipeline import bucket, gc, pools
+from cuda_agent.pipeline import bucket, gc, pools, rayjobs
 from cuda_agent.pipeline.cluster import ENDED, RUN_LABEL, phase
 from cuda_agent.pipeline.cluster_api import Cluster, ClusterError
 from cuda_agent.pipeline.doctor import Check
@@ -75,6 +75,7 @@ def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
     last: nothing of one that has only begun is taken for left over."""
     sandboxes = f"{pools.COMPONENT_LABEL}=sandbox"
     items = [item for kind in ("StatefulSet", "Service", "NetworkPolicy") for item in cluster.all(kind, sandboxes)]
+    items += cluster.all("NetworkPolicy", rayjobs.RAY_LABEL)  # of a stage's Ray
     of_pools = {item["metadata"]["labels"].get(pools.POOL_LABEL, "") for item in items} - {""}
     maps = [item["metadata"]["name"] for item in cluster.all("ConfigMap", RUN_LABEL)]
     phases = {item["metadata"]["name"]: phase(item) for item in cluster.all("Workflow")}

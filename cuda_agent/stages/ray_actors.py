@@ -172,6 +172,7 @@ def load_weights(model: Any, weights: Weights) -> None:
 def _settle(site: Site, inputs: Mapping[str, Files], stack: ExitStack | AsyncExitStack) -> Site:
     """``site`` with folders of this process's own, which go when ``stack`` is closed."""
     home = make_folder("actor")
+    home.chmod(0o700)
     stack.callback(remove, home)
     for name, files in inputs.items():
         unpack(files, home / name)

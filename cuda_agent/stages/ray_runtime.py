@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -48,7 +49,7 @@ class _Worker:
         self.number = number
         self.actor: Any = None  # none: lost, or not opened yet
         self.opening: asyncio.Task[None] | None = None
-        self.version = -1
+        self.digest = ""  # of the weights that it plays with
 
 
 class Harvest:
@@ -108,7 +109,7 @@ class RayRuntime:
         self._trainer: Any = None
         self._workers = [_Worker(number) for number in range(self._places.workers)]
         self._served: tuple[int, Any, str] | None = None  # version, where its weights are, their digest
-        self._lost = 0  # workers, since the last step that was played
+        self._lost = 0  # workers, since a step was last played to its end
 
     # ---------------------------------------------------------------------------------------------------------- playing
 
@@ -118,10 +119,8 @@ class RayRuntime:
         extra = math.ceil(self._places.oversample * samples)
         jobs = episodes_of(tasks, samples + extra, f"{self._ctx.name}/{step}")
         harvest = Harvest(jobs, samples)
-        lost = self._lost
 
-        async def follow(worker: _Worker, share: Sequence[Job]) -> None:
-            actor = worker.actor
+        async def follow(worker: _Worker, actor: Any, share: Sequence[Job]) -> None:
             try:
                 async with asyncio.timeout(self._patience(len(share))):
                     with self._losses():
@@ -130,6 +129,8 @@ class RayRuntime:
                             harvest.add(from_line(await reference))
                             if harvest.full:
                                 break
+                if not harvest.full and harvest.missing(share):
+                    raise _Lost("it stopped playing")
             except (TimeoutError, _Lost) as error:
                 self._lose(worker, actor, error)
                 await deal(harvest.missing(share))
@@ -141,7 +142,7 @@ class RayRuntime:
                 workers = await self._living()
                 for number, worker in enumerate(workers):
                     if share := jobs[number :: len(workers)]:
-                        followers.append(asyncio.create_task(follow(worker, share)))
+                        followers.append(asyncio.create_task(follow(worker, worker.actor, share)))
 
         followers: list[asyncio.Task[Any]] = []
         everything = asyncio.Event()
@@ -158,7 +159,7 @@ class RayRuntime:
                 task.cancel()
         if harvest.cut:
             await self._of_all(lambda worker, actor: actor.stop.remote())
-        metrics = {"cut": float(harvest.cut), "workers_lost": float(self._lost - lost)}
+        metrics = {"cut": float(harvest.cut), "workers_lost": float(self._lost)}
         self._lost = 0
         return Played(harvest.episodes(), time.monotonic() - began, metrics)
 
@@ -208,18 +209,15 @@ class RayRuntime:
 
     async def _open(self, worker: _Worker) -> None:
         """Makes the worker that belongs into this place; it has the newest weights when it begins to play."""
-        places, worker.version = self._places, -1
+        places, worker.digest = self._places, ""
         options = self._options(worker.number + 1, places.worker_cpus, places.worker_gpus)
-        actor = (
-            self._ray.remote(cast(Any, RolloutWorker))
-            .options(**options)
-            .remote(self._site, self._settings, self._to_play)
-        )
+        made = self._ray.remote(cast(Any, RolloutWorker)).options(**options)
+        actor = made.remote(_share(self._site, worker.number), self._settings, self._to_play)
         try:
             async with asyncio.timeout(OPENING_SECONDS):
                 with self._losses():
                     await actor.open.remote()
-                    while self._served is not None and worker.version != self._served[0]:
+                    while self._served is not None and worker.digest != self._served[2]:
                         await self._give(worker, actor)
         except (TimeoutError, _Lost) as error:
             worker.actor, worker.opening = actor, None
@@ -232,7 +230,7 @@ class RayRuntime:
         assert self._served is not None
         version, weights, digest = self._served
         await actor.serve.remote(version, weights, digest)
-        worker.version = version
+        worker.digest = digest
 
     @contextmanager
     def _losses(self) -> Iterator[None]:
@@ -244,7 +242,13 @@ class RayRuntime:
                 raise _Lost(str(error.cause)) from error
             raise (error.cause if isinstance(error.cause, Exception) else error) from error
         except self._ray.exceptions.RayError as error:
+            self._unless_born_dead(error)
             raise _Lost(f"{type(error).__name__} {error}") from error
+
+    def _unless_born_dead(self, error: Exception) -> None:
+        """An actor that could not be made would not be made the next time either."""
+        if getattr(error, "actor_init_failed", False):
+            raise RuntimeError(f"an actor could not be made: {error}") from error
 
     # ---------------------------------------------------------------------------------------------------------- trainer
 
@@ -264,19 +268,17 @@ class RayRuntime:
         self._ctx.checkpoints.save(step, lambda folder: unpack(files, folder))
 
     async def restore(self) -> int:
-        if self._trainer is None:
-            places = self._places
-            options = self._options(0, places.trainer_cpus, places.trainer_gpus)
-            self._trainer = (
-                self._ray.remote(Trainer)
-                .options(**options)
-                .remote(self._site, self._settings, self._to_train, self._make_critic)
-            )
+        self._trainer = self._trainer or self._make_trainer()
         found: list[Files] = []
         step = self._ctx.checkpoints.load(lambda folder: found.append(pack(folder)))
         if found:
             await self._of_trainer(self._trainer.load.remote(found.pop()))
         return step or 0
+
+    def _make_trainer(self) -> Any:
+        options = self._options(0, self._places.trainer_cpus, self._places.trainer_gpus)
+        actor = self._ray.remote(cast(Any, Trainer)).options(**options)
+        return actor.remote(self._site, self._settings, self._to_train, self._make_critic)
 
     async def result(self) -> tuple[Any, Any, Critic]:
         model, tokenizer = load_policy(self._ctx.inputs["policy"])
@@ -294,6 +296,7 @@ class RayRuntime:
                 raise (cause if isinstance(cause, Exception) else error) from error
             self._ray.kill(self._trainer)
             self._trainer = None
+            self._unless_born_dead(error)
             raise LearnerLost(f"the trainer was lost ({type(error).__name__})") from error
 
     # ------------------------------------------------------------------------------------------------------- both kinds
@@ -305,7 +308,8 @@ class RayRuntime:
         return {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": strategy}
 
     async def open(self) -> None:
-        """Begins with all of its workers at once; returns when one can play."""
+        """Begins with all of its actors at once; returns when the workers can play."""
+        self._trainer = self._make_trainer()
         for worker in self._workers:
             worker.opening = asyncio.create_task(self._open(worker))
         await asyncio.gather(*(worker.opening for worker in self._workers if worker.opening is not None))
@@ -331,7 +335,9 @@ async def open_ray_runtime(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
 ) -> AsyncIterator[RayRuntime]:
     """``BadConfiguration`` when this machine cannot hold what is asked for, ``TryAgain`` when a cluster does not."""
-    places = ctx.config.ray
+    places, servers = ctx.config.ray, ctx.config.policy.vllm.servers
+    if servers and len(servers) < places.workers:
+        raise BadConfiguration(f"ray.workers is {places.workers}, and policy.vllm.servers has {len(servers)} for them")
     bundles = [{"CPU": places.trainer_cpus, "GPU": places.trainer_gpus}]
     bundles += [{"CPU": places.worker_cpus, "GPU": places.worker_gpus}] * places.workers
     bundles = [{name: count for name, count in bundle.items() if count} or {"CPU": 0.01} for bundle in bundles]
@@ -343,7 +349,7 @@ async def open_ray_runtime(
     with open_ray(places.address, math.ceil(cpus), gpus, 3 * weights):
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        group = placement_group(bundles, strategy="PACK")
+        group = placement_group(bundles, strategy="SPREAD")
         runtime = RayRuntime(ctx, settings, kind, make_critic, group)
         try:
             ready, _ = await asyncio.wait([asyncio.ensure_future(group.ready())], timeout=PLACING_SECONDS)
@@ -354,6 +360,14 @@ async def open_ray_runtime(
         finally:
             await runtime.close()
             remove_placement_group(group)
+
+
+def _share(site: Site, worker: int) -> Site:
+    """With this worker's share of the vLLM servers that others run: each changes the weights of its own."""
+    config = site.config
+    vllm = config.policy.vllm.model_copy(update={"servers": config.policy.vllm.servers[worker :: config.ray.workers]})
+    policy = config.policy.model_copy(update={"vllm": vllm})
+    return replace(site, config=config.model_copy(update={"policy": policy}))
 
 
 def _gpus() -> int:

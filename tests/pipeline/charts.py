@@ -17,6 +17,7 @@ CHART = ROOT / "charts" / "cuda-agent"
 TOOLS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cuda-agent" / "tools"
 HELM = next(iter(sorted([*TOOLS.glob("helm-v*/helm"), *TOOLS.parent.glob("cluster/helm-*/helm")])), None)
 ARGO = next(iter(sorted(TOOLS.glob("argocheck-v*/argocheck"))), None)
+KUBERAY = next(iter(sorted(TOOLS.glob("kuberay-v*/ray.io_rayjobs.yaml"))), None)
 KUBERNETES = "1.34.0"
 
 needs_helm = pytest.mark.skipif(HELM is None, reason="no helm: .ci/tools builds it (needs Go)")
@@ -29,6 +30,7 @@ ALONE: dict[str, Any] = {
     "quota": {"enabled": True},
     "cron": {"enabled": True, "config": "ab" * 32},
     "gc": {"enabled": True},
+    "profiles": {name: {"ray": {"enabled": True}} for name in ("cpu", "gpu")},
     "monitoring": {"serviceMonitor": True, "dashboard": True, "alerts": True},
     "access": {"viewers": [{"kind": "Group", "name": "all"}], "submitters": [{"kind": "User", "name": "eva"}]},
 }

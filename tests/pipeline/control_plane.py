@@ -1,4 +1,5 @@
-"""A real API server for tests: etcd and kube-apiserver on ports of their own, Argo's full definitions, four users.
+"""A real API server for tests: etcd and kube-apiserver on ports of their own, the full definitions of Argo and KubeRay,
+four users.
 
 No node and no controller: objects are judged (schemas, roles, admission) and kept, and nothing runs.  The programs are
 those that the test cluster builds; without them the tests that need them are skipped."""
@@ -14,7 +15,7 @@ from typing import Any, Self
 
 import yaml
 
-from tests.pipeline.charts import ARGO, TOOLS
+from tests.pipeline.charts import ARGO, KUBERAY, TOOLS
 
 _BUILT = TOOLS.parent / "cluster"
 ETCD = next(iter(sorted(_BUILT.glob("etcd-*/etcd"))), None)
@@ -73,6 +74,8 @@ class ControlPlane:
         self.kubectl("create", "namespace", NAMESPACE)
         assert ARGO is not None
         self.kubectl("create", "-f", str(ARGO.parent))
+        if KUBERAY is not None:
+            self.kubectl("create", "-f", str(KUBERAY))
         self._await_definitions()
         return self
 

@@ -10,6 +10,7 @@ from cuda_agent.pipeline import chart
 from cuda_agent.pipeline.argo import LANE, RETRY, cron_workflow, errands, workflow_template
 from cuda_agent.pipeline.graph import STAGES, Stage
 from cuda_agent.pipeline.pools import version_name
+from cuda_agent.pipeline.rayjobs import can_be_spread
 from tests.pipeline.charts import ARGO, ROOT, argocheck, needs_argo
 
 TEMPLATE = workflow_template()
@@ -23,17 +24,33 @@ def test_what_is_stored_is_what_is_rendered():
     assert chart.drift(ROOT) == [], "cuda-agent render"
 
 
+SPREAD = [stage.name for stage in STAGES if can_be_spread(stage)]
+
+
 def test_every_stage_is_a_task_after_prepare_and_after_what_it_reads():
     for stage in STAGES:
-        assert TASKS[stage.name]["dependencies"] == ["prepare", *stage.upstream]
+        above = [task for name in stage.upstream for task in (name, f"{name}-ray") if task in TASKS]
+        assert TASKS[stage.name]["dependencies"] == ["prepare", *above]
         assert TASKS[stage.name]["template"] == stage.name
-    assert set(TASKS) == {stage.name for stage in STAGES} | {"prepare", "finish"}
+    tasks = {stage.name for stage in STAGES} | {f"{name}-ray" for name in SPREAD}
+    assert set(TASKS) == tasks | {"prepare", "finish"}
+
+
+def test_a_stage_that_ray_can_spread_has_a_second_task_in_the_same_place():
+    assert SPREAD == ["warmup", "agentic"]
+    for name in SPREAD:
+        one, other = TASKS[name], TASKS[f"{name}-ray"]
+        assert other == one | {"name": f"{name}-ray", "template": f"{name}-ray", "when": other["when"]}
+        assert other["when"] == one["when"].replace("== run", "== ray")
+        step = TEMPLATES[f"{name}-ray"]
+        assert step["container"]["args"][:3] == ["pod", "ray", name] and step["serviceAccountName"].endswith("-ray")
+        assert step["outputs"] == TEMPLATES[name]["outputs"]
 
 
 def test_every_stage_runs_only_when_prepare_says_so():
     outputs = {item["name"] for item in TEMPLATES["prepare"]["outputs"]["parameters"]}
     assert outputs == {stage.name for stage in STAGES} | {"servers", "finish"}
-    for name in {*TASKS} - {"prepare"}:
+    for name in {*TASKS} - {"prepare"} - {f"{name}-ray" for name in SPREAD}:
         assert TASKS[name]["when"] == f"{{{{tasks.prepare.outputs.parameters.{name}}}}} == run"
 
 
@@ -102,7 +119,8 @@ def test_every_pod_is_restricted_and_only_prepare_and_finish_have_a_token():
     assert SPEC["executor"]["serviceAccountName"] != SPEC["serviceAccountName"]
     assert SPEC["securityContext"]["runAsNonRoot"] and SPEC["securityContext"]["runAsUser"] > 0
     for name, pod in PODS.items():
-        assert bool(pod.get("automountServiceAccountToken")) == (name in ("prepare", "finish"))
+        told = ("prepare", "finish", *(f"{name}-ray" for name in SPREAD))
+        assert bool(pod.get("automountServiceAccountToken")) == (name in told)
         patch = json.loads(pod["podSpecPatch"])
         for container in [pod["container"], *patch["containers"], *patch["initContainers"]]:
             security = container["securityContext"]
@@ -118,7 +136,7 @@ def test_every_pod_has_a_deadline_and_time_for_its_checkpoint():
     for name, pod in PODS.items():
         assert 0 < pod["activeDeadlineSeconds"] <= SPEC["activeDeadlineSeconds"]
         assert json.loads(pod["podSpecPatch"])["terminationGracePeriodSeconds"] >= (
-            60 if name in ("prepare", "finish") else 120
+            120 if name in {stage.name for stage in STAGES} else 60
         )
 
 

@@ -342,16 +342,18 @@ def test_every_pod_is_restricted_and_limited(values):
 def test_only_prepare_finish_and_errands_have_an_account_that_may_do_anything():
     items = objects(ALONE)
     automounted = {i["metadata"]["name"] for i in of_kind(items, "ServiceAccount") if i["automountServiceAccountToken"]}
-    assert automounted == {"r-cuda-agent-operator", "r-cuda-agent-collector"}
+    assert automounted == {f"r-cuda-agent-{name}" for name in ("operator", "collector", "ray")}
     bound = {
         subject["name"]: binding["roleRef"]["name"]
         for binding in of_kind(items, "RoleBinding")
         for subject in binding["subjects"]
         if subject["kind"] == "ServiceAccount"
     }
-    assert bound == {f"r-cuda-agent-{name}": f"r-cuda-agent-{name}" for name in ("executor", "operator", "collector")}
+    told = ("executor", "operator", "collector", "ray")
+    assert bound == {f"r-cuda-agent-{name}": f"r-cuda-agent-{name}" for name in told}
     accounts = dict.fromkeys(("prepare", "finish", "doctor"), "r-cuda-agent-operator")
     accounts |= dict.fromkeys(("gc", "gc-plan"), "r-cuda-agent-collector")
+    accounts |= dict.fromkeys(("warmup-ray", "agentic-ray"), "r-cuda-agent-ray")
     for made in of_kind(items, "WorkflowTemplate"):
         assert made["spec"]["serviceAccountName"] == "r-cuda-agent-stage"
         for item in made["spec"]["templates"]:

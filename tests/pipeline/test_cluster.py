@@ -273,6 +273,7 @@ KINDS = (
     "workflows.argoproj.io", "workflowtemplates.argoproj.io", "workflowtaskresults.argoproj.io", "pods", "pods/log",
     "pods/exec", "pods/portforward", "secrets", "configmaps", "services", "statefulsets.apps", "deployments.apps",
     "networkpolicies.networking.k8s.io", "namespaces", "serviceaccounts", "roles.rbac.authorization.k8s.io",
+    "rayjobs.ray.io", "rayclusters.ray.io",
 )  # fmt: skip
 ROLES = {
     "ada": "cuda-agent-submitter",
@@ -280,6 +281,7 @@ ROLES = {
     f"system:serviceaccount:{NAMESPACE}:cuda-agent-operator": "cuda-agent-operator",
     f"system:serviceaccount:{NAMESPACE}:cuda-agent-collector": "cuda-agent-collector",
     f"system:serviceaccount:{NAMESPACE}:cuda-agent-executor": "cuda-agent-executor",
+    f"system:serviceaccount:{NAMESPACE}:cuda-agent-ray": "cuda-agent-ray",
     f"system:serviceaccount:{NAMESPACE}:cuda-agent-stage": None,
     f"system:serviceaccount:{NAMESPACE}:cuda-agent-sandbox": None,
     "mallory": None,

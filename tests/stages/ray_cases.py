@@ -34,13 +34,13 @@ def config(**sections: Any) -> Config:
     return Config.model_validate(values)
 
 
-def make_inputs(folder: Path) -> dict[str, Path]:
+def make_inputs(folder: Path, **policy: Any) -> dict[str, Path]:
     """Folders of a policy with random weights, and of tasks."""
     inputs = {name: folder / name for name in ("policy", "tasks")}
     for path in inputs.values():
         path.mkdir(parents=True)
     tokenizer = train_tokenizer(texts(corpus(Bootstrap(examples=40), 0, set())), POLICY["vocab"])
-    save_policy(new_policy(config().policy, tokenizer, 0), tokenizer, inputs["policy"])
+    save_policy(new_policy(config(policy=policy).policy, tokenizer, 0), tokenizer, inputs["policy"])
     rng = random.Random(5)
     write_tasks(inputs["tasks"], [sample_task(rng) for _ in range(2)])
     return inputs

@@ -6,10 +6,12 @@ from contextlib import aclosing
 import pytest
 
 from cuda_agent.policy.episode import Episode
+from cuda_agent.stages.context import BadConfiguration
 from cuda_agent.stages.learning import Played, mean_age, oldest, played_ahead
-from cuda_agent.stages.ray_runtime import Harvest
+from cuda_agent.stages.ray_runtime import Harvest, open_ray_runtime
 from cuda_agent.stages.rollouts import episodes_of
 from cuda_agent.tasks.task import Task
+from tests.stages.ray_cases import config, context
 
 TASKS = [Task(name, "", (), "torch#1") for name in ("a", "b")]
 
@@ -107,6 +109,24 @@ def test_an_episode_without_a_reward_does_not_take_the_place_of_one_with():
     assert not harvest.full, "the third may still be good"
     harvest.add(episode("s/a/2"))
     assert harvest.full and [kept.id for kept in harvest.episodes()] == ["s/a/1", "s/a/2"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"policy": {"engine": "vllm", "vllm": {"servers": ["http://a:1"]}}}, "has 1 for them"),
+        ({"ray": {"worker_gpus": 1000}}, "this machine has"),
+    ],
+)
+def test_what_no_ray_here_could_hold_is_a_wrong_configuration(tmp_path, sections, said):
+    ctx = context(tmp_path, config(runtime="ray", **sections), {"policy": tmp_path})
+
+    async def script() -> None:
+        async with open_ray_runtime(ctx, ctx.config.warmup, "single", lambda inputs: pytest.fail("too late")):
+            pass
+
+    with pytest.raises(BadConfiguration, match=said):
+        asyncio.run(script())
 
 
 def test_where_too_few_have_a_reward_the_others_are_counted():
