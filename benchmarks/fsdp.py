@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--size", choices=sorted(SIZES), default="tiny")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--row-tokens", type=int, default=0, help="default: 1,024 on a processor, 16,384 on GPUs")
+    parser.add_argument("--row-tokens", type=int, default=0, help="default: 1,024 on a processor, 8,192 on GPUs")
     parser.add_argument("--rows", type=int, default=8, help="rows of a batch")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
@@ -59,7 +59,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cuda" and torch.cuda.device_count() < 2:
         raise SystemExit(f"needs two GPUs, and there are {torch.cuda.device_count()}")
-    row_tokens = options.row_tokens or (16_384 if options.device == "cuda" else 1024)
+    row_tokens = options.row_tokens or (8192 if options.device == "cuda" else 1024)
     settings = {"row_tokens": row_tokens, "precision": options.precision}
     settings["gradient_checkpointing"] = options.checkpointing
     work = batch(row_tokens, options.rows, SIZES[options.size]["vocab_size"])

@@ -119,6 +119,24 @@ def test_a_stage_sees_only_its_sections():
         _ = part.agentic
 
 
+@pytest.mark.parametrize("kind", ["folder", "downloaded"])
+def test_the_memory_of_a_base_that_is_here_is_worked_out(tmp_path, monkeypatch, kind):
+    shape = {"num_hidden_layers": 36, "hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": 8}
+    shape |= {"head_dim": 128, "intermediate_size": 9728, "vocab_size": 151_936, "tie_word_embeddings": True}
+    folder, base = tmp_path, str(tmp_path)
+    if kind == "downloaded":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        folder, base = tmp_path / "models--some--model" / "snapshots" / "abc", "some/model"
+        folder.mkdir(parents=True)
+        (tmp_path / "models--some--model" / "refs").mkdir()
+        (tmp_path / "models--some--model" / "refs" / "main").write_text("abc")
+    settings = Config.model_validate({"policy": {"base": base}})
+    assert derived(settings)["stages"]["agentic"]["memory"] is None
+    (folder / "config.json").write_text(json.dumps(shape))
+    taken = derived(settings)["stages"]["agentic"]["memory"] / 2**30
+    assert 120 < taken < 180, "weights, gradients and moments of policy and critic, and one row of 4,096 tokens"
+
+
 def test_how_training_computes_is_no_part_of_a_cache_key():
     one, other = Config(), Config.model_validate({"training": {"checkpointing": "on"}})
     for stage in STAGES:

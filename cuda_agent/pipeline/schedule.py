@@ -102,9 +102,19 @@ def _shape(policy: Policy) -> Shape | None:
     if policy.base is None:
         return shape_of_policy(policy)
     try:
-        return shape_of(json.loads((Path(policy.base) / "config.json").read_text()))
+        return shape_of(json.loads(_base_config(policy.base).read_text()))
     except (OSError, ValueError, KeyError):
         return None
+
+
+def _base_config(base: str) -> Path:
+    """Of a folder, or of a model of the hub that was downloaded before."""
+    if Path(base).is_dir() or base.count("/") != 1:
+        return Path(base) / "config.json"
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(base, "config.json")
+    return Path(found) if isinstance(found, str) else Path(base) / "config.json"
 
 
 def parameter_count(policy: Policy) -> int:
