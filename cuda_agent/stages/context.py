@@ -8,11 +8,10 @@ MLflow, S3 or the other stages.
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # whoever starts processes needs the exit codes alone, and at once
     from cuda_agent.config import Config
-    from cuda_agent.training.ranks import Group
 
 EXIT_DONE, EXIT_BUG, EXIT_RETRY, EXIT_CONFIG, EXIT_GATE = 0, 1, 75, 78, 79
 
@@ -79,4 +78,4 @@ class StageContext:
     checkpoints: Checkpoints
     should_stop: Callable[[], bool]  # SIGTERM came: save a checkpoint and raise TryAgain
     cache: Path  # machine-local folder that survives runs: verdicts, baselines, builds by content
-    ranks: "Group | None" = None  # that share the training, where the stage has opened any
+    ranks: Any = None  # the group that shares the training, where the stage has opened one
