@@ -300,7 +300,7 @@ def test_two_gpus_give_the_losses_of_one_process_and_go_on_from_each_other(tmp_p
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     options = {"precision": precision, "gradient_checkpointing": True}
-    tolerance = 1e-4 if precision == "fp32" else 2e-2
+    tolerance = 1e-4 if precision == "fp32" else 5e-2
     alone = trainer(None, tiny_policy(), device="cuda", **options)
     expected = memorise(alone, 0, 8)
     with Ranks(2, device="cuda") as ranks:
