@@ -8,11 +8,10 @@ MLflow, S3 or the other stages.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # whoever starts processes needs the exit codes alone, and at once
     from cuda_agent.config import Config
-    from cuda_agent.training.ranks import Group
 
 EXIT_DONE, EXIT_BUG, EXIT_RETRY, EXIT_CONFIG, EXIT_GATE = 0, 1, 75, 78, 79
 
@@ -77,7 +76,7 @@ class Site:
     inputs: dict[str, Path]  # artifact name -> read-only folder
     work: Path  # scratch, gone afterwards
     cache: Path  # machine-local folder that survives runs: verdicts, baselines, builds by content
-    ranks: "Group | None" = field(default=None, kw_only=True)  # that share the training, where any have been opened
+    ranks: Any = field(default=None, kw_only=True)  # the group that shares the training, where one has been opened
 
 
 @dataclass

@@ -245,6 +245,23 @@ def test_rows_are_dealt_so_that_like_ones_are_computed_together(ranks):
     assert max(lengths) - min(lengths) <= TOKENS
 
 
+def test_chunks_of_logits_are_made_again_with_weights_that_are_gathered(groups):
+    """A vocabulary so large that sixteen tokens fill a chunk."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    def model():
+        torch.manual_seed(0)
+        size = {"vocab_size": 2**20, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 4}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+        return Qwen3ForCausalLM(Qwen3Config(**size, **heads, tie_word_embeddings=True))
+
+    ids = torch.randint(2**20, (2, 50), generator=torch.Generator().manual_seed(0)).tolist()
+    batch = batch_of(tokens_of(one, [0] + [1] * 49) for one in ids)
+    alone, shared = (trainer(group, model()) for group in (None, groups(2)))
+    losses = [[recipes.sft_step(one, batch, 1e-2)["loss"] for _ in range(2)] for one in (alone, shared)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_parts_of_a_row_predict_each_of_its_tokens_once(ranks):
     batch = batch_of(tokens_of_episode(episode) for episode in episodes(5))
@@ -283,7 +300,7 @@ def test_two_gpus_give_the_losses_of_one_process_and_go_on_from_each_other(tmp_p
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     options = {"precision": precision, "gradient_checkpointing": True}
-    tolerance = 1e-4 if precision == "fp32" else 2e-2
+    tolerance = 1e-4 if precision == "fp32" else 5e-2
     alone = trainer(None, tiny_policy(), device="cuda", **options)
     expected = memorise(alone, 0, 8)
     with Ranks(2, device="cuda") as ranks:
