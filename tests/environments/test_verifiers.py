@@ -48,7 +48,7 @@ def test_a_rollout_plays_with_our_tools_and_is_rewarded_by_the_verdict(tmp_path)
     writes = [call("Write", path=path, content=text) for path, text in files_of_the_example().items()]
     profile = {"calls": [call("Bash", command="profile")]}
     trace, asked = evaluate(tmp_path, [[{"calls": writes}], [profile], [{"text": "Done."}]])
-    assert trace["errors"] == [] and trace["rewards"]["reward"]["value"] == 3.0
+    assert trace["errors"] == [] and trace["rewards"]["reward"]["score"] == 3.0
     assert trace["metrics"]["correct"] == 1.0 and trace["metrics"]["speedup_eager"] > 1
     tools = {tool["function"]["name"]: tool["function"] for tool in asked[0]["tools"]}
     assert set(tools) == {"Bash", "Read", "Write", "Edit", "MultiEdit", "Glob", "Grep", "TodoWrite"}
@@ -59,4 +59,4 @@ def test_a_rollout_plays_with_our_tools_and_is_rewarded_by_the_verdict(tmp_path)
 
 def test_an_answer_without_a_solution_is_not_correct(tmp_path):
     trace, _ = evaluate(tmp_path, [[{"text": "I would rather not."}]])
-    assert trace["errors"] == [] and trace["rewards"]["reward"]["value"] == -1.0
+    assert trace["errors"] == [] and trace["rewards"]["reward"]["score"] == -1.0
