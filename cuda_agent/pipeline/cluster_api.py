@@ -7,6 +7,7 @@ What it does not cover: what the objects mean (``argo``, ``pools``, ``cluster``)
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -52,12 +53,13 @@ class Cluster:
         from kubernetes.config import ConfigException
 
         try:
-            contexts, current = config.list_kube_config_contexts()
+            file = os.environ.get("KUBECONFIG") or None  # the client looks once, when it is imported
+            contexts, current = config.list_kube_config_contexts(file)
             chosen = next((item for item in contexts if item["name"] == context), None) if context else current
             if chosen is None:
                 names = ", ".join(sorted(item["name"] for item in contexts)) or "none"
                 raise ClusterError(f"There is no context {context} in your kubeconfig: {names}.", 404)
-            client = config.new_client_from_config(context=chosen["name"])
+            client = config.new_client_from_config(file, context=chosen["name"])
         except (ConfigException, OSError, ValueError, TypeError, KeyError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ClusterError(f"Your kubeconfig cannot be used: {reason}. Set KUBECONFIG.", 404) from None
