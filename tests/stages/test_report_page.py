@@ -63,7 +63,15 @@ def make_report(folder: Path, inputs: dict[str, Path]) -> tuple[dict, str]:
     (folder / "report").mkdir()
     unused = None
     context = StageContext(
-        "report", Config(), inputs, {"report": folder / "report"}, folder, unused, unused, lambda: False, folder
+        name="report",
+        config=Config(),
+        inputs=inputs,
+        outputs={"report": folder / "report"},
+        work=folder,
+        tracker=unused,
+        checkpoints=unused,
+        should_stop=lambda: False,
+        cache=folder,
     )
     report.run(context)
     data = json.loads((folder / "report" / "report.json").read_text())
