@@ -215,7 +215,9 @@ def main() -> None:
     parser.add_argument("--clock", default="real", choices=["real", "model"])
     parser.add_argument("--overhead", action="store_true", help="measure the loop's own time a turn instead")
     parser.add_argument("--episodes", type=int, default=64, help="at once, with --overhead")
-    parser.add_argument("--latency", type=float, default=0.2, help="seconds of a completion on average, with --overhead")
+    parser.add_argument(
+        "--latency", type=float, default=0.2, help="seconds of a completion on average, with --overhead"
+    )
     parser.add_argument("--json", help="write the result here")
     args = parser.parse_args()
     result = asyncio.run(overhead(args)) if args.overhead else compare(args)

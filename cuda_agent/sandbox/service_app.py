@@ -401,7 +401,7 @@ async def serve(config: Sandbox, cache: Path, roles: tuple[Role, ...], limits: L
             listening.set_inheritable(False)
             # Those it accepts inherit it; without it every answer waits 40 ms for the delayed acknowledgement.
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            listening.listen(settings.backlog)  # who connects from now on waits; uvicorn starts to accept a little later
+            listening.listen(settings.backlog)  # who connects from now on waits: accepting begins a little later
             print(f"listening on http://{host}:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
             wearing = asyncio.create_task(server.end_when_worn())
             await server.serve(sockets=[listening])
