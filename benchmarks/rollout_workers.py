@@ -110,8 +110,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Readout:
-    """An engine that says after a while what each episode is to say next.  ``spent``: what it meant to take; that the
-    event loop came back later is no generation."""
+    """An engine that says after a while what each episode is to say next: after ``seconds`` and up to a half more or
+    less, as its seed says.  ``spent``: what it meant to take; that the event loop came back later is no generation."""
 
     def __init__(self, turns: dict[str, list[list[int]]], seconds: float) -> None:
         self._turns, self._seconds = turns, seconds
@@ -120,8 +120,9 @@ class Readout:
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
         ids = self._turns[params.key].pop(0)
-        await asyncio.sleep(self._seconds)
-        self.spent += self._seconds
+        seconds = self._seconds * random.Random(params.seed).uniform(0.5, 1.5)
+        await asyncio.sleep(seconds)
+        self.spent += seconds
         self.calls += 1
         return Completion(ids, [-1.0] * len(ids), 0, "stop")
 
@@ -198,7 +199,7 @@ async def overhead(args: argparse.Namespace) -> dict[str, Any]:
                 results.append(1000 * (sum(lived) - engine.spent) / engine.calls)
     counted = sorted(results[1:] or results)
     print(
-        f"{args.episodes} episodes at once, {args.latency * 1000:.0f} ms a completion: a turn waits "
+        f"{args.episodes} episodes at once, {args.latency * 1000:.0f} ms a completion on average: a turn waits "
         f"{statistics.median(counted):.2f} ms ({counted[0]:.2f}-{counted[-1]:.2f}) for neither engine nor sandbox"
     )
     return {"milliseconds_a_turn": counted}
@@ -214,7 +215,9 @@ def main() -> None:
     parser.add_argument("--clock", default="real", choices=["real", "model"])
     parser.add_argument("--overhead", action="store_true", help="measure the loop's own time a turn instead")
     parser.add_argument("--episodes", type=int, default=64, help="at once, with --overhead")
-    parser.add_argument("--latency", type=float, default=0.2, help="seconds of a completion, with --overhead")
+    parser.add_argument(
+        "--latency", type=float, default=0.2, help="seconds of a completion on average, with --overhead"
+    )
     parser.add_argument("--json", help="write the result here")
     args = parser.parse_args()
     result = asyncio.run(overhead(args)) if args.overhead else compare(args)
