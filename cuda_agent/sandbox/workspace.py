@@ -125,7 +125,7 @@ class Workspaces:
             self._control = None
         if self._process is not None:
             try:
-                async with asyncio.timeout(15):
+                async with asyncio.timeout(75):  # longer than it gives what it started
                     await self._process.wait()
             except TimeoutError:
                 self._process.kill()

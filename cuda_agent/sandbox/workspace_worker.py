@@ -85,7 +85,7 @@ def main() -> None:
         for number in closed - workers.keys():
             closed.discard(number)
             helpers.add(fork(partial(_remove, f"{root}/{number}")))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60  # where others use the processor, what was killed takes long to end
     while (left := children(os.getpid())) and time.monotonic() < deadline:
         kill(left)
         reap()
