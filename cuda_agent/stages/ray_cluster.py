@@ -24,6 +24,7 @@ from cuda_agent.stages import ray_watch
 from cuda_agent.stages.context import BadConfiguration, TryAgain
 
 STORE_BYTES = 128 << 20  # of Ray's object store, at least; what does not fit goes to the disk
+STARTS = 3
 _HERE = "127.0.0.1"
 _TOKEN = secrets.token_hex(32)  # one a process: Ray reads it once
 
@@ -67,10 +68,14 @@ def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> I
             "_temp_dir": str(folder),
         }
     try:
-        try:
-            ray.init(**where, namespace=f"cuda-agent-{secrets.token_hex(4)}", configure_logging=False)
-        except (ConnectionError, RuntimeError, OSError) as error:
-            raise TryAgain(f"Ray ({address or 'of this stage'}) does not start: {error}") from error
+        for attempt in range(STARTS):
+            try:
+                ray.init(**where, namespace=f"cuda-agent-{secrets.token_hex(4)}", configure_logging=False)
+                break
+            except Exception as error:  # on a busy machine a plain one: it gives a node 30 seconds, whatever is set
+                ray.shutdown()
+                if attempt + 1 == STARTS:
+                    raise TryAgain(f"Ray ({address or 'of this stage'}) does not start: {error}") from error
         if threading.current_thread() is threading.main_thread():  # importing Ray takes SIGTERM for itself
             for number, handler in signals.items():
                 signal.signal(number, handler)

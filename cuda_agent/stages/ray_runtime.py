@@ -10,6 +10,7 @@ Not here: the loop (``learning``), what the actors do (``ray_actors``), and Ray'
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
@@ -53,41 +54,40 @@ class _Worker:
 
 
 class Harvest:
-    """The episodes of one step as they come in.  Of every task the first ``samples`` to finish with a reward are kept,
-    or, where fewer have one, all; it is ``full`` when every task has them."""
+    """The episodes of one step as they come in.  Of every task the first to finish with a reward are kept, ``samples``
+    for each time that it was drawn, or, where fewer have one, all; it is ``full`` when every task has them.  A task
+    that was drawn twice has the same episodes twice, as in one process."""
 
-    def __init__(self, jobs: Sequence[Job], samples: int) -> None:
-        self._samples = samples
-        self._tasks = {name: task.name for task, name in jobs}
-        self._open = dict.fromkeys(self._tasks)  # not played yet, in order
-        self._kept: dict[str, list[Episode]] = {task: [] for task in self._tasks.values()}
+    def __init__(self, jobs: Sequence[Job], tasks: Sequence[Task], samples: int) -> None:
+        self._jobs = jobs
+        self._wanted = {name: count * samples for name, count in Counter(task.name for task in tasks).items()}
+        self._open = Counter(task.name for task, _ in jobs)  # of each task, not finished yet
+        self._kept: dict[str, list[Episode]] = {name: [] for name in self._wanted}
 
     def add(self, episode: Episode) -> None:
-        self._open.pop(episode.id)
-        self._kept[self._tasks[episode.id]].append(episode)
-
-    def missing(self, jobs: Sequence[Job]) -> list[Job]:
-        return [job for job in jobs if job[1] in self._open]
+        self._open[episode.task] -= 1
+        self._kept[episode.task].append(episode)
 
     @property
     def full(self) -> bool:
-        open_tasks = {self._tasks[name] for name in self._open}
-        return all(task not in open_tasks or len(self._rewarded(task)) >= self._samples for task in self._kept)
+        return all(not self._open[task] or len(self._rewarded(task)) >= self._wanted[task] for task in self._wanted)
 
     @property
     def cut(self) -> int:
         """How many were begun and are not waited for."""
-        return len(self._open)
+        return self._open.total()
 
     def episodes(self) -> list[Episode]:
         """In the order of the jobs, whatever the order they came in."""
+        places: dict[str, list[int]] = {}
+        for index, (_, name) in enumerate(self._jobs):
+            places.setdefault(name, []).append(index)
         chosen = []
         for task, episodes in self._kept.items():
-            rewarded = self._rewarded(task)
             others = [episode for episode in episodes if episode.reward is None]
-            chosen += [*rewarded, *others][: self._samples]
-        order = {name: index for index, name in enumerate(self._tasks)}
-        return sorted(chosen, key=lambda episode: order[episode.id])
+            chosen += [*self._rewarded(task), *others][: self._wanted[task]]
+        placed = [(places[episode.id].pop(0), episode) for episode in chosen]
+        return [episode for _, episode in sorted(placed, key=lambda item: item[0])]
 
     def _rewarded(self, task: str) -> list[Episode]:
         return [episode for episode in self._kept[task] if episode.reward is not None]
@@ -118,22 +118,25 @@ class RayRuntime:
         samples = self._settings.samples
         extra = math.ceil(self._places.oversample * samples)
         jobs = episodes_of(tasks, samples + extra, f"{self._ctx.name}/{step}")
-        harvest = Harvest(jobs, samples)
+        harvest = Harvest(jobs, tasks, samples)
 
         async def follow(worker: _Worker, actor: Any, share: Sequence[Job]) -> None:
+            left = list(share)
             try:
                 async with asyncio.timeout(self._patience(len(share))):
                     with self._losses():
                         stream = actor.play.options(num_returns="streaming").remote(step, share, self._kind)
                         async for reference in stream:
-                            harvest.add(from_line(await reference))
+                            episode = from_line(await reference)
+                            left.remove(next(job for job in left if job[1] == episode.id))
+                            harvest.add(episode)
                             if harvest.full:
                                 break
-                if not harvest.full and harvest.missing(share):
+                if left and not harvest.full:
                     raise _Lost("it stopped playing")
             except (TimeoutError, _Lost) as error:
                 self._lose(worker, actor, error)
-                await deal(harvest.missing(share))
+                await deal(left)
             if harvest.full:
                 everything.set()
 

@@ -79,9 +79,10 @@ def test_a_fault_in_what_is_played_ahead_ends_the_rest():
 
 
 def episode(name: str, reward: float | None = 1.0, versions: tuple[int, ...] = (-1, 4, -1, 5)) -> Episode:
+    task = name.split("/")[1] if "/" in name else "t"
     mask = [int(version >= 0) for version in versions]
     zeros = [0] * len(mask)
-    return Episode(name, "t", "agent", zeros, mask, [0.0] * len(mask), [*versions], zeros, reward, "answer")
+    return Episode(name, task, "agent", zeros, mask, [0.0] * len(mask), [*versions], zeros, reward, "answer")
 
 
 def test_the_age_of_an_episode_is_that_of_its_oldest_sampled_token():
@@ -92,18 +93,28 @@ def test_the_age_of_an_episode_is_that_of_its_oldest_sampled_token():
 
 def test_of_every_task_the_first_to_finish_are_kept_in_the_order_of_the_tasks():
     jobs = episodes_of(TASKS, 3, "s")
-    harvest = Harvest(jobs, 2)
+    harvest = Harvest(jobs, TASKS, 2)
     for name in ("s/b/2", "s/a/1", "s/b/0"):
         harvest.add(episode(name))
         assert not harvest.full
-    assert [name for _, name in harvest.missing(jobs[2:])] == ["s/a/2", "s/b/1"]
     harvest.add(episode("s/a/0"))
     assert harvest.full and harvest.cut == 2
     assert [kept.id for kept in harvest.episodes()] == ["s/a/0", "s/a/1", "s/b/0", "s/b/2"]
 
 
+def test_a_task_that_is_drawn_twice_has_its_episodes_twice_and_in_their_places():
+    drawn = [TASKS[0], TASKS[1], TASKS[0]]
+    jobs = episodes_of(drawn, 2, "s")
+    harvest = Harvest(jobs, drawn, 2)
+    for _, name in reversed(jobs):
+        assert not harvest.full
+        harvest.add(episode(name))
+    assert harvest.full and harvest.cut == 0
+    assert [kept.id for kept in harvest.episodes()] == [name for _, name in jobs]
+
+
 def test_an_episode_without_a_reward_does_not_take_the_place_of_one_with():
-    harvest = Harvest(episodes_of(TASKS[:1], 3, "s"), 2)
+    harvest = Harvest(episodes_of(TASKS[:1], 3, "s"), TASKS[:1], 2)
     harvest.add(episode("s/a/0", reward=None))
     harvest.add(episode("s/a/1"))
     assert not harvest.full, "the third may still be good"
@@ -130,7 +141,7 @@ def test_what_no_ray_here_could_hold_is_a_wrong_configuration(tmp_path, sections
 
 
 def test_where_too_few_have_a_reward_the_others_are_counted():
-    harvest = Harvest(episodes_of(TASKS[:1], 2, "s"), 2)
+    harvest = Harvest(episodes_of(TASKS[:1], 2, "s"), TASKS[:1], 2)
     harvest.add(episode("s/a/0", reward=None))
     harvest.add(episode("s/a/1"))
     assert harvest.full and [kept.reward for kept in harvest.episodes()] == [None, 1.0]
