@@ -7,6 +7,7 @@ import base64
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import urllib.request
@@ -67,7 +68,7 @@ def browser(width: int, height: int) -> Iterator[Page]:
     import websocket
 
     assert PROGRAM, "no Chromium on this machine"
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         switches = [
             "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
             "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -76,8 +77,9 @@ def browser(width: int, height: int) -> Iterator[Page]:
         ]  # fmt: skip
         environment = {**os.environ, "HOME": folder, "no_proxy": "127.0.0.1"}
         with subprocess.Popen(
-            [PROGRAM, *switches], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
-        ) as running:
+            [PROGRAM, *switches], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment,
+            start_new_session=True,
+        ) as running:  # fmt: skip
             try:
                 told = Path(folder) / "DevToolsActivePort"
                 port = wait_for("the browser", 60, lambda: told.exists() and told.read_text().splitlines()[:1])[0]
@@ -91,4 +93,4 @@ def browser(width: int, height: int) -> Iterator[Page]:
                 made.call("Emulation.setDeviceMetricsOverride", **size)
                 yield made
             finally:
-                running.kill()
+                os.killpg(running.pid, signal.SIGKILL)  # its helpers too, which would go on writing into the folder
