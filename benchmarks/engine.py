@@ -3,10 +3,13 @@ same number of tokens, interleaved in one run so that other load hits both, both
 computes in two threads makes both slower).
 
     python benchmarks/engine.py --batch 32 --prompt 200 --tokens 200 --threads 2 --rounds 5 --json engine.json
+    python benchmarks/engine.py --size 27m --device cuda --batch 256 --prompt 448 --tokens 128 --rounds 3
 
-``--samples`` gives how many completions each prompt gets: 1 lets the engine reuse nothing; in training it is 4 or more.
-The engine's kept prefixes are dropped between rounds, so that none profits from another.  ``--cpu-time`` counts the
-processor's time instead of the clock's, for a machine that others use too (compare with one thread only).
+``engine`` and ``generate`` count the prompts' time too; ``decoding`` is the engine without it: the time of a round less
+that of one which ends with the first token.  ``--samples`` gives how many completions each prompt gets: 1 lets the
+engine reuse nothing; in training it is 4 or more.  The engine's kept prefixes are dropped between rounds, so that none
+profits from another.  ``--cpu-time`` counts the processor's time instead of the clock's, for a machine that others use
+too (compare with one thread only).
 """
 
 import argparse
@@ -20,6 +23,7 @@ from collections.abc import Callable
 
 import torch
 import transformers
+from shapes import SIZES, model_of
 
 from cuda_agent.config import Policy
 from cuda_agent.policy.engine import SamplingParams
@@ -58,6 +62,8 @@ def generate_round(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a causal model; default: a new one of the default configuration")
+    parser.add_argument("--size", choices=sorted(SIZES), help="a new model of this size instead")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu")
     for name, default in (
         ("batch", 32),
@@ -76,10 +82,12 @@ def main() -> None:
     torch.set_num_threads(1)  # of this thread; the engine's has args.threads
     if args.model:
         model = load_model(args.model)
+    elif args.size:
+        model = model_of(args.size).eval()
     else:
         words = ["".join(random.Random(i).choices("abcdefgh", k=6)) for i in range(2000)]
         model = new_policy(Policy(), train_tokenizer([" ".join(words)], Policy().vocab), seed=0)
-    model = model.to(args.device)
+    model = model.to(args.device, getattr(torch, args.dtype))
     engine = LocalEngine(model, args.threads, args.batch, device=args.device)
     rng = random.Random(0)
     prompts = [
@@ -89,17 +97,20 @@ def main() -> None:
     ]
 
     clock = time.process_time if args.cpu_time else time.perf_counter
-    seconds: dict[str, list[float]] = {"engine": [], "generate": []}
-    for index in range(args.rounds + 1):  # the first round warms both up
+    seconds: dict[str, list[float]] = {"engine": [], "prompts": [], "generate": []}
+    for index in range(args.rounds + 1):  # the first round warms all up
         seconds["engine"].append(engine_round(engine, prompts, args.tokens, index, clock))
+        seconds["prompts"].append(engine_round(engine, prompts, 1, index, clock))
         seconds["generate"].append(generate_round(engine, model, prompts, args.tokens, clock))
     asyncio.run(engine.close())
 
-    sampled = len(prompts) * args.tokens
+    sampled, first = len(prompts) * args.tokens, seconds.pop("prompts")
     rates = {name: [sampled / s for s in values[1:]] for name, values in seconds.items()}
+    steps = zip(seconds["engine"][1:], first[1:], strict=True)
+    rates["decoding"] = [(sampled - len(prompts)) / (whole - prompt) for whole, prompt in steps]
     ratio = statistics.median(e / g for e, g in zip(rates["engine"], rates["generate"], strict=True))
     print(f"batch {len(prompts)}, {args.samples} of each prompt of {args.prompt}, {args.tokens} tokens each, ", end="")
-    print(f"{args.threads} threads, {args.device}, {'processor' if args.cpu_time else 'wall'} time")
+    print(f"{args.threads} threads, {args.device}, {args.dtype}, {'processor' if args.cpu_time else 'wall'} time")
     for name, values in rates.items():
         print(f"{name:10} {statistics.median(values):9,.0f} tokens/s   ({min(values):,.0f} to {max(values):,.0f})")
     print(f"engine / generate, median of rounds: {ratio:.2f}")

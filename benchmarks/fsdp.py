@@ -14,29 +14,13 @@ import platform
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
+from shapes import SIZES, model_of
 
 from cuda_agent.training import recipes
 from cuda_agent.training.packing import Batch, batch_of, tokens_of
 from cuda_agent.training.ranks import RankedTrainer, Ranks
-
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 1024},
-    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151_936},
-    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151_936},
-}
-
-
-def model_of(size: str) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-    if size == "tiny":
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES[size], **heads, tie_word_embeddings=True))
 
 
 def batch(row_tokens: int, rows: int, vocab: int) -> Batch:

@@ -1,8 +1,10 @@
 """Tokens a second of the trainer: imitation, value pretraining and PPO on a small Qwen3 trained from random episodes.
 
-    OMP_NUM_THREADS=2 python benchmarks/trainer.py [--json FILE] [--device cuda] [--row-tokens 4096] [--precision bf16]
+    OMP_NUM_THREADS=2 python benchmarks/trainer.py [--json FILE]
+    python benchmarks/trainer.py --size 27m --device cuda --row-tokens 32768 --episodes 256
 
-``plain`` is the same model through transformers alone: a padded batch, logits at every position, cross-entropy.
+``plain`` is the same model through transformers alone, forward and backward: padded batches of 8 episodes (on a
+GPU 32), logits at every position, cross-entropy; ``bf16`` there is autocast too.
 Lengths are those of the demo: 300 to 600 tokens, a third of them sampled.  The best and the median of the repeats.
 """
 
@@ -15,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from shapes import SIZES, model_of
 
 from cuda_agent.config import Ppo
 from cuda_agent.policy.episode import Episode
@@ -24,26 +26,8 @@ from cuda_agent.training.critic import Critic
 from cuda_agent.training.packing import batch_of, tokens_of_episode
 from cuda_agent.training.trainer import Trainer
 
-VOCAB = 1024
 
-
-def small_policy() -> Any:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=True,
-        max_position_embeddings=1024,
-    )
-    return Qwen3ForCausalLM(config)
-
-
-def episodes(count: int) -> list[Episode]:
+def episodes(count: int, vocab: int) -> list[Episode]:
     draw = random.Random(0)
     made = []
     for number in range(count):
@@ -55,7 +39,7 @@ def episodes(count: int) -> list[Episode]:
                 id=str(number),
                 task="",
                 kind="agent",
-                ids=[draw.randrange(VOCAB) for _ in mask],
+                ids=[draw.randrange(vocab) for _ in mask],
                 mask=mask,
                 logprobs=[-6.9 * sampled for sampled in mask],
                 versions=mask,
@@ -79,19 +63,23 @@ def measure(tokens: int, repeats: int, step: Callable[[], Any], device: str) -> 
     return {"best": max(rates), "median": statistics.median(rates)}
 
 
-def plain_step(model: Any, data: list[Episode], device: str) -> None:
-    for start in range(0, len(data), 8):
-        part = data[start : start + 8]
+def plain_step(model: Any, data: list[Episode], device: str, precision: str) -> None:
+    together = 32 if device == "cuda" else 8
+    for start in range(0, len(data), together):
+        part = data[start : start + together]
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(e.ids) for e in part], batch_first=True).to(device)
         labels = [torch.where(torch.tensor(e.mask) == 1, torch.tensor(e.ids), -100) for e in part]
         target = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100).to(device)
         attention = torch.nn.utils.rnn.pad_sequence([torch.ones(len(e.ids)) for e in part], batch_first=True).to(device)
-        model(input_ids=ids, attention_mask=attention.long(), labels=target, use_cache=False).loss.backward()
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
+            loss = model(input_ids=ids, attention_mask=attention.long(), labels=target, use_cache=False).loss
+        loss.backward()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="also write the figures here")
+    parser.add_argument("--size", default="tiny", choices=sorted(SIZES))
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--precision", default=None, choices=["fp32", "bf16"], help="default: both")
     parser.add_argument("--row-tokens", type=int, default=4096)
@@ -99,7 +87,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
 
-    data = episodes(options.episodes)
+    data = episodes(options.episodes, SIZES[options.size]["vocab_size"])
     tokens = sum(len(episode.ids) for episode in data)
     batch = batch_of(tokens_of_episode(episode) for episode in data)
     settings = Ppo(batch=options.episodes, samples=1, minibatches=2)
@@ -107,11 +95,18 @@ def main() -> None:
     def timed(step: Callable[[], Any]) -> dict[str, float]:
         return measure(tokens, options.repeats, step, options.device)
 
-    model = small_policy().to(options.device)
-    figures = {"plain fp32": timed(lambda: plain_step(model, data, options.device))}
+    model = model_of(options.size).to(options.device)
+    figures = {}
     for precision in [options.precision] if options.precision else ["fp32", "bf16"]:
+        if precision == "fp32" or options.device == "cuda":
+            figures[f"plain {precision}"] = timed(
+                lambda precision=precision: plain_step(model, data, options.device, precision)
+            )
         common = {"row_tokens": options.row_tokens, "device": options.device, "precision": precision}
-        actor, critic = Trainer(small_policy(), **common), Trainer(Critic(small_policy().model), **common)
+        actor, critic = (
+            Trainer(model_of(options.size), **common),
+            Trainer(Critic(model_of(options.size).model), **common),
+        )
         figures[f"sft {precision}"] = timed(lambda actor=actor: recipes.sft_step(actor, batch, 1e-4))
         figures[f"value {precision}"] = timed(
             lambda critic=critic: recipes.value_epoch(

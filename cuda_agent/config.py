@@ -165,6 +165,7 @@ class Policy(Section):
     )
     vllm: Vllm = Vllm()
     engine_batch: Positive = Field(32, description="sequences decoded together")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where engine=local computes")
     threads: Positive = Field(2, description="threads of engine and trainer on a cpu")
 
     @model_validator(mode="after")

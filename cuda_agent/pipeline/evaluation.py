@@ -156,9 +156,8 @@ async def _policy(config: Config, cache: Path, player: Player, sandbox: Any) -> 
     model, tokenizer = load_policy(player.policy)
     settings = _settings(config, "compact" if len(tokenizer) <= SMALL_VOCABULARY else "full")
     chat = Chat(tokenizer, settings.style)
-    engine = LocalEngine(
-        model, threads=config.policy.threads, batch=config.policy.engine_batch, lease=Lease(cache / "lease")
-    )
+    policy = config.policy
+    engine = LocalEngine(model, policy.threads, policy.engine_batch, Lease(cache / "lease"), device=policy.device)
     try:
         yield lambda task, seed, name: run_episode(task, engine, chat, sandbox, settings, seed, name)
     finally:

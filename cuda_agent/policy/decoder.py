@@ -6,11 +6,12 @@ with each rotary pair side by side, so that the rotation is one complex product.
 causal model through its own forward pass, one row after the other: correct for every architecture, and slow.
 
 Both expect rows 0..n-1 to be the active ones (``move`` closes holes), so that attention reads the cache without
-gathering it.  Not here: sampling, batching, threads (``local``), gradients.
+gathering it.  On a GPU the dense one's steps are CUDA graphs (``graphs``).  Not here: sampling, batching, threads
+(``local``), gradients.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cuda_agent.policy import native
+from cuda_agent.policy.graphs import StepGraphs
 
 THREADED_ROWS = 256  # rows from which on the native functions divide their work
 
@@ -27,6 +29,10 @@ Job = tuple[int, int, Sequence[int]]  # row, position of the first new token, th
 class Decoder(Protocol):
     context: int  # most tokens of a row
     partial: bool  # whether a kept row may be restored cut short
+
+    def take(self, model: Any) -> bool:
+        """Goes on with this model's weights and empty rows; false when it is of another shape."""
+        ...
 
     def prefill(self, jobs: Sequence[Job]) -> Tensor:
         """Appends tokens to rows; float32 logits [jobs, vocab] after the last token of each."""
@@ -67,16 +73,13 @@ class DenseDecoder:
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.head: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.embed = model.model.embed_tokens.weight.detach().clone()
         with torch.inference_mode():
-            self.layers = [self._layer(layer) for layer in model.model.layers]
-            self.unembed = _fold(model.lm_head.weight, model.model.norm.weight)
-            rotary = model.model.rotary_emb
-            angles = torch.outer(torch.arange(self.context, device=self.embed.device), rotary.inv_freq.float())
-            self.rotations = torch.polar(torch.full_like(angles, float(rotary.attention_scaling)), angles)
+            self.embed, self.layers, self.unembed, self.rotations = self._weights(model)
             self.cache = self._new_cache(rows, min(256, self.context))
         plain = self.embed.device.type == "cpu" and self.embed.dtype == torch.float32
         self.native = native.library(self.head, self.heads // self.kv_heads) if plain else None
+        on_gpu = self.embed.device.type == "cuda"
+        self.graphs = StepGraphs(self._plain_step, rows, self.embed.device) if on_gpu else None
 
     @staticmethod
     def knows(model: Any) -> bool:
@@ -92,14 +95,39 @@ class DenseDecoder:
         plain = (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)
         return all(linear.bias is None for linear in plain)
 
+    def _weights(self, model: Any) -> tuple[Tensor, list[dict[str, Any]], Tensor, Tensor]:
+        """Embedding, layers, output layer and rotations (complex64 [context, D / 2])."""
+        embed = model.model.embed_tokens.weight.detach().clone()
+        rotary = model.model.rotary_emb
+        angles = torch.outer(torch.arange(self.context, device=embed.device), rotary.inv_freq.float())
+        rotations = torch.polar(torch.full_like(angles, float(rotary.attention_scaling)), angles)
+        layers = [self._layer(layer) for layer in model.model.layers]
+        return embed, layers, _fold(model.lm_head.weight, model.model.norm.weight), rotations
+
+    @torch.inference_mode()
+    def take(self, model: Any) -> bool:
+        config = model.config
+        numbers = config.max_position_embeddings, config.rms_norm_eps, config.num_attention_heads
+        if not self.knows(model) or numbers != (self.context, self.eps, self.heads):
+            return False
+        new, old = (list(_tensors(weights)) for weights in (self._weights(model), self._all_weights()))
+        if [(x.shape, x.dtype, x.device) for x in new] != [(x.shape, x.dtype, x.device) for x in old]:
+            return False
+        for ours, theirs in zip(old, new, strict=True):
+            ours.copy_(theirs)
+        return True
+
+    def _all_weights(self) -> tuple[Tensor, list[dict[str, Any]], Tensor, Tensor]:
+        return self.embed, self.layers, self.unembed, self.rotations
+
     def _layer(self, layer: Any) -> dict[str, Any]:
         attention, mlp, half = layer.self_attn, layer.mlp, self.head // 2
-        pairs = torch.stack([torch.arange(half), torch.arange(half) + half], 1).flatten().to(self.embed.device)
+        q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
+        pairs = torch.stack([torch.arange(half), torch.arange(half) + half], 1).flatten().to(q.weight.device)
 
         def paired(tensor: Tensor) -> Tensor:  # [heads * D, ...]: x[j] and x[j + D/2] of each head side by side
             return tensor.unflatten(0, (-1, self.head))[:, pairs].flatten(0, 1)
 
-        q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
         weight = torch.cat([paired(q.weight), paired(k.weight), v.weight])
         bias = None if q.bias is None else torch.cat([paired(q.bias), paired(k.bias), v.bias])
         scale = None
@@ -126,6 +154,8 @@ class DenseDecoder:
             grown = self._new_cache(self.cache.shape[1], min(max(length, 2 * have), self.context))
             grown[:, :, :, :have] = self.cache
             self.cache = grown
+            if self.graphs:
+                self.graphs.forget()
 
     def _qkv(self, layer: dict[str, Any], x: Tensor, rotations: Tensor) -> Tensor:
         """[n, hidden] -> [n, H + 2 K, D], q and k normed and rotated."""
@@ -212,9 +242,13 @@ class DenseDecoder:
         self._reserve(longest + 1)
         if self.native:
             return self._native_step(self.native, ids, positions)
-        n, group = len(ids), self.heads // self.kv_heads
-        length = min(-(-(longest + 1) // 16) * 16, self.cache.shape[3])
-        device = ids.device
+        if self.graphs:
+            return self.graphs(ids, positions, longest + 1, self.cache.shape[3])
+        return self._plain_step(ids, positions, min(-(-(longest + 1) // 16) * 16, self.cache.shape[3]))
+
+    def _plain_step(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
+        """``step`` over the first ``length`` positions of the cache."""
+        n, group, device = len(ids), self.heads // self.kv_heads, ids.device
         seen = torch.arange(length, device=device) <= positions[:, None]
         mask = torch.zeros(n, length, dtype=self.embed.dtype, device=device).masked_fill_(~seen, -torch.inf)
         mask = mask[:, None, None].expand(n, 1, group, length)
@@ -273,6 +307,13 @@ class GenericDecoder:
         self.context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
         self.rows: list[Any] = [None] * rows
 
+    def take(self, model: Any) -> bool:
+        if str(model.config) != str(self.model.config) or model.device != self.model.device:
+            return False
+        self.model.load_state_dict(model.state_dict())
+        self.rows = [None] * len(self.rows)
+        return True
+
     def _forward(self, row: int, ids: Tensor, start: int) -> Tensor:
         cache = self.rows[row] if start else None
         out = self.model(input_ids=ids[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -297,6 +338,17 @@ class GenericDecoder:
 
     def move(self, source: int, target: int, length: int) -> None:
         self.rows[target], self.rows[source] = self.rows[source], None
+
+
+def _tensors(weights: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and dictionaries, in order."""
+    if isinstance(weights, Tensor):
+        yield weights
+    elif isinstance(weights, dict):
+        yield from _tensors(list(weights.values()))
+    elif weights is not None:
+        for part in weights:
+            yield from _tensors(part)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

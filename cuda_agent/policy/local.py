@@ -15,6 +15,7 @@ Not here: several devices or processes, tokens as they come, top-p and its kin (
 """
 
 import asyncio
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ from cuda_agent.policy.model import load_model
 
 QUIET_PASSES = 8
 KEPT_TOKENS_PER_ROW = 1024  # what finished sequences may hold on to, times the rows of a batch
-PREFILL_TOKENS = 1024  # computed at once (a longer prompt whole): between passes the lease is let go
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # at once (a longer prompt whole): between passes the lease is let go
 PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # else 0.05; rounding alone makes 1e-6
 
 
@@ -62,8 +63,9 @@ class Counts:
 class LocalEngine:
     """``model`` is a causal model of transformers (it is copied) or the folder of one.
 
-    ``lease`` must be this engine's own instance.  ``threads`` are the worker's on a cpu.  Raises ``EngineError`` when
-    the decoder does not reproduce the model's log-probabilities; this is checked at every change of weights."""
+    ``lease`` must be this engine's own instance.  ``threads`` are the worker's on a cpu.  ``device`` may be another
+    than the model's.  Raises ``EngineError`` when the decoder does not reproduce the model's log-probabilities; this is
+    checked at every change of weights."""
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class LocalEngine:
         self.counts = Counts()
         self._batch = batch
         self._lease = lease
-        self._device = device
+        self._device = torch.empty(0, device=device).device  # a GPU with its number
         self._waiting: list[_Request] = []
         self._active: list[_Request] = []  # request i is row i of the decoder; the worker's while it works
         self._kept: list[tuple[np.ndarray, Any]] = []  # (ids, what the decoder keeps), the oldest first
@@ -87,8 +89,8 @@ class LocalEngine:
         self._driver: asyncio.Task[None] | None = None
         self._updating: asyncio.Lock | None = None
         self._failure: BaseException | None = None
-        self._worker = ThreadPoolExecutor(1, "engine", initializer=torch.set_num_threads, initargs=(threads,))
-        self._decoder: Decoder = self._worker.submit(self._load, model).result()
+        self._worker = ThreadPoolExecutor(1, "engine", initializer=_settle, initargs=(threads, self._device))
+        self._decoder: Decoder = self._worker.submit(self._load, model, None).result()
 
     @property
     def context(self) -> int:
@@ -197,7 +199,7 @@ class LocalEngine:
             if self._failure:
                 raise EngineError(f"the engine has failed: {self._failure}") from self._failure
             try:
-                load = asyncio.get_running_loop().run_in_executor(self._worker, self._load, source)
+                load = asyncio.get_running_loop().run_in_executor(self._worker, self._load, source, self._decoder)
                 self._decoder = await load
             except BaseException as error:
                 self._failure = error  # never go on with weights that are not those asked for
@@ -208,11 +210,14 @@ class LocalEngine:
 
     # In the worker thread
 
-    def _load(self, source: Any) -> Decoder:
+    def _load(self, source: Any, decoder: Decoder | None) -> Decoder:
+        """The decoder of these weights, ``decoder`` with others where it can be."""
         with torch.inference_mode(), self._working():
-            model = load_model(source) if not hasattr(source, "parameters") else source
-            model = model.to(self._device)
-            decoder = make_decoder(model, max(self._batch, 2))
+            model = source if hasattr(source, "parameters") else load_model(source)
+            if model.device != self._device:
+                model = copy.deepcopy(model).to(self._device)  # ``to`` would move the caller's
+            if decoder is None or not decoder.take(model):
+                decoder = make_decoder(model, max(self._batch, 2))
             difference = verify(decoder, model)
             if not difference <= PROBE_TOLERANCE.get(model.dtype, 0.05):
                 raise EngineError(f"the decoder's log-probabilities differ from the model's by {difference:.2e}")
@@ -270,7 +275,7 @@ class LocalEngine:
                 self.counts.prefilled += len(prompt) - start
             picks.append(leaders[prompt])
         parts = []
-        for chunk in _chunks(jobs, PREFILL_TOKENS):
+        for chunk in _chunks(jobs, PREFILL_TOKENS[self._device.type]):
             with self._working():
                 started = time.perf_counter()
                 parts.append(self._decoder.prefill(chunk))
@@ -332,6 +337,13 @@ class LocalEngine:
         if row < len(self._active):
             self._decoder.move(len(self._active), row, len(last.prompt) + len(last.ids))
             self._active[row] = last
+
+
+def _settle(threads: int, device: torch.device) -> None:
+    """What is a thread's own."""
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _chunks(jobs: Sequence[Job], most: int) -> Iterator[Sequence[Job]]:

@@ -25,10 +25,11 @@ from cuda_agent.policy.model import load_policy
 from cuda_agent.policy.scripted import ScriptedEngine
 from cuda_agent.policy.vllm import VllmEngine, open_vllm
 from cuda_agent.sandbox.client import open_sandbox
-from cuda_agent.stages.context import Site, StageContext, TryAgain
+from cuda_agent.stages.context import BadConfiguration, Site, StageContext, TryAgain
 from cuda_agent.stages.drill import Script
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
+from cuda_agent.training.ranks import gpus
 from cuda_agent.training.recipes import episode_metrics
 
 EPISODES = "episodes.jsonl"
@@ -133,7 +134,9 @@ async def _open_engine(
         engine = ScriptedEngine(Script(chat, read_tasks(ctx.inputs["tasks"])), chat.tokenizer, model)
     else:
         lease = Lease(ctx.cache / "lease")
-        engine = LocalEngine(model, threads=policy.threads, batch=policy.engine_batch, lease=lease)
+        if policy.device == "cuda" and not gpus():
+            raise BadConfiguration("policy.device is cuda, and this machine has no GPU that PyTorch can use")
+        engine = LocalEngine(model, policy.threads, policy.engine_batch, lease, device=policy.device)
     try:
         yield engine
     finally:

@@ -3,13 +3,16 @@
 ``register`` makes it known to transformers under ``NAME``; any model that uses its attention interface can then run it
 (``model.set_attn_implementation(NAME)``), given ``segment_lengths`` with the forward call.  On a CPU short segments go
 through blocked matrix products that skip what lies above the diagonal and share the keys between the query heads of a
-group, and keep their probabilities (half of length squared a head) for the backward pass; the rest goes through
-``scaled_dot_product_attention``, one call a segment, in memory that grows with the length alone.  Given a ``part`` with
-the call, the row is one rank's part of a longer one (``parts``).
+group, and keep their probabilities (half of length squared a head) for the backward pass.  On a GPU in half precision
+one flash attention of variable lengths takes the whole row.  The rest goes through ``scaled_dot_product_attention``, one
+call a segment, in memory that grows with the length alone.  Given a ``part`` with the call, the row is one rank's part of a
+longer one (``parts``).
 Does not cover: sliding windows, soft-capping, sinks, dropout, key-value caches (``supports`` says which models can do
 without).
 """
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,6 +70,8 @@ def _packed_attention(
     if device == "cpu" and part is None and max(lengths) <= LONGEST:
         return _Blocked.apply(query[0], key[0], value[0], scale, lengths)[None], None
     groups = query.shape[1] // key.shape[1]
+    if part is None and _flash(query):
+        return _whole_row(query[0], key[0], value[0], scale, lengths)[None], None
     if device == "cuda" and query.dtype == torch.float32 and groups > 1:
         # Kernels that need no square of the length share keys between heads in half precision only.
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -77,6 +82,27 @@ def _packed_attention(
         for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
     ]
     return torch.cat(done, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _whole_row(query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: tuple[int, ...]) -> Tensor:
+    """query [heads, tokens, size], key and value [kv_heads, tokens, size], in half precision -> [tokens, heads, size]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    groups, ends = query.shape[0] // key.shape[0], _ends(lengths, query.device)
+    key, value = (tensor.repeat_interleave(groups, 0) if groups > 1 else tensor for tensor in (key, value))
+    by_token = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    return varlen_attn(*by_token, ends, ends, max(lengths), max(lengths), scale=scale, window_size=(-1, 0))  # causal
+
+
+def _flash(query: Tensor) -> bool:
+    half = query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16)
+    return half and query.shape[-1] in range(8, 257, 8) and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+@functools.lru_cache(4)
+def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """0 and where each segment ends, int32; made once for all layers of a row."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 class _Blocked(torch.autograd.Function):

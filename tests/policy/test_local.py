@@ -8,7 +8,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from cuda_agent.lease import Lease
-from cuda_agent.policy import local, native
+from cuda_agent.policy import native
 from cuda_agent.policy.decoder import DenseDecoder, GenericDecoder, make_decoder, verify
 from cuda_agent.policy.engine import SamplingParams
 from cuda_agent.policy.local import EngineError, LocalEngine, draw, uniforms
@@ -240,8 +240,7 @@ def test_new_weights_are_served_from_the_next_call_on(engine, policy, tokenizer,
 
 
 def test_stale_weights_fail_loudly(engine, policy, monkeypatch):
-    stale = make_decoder(policy, 4)
-    monkeypatch.setattr(local, "make_decoder", lambda model, rows: stale)
+    monkeypatch.setattr(engine._decoder, "take", lambda model: True)
     changed = copy.deepcopy(policy)
     with torch.no_grad():
         changed.model.layers[0].mlp.up_proj.weight.mul_(1.1)
@@ -249,6 +248,17 @@ def test_stale_weights_fail_loudly(engine, policy, monkeypatch):
         asyncio.run(engine.update_from(changed, 1))
     with pytest.raises(EngineError, match="failed"):
         serve(engine, [([1], SamplingParams(max_tokens=1, seed=0))])
+
+
+def test_a_model_of_another_shape_makes_a_new_decoder(engine, policy):
+    old = engine._decoder
+    shallow = copy.deepcopy(policy)
+    shallow.model.layers = shallow.model.layers[:1]
+    asyncio.run(engine.update_from(shallow, 1))
+    assert engine._decoder is not old
+    prompt = prompts(1)[0]
+    (completion,) = serve(engine, [(prompt, SamplingParams(max_tokens=9, seed=3))])
+    np.testing.assert_allclose(completion.logprobs, reference(shallow, prompt, completion.ids), atol=1e-4)
 
 
 def test_training_the_model_in_place_does_not_leak_into_the_engine(policy):

@@ -445,3 +445,14 @@ def test_a_long_row_on_a_gpu_needs_no_tokens_squared(precision):
     torch.cuda.reset_peak_memory_stats()
     recipes.sft_step(actor, batch_of([tokens_of(ids, [0] + [1] * (len(ids) - 1))]), 1e-3)
     assert torch.cuda.max_memory_allocated() < 2**30
+
+
+@pytest.mark.gpu
+def test_a_row_of_many_sequences_on_a_gpu_in_half_precision_learns_what_a_cpu_does():
+    lengths = [5, 130, 64, 1, 257, 40]
+    batch = batch_of([tokens_of(torch.randint(VOCAB, (n + 1,)).tolist(), [0] + [1] * n) for n in lengths])
+    gpu, cpu = policy(device="cuda", precision="bf16"), policy()
+    for _ in range(3):
+        ours, wanted = (recipes.sft_step(trainer, batch, 1e-2) for trainer in (gpu, cpu))
+        assert ours["loss"] == pytest.approx(wanted["loss"], rel=0.02)
+        assert ours["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=0.1)

@@ -1,0 +1,70 @@
+"""Decoding steps as CUDA graphs: one launch for the hundreds of small kernels of a step.
+
+A graph is recorded for a number of rows and of cache positions; a step runs in the smallest one that holds it, so that
+few are recorded (about a dozen for a whole batch).  Rows beyond those asked for compute into places nobody reads.  Not
+here: the arithmetic (``decoder``), and anything whose shapes depend on data.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHORTEST = 128  # cache positions; above, powers of two and the middles between them
+
+Step = Callable[[Tensor, Tensor, int], Tensor]
+
+
+class StepGraphs:
+    """``step`` (ids int64 [n], positions int64 [n], length) -> logits [n, vocab], recorded and replayed.  It must give
+    the same for the same arguments when run twice.  ``rows`` is the most that n may be."""
+
+    def __init__(self, step: Step, rows: int, device: torch.device) -> None:
+        self._step, self._rows = step, rows
+        self._ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._recorded: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def __call__(self, ids: Tensor, positions: Tensor, length: int, longest: int) -> Tensor:
+        """Logits of the step over at least ``length`` and at most ``longest`` positions of the cache."""
+        n = len(ids)
+        rows, length = padded_rows(n, self._rows), padded_length(length, longest)
+        self._ids[:n], self._positions[:n] = ids, positions
+        self._positions[n:rows].zero_()
+        if (rows, length) not in self._recorded:
+            self._recorded[rows, length] = self._record(rows, length)
+        graph, logits = self._recorded[rows, length]
+        graph.replay()
+        return logits[:n].clone()  # which the next replay overwrites
+
+    def forget(self) -> None:
+        """To be called when the tensors that ``step`` reads and writes are others than before."""
+        self._recorded.clear()
+
+    def _record(self, rows: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        arguments = self._ids[:rows], self._positions[:rows], length
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._step(*arguments)  # libraries allocate and choose when first called
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # others may use the GPU
+            logits = self._step(*arguments)
+        return graph, logits
+
+
+def padded_rows(n: int, most: int) -> int:
+    """The smallest power of two that holds ``n``, at most ``most``."""
+    return min(1 << (n - 1).bit_length(), most)
+
+
+def padded_length(length: int, most: int) -> int:
+    """The smallest of 128, 192, 256, 384, 512, 768, ... that holds ``length``, at most ``most``."""
+    power = SHORTEST
+    while power < length:
+        if length <= (middle := power * 3 // 2):
+            return min(middle, most)
+        power *= 2
+    return min(power, most)
