@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--precision", default=None, choices=["fp32", "bf16"], help="default: both")
     parser.add_argument("--row-tokens", type=int, default=4096)
+    parser.add_argument("--compile", action="store_true", help="torch.compile for the trainer's layers")
     parser.add_argument("--episodes", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
@@ -103,6 +104,7 @@ def main() -> None:
                 lambda precision=precision: plain_step(model, data, options.device, precision)
             )
         common = {"row_tokens": options.row_tokens, "device": options.device, "precision": precision}
+        common["compile"] = options.compile
         actor, critic = (
             Trainer(model_of(options.size), **common),
             Trainer(Critic(model_of(options.size).model), **common),

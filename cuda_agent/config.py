@@ -198,6 +198,7 @@ class Training(Section):
         "auto",
         description="compute activations twice instead of keeping them; auto: for rows of more than 8,192 tokens",
     )
+    compile: bool = Field(False, description="torch.compile for the layers: on GPUs half the time, after a minute")
     ranks: Positive = Field(1, description="processes that share weights and rows of a trainer (not in bootstrap)")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where they compute; cuda: a GPU each, from the first on")
     share: Literal["rows", "tokens"] = Field(

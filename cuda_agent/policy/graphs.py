@@ -24,8 +24,7 @@ class StepGraphs:
         self._step, self._rows = step, rows
         self._ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._pool: Any = torch.cuda.graph_pool_handle()
-        self._recorded: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.forget()
 
     def __call__(self, ids: Tensor, positions: Tensor, length: int, longest: int) -> Tensor:
         """Logits of the step over at least ``length`` and at most ``longest`` positions of the cache."""
@@ -41,7 +40,8 @@ class StepGraphs:
 
     def forget(self) -> None:
         """To be called when the tensors that ``step`` reads and writes are others than before."""
-        self._recorded.clear()
+        self._recorded: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._pool: Any = torch.cuda.graph_pool_handle()  # one whose graphs are gone cannot be used again
 
     def _record(self, rows: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         arguments = self._ids[:rows], self._positions[:rows], length

@@ -62,6 +62,7 @@ def make_trainer(
         "optimizer": "muon" if scratch else "adamw",
         "precision": precision,
         "gradient_checkpointing": checkpointing == "on" or (checkpointing == "auto" and row_tokens > AUTO_TOKENS),
+        "compile": ctx.config.training.compile,
     }
     if ctx.ranks is not None:
         name = "critic" if isinstance(model, Critic) else "policy"

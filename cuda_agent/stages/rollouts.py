@@ -24,12 +24,12 @@ from cuda_agent.policy.local import LocalEngine
 from cuda_agent.policy.model import load_policy
 from cuda_agent.policy.scripted import ScriptedEngine
 from cuda_agent.policy.vllm import VllmEngine, open_vllm
+from cuda_agent.policy.vllm_server import gpus
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.stages.context import BadConfiguration, Site, StageContext, TryAgain
 from cuda_agent.stages.drill import Script
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
-from cuda_agent.training.ranks import gpus
 from cuda_agent.training.recipes import episode_metrics
 
 EPISODES = "episodes.jsonl"

@@ -1,12 +1,11 @@
 """Causal attention inside packed rows: every sequence attends to itself alone, and no mask is ever built.
 
 ``register`` makes it known to transformers under ``NAME``; any model that uses its attention interface can then run it
-(``model.set_attn_implementation(NAME)``), given ``segment_lengths`` with the forward call.  On a CPU short segments go
+(``model.set_attn_implementation(NAME)``), given ``segments`` with the forward call.  On a CPU short segments go
 through blocked matrix products that skip what lies above the diagonal and share the keys between the query heads of a
 group, and keep their probabilities (half of length squared a head) for the backward pass.  On a GPU in half precision
 one flash attention of variable lengths takes the whole row.  The rest goes through ``scaled_dot_product_attention``, one
-call a segment, in memory that grows with the length alone.  Given a ``part`` with the call, the row is one rank's part of a
-longer one (``parts``).
+call a segment, in memory that grows with the length alone.  A row may be one rank's part of a longer one (``parts``).
 Does not cover: sliding windows, soft-capping, sinks, dropout, key-value caches (``supports`` says which models can do
 without).
 """
@@ -14,7 +13,8 @@ without).
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +28,25 @@ NAME = "packed"
 BLOCK = 128  # query rows of one blocked product
 
 
-def register() -> None:
-    """Tell transformers of this attention; calling it again changes nothing."""
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """How a row is made up.  An object, so that what is compiled does not depend on its numbers."""
+
+    lengths: tuple[int, ...]
+    part: Part | None = None  # the row is one rank's part of one with these ``lengths``
+
+    @functools.cached_property
+    def ends(self) -> Tensor:
+        """0 and where each segment ends, int32 on the current GPU; made once for all layers of a row."""
+        return torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32, device="cuda")
+
+
+def register(compiled: bool = False) -> None:
+    """Tell transformers of this attention; calling it again changes nothing.  ``compiled``: models that
+    ``torch.compile`` has been given use it too."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, _packed_attention)
+    AttentionInterface.register(NAME, torch.compiler.disable(_packed_attention) if compiled else _packed_attention)
 
 
 def supports(config: Any) -> bool:
@@ -51,14 +65,14 @@ def _packed_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    segment_lengths: Sequence[int] | None = None,
-    part: Part | None = None,
+    segments: Segments | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Returns [1, tokens, heads, size], as transformers wants it."""
     if query.shape[0] != 1 or attention_mask is not None:
         raise ValueError("packed attention takes one row and no mask")
-    lengths = tuple(segment_lengths or (query.shape[2],))
+    segments = segments or Segments((query.shape[2],))
+    lengths, part = segments.lengths, segments.part
     tokens = query.shape[2] * (part.ranks if part else 1)
     if sum(lengths) != tokens:
         raise ValueError(f"segments of {sum(lengths)} tokens in a row of {tokens}")
@@ -71,7 +85,7 @@ def _packed_attention(
         return _Blocked.apply(query[0], key[0], value[0], scale, lengths)[None], None
     groups = query.shape[1] // key.shape[1]
     if part is None and _flash(query):
-        return _whole_row(query[0], key[0], value[0], scale, lengths)[None], None
+        return _whole_row(query[0], key[0], value[0], scale, segments)[None], None
     if device == "cuda" and query.dtype == torch.float32 and groups > 1:
         # Kernels that need no square of the length share keys between heads in half precision only.
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -84,25 +98,21 @@ def _packed_attention(
     return torch.cat(done, dim=2).transpose(1, 2).contiguous(), None
 
 
-def _whole_row(query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: tuple[int, ...]) -> Tensor:
-    """query [heads, tokens, size], key and value [kv_heads, tokens, size], in half precision -> [tokens, heads, size]."""
+def _whole_row(query: Tensor, key: Tensor, value: Tensor, scale: float, segments: Segments) -> Tensor:
+    """query [heads, tokens, size], key and value [kv_heads, tokens, size], half precision -> [tokens, heads, size]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    groups, ends = query.shape[0] // key.shape[0], _ends(lengths, query.device)
-    key, value = (tensor.repeat_interleave(groups, 0) if groups > 1 else tensor for tensor in (key, value))
-    by_token = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    return varlen_attn(*by_token, ends, ends, max(lengths), max(lengths), scale=scale, window_size=(-1, 0))  # causal
+    groups, ends, longest = query.shape[0] // key.shape[0], segments.ends, max(segments.lengths)
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+    q, k, v = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, window_size=(-1, 0))  # that is causal
+    return cast(Tensor, out)
 
 
 def _flash(query: Tensor) -> bool:
     half = query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16)
     return half and query.shape[-1] in range(8, 257, 8) and torch.cuda.get_device_capability(query.device) >= (8, 0)
-
-
-@functools.lru_cache(4)
-def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """0 and where each segment ends, int32; made once for all layers of a row."""
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 class _Blocked(torch.autograd.Function):

@@ -57,6 +57,7 @@ class Trainer:
         device: str = "cpu",
         precision: Literal["fp32", "bf16", "auto"] = "fp32",
         gradient_checkpointing: bool = False,
+        compile: bool = False,
         lease: Lease | None = None,
         mesh: DeviceMesh | None = None,
         share: Literal["rows", "tokens"] = "rows",
@@ -75,12 +76,15 @@ class Trainer:
         model.train(gradient_checkpointing)
         if gradient_checkpointing:
             trunk.gradient_checkpointing_enable({"use_reentrant": False})
+        if compile:
+            for layer in trunk.layers:  # which are alike: one of them is compiled
+                layer.compile()
         self._root = None if mesh is None else sharding.shard(model, trunk, mesh)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizers = _optimizers(model, optimizer, weight_decay, betas)
         small = self.device.type == "cpu" and sum(parameter.numel() for parameter in model.parameters()) <= SMALL
         self.workers = torch.get_num_threads() if small and mesh is None else 1
-        attention.register()
+        attention.register(compile)
         self._packed = attention.supports(trunk.config)
         self._share = share
         if share == "tokens" and not self._packed:
@@ -121,7 +125,7 @@ class Trainer:
     def states(self, row: Row) -> Tensor:
         """[n, hidden] before the row's sampled tokens.  Inside ``working`` and ``within`` only; the row is on the
         trainer's device."""
-        extra = {"segment_lengths": row.lengths, "part": row.part} if self._packed else {}
+        extra = {"segments": attention.Segments(row.lengths, row.part)} if self._packed else {}
         with torch.autocast(
             self.device.type,
             torch.bfloat16,
@@ -321,7 +325,8 @@ def _check_rows(trainer: Trainer) -> None:
         return
 
     def both() -> tuple[Tensor, Tensor]:
-        logits = trainer.model(input_ids=apart[0].ids[None].to(trainer.device)).logits[0, :-1].float().cpu()
+        row = apart[0].ids[None].to(trainer.device)
+        logits = trainer.model(input_ids=row, use_cache=False).logits[0, :-1].float().cpu()
         return logits, trainer.model.get_output_embeddings()(single[0].to(trainer.device)).float().cpu()
 
     with torch.no_grad():

@@ -156,7 +156,9 @@ def test_packed_attention_equals_masked_attention_and_so_do_its_gradients(length
     for packed in (True, False):
         query, key, value = (tensor.clone().requires_grad_() for tensor in inputs)
         if packed:
-            out, _ = attention._packed_attention(torch.nn.Module(), query, key, value, None, segment_lengths=lengths)
+            out, _ = attention._packed_attention(
+                torch.nn.Module(), query, key, value, None, segments=attention.Segments(tuple(lengths))
+            )
         else:
             mask = dense_mask(lengths)
             out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2)
@@ -168,7 +170,11 @@ def test_packed_attention_equals_masked_attention_and_so_do_its_gradients(length
 
 def test_long_segments_take_the_other_path_with_the_same_result(monkeypatch):
     query, key, value = torch.randn(1, 4, 90, 8), torch.randn(1, 2, 90, 8), torch.randn(1, 2, 90, 8)
-    blocked, _ = attention._packed_attention(torch.nn.Module(), query, key, value, None, segment_lengths=(60, 30))
+    blocked, _ = attention._packed_attention(
+        torch.nn.Module(), query, key, value, None, segments=attention.Segments((60, 30))
+    )
     monkeypatch.setattr(attention, "LONGEST", 10)
-    whole, _ = attention._packed_attention(torch.nn.Module(), query, key, value, None, segment_lengths=(60, 30))
+    whole, _ = attention._packed_attention(
+        torch.nn.Module(), query, key, value, None, segments=attention.Segments((60, 30))
+    )
     assert torch.allclose(blocked, whole, atol=1e-5)

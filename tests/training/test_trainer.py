@@ -434,6 +434,23 @@ def test_activations_computed_twice_give_the_same_steps():
     assert twice == pytest.approx(kept, abs=1e-6)
 
 
+@pytest.mark.nightly
+def test_compiled_layers_give_the_same_steps_and_are_compiled_a_few_times_for_all_lengths():
+    from torch._dynamo.utils import counters
+
+    batches = [
+        batch_of([tokens_of(torch.randint(VOCAB, (n + 1,)).tolist(), [0] + [1] * n) for n in lengths])
+        for lengths in ([5, 130, 64], [57, 40, 100, 3], [70, 80], [9] * 12, [200])
+    ]
+    plain, compiled = policy(), policy(compile=True)
+    for index, batch in enumerate(batches):
+        wanted, ours = (recipes.sft_step(trainer, batch, 1e-3) for trainer in (plain, compiled))
+        assert ours == pytest.approx(wanted, rel=1e-3)
+        if index == 1:
+            made = counters["stats"]["unique_graphs"]
+    assert made == counters["stats"]["unique_graphs"] > 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_long_row_on_a_gpu_needs_no_tokens_squared(precision):
@@ -448,10 +465,12 @@ def test_a_long_row_on_a_gpu_needs_no_tokens_squared(precision):
 
 
 @pytest.mark.gpu
-def test_a_row_of_many_sequences_on_a_gpu_in_half_precision_learns_what_a_cpu_does():
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_row_of_many_sequences_on_a_gpu_in_half_precision_learns_what_a_cpu_does(compile):
     lengths = [5, 130, 64, 1, 257, 40]
     batch = batch_of([tokens_of(torch.randint(VOCAB, (n + 1,)).tolist(), [0] + [1] * n) for n in lengths])
-    gpu, cpu = policy(device="cuda", precision="bf16"), policy()
+    gpu, cpu = policy(device="cuda", precision="bf16", compile=compile), policy()
+    gpu.row_tokens = cpu.row_tokens = 300
     for _ in range(3):
         ours, wanted = (recipes.sft_step(trainer, batch, 1e-2) for trainer in (gpu, cpu))
         assert ours["loss"] == pytest.approx(wanted["loss"], rel=0.02)
