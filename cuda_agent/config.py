@@ -166,6 +166,11 @@ class Policy(Section):
     vllm: Vllm = Vllm()
     engine_batch: Positive = Field(32, description="sequences decoded together")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where engine=local computes")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="what engine=local computes in; bfloat16 is twice as fast on a GPU, and not the trainer's "
+        "log-probabilities: take old_logprobs=trainer",
+    )
     threads: Positive = Field(2, description="threads of engine and trainer on a cpu")
 
     @model_validator(mode="after")

@@ -157,7 +157,9 @@ async def _policy(config: Config, cache: Path, player: Player, sandbox: Any) -> 
     settings = _settings(config, "compact" if len(tokenizer) <= SMALL_VOCABULARY else "full")
     chat = Chat(tokenizer, settings.style)
     policy = config.policy
-    engine = LocalEngine(model, policy.threads, policy.engine_batch, Lease(cache / "lease"), device=policy.device)
+    engine = LocalEngine(
+        model, policy.threads, policy.engine_batch, Lease(cache / "lease"), device=policy.device, dtype=policy.dtype
+    )
     try:
         yield lambda task, seed, name: run_episode(task, engine, chat, sandbox, settings, seed, name)
     finally:

@@ -63,9 +63,9 @@ class Counts:
 class LocalEngine:
     """``model`` is a causal model of transformers (it is copied) or the folder of one.
 
-    ``lease`` must be this engine's own instance.  ``threads`` are the worker's on a cpu.  ``device`` may be another
-    than the model's.  Raises ``EngineError`` when the decoder does not reproduce the model's log-probabilities; this is
-    checked at every change of weights."""
+    ``lease`` must be this engine's own instance.  ``threads`` are the worker's on a cpu.  ``device`` and ``dtype`` may
+    be others than the model's.  Raises ``EngineError`` when the decoder does not reproduce the model's
+    log-probabilities; this is checked at every change of weights."""
 
     def __init__(
         self,
@@ -76,11 +76,13 @@ class LocalEngine:
         *,
         version: int = 0,
         device: str = "cpu",
+        dtype: str | None = None,
     ) -> None:
         self.version = version
         self.counts = Counts()
         self._batch = batch
         self._lease = lease
+        self._dtype = getattr(torch, dtype) if dtype else None
         self._device = torch.empty(0, device=device).device  # a GPU with its number
         self._waiting: list[_Request] = []
         self._active: list[_Request] = []  # request i is row i of the decoder; the worker's while it works
@@ -214,8 +216,8 @@ class LocalEngine:
         """The decoder of these weights, ``decoder`` with others where it can be."""
         with torch.inference_mode(), self._working():
             model = source if hasattr(source, "parameters") else load_model(source)
-            if model.device != self._device:
-                model = copy.deepcopy(model).to(self._device)  # ``to`` would move the caller's
+            if model.device != self._device or self._dtype not in (None, model.dtype):
+                model = copy.deepcopy(model).to(self._device, self._dtype)  # ``to`` alone would change the caller's
             if decoder is None or not decoder.take(model):
                 decoder = make_decoder(model, max(self._batch, 2))
             difference = verify(decoder, model)

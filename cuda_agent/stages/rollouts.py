@@ -136,7 +136,9 @@ async def _open_engine(
         lease = Lease(ctx.cache / "lease")
         if policy.device == "cuda" and not gpus():
             raise BadConfiguration("policy.device is cuda, and this machine has no GPU that PyTorch can use")
-        engine = LocalEngine(model, policy.threads, policy.engine_batch, lease, device=policy.device)
+        engine = LocalEngine(
+            model, policy.threads, policy.engine_batch, lease, device=policy.device, dtype=policy.dtype
+        )
     try:
         yield engine
     finally:

@@ -4,8 +4,9 @@
 (``model.set_attn_implementation(NAME)``), given ``segments`` with the forward call.  On a CPU short segments go
 through blocked matrix products that skip what lies above the diagonal and share the keys between the query heads of a
 group, and keep their probabilities (half of length squared a head) for the backward pass.  On a GPU in half precision
-one flash attention of variable lengths takes the whole row.  The rest goes through ``scaled_dot_product_attention``, one
-call a segment, in memory that grows with the length alone.  A row may be one rank's part of a longer one (``parts``).
+one flash attention of variable lengths takes the whole row.  The rest goes through ``scaled_dot_product_attention``,
+one call a segment, in memory that grows with the length alone.  A row may be one rank's part of a longer one
+(``parts``).
 Does not cover: sliding windows, soft-capping, sinks, dropout, key-value caches (``supports`` says which models can do
 without).
 """
@@ -13,7 +14,6 @@ without).
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -28,12 +28,12 @@ NAME = "packed"
 BLOCK = 128  # query rows of one blocked product
 
 
-@dataclass(frozen=True, eq=False)
 class Segments:
-    """How a row is made up.  An object, so that what is compiled does not depend on its numbers."""
+    """How a row is made up: the sequences' lengths, and, where the row is one rank's part of one with these lengths,
+    which part.  A plain object: a dataclass's numbers would be compiled in (``torch.compile``), for every row anew."""
 
-    lengths: tuple[int, ...]
-    part: Part | None = None  # the row is one rank's part of one with these ``lengths``
+    def __init__(self, lengths: tuple[int, ...], part: Part | None = None) -> None:
+        self.lengths, self.part = lengths, part
 
     @functools.cached_property
     def ends(self) -> Tensor:
