@@ -52,7 +52,7 @@ demo:
 	@$(BIN)/cuda-agent run experiment=demo
 
 test: environment
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder # see tests/conftest.py
 
 lint: environment
 	$(BIN)/ruff check .

@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,37 @@ def _made_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     made_once.keep_in((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "made-once")
 
 
+# What takes longest, in order.  `make test` gives a process whole files, so that the servers, sandboxes and control planes
+# of a file start once; a long one that began late would be worked on alone.
+LONGEST = (
+    "pipeline/test_smoke.py",
+    "sandbox/exploits/test_exploits.py",
+    "pipeline/test_cluster.py",
+    "sandbox/test_service.py",
+    "sandbox/test_faults.py",
+    "stages/test_ray.py",
+    "sandbox/test_verdicts.py",
+    "training/test_ranks.py",
+    "pipeline/test_chart.py",
+    "sandbox/test_drill.py",
+    "sandbox/test_remote.py",
+    "training/test_memory.py",
+    "pipeline/test_optimize.py",
+    "agent/test_export.py",
+    "pipeline/test_pod.py",
+    "pipeline/test_rayjobs.py",
+    "stages/test_stages.py",
+    "sandbox/test_service_load.py",
+    "sandbox/exploits/test_walls.py",
+    "pipeline/test_executor.py",
+    "pipeline/test_cluster_report.py",
+    "pipeline/test_optimize_injection.py",
+    "sandbox/test_roofline.py",
+    "sandbox/test_first_pass.py",
+    "pipeline/test_cli.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first: nothing else is left to do beside it at the end."""
-    items.sort(key=lambda item: "/test_smoke.py::" not in item.nodeid)
+    place = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
