@@ -25,7 +25,8 @@ from cuda_agent.policy.local import LocalEngine
 from cuda_agent.policy.lora import adapters, attach
 from cuda_agent.policy.model import PolicyError, load_model
 from cuda_agent.policy.vllm import Replica, open_vllm
-from cuda_agent.policy.vllm_server import STEP_TOKENS, VllmServer, interpreter
+from cuda_agent.policy.vllm_plugin import STEP_TOKENS
+from cuda_agent.policy.vllm_server import VllmServer, interpreter
 
 pytestmark = pytest.mark.vllm
 
