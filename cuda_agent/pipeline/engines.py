@@ -75,7 +75,7 @@ def engine_objects() -> list[dict[str, Any]]:
     container = {
         "name": "engine",
         "image": f"cuda-agent-engine:{version('cuda-agent')}",
-        "command": ["/opt/environment/bin/python", "-P", "-m", "cuda_agent.policy.vllm_pool"],
+        "command": ["python3", "-P", "-m", "cuda_agent.policy.vllm_pool"],
         "args": [],
         "env": [
             {"name": "HOME", "value": "/scratch"},

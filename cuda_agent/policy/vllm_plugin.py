@@ -181,11 +181,12 @@ def cache_bytes(shape: Any, tokens: int) -> int:
     return max(64 << 20, int(2 * 4 * tokens * shape.num_hidden_layers * heads * head))
 
 
-def on_processor(environment: dict[str, str], python: str, threads: int) -> dict[str, str]:
-    """The environment of a server that computes with ``threads`` of the processor."""
+def on_processor(environment: dict[str, str], lib: Path, threads: int) -> dict[str, str]:
+    """The environment of a server that computes with ``threads`` of the processor; ``lib``: the folder of that name in
+    vLLM's virtual environment."""
     made = environment | {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     made.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would overrule what ``served`` says
-    openmp = Path(python).parent.parent / "lib" / "libiomp5.so"  # which vLLM's operators are linked to
+    openmp = lib / "libiomp5.so"  # which vLLM's operators are linked to
     return made | {"LD_PRELOAD": str(openmp)} if openmp.exists() else made
 
 

@@ -1,6 +1,6 @@
 """A vLLM server of a run's pool on a cluster: it waits for the run's first policy, then becomes vLLM's server.
 
-    python -P -m cuda_agent.policy.vllm_pool FOLDER --context 4096 --batch 32 ...
+    python3 -P -m cuda_agent.policy.vllm_pool FOLDER --context 4096 --batch 32 ...
 
 A pool stands before the run has a policy.  The first stage that wants an engine puts one into ``FOLDER/policy``, whole
 or not at all, and gives the server the weights that it is to serve, as every later stage does.  Each start has a name
@@ -57,7 +57,9 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     line = [sys.executable, *command(policy, given.port, given.context, given.batch, given.memory, gpus)]
     environment = dict(os.environ)
-    os.execve(line[0], line, environment if gpus else on_processor(environment, line[0], given.threads))
+    if not gpus:  # where PyTorch lies says where vLLM's environment is: the interpreter may be another's
+        environment = on_processor(environment, Path(torch.__file__).parents[3], given.threads)
+    os.execve(line[0], line, environment)
 
 
 if __name__ == "__main__":

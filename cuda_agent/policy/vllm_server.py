@@ -90,7 +90,7 @@ class VllmServer:
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = _visible(device)
         else:
-            environment = on_processor(environment, self.python, threads)
+            environment = on_processor(environment, Path(self.python).parent.parent / "lib", threads)
         return environment
 
     async def ready(self) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # project.sh [NAME...]: builds the project's images from images/*.Containerfile and gives them to the running cluster, as
-# localhost/cuda-agent:VERSION and localhost/cuda-agent-{sandbox,mlflow,minio}:VERSION; `ray`, on top of `stage`, only when it
-# is named. Two things come from elsewhere than in a release: the base is made by debootstrap, as there is no registry, and
+# localhost/cuda-agent:VERSION and localhost/cuda-agent-{sandbox,mlflow,minio}:VERSION; `ray` and `engine` only when they are
+# named, and `ray` after `stage`. Two things come from elsewhere than in a release: the base is made by debootstrap, as there is no registry, and
 # /opt/environment is empty, for the volume that environment.sh makes. MinIO is the one that build.sh built.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"

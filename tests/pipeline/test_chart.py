@@ -200,7 +200,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     **{
         path: {"profiles": {path.split(".")[1]: {"parallelism": 1, "engine": {"replicas": 1, "claim": "w"}}}}
         for path in LEAVES
-        if ".engine." in path
+        if path.startswith("profiles.") and ".engine." in path
     },
     "mlflow.backendSecret": {"mlflow": {"backendUri": "postgresql://a@b/c", "backendSecret": "t"}},
 }
