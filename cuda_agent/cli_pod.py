@@ -29,7 +29,8 @@ def prepare(config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
     try:
         spread = "CUDA_AGENT_RAY" in os.environ
         cluster = Cluster.of_pod if base else None
-        outputs = pod.prepare(here, run or workflow, config, workflow, cluster, base, spread=spread)
+        replicas = json.loads(os.environ.get("CUDA_AGENT_ENGINE", "[]"))
+        outputs = pod.prepare(here, run or workflow, config, workflow, cluster, base, spread=spread, replicas=replicas)
     except ConfigError as error:
         pod.last_words(here, str(error))
         raise
@@ -57,8 +58,8 @@ def ray(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> None
 
     here = pod.Surroundings.from_environment()
     base = json.loads(os.environ["CUDA_AGENT_RAY"])
-    servers = os.environ.get("CUDA_AGENT_SANDBOX_SERVERS", "")
-    sys.exit(pod.run_spread(here, name, run or workflow, config, workflow, servers, Cluster.of_pod(), base))
+    servers, served = (os.environ.get(f"CUDA_AGENT_{of}_SERVERS", "") for of in ("SANDBOX", "ENGINE"))
+    sys.exit(pod.run_spread(here, name, run or workflow, config, workflow, servers, Cluster.of_pod(), base, served))
 
 
 @pod_app.command()

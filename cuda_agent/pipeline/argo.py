@@ -34,6 +34,8 @@ LANE = "{{=workflow.parameters.lane == '' ? workflow.name : workflow.parameters.
 CONFIG_FOLDER = "/config"  # where prepare finds the configuration that came with the Workflow
 PLAN_FOLDER = "/scratch/plan"  # where prepare writes one file an output parameter
 MANIFEST_FILE = "/scratch/manifest.json"  # where a stage leaves its manifest for Argo
+# What prepare says of a run's servers, and the variable by which its stages are told.
+PLACES = {"servers": "CUDA_AGENT_SANDBOX_SERVERS", "engines": "CUDA_AGENT_ENGINE_SERVERS"}
 GRACE = 120  # seconds from SIGTERM to SIGKILL: a checkpoint must fit
 DAY = 86400
 
@@ -182,7 +184,9 @@ def _tasks(stages: Sequence[Stage]) -> list[models.DAGTask]:
                 template=stage.name,
                 dependencies=["prepare", *_either(stages, stage.upstream)],
                 when=f"{planned % stage.name} == run",
-                arguments=models.Arguments(parameters=[models.Parameter(name="servers", value=planned % "servers")]),
+                arguments=models.Arguments(
+                    parameters=[models.Parameter(name=name, value=planned % name) for name in PLACES]
+                ),
             )
         )
         if can_be_spread(stage):
@@ -206,9 +210,9 @@ def _either(stages: Sequence[Stage], names: Sequence[str]) -> list[str]:
 
 
 def _prepare(stages: Sequence[Stage]) -> Template:
-    """Its outputs say for every stage ``run``, ``ray`` or ``cached``, where the sandbox is, and whether anything is to
+    """Its outputs say for every stage ``run``, ``ray`` or ``cached``, where its servers are, and whether anything is to
     finish."""
-    names = [*(stage.name for stage in stages), "servers", "finish"]
+    names = [*(stage.name for stage in stages), *PLACES, "finish"]
     return Template(
         name="prepare",
         metadata=_metadata("prepare"),
@@ -243,15 +247,14 @@ def _stage(stage: Stage) -> Template:
             secret_key_ref=models.SecretKeySelector(name=f"{WORKFLOW}-sandbox", key="token", optional=True)
         ),
     )
-    servers = models.EnvVar(name="CUDA_AGENT_SANDBOX_SERVERS", value="{{inputs.parameters.servers}}")
     return Template(
         name=stage.name,
         metadata=_metadata("stage"),
-        inputs=models.Inputs(parameters=[models.Parameter(name="servers")]),
+        inputs=models.Inputs(parameters=[models.Parameter(name=name) for name in PLACES]),
         active_deadline_seconds=7 * DAY,
         retry_strategy=_retries(),
         pod_spec_patch=_patch(GRACE),
-        container=_container(arguments, env=[servers, token]),
+        container=_container(arguments, env=[*_places(), token]),
         outputs=_manifest(stage),
     )
 
@@ -262,17 +265,21 @@ def _spread(stage: Stage) -> Template:
     return Template(
         name=task_name(stage.name),
         metadata=_metadata("setup"),
-        inputs=models.Inputs(parameters=[models.Parameter(name="servers")]),
+        inputs=models.Inputs(parameters=[models.Parameter(name=name) for name in PLACES]),
         service_account_name=f"{NAME}-ray",
         automount_service_account_token=True,
         active_deadline_seconds=7 * DAY,
         retry_strategy=_retries(),
         pod_spec_patch=_patch(60),
-        container=_container(
-            arguments, env=[models.EnvVar(name="CUDA_AGENT_SANDBOX_SERVERS", value="{{inputs.parameters.servers}}")]
-        ),
+        container=_container(arguments, env=_places()),
         outputs=_manifest(stage),
     )
+
+
+def _places() -> list[models.EnvVar]:
+    return [
+        models.EnvVar(name=variable, value=f"{{{{inputs.parameters.{name}}}}}") for name, variable in PLACES.items()
+    ]
 
 
 def _manifest(stage: Stage) -> models.Outputs:

@@ -1,7 +1,7 @@
 """What of ``workflows/`` and ``charts/cuda-agent`` is made and not written: manifests, values, schema, README.
 
     workflows/{workflow-template,cron-workflow,errands}.json    for whoever reads them without Helm
-    charts/cuda-agent/files/{workflow-template,cron-workflow,errands,pools,ray,dashboard,alerts}.json
+    charts/cuda-agent/files/{workflow-template,cron-workflow,errands,pools,engine,ray,dashboard,alerts}.json
     charts/cuda-agent/{Chart.yaml,values.yaml,values.schema.json,README.md}
 
 ``files`` is a pure function of the graph and the schema of values; a test fails when what is stored is another thing.
@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from cuda_agent.pipeline.argo import cron_workflow, errands, workflow_template
 from cuda_agent.pipeline.chart_values import CHART_VERSION, Values
+from cuda_agent.pipeline.engines import engine_objects
 from cuda_agent.pipeline.observe import alerts, dashboard
 from cuda_agent.pipeline.pools import pool_objects
 from cuda_agent.pipeline.rayjobs import ray_objects
@@ -39,6 +40,7 @@ def files() -> dict[str, str]:
         f"{CHART}/files/workflow-template.json": template,
         f"{CHART}/files/cron-workflow.json": cron,
         f"{CHART}/files/pools.json": pools,
+        f"{CHART}/files/engine.json": _json(engine_objects()),
         f"{CHART}/files/ray.json": ray,
         f"{CHART}/files/dashboard.json": _json(dashboard()),
         f"{CHART}/files/alerts.json": _json(alerts()),

@@ -73,6 +73,7 @@ class Images(Group):
     stage: Image = group(Image(repository="cuda-agent"), "stages, prepare and finish")
     sandbox: Image = group(Image(repository="cuda-agent-sandbox"), "the sandbox's servers")
     ray: Image = group(Image(repository="cuda-agent-ray"), "pods of a stage's Ray: the stages' image, with all of Ray")
+    engine: Image = group(Image(repository="cuda-agent-engine"), "engine replicas, where a profile has them")
     minio: Image = group(Image(repository="cuda-agent-minio"), "MinIO, when the chart brings it")
     mlflow: Image = group(Image(repository="cuda-agent-mlflow"), "MLflow, when the chart brings it")
 
@@ -134,6 +135,32 @@ class Pools(Group):
     evaluate: Pool = group(Pool(), "what judges and times; with GPUs where `sandbox.device=cuda`")
 
 
+class EnginePods(Group):
+    """vLLM servers of a run whose ``policy.engine`` is vllm; without them each stage starts its own."""
+
+    replicas: Annotated[int, Field(ge=0, le=512)] = leaf(
+        0, "servers; 0: none", r"WorkflowTemplate:container.env\[CUDA_AGENT_ENGINE", 2
+    )
+    claim: Name = leaf(
+        "",
+        "claim of a volume that many nodes may write (ReadWriteMany), by which weights reach them",
+        "WorkflowTemplate:container.env",
+        "weights",
+    )
+    resources: Resources = group(Resources(), "requests and limits of one server; it uses all GPUs that it has")
+    nodeSelector: dict[str, str] = leaf({}, "labels of their nodes", "WorkflowTemplate:container.env", {"pool": "e"})
+    tolerations: list[Object] = leaf(
+        [], "taints they tolerate", "WorkflowTemplate:container.env", [{"key": "engine", "operator": "Exists"}]
+    )
+    affinity: Object = leaf({}, "affinity", "WorkflowTemplate:container.env", {"podAntiAffinity": {}})
+    extraVolumes: list[Object] = leaf(
+        [], "more volumes of the servers", "WorkflowTemplate:container.env", [{"name": "v", "emptyDir": {}}]
+    )
+    extraVolumeMounts: list[Object] = leaf(
+        [], "and where they are", "WorkflowTemplate:container.env", [{"name": "v", "mountPath": "/v"}]
+    )
+
+
 class RayPods(Group):
     """A Ray for stages whose runtime is ray, of several pods; without it they have one inside their own pod."""
 
@@ -169,6 +196,7 @@ class Profile(Group):
         {"agentic": {"nodeSelector": {"gpu": "h100"}}},
     )  # fmt: skip
     pools: Pools = group(Pools(), "the run's sandbox")
+    engine: EnginePods = group(EnginePods(), "vLLM servers for runs whose engine is vllm")
     ray: RayPods = group(RayPods(), "several pods for stages whose runtime is ray")
 
 
@@ -191,6 +219,7 @@ _PROFILES = {
         defaults=Place(resources=_WORK, deadlineSeconds=604800),
         stages={},
         pools=Pools(workspace=Pool(resources=_WORK), build=Pool(resources=_WORK), evaluate=Pool(resources=_JUDGE)),
+        engine=EnginePods(resources=_WORK),
         ray=RayPods(headResources=_WORK, resources=_WORK),
     ),
     "gpu": Profile(
@@ -202,6 +231,7 @@ _PROFILES = {
             build=Pool(replicas=2, resources=_WORK),
             evaluate=Pool(replicas=2, resources=_WITH_GPU, tolerations=_GPU),
         ),
+        engine=EnginePods(resources=_WITH_GPU, tolerations=_GPU),
         ray=RayPods(headResources=_WORK, resources=_WITH_GPU, tolerations=_GPU),
     ),
 }

@@ -210,7 +210,7 @@ def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
     running = [view.name for view in views(last) if view.state == "running"]
     cluster.patch("Workflow", name, {"spec": {"shutdown": "Terminate" if now else "Stop"}})
     if now:
-        for role in ROLES:
+        for role in (*ROLES, "engine"):
             cluster.delete("StatefulSet", f"{name}-{role}")
         rayjobs.remove_jobs(cluster, name, STAGES)
     return run_of(last), running

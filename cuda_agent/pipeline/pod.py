@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.config import Config, ConfigError, flat, load
-from cuda_agent.pipeline import episodes, gc, pools, rayjobs, runs
+from cuda_agent.pipeline import engines, episodes, gc, pools, rayjobs, runs
 from cuda_agent.pipeline.cluster_api import Cluster, ClusterError
 from cuda_agent.pipeline.graph import STAGES, STAGES_INPUT, Stage, ancestors
 from cuda_agent.pipeline.manifest import (
@@ -94,10 +94,12 @@ def prepare(
     base: Sequence[dict[str, Any]],
     stages: Sequence[Stage] = STAGES,
     spread: bool = False,
+    replicas: Sequence[dict[str, Any]] = (),
 ) -> dict[str, str]:
-    """Writes and returns its outputs: a stage -> ``run``, ``ray`` or ``cached``, ``servers`` and ``finish``.
+    """Writes and returns its outputs: a stage -> ``run``, ``ray`` or ``cached``, ``servers``, ``engines``, ``finish``.
 
-    Without ``cluster`` (opened when needed) or ``base`` (objects of the pools) no pool is made.  ``spread``: the
+    Without ``cluster`` (opened when needed) or ``base`` (objects of the pools) no pool is made, and without
+    ``replicas`` (objects of the engine's) stages start engines of their own.  ``spread``: the
     profile has a Ray of several pods for stages whose runtime it is; else they have one inside their pod.  Raises
     ConfigError when the configuration is not what was submitted, StoreError and ClusterError when those are away."""
     store = open_store(here.store)
@@ -115,7 +117,10 @@ def prepare(
         for name, manifest in done.items():
             tell_stage(mirror, store, config, stages, name, manifest)
         servers: list[str] = []
+        served: list[str] = []
         if left and cluster is not None and base:
+            if replicas and engines.wanted(config):
+                served = make_engines(cluster(), replicas, workflow, config)
             servers = make_pools(cluster(), base, workflow, config)
         if not left:
             runs.end_run(store, record, EXIT_DONE, "", "")
@@ -125,7 +130,7 @@ def prepare(
     outputs = {stage.name: "ray" if spread and rayjobs.can_be_spread(stage) else "run" for stage in stages}
     outputs |= dict.fromkeys(done, "cached")
     told = "run" if left or os.environ.get("CUDA_AGENT_WEBHOOK") else "no"
-    outputs |= {"servers": ",".join(servers), "finish": told}
+    outputs |= {"servers": ",".join(servers), "engines": ",".join(served), "finish": told}
     here.plan.mkdir(parents=True, exist_ok=True)
     for name, value in outputs.items():
         (here.plan / name).write_text(value)
@@ -181,9 +186,18 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
     return pools.addresses(made)
 
 
+def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
+    """Makes what is absent of the engine's replicas, and returns their addresses.  None is waited for: they answer when
+    the run has a policy."""
+    made = engines.objects(base, workflow, cluster.get("Workflow", workflow)["metadata"]["uid"], config)
+    for item in made:
+        cluster.create_if_absent(item)
+    return engines.addresses(made)
+
+
 def remove_pools(cluster: Cluster, workflow: str) -> None:
     """Servers first: nothing of a run answers when its walls go."""
-    names = [("StatefulSet", f"{workflow}-{role}") for role in pools.ROLES]
+    names = [("StatefulSet", f"{workflow}-{role}") for role in pools.ROLES] + engines.names(workflow)
     names += [(kind, f"{workflow}-sandbox") for kind in ("Service", "Secret", "NetworkPolicy")]
     rayjobs.remove_jobs(cluster, workflow, STAGES)
     for kind, name in names:
@@ -290,13 +304,15 @@ def run_spread(
     servers: str,
     cluster: Cluster,
     base: Sequence[dict[str, Any]],
+    served: str = "",
 ) -> int:
-    """Has a stage run in a Ray of several pods (``rayjobs``); returns its exit code."""
+    """Has a stage run in a Ray of several pods (``rayjobs``); returns its exit code.  ``servers`` and ``served``: the
+    addresses of sandbox and engine, separated by commas."""
     store = open_store(here.store)
     config = load(store.get(config_entry(sha256)).decode(), sha256)
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
     arguments = ["pod", "stage", name, "--run", run, "--config", sha256, "--workflow", workflow]
-    made = rayjobs.objects(base, workflow, uid, name, arguments, servers, config)
+    made = rayjobs.objects(base, workflow, uid, name, arguments, servers, config, served)
     stopped: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
     try:
@@ -355,6 +371,8 @@ def finish(
     the webhook is told."""
     if cluster is not None:
         remove_pools(cluster, workflow)
+    if folder := os.environ.get("CUDA_AGENT_ENGINE_FOLDER"):
+        shutil.rmtree(folder, ignore_errors=True)
     store = open_store(here.store)
     failed = status not in ("Running", "Succeeded")
     record = runs.read_run(store, run) if store.exists(f"runs/{run}/run.json") else None

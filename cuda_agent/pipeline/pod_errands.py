@@ -73,8 +73,8 @@ def under_way(cluster: Cluster, workflow: str) -> list[str]:
 def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
     """Workflows whose pools have outlived them, and ConfigMaps of runs whose Workflow is gone.  Workflows are looked up
     last: nothing of one that has only begun is taken for left over."""
-    sandboxes = f"{pools.COMPONENT_LABEL}=sandbox"
-    items = [item for kind in ("StatefulSet", "Service", "NetworkPolicy") for item in cluster.all(kind, sandboxes)]
+    servers = f"{pools.COMPONENT_LABEL} in (sandbox,engine)"
+    items = [item for kind in ("StatefulSet", "Service", "NetworkPolicy") for item in cluster.all(kind, servers)]
     items += cluster.all("NetworkPolicy", rayjobs.RAY_LABEL)  # of a stage's Ray
     of_pools = {item["metadata"]["labels"].get(pools.POOL_LABEL, "") for item in items} - {""}
     maps = [item["metadata"]["name"] for item in cluster.all("ConfigMap", RUN_LABEL)]

@@ -145,11 +145,8 @@ def objects(
 ) -> list[dict[str, Any]]:
     """The objects of one run, ready to be made: ``base`` with the Workflow's name in its place, owned by it, with the
     token, and with servers that judge by the run's own settings."""
-    owner = {
-        "apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": workflow, "uid": uid,
-        "controller": False, "blockOwnerDeletion": False,
-    }  # fmt: skip
-    made = [_named(dict(item), workflow) for item in base]
+    owner = owned_by(workflow, uid)
+    made = [named(dict(item), workflow) for item in base]
     for item in made:
         item["metadata"]["ownerReferences"] = [owner]
         if item["kind"] == "Secret":
@@ -159,27 +156,36 @@ def objects(
     return made
 
 
+def owned_by(workflow: str, uid: str) -> dict[str, Any]:
+    """The owner reference of what goes with a run's Workflow."""
+    return {
+        "apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": workflow, "uid": uid,
+        "controller": False, "blockOwnerDeletion": False,
+    }  # fmt: skip
+
+
 def settings(config: Sandbox) -> list[str]:
     """The overrides that make a server judge as this configuration says."""
     values = config.model_dump(mode="json", exclude=set(WHERE_JUDGED))
     return [f"sandbox.{name}={json.dumps(value)}" for name, value in values.items()]
 
 
-def addresses(made: Sequence[Mapping[str, Any]]) -> list[str]:
+def addresses(made: Sequence[Mapping[str, Any]], port: int = PORT) -> list[str]:
     """Of every pod of the pools, as ``sandbox.servers`` wants them."""
     return [
-        f"http://{item['metadata']['name']}-{number}.{item['spec']['serviceName']}:{PORT}"
+        f"http://{item['metadata']['name']}-{number}.{item['spec']['serviceName']}:{port}"
         for item in made
         if item["kind"] == "StatefulSet"
         for number in range(item["spec"]["replicas"])
     ]
 
 
-def _named(value: Any, workflow: str) -> Any:
+def named(value: Any, workflow: str) -> Any:
+    """With the Workflow's name where ``RUN`` stands for it."""
     if isinstance(value, Mapping):
-        return {key: _named(inner, workflow) for key, inner in value.items()}
+        return {key: named(inner, workflow) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_named(inner, workflow) for inner in value]
+        return [named(inner, workflow) for inner in value]
     if isinstance(value, str) and (value == RUN_NAME or value.startswith(f"{RUN_NAME}-")):
         return workflow + value.removeprefix(RUN_NAME)
     return value

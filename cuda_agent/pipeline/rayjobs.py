@@ -25,7 +25,15 @@ from cuda_agent.config import Config
 from cuda_agent.pipeline.cluster_api import Cluster
 from cuda_agent.pipeline.graph import Stage
 from cuda_agent.pipeline.manifest import manifest_entry, outcome_entry, read_manifest
-from cuda_agent.pipeline.pools import COMPONENT_LABEL, CONTAINER_SECURITY, NAME_LABEL, POOL_LABEL, PORT, RUN_NAME
+from cuda_agent.pipeline.pools import (
+    COMPONENT_LABEL,
+    CONTAINER_SECURITY,
+    NAME_LABEL,
+    POOL_LABEL,
+    PORT,
+    RUN_NAME,
+    owned_by,
+)
 from cuda_agent.stages.context import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY
 from cuda_agent.storage import Store
 
@@ -168,18 +176,17 @@ def objects(
     arguments: Sequence[str],
     servers: str,
     config: Config,
+    engines: str = "",
 ) -> list[dict[str, Any]]:
     """The objects of one stage of one run, ready to be made.  ``arguments`` are those of ``cuda-agent pod stage``,
-    ``servers`` the addresses of the run's sandbox."""
+    ``servers`` the addresses of the run's sandbox, ``engines`` those of its engine replicas."""
     name = job_name(workflow, stage)
-    owner = {
-        "apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": workflow, "uid": uid,
-        "controller": False, "blockOwnerDeletion": False,
-    }  # fmt: skip
+    owner = owned_by(workflow, uid)
     token = {"secretKeyRef": {"name": f"{workflow}-sandbox", "key": "token", "optional": True}}
-    sandbox = [
+    servants = [
         {"name": "CUDA_AGENT_SANDBOX_SERVERS", "value": servers},
         {"name": "CUDA_AGENT_SANDBOX_TOKEN", "valueFrom": token},
+        {"name": "CUDA_AGENT_ENGINE_SERVERS", "value": engines},
     ]
     made = []
     for item in base:
@@ -190,7 +197,7 @@ def objects(
             own["spec"]["entrypoint"] = shlex.join([*COMMAND, *arguments])
             cluster = own["spec"]["rayClusterSpec"]
             for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-                group["template"]["spec"]["containers"][0]["env"] += sandbox
+                group["template"]["spec"]["containers"][0]["env"] += servants
             for group in cluster["workerGroupSpecs"]:
                 group |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), config.ray.workers + 1)
         made.append(own)

@@ -19,6 +19,7 @@ import contextlib
 import math
 import os
 import shutil
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,8 @@ from typing import Any, Literal
 import httpx
 
 from cuda_agent.policy.engine import Completion, EngineError, EngineLost, SamplingParams
-from cuda_agent.policy.vllm_plugin import digest
+from cuda_agent.policy.vllm_plugin import cache_bytes, digest
+from cuda_agent.policy.vllm_pool import FIRST
 from cuda_agent.policy.vllm_server import VllmServer, gpus
 from cuda_agent.policy.vllm_weights import Broadcast, load_served, save_weights
 
@@ -40,6 +42,7 @@ SHARED = "CUDA_AGENT_ENGINE_FOLDER"  # where new weights are put for them: a fol
 TRIES = 3  # of one server with one request
 REQUEST_SECONDS = 1800.0  # for one completion; then its server counts as dead
 HEALTH_SECONDS = 10.0
+START_SECONDS = 1800.0  # for servers of a pool to load the first policy
 PAUSE_SECONDS = 0.25  # before the second try, twice that before the third; a busy server is asked for longer
 BUSY_TRIES = 40
 BUSY_SECONDS = 8.0  # the longest pause of these
@@ -101,6 +104,8 @@ class Replica:
             raise _Busy(said)
         if code in (408, 499) or code >= 500:
             raise _Fault(said)
+        if code == 404 and "does not exist" in answer.text:
+            raise _Fault(f"it serves other models than before, so it was started again: {said}")
         if code != 200:
             hint = f" (is the key in {KEY}?)" if code in (401, 403) else ""
             hint = " (was it started as docs/engines.md says?)" if code == 404 else hint
@@ -308,7 +313,9 @@ class VllmEngine:
     async def _exchange(self, version: int, model: Any, folder: Path | None) -> None:
         for replica in self._replicas:  # one that came back gets new weights with the rest
             if not replica.alive and replica.server is None and await replica.healthy():
-                replica.alive = True
+                with contextlib.suppress(_Fault):
+                    await replica.greet()
+                    replica.alive = True
         written: Path | None = None
         if folder is None and self._sync != "nccl":
             folder = written = self._work / "weights" / f"{version}-{uuid.uuid4().hex[:8]}"
@@ -400,6 +407,26 @@ class VllmEngine:
         self._alive()
 
 
+def _put_first(policy: Path, shared: Path) -> None:
+    """Gives servers that wait for it (``vllm_pool``) something to start with; what is there already stays."""
+    if (shared / FIRST).exists():
+        return
+    shared.mkdir(parents=True, exist_ok=True)
+    made = shared / f"{FIRST}-{uuid.uuid4().hex[:8]}"
+    shutil.copytree(policy, made)
+    try:
+        made.rename(shared / FIRST)
+    except OSError:  # another worker's was there first
+        shutil.rmtree(made)
+
+
+async def _answers(replica: Replica) -> None:
+    """Returns when the server is up, or has had the time for it."""
+    end = time.monotonic() + START_SECONDS
+    while not await replica.healthy() and time.monotonic() < end:
+        await asyncio.sleep(1.0)
+
+
 def _probe_prompt(model: Any) -> list[int]:
     vocab = model.config.get_text_config().vocab_size
     return [(7919 * i + 13) % vocab for i in range(PROBE_TOKENS)]
@@ -424,13 +451,6 @@ def _logprobs(model: Any, ids: list[int], temperature: float) -> list[float]:
     wanted = torch.tensor(ids[1:], device=logits.device)[:, None]
     values: list[float] = torch.log_softmax(logits / temperature, -1).gather(-1, wanted)[:, 0].tolist()
     return values
-
-
-def _cache_bytes(shape: Any, tokens: int) -> int:
-    """Keys and values of ``tokens`` in float32, rounded up to what a small model's server starts with."""
-    head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    return max(64 << 20, int(2 * 4 * tokens * shape.num_hidden_layers * heads * head))
 
 
 def _distance(a: Sequence[float], b: Sequence[float]) -> float:
@@ -466,12 +486,15 @@ async def open_vllm(
             settings: dict[str, Any] = {"batch": batch, "threads": threads, "memory": memory, "lora": sync == "lora"}
             shape = model.config.get_text_config()
             context = min(context, getattr(shape, "max_position_embeddings", None) or context)
-            settings |= {"context": context, "cache": _cache_bytes(shape, 2 * batch * context)}
+            settings |= {"context": context, "cache": cache_bytes(shape, 2 * batch * context)}
             for index in range(replicas):
                 device = devices - 1 - index % devices if devices else None  # the trainer is on the first
                 own.append(VllmServer(policy, **settings, lease=None if devices else lease, device=device))
             found = [Replica(f"unix:{server.socket}", server) for server in own]
             await asyncio.gather(*(server.ready() for server in own))
+        elif shared := os.environ.get(SHARED):
+            await asyncio.to_thread(_put_first, policy, Path(shared))
+            await asyncio.gather(*(_answers(replica) for replica in found))
         try:
             await asyncio.gather(*(replica.greet() for replica in found))
         except _Fault as error:

@@ -3,7 +3,7 @@
 vLLM calls ``register`` in each process by the entry point ``vllm.general_plugins``, and mixes ``WeightSync`` into its
 workers (``--worker-extension-cls``); the engine calls its methods by ``/collective_rpc``.  The environment of the
 servers needs this package beside vLLM and nothing else of what it requires: nothing but ``torch`` is imported, and
-that late.  Run as a program it becomes a server (``vllm_server``).
+that late.  Run as a program it becomes a server (``vllm_server``); ``vllm_pool`` is another way to one.
 
 Not here: the engine's end of a transfer (``vllm_weights``), and adapters, which vLLM loads by itself.
 """
@@ -22,6 +22,7 @@ from typing import Any
 
 LEASE = "CUDA_AGENT_ENGINE_LEASE"  # folder of the timing lease, where a stopwatch runs on the same processor
 
+STEP_TOKENS = 4096  # of prompts that start together on a processor
 WHOLE = "CUDA_AGENT_ENGINE_WHOLE"  # set for servers of ours: their processes end with the one that was started
 TRANSFER_SECONDS = 600.0  # one tensor, at most
 
@@ -149,6 +150,44 @@ def digest(parameters: Iterable[tuple[str, Any]]) -> str:
     sums = [(name, tensor.detach().sum(dtype=torch.float64)) for name, tensor in sorted(parameters, key=lambda p: p[0])]
     text = "".join(f"{name} {value.item().hex()}\n" for name, value in sums)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def served(
+    policy: Path, name: str, context: int, batch: int, *, memory: float | None, cache: int, rank: int | None
+) -> list[str]:
+    """What vLLM's server is told, but for where it listens.  ``name``: under which it serves the folder ``policy``.
+    ``memory``: share of a GPU's; none: it computes on the processor, with ``cache`` bytes for keys and values.
+    ``rank``: of the largest adapter that it may be given."""
+    command = ["--model", str(policy), "--served-model-name", name]
+    command += ["--max-model-len", str(context), "--max-num-seqs", str(batch)]
+    command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    command += ["--worker-extension-cls", "cuda_agent.policy.vllm_plugin.WeightSync"]
+    command += ["--uvicorn-log-level", "warning"]
+    if memory is not None:
+        command += ["--gpu-memory-utilization", str(memory)]
+    else:  # compiling takes longer there than it saves
+        command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(cache)]
+        # A prompt in pieces would have vLLM wind back the request's random numbers, and it dies: PyTorch cannot do
+        # that on a processor.
+        command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, STEP_TOKENS))]
+    return command if rank is None else [*command, "--enable-lora", "--max-lora-rank", str(rank)]
+
+
+def cache_bytes(shape: Any, tokens: int) -> int:
+    """Keys and values of ``tokens`` in float32, rounded up to what a small model's server starts with.  ``shape``: a
+    model's configuration."""
+    head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    return max(64 << 20, int(2 * 4 * tokens * shape.num_hidden_layers * heads * head))
+
+
+def on_processor(environment: dict[str, str], lib: Path, threads: int) -> dict[str, str]:
+    """The environment of a server that computes with ``threads`` of the processor; ``lib``: the folder of that name in
+    vLLM's virtual environment."""
+    made = environment | {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    made.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would overrule what ``served`` says
+    openmp = lib / "libiomp5.so"  # which vLLM's operators are linked to
+    return made | {"LD_PRELOAD": str(openmp)} if openmp.exists() else made
 
 
 def _serve(parent: int, arguments: list[str]) -> None:

@@ -22,11 +22,10 @@ import cuda_agent
 from cuda_agent.config import SERVED_RANK
 from cuda_agent.policy.engine import EngineLost
 from cuda_agent.policy.model import PolicyError
-from cuda_agent.policy.vllm_plugin import LEASE, WHOLE
+from cuda_agent.policy.vllm_plugin import LEASE, WHOLE, on_processor, served
 
 PYTHON = "CUDA_AGENT_VLLM_PYTHON"
 NAME = "policy"  # under which it serves the weights
-STEP_TOKENS = 4096  # of prompts that start together on a processor
 _START_SECONDS = 900.0
 _STOP_SECONDS = 20.0
 _ENTRY_POINT = "[vllm.general_plugins]\ncuda_agent = cuda_agent.policy.vllm_plugin:register\n"
@@ -57,20 +56,9 @@ class VllmServer:
         self.socket = self._folder / "socket"
         self.log = self._folder / "log"
         command = [self.python, "-P", "-m", "cuda_agent.policy.vllm_plugin", str(os.getpid())]
-        command += ["--model", str(policy), "--served-model-name", NAME, "--uds", str(self.socket)]
-        command += ["--max-model-len", str(context), "--max-num-seqs", str(batch)]
-        command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-        command += ["--worker-extension-cls", "cuda_agent.policy.vllm_plugin.WeightSync"]
-        command += ["--uvicorn-log-level", "warning"]
-        if device is not None:
-            command += ["--gpu-memory-utilization", str(memory)]
-        else:  # compiling takes longer there than it saves
-            command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(cache)]
-            # A prompt in pieces would have vLLM wind back the request's random numbers, and it dies: PyTorch cannot
-            # do that on a processor.
-            command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, STEP_TOKENS))]
-        if lora:
-            command += ["--enable-lora", "--max-lora-rank", str(SERVED_RANK)]
+        command += ["--uds", str(self.socket)]
+        share, rank = memory if device is not None else None, SERVED_RANK if lora else None
+        command += served(policy, NAME, context, batch, memory=share, cache=cache, rank=rank)
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -102,11 +90,7 @@ class VllmServer:
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = _visible(device)
         else:
-            environment |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-            environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would overrule ``cache``
-            openmp = Path(self.python).parent.parent / "lib" / "libiomp5.so"  # which vLLM's operators are linked to
-            if openmp.exists():
-                environment["LD_PRELOAD"] = str(openmp)
+            environment = on_processor(environment, Path(self.python).parent.parent / "lib", threads)
         return environment
 
     async def ready(self) -> None:

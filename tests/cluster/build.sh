@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# build.sh [NAME...]: builds the cluster's programs (all, or those named: kubernetes etcd coredns argo helm minio fake-gpu)
-# from their Go modules. Each lands in $CACHE/NAME-VERSION, complete or not at all, and is built once.
+# build.sh [NAME...]: builds the cluster's programs (those that every cluster needs, or those named: kubernetes etcd coredns
+# argo helm minio fake-gpu kuberay) from their Go modules. Each lands in $CACHE/NAME-VERSION, complete or not at all, and is built once.
 # Go's own caches are used and kept.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -74,6 +74,14 @@ argo() {
       -o "$1/$name" "$module/cmd/$name"
   done
   cp -r source/manifests "$1/manifests"
+}
+
+kuberay() { # asked for by the tests of a stage in several pods alone
+  local module=github.com/ray-project/kuberay/ray-operator
+  goget -tool "$module@v$KUBERAY"
+  gobuild -p 1 -ldflags "-s -w" -o "$1/manager" "$module"
+  cp -r "$(go list -m -f '{{.Dir}}' $module)/config/crd/bases" "$1/crds"
+  chmod -R u+w "$1/crds"
 }
 
 fake-gpu() {

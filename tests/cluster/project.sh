@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # project.sh [NAME...]: builds the project's images from images/*.Containerfile and gives them to the running cluster, as
-# localhost/cuda-agent:VERSION and localhost/cuda-agent-{sandbox,mlflow,minio}:VERSION. Two things come from elsewhere
-# than in a release: the base is made by debootstrap, as there is no registry, and /opt/environment is empty, for the
-# volume that environment.sh makes. MinIO is the one that build.sh built.
+# localhost/cuda-agent:VERSION and localhost/cuda-agent-{sandbox,mlflow,minio}:VERSION; `ray` and `engine` only when they are
+# named, and `ray` after `stage`. Two things come from elsewhere than in a release: the base is made by debootstrap, as there is no registry, and
+# /opt/environment is empty, for the volume that environment.sh makes. MinIO is the one that build.sh built.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 outer >/dev/null || die "No cluster is up: make cluster-up"
@@ -41,6 +41,7 @@ builder() { # what minio.Containerfile would build MinIO in, with MinIO already 
 [ $# -gt 0 ] || set -- stage sandbox mlflow minio
 base
 [[ " $* " != *" minio "* ]] || builder
+[[ " $* " != *" ray "* ]] || export CA_BUNDLE=${CA_BUNDLE:-${PIP_CERT:-}} # whom pip trusts on this machine
 BASE=localhost/debian:12 BUILDER=localhost/minio-builder:$MINIO ENVIRONMENT=none BUILDAH_ISOLATION=chroot \
   BUILDAH="buildah --root $STORE --runroot $STORE-run --storage-driver overlay" \
   "$HERE/../../images/build.sh" "$@" >"$LOG/images.log" 2>&1 || { tail -30 "$LOG/images.log" >&2; die "building the images failed"; }

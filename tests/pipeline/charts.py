@@ -30,7 +30,10 @@ ALONE: dict[str, Any] = {
     "quota": {"enabled": True},
     "cron": {"enabled": True, "config": "ab" * 32},
     "gc": {"enabled": True},
-    "profiles": {name: {"ray": {"enabled": True}} for name in ("cpu", "gpu")},
+    "profiles": {
+        "cpu": {"ray": {"enabled": True}, "engine": {"replicas": 2, "claim": "weights"}},
+        "gpu": {"ray": {"enabled": True}},
+    },
     "monitoring": {"serviceMonitor": True, "dashboard": True, "alerts": True},
     "access": {"viewers": [{"kind": "Group", "name": "all"}], "submitters": [{"kind": "User", "name": "eva"}]},
 }

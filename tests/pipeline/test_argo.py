@@ -49,7 +49,7 @@ def test_a_stage_that_ray_can_spread_has_a_second_task_in_the_same_place():
 
 def test_every_stage_runs_only_when_prepare_says_so():
     outputs = {item["name"] for item in TEMPLATES["prepare"]["outputs"]["parameters"]}
-    assert outputs == {stage.name for stage in STAGES} | {"servers", "finish"}
+    assert outputs == {stage.name for stage in STAGES} | {"servers", "engines", "finish"}
     for name in {*TASKS} - {"prepare"} - {f"{name}-ray" for name in SPREAD}:
         assert TASKS[name]["when"] == f"{{{{tasks.prepare.outputs.parameters.{name}}}}} == run"
 

@@ -45,10 +45,18 @@ def pools(items: list[dict[str, Any]], profile: str = "cpu") -> list[dict[str, A
     return json.loads(next(item["value"] for item in prepare["container"]["env"] if item["name"] == "CUDA_AGENT_POOLS"))
 
 
+def engines(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The objects that prepare would make for a run with vLLM with the profile `cpu`, where the values have any."""
+    (made,) = of_kind(items, "WorkflowTemplate", "-cpu-")
+    prepare = next(item for item in made["spec"]["templates"] if item["name"] == "prepare")
+    env = {item["name"]: item.get("value") for item in prepare["container"]["env"]}
+    return json.loads(env.get("CUDA_AGENT_ENGINE", "[]"))
+
+
 def pod_templates(items: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     """Name and pod spec of every pod that Kubernetes itself would make, sandboxes included."""
     found = []
-    for item in [*items, *pools(items), *pools(items, "gpu")]:
+    for item in [*items, *pools(items), *pools(items, "gpu"), *engines(items)]:
         if item["kind"] in ("Deployment", "StatefulSet", "Job"):
             found.append((item["metadata"]["name"], item["spec"]["template"]["spec"]))
         if item["kind"] == "Pod":
@@ -145,6 +153,8 @@ def test_the_schema_refuses_unknown_names_and_wrong_types(values, where):
             merged(ALONE, {"profiles": {"cpu": {"stages": {"rft": {"resources": {"limits": {"cpu": "7"}}}}}}}),
             "replaces the defaults as a whole",
         ),
+        (merged(ALONE, {"profiles": {"cpu": {"engine": {"claim": ""}}}}), "profiles.cpu.engine.claim: weights reach"),
+        (merged(ALONE, {"profiles": {"cpu": {"parallelism": 2}}}), "share its engine's replicas"),
         (merged(ALONE, {"networkPolicy": {"apiServerCidrs": []}}), "networkPolicy.apiServerCidrs"),
         (merged(WITH_OTHERS, {"networkPolicy": {"storeCidrs": []}}), "networkPolicy.storeCidrs"),
         (merged(WITH_OTHERS, {"networkPolicy": {"trackingCidrs": []}}), "networkPolicy.trackingCidrs"),
@@ -186,6 +196,12 @@ def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> se
 # Values that show only beside others, or only where the chart does not bring something itself.
 BESIDE: dict[str, dict[str, Any]] = {
     "mlflow.backendUri": {"mlflow": {"backendSecret": "s"}},
+    "profiles.cpu.parallelism": {"profiles": {"cpu": {"engine": {"replicas": 0}}}},
+    **{
+        path: {"profiles": {path.split(".")[1]: {"parallelism": 1, "engine": {"replicas": 1, "claim": "w"}}}}
+        for path in LEAVES
+        if path.startswith("profiles.") and ".engine." in path
+    },
     "mlflow.backendSecret": {"mlflow": {"backendUri": "postgresql://a@b/c", "backendSecret": "t"}},
 }
 NOT_ALONE = {"store.existingSecret", "store.endpoint", "tracking.uri"}
@@ -230,7 +246,7 @@ def test_helm_lints_strictly():
 @pytest.mark.parametrize("values", [ALONE, WITH_OTHERS], ids=["alone", "with others"])
 def test_every_object_is_one_of_this_kubernetes(version, values):
     items = objects(values)
-    for item in [*items, *pools(items), *pools(items, "gpu")]:
+    for item in [*items, *pools(items), *pools(items, "gpu"), *engines(items)]:
         if item["kind"] not in (*ARGO_KINDS, *OPERATORS_KINDS):
             kubernetes_validate.validate(item, version, strict=True)
 
@@ -400,7 +416,7 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 @needs_helm
 def test_selectors_find_the_pods_that_they_are_for():
     items = objects(ALONE)
-    made = [*items, *pools(items)]
+    made = [*items, *pools(items), *engines(items)]
     pods = [item["spec"]["template"]["metadata"]["labels"] for item in made if "template" in item.get("spec", {})]
     for item in made:
         if item["kind"] == "Service":
@@ -422,12 +438,12 @@ def test_every_reference_to_a_secret_an_account_or_a_claim_names_something_that_
     items = objects(ALONE)
     made = {(item["kind"], item["metadata"]["name"]) for item in items}
     made |= {("Secret", "RUN-sandbox"), ("Secret", "{{workflow.name}}-sandbox")}  # by prepare
-    for item in [*items, *pools(items), *pools(items, "gpu")]:
+    for item in [*items, *pools(items), *pools(items, "gpu"), *engines(items)]:
         facts = flat(item)
         for path, value in facts.items():
             if path.endswith("secretKeyRef.name") or path.endswith("KeySecret.name"):
                 assert ("Secret", value) in made, path
-            if path.endswith("claimName"):
+            if path.endswith("claimName") and value != "weights":  # that one is the platform engineer's
                 assert ("PersistentVolumeClaim", value) in made, path
             if path.endswith("erviceAccountName"):
                 assert ("ServiceAccount", value) in made, path

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from cuda_agent.config import Config, ConfigError, compose, freeze
-from cuda_agent.pipeline import cluster, cluster_doctor, errands, pod, pod_errands, pools
+from cuda_agent.pipeline import cluster, cluster_doctor, engines, errands, pod, pod_errands, pools
 from cuda_agent.pipeline.cluster_api import Cluster, ClusterError
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.stages.context import TryAgain
 from tests.pipeline.charts import ALONE, HELM, ROOT, merged, objects, of_kind
 from tests.pipeline.control_plane import MISSING, NAMESPACE, ControlPlane
+from tests.pipeline.test_chart import engines as rendered
 
 pytestmark = pytest.mark.skipif(
     MISSING or HELM is None, reason="no kube-apiserver: tests/cluster builds it, and .ci/tools helm and argocheck"
@@ -790,13 +791,16 @@ def test_the_collector_finds_and_removes_what_workflows_have_left_behind(as_user
     for name in ("pool-lives", "pool-has-ended", "pool-gone"):
         for item in pools.objects(base_pools(), name, "0" * 8, "t" * 20, smoke().sandbox):
             admin.create_if_absent(item)
+    served = smoke("policy.engine=vllm", "policy.vllm.sync=nccl")
+    for item in engines.objects(rendered(objects(ALONE)), "engine-gone", "0" * 8, served):
+        assert as_account(as_user, "operator").create_if_absent(item), "by the account that makes them, strictly"
     labels = {cluster.RUN_LABEL: "map-gone"}
     admin.create_if_absent(
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "map-gone", "labels": labels}, "data": {}}
     )
     try:
         left, maps = pod_errands.leftovers(collector)
-        assert {"pool-has-ended", "pool-gone"} <= set(left) and "pool-lives" not in left
+        assert {"pool-has-ended", "pool-gone", "engine-gone"} <= set(left) and "pool-lives" not in left
         assert "map-gone" in maps and "pool-has-ended" not in maps
         here = pod.Surroundings(str(tmp_path / "store"), "off", tmp_path / "c", tmp_path / "plan", tmp_path)
         busy = pod_errands.collect(here, 10, False, "gc-1", collector)
@@ -811,7 +815,7 @@ def test_the_collector_finds_and_removes_what_workflows_have_left_behind(as_user
             done["removed"] and {"pool-lives", "pool-gone"} <= set(done["pools"]) and "map-gone" in done["config maps"]
         )
         for kind in ("StatefulSet", "Service", "Secret", "NetworkPolicy"):
-            assert not [item for item in admin.all(kind) if item["metadata"]["name"].startswith("pool-")]
+            assert not [i for i in admin.all(kind) if i["metadata"]["name"].startswith(("pool-", "engine-gone"))]
         assert admin.find("ConfigMap", "map-gone") is None and admin.find("ConfigMap", "pool-has-ended") is not None
     finally:
         for name in ("pool-lives", "pool-has-ended", "pool-gone"):

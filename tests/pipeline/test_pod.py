@@ -121,7 +121,7 @@ def test_prepare_enters_the_run_and_writes_an_output_for_every_task(tmp_path, he
     sha256 = submitted(here, settings(tmp_path))
     plan = prepare(here, sha256)
     assert {path.name: path.read_text() for path in here.plan.iterdir()} == plan
-    assert plan == {row.name: "run" for row in table.STAGES} | {"servers": "", "finish": "run"}
+    assert plan == {row.name: "run" for row in table.STAGES} | {"servers": "", "engines": "", "finish": "run"}
     store = open_store(here.store)
     assert store.exists(config_entry(sha256)) and runs.read_run(store, "a").status == "unfinished"
 
@@ -137,7 +137,7 @@ def test_a_run_that_was_made_before_needs_no_stage_and_no_finish(tmp_path, here)
     whole_run(here, sha256)
     made = outputs(here)
     plan = prepare(here, sha256, run="b")
-    assert plan == {row.name: "cached" for row in table.STAGES} | {"servers": "", "finish": "no"}
+    assert plan == {row.name: "cached" for row in table.STAGES} | {"servers": "", "engines": "", "finish": "no"}
     assert outputs(here, "b") == made and runs.read_run(open_store(here.store), "b").status == "done"
 
 

@@ -6,8 +6,11 @@ start once a session; the tests share one and give it weights of their own.
 
 import asyncio
 import json
+import os
 import shutil
 import signal
+import socket
+import subprocess
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,13 +22,15 @@ import torch
 from safetensors.torch import save_file
 from vllm_cases import CONTEXT, reference, write_policy
 
+import cuda_agent
 from cuda_agent.lease import Lease
 from cuda_agent.policy.engine import EngineError, EngineLost, SamplingParams
 from cuda_agent.policy.local import LocalEngine
 from cuda_agent.policy.lora import adapters, attach
 from cuda_agent.policy.model import PolicyError, load_model
-from cuda_agent.policy.vllm import Replica, open_vllm
-from cuda_agent.policy.vllm_server import STEP_TOKENS, VllmServer, interpreter
+from cuda_agent.policy.vllm import SHARED, Replica, open_vllm
+from cuda_agent.policy.vllm_plugin import STEP_TOKENS, WHOLE
+from cuda_agent.policy.vllm_server import _ENTRY_POINT, VllmServer, interpreter
 
 pytestmark = pytest.mark.vllm
 
@@ -415,3 +420,61 @@ def test_two_servers_share_episodes_and_one_that_is_killed_loses_nothing(start, 
                 await engine.generate(episodes[0], SamplingParams(4, seed=0))
 
     asyncio.run(script())
+
+
+def test_a_server_of_a_pool_waits_for_the_first_policy_and_answers_nobody_by_an_older_name(
+    policies, tmp_path, monkeypatch
+):
+    """As in a pod: a program of its own behind a port, which finds the package beside vLLM."""
+    try:
+        python = interpreter()
+    except PolicyError as error:
+        pytest.skip(str(error))
+    package, shared = tmp_path / "package", tmp_path / "shared"
+    (package / "cuda_agent-0.dist-info").mkdir(parents=True)
+    (package / "cuda_agent-0.dist-info" / "METADATA").write_text("Name: cuda-agent\nVersion: 0\n")
+    (package / "cuda_agent-0.dist-info" / "entry_points.txt").write_text(_ENTRY_POINT)
+    (package / "cuda_agent").symlink_to(Path(cuda_agent.__file__).parent)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv(SHARED, str(shared))
+    settings = {"context": CONTEXT, "batch": 4, "memory": 0.5, "threads": 1, "port": port}
+    line = [python, "-P", "-m", "cuda_agent.policy.vllm_pool", str(shared)]
+    line += [f"--{name}={value}" for name, value in settings.items()]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment |= {"PYTHONPATH": str(package), "VLLM_SERVER_DEV_MODE": "1", WHOLE: "1", "HF_HUB_OFFLINE": "1"}
+
+    def begin():
+        with open(tmp_path / "log", "ab") as log:
+            return subprocess.Popen(line, env=environment, stdout=log, stderr=log)
+
+    processes = [begin()]
+
+    async def script():
+        urls = [f"http://127.0.0.1:{port}"]
+        async with open_vllm(*policies[0], tmp_path, servers=urls, context=CONTEXT) as engine:
+            for version in range(2):
+                prompt = prompts(1)[0]
+                completion = await engine.generate(prompt, SamplingParams(4, seed=version))
+                assert completion.version == version
+                check(completion, policies[version][1], prompt)
+                if not version:
+                    await engine.update_from(policies[1][1], 1)
+            processes[0].kill()
+            processes[0].wait()
+            processes.append(begin())
+            while not await engine._replicas[0].healthy():
+                await asyncio.sleep(0.5)
+            with pytest.raises(EngineLost, match="started again"):
+                await engine.generate(prompt, SamplingParams(4, seed=2))
+
+    try:
+        asyncio.run(asyncio.wait_for(script(), 300))
+    except BaseException:
+        print((tmp_path / "log").read_text()[-6000:])
+        raise
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

@@ -259,6 +259,44 @@ def test_a_server_that_died_takes_part_again_after_the_next_change_of_weights(se
     assert [sum(body["max_tokens"] == 2 for body in server.asked) for server in both] == [1, 1]
 
 
+def test_a_server_that_was_started_again_serves_nothing_until_it_has_new_weights(servers, policies, tmp_path):
+    """It comes back with the weights of its start, under another name."""
+    both = servers(2)
+
+    async def script():
+        async with engine_of(both, policies, tmp_path) as engine:
+            both[0].name = "served-again"
+            both[0].asked.clear()
+            for seed in range(4):
+                await engine.generate(PROMPT, SamplingParams(1, seed=seed))
+            assert {body["model"] for body in both[0].asked} == {"served"}, "what it serves now was asked for by nobody"
+            await engine.update(1, str(policies[1][0]))
+            await asyncio.gather(*(engine.generate(PROMPT, SamplingParams(2, seed=i)) for i in range(2)))
+
+    asyncio.run(script())
+    assert [sum(body["max_tokens"] == 2 for body in server.asked) for server in both] == [1, 1]
+
+
+def test_a_pools_servers_are_given_the_first_policy_and_waited_for(servers, policies, tmp_path, monkeypatch):
+    (server,) = servers()
+    shared = tmp_path / "shared"
+    monkeypatch.setenv(vllm.SHARED, str(shared))
+    server.ready = lambda: (shared / "policy" / "config.json").exists()
+    calls = []
+
+    async def script():
+        async with engine_of([server], policies, tmp_path) as engine:
+            calls.append(await engine.generate(PROMPT, SamplingParams(1, seed=0)))
+        first = (shared / "policy" / "model.safetensors").read_bytes()
+        later = open_vllm(policies[1][0], policies[1][1], tmp_path, servers=[server.url], context=CONTEXT)
+        async with later as engine:
+            calls.append(await engine.generate(PROMPT, SamplingParams(1, seed=0)))
+        assert (shared / "policy" / "model.safetensors").read_bytes() == first, "a later stage's policy is an update"
+
+    asyncio.run(script())
+    assert len(calls) == 2 and not [item for item in shared.iterdir() if item.name.startswith("policy-")]
+
+
 def test_weights_written_for_servers_do_not_pile_up(servers, policies, tmp_path):
     (server,) = servers()
 

@@ -48,11 +48,13 @@ class ScriptedServer:
         self.computing = self.model  # what it really computes with
         self.loads = True  # else a load does nothing
         self.reaches = True  # else a load changes the weights and not what is computed with
+        self.name = "served"  # under which it serves the model
         self.adapters: dict = {}  # name -> the model with it merged
         self.forgets = False  # an adapter that is loaded has the weights of the one before, or of none
         self.faults: list = []
         self.asked: list[dict] = []
         self.delay = 0.0
+        self.ready = lambda: True  # else it answers nobody
         self.left = threading.Event()  # a client went away while it waited
         self.paused = False
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -74,8 +76,10 @@ class ScriptedServer:
                 pass
 
             def do_GET(self) -> None:
-                models = [{"id": "served", "max_model_len": CONTEXT, "parent": None}]
-                self._say({"data": models + [{"id": name, "parent": "served"} for name in server.adapters]})
+                if not server.ready():
+                    return self._say({}, 503)
+                models = [{"id": server.name, "max_model_len": CONTEXT, "parent": None}]
+                self._say({"data": models + [{"id": name, "parent": server.name} for name in server.adapters]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -97,6 +101,8 @@ class ScriptedServer:
                     self.close_connection = True
                 elif fault == "garbage":
                     self._say(b"<html>")
+                elif body["model"] not in (server.name, *server.adapters):
+                    self._say({"error": {"message": f"The model `{body['model']}` does not exist."}}, 404)
                 elif isinstance(fault, int):
                     self._say({"error": {"message": "scripted"}}, fault)
                 else:

@@ -37,6 +37,14 @@
 {{- fail (printf "profiles.%s.stages.%s.resources: replaces the defaults as a whole, so it needs limits for cpu and memory." $name $stage) -}}
 {{- end -}}
 {{- end -}}
+{{- if gt (int $profile.engine.replicas) 0 -}}
+{{- if not $profile.engine.claim -}}
+{{- fail (printf "profiles.%s.engine.claim: weights reach the engine's replicas by a volume; name its claim (ReadWriteMany)." $name) -}}
+{{- end -}}
+{{- if gt (int $profile.parallelism) 1 -}}
+{{- fail (printf "profiles.%s.parallelism: a run's stages share its engine's replicas, each with weights of its own, so they go one after the other: 1." $name) -}}
+{{- end -}}
+{{- end -}}
 {{- range $pool, $place := $profile.pools -}}
 {{- if not (and $place.resources.limits.cpu $place.resources.limits.memory) -}}
 {{- fail (printf "profiles.%s.pools.%s.resources.limits: untrusted code needs a limit on cpu and memory." $name $pool) -}}
