@@ -31,7 +31,7 @@ WHERE_JUDGED = ("servers", "token_env", "token_file")
 
 # The same of ``policy.vllm``, for the policy that plays, and of ``ray``.
 WHERE_SERVED = ("servers",)
-WHERE_PLACED = ("address",)
+WHERE_PLACED = ("address", "sync")
 
 
 # Sections that say how something is computed, and nothing about what.
@@ -312,6 +312,10 @@ class Ray(Section):
     trainer_gpus: float = Field(0.0, ge=0, description="the same in GPUs")
     staleness: int = Field(
         1, ge=0, description="most steps that the weights of a token may be older than those it trains; 0: no overlap"
+    )
+    sync: Literal["store", "broadcast"] = Field(
+        "store",
+        description="how new weights reach the workers: Ray's object store, or a broadcast (NCCL, Gloo) to all at once",
     )
     oversample: Share = Field(
         0.0, description="episodes played beyond those of a step, as a share; the last to finish of a task are dropped"

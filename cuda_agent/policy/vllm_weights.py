@@ -8,13 +8,13 @@ gathered before they are sent.
 """
 
 import asyncio
-import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from cuda_agent.policy.broadcast import address_towards, send
 from cuda_agent.policy.engine import EngineError
 from cuda_agent.policy.lora import adapters, merge_adapter, merged_parameters, save_adapter, save_merged
 from cuda_agent.policy.model import PolicyError, load_model
@@ -56,7 +56,7 @@ class Broadcast:
             dtype = replicas[0].dtype
             tensors = [[name, dtype, list(tensor.shape)] for name, tensor in parameters]
             await _together(
-                lambda: self._broadcast(parameters, dtype),
+                lambda: send(self._group, parameters, str(model.device), dtype),
                 [replica.call("cuda_agent_receive", tensors=tensors) for replica in replicas],
             )
         except BaseException:
@@ -65,7 +65,7 @@ class Broadcast:
 
     async def _join(self, replicas: Sequence[Worker], device: str) -> None:
         size = 1 + sum(replica.workers for replica in replicas)
-        host = _address_for(replicas)
+        host = address_towards(urlsplit(replica.url).hostname for replica in replicas)
         store = transfer_store(host, 0, size, True)
         group: list[Any] = []
         calls, rank = [], 1
@@ -74,15 +74,6 @@ class Broadcast:
             rank += replica.workers
         await _together(lambda: group.append(transfer_group(store, host, 0, size, device)), calls)
         self._group, self._members = group[0], list(replicas)
-
-    def _broadcast(self, parameters: Iterable[tuple[str, Any]], dtype: str) -> None:
-        import torch
-
-        for _, parameter in parameters:
-            tensor = parameter.detach().to(getattr(torch, dtype)).contiguous()
-            self._group.broadcast([tensor]).wait()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
 
 
 async def _together(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) -> None:
@@ -118,17 +109,6 @@ async def _together(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) ->
         for task in tasks:
             task.cancel()
         done.cancel()
-
-
-def _address_for(replicas: Sequence[Worker]) -> str:
-    """This machine's address as the replicas see it."""
-    hosts = [urlsplit(replica.url).hostname for replica in replicas]
-    remote = [host for host in hosts if host not in (None, "localhost", "127.0.0.1")]
-    if not remote:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing; the kernel picks the way
-        probe.connect((remote[0], 9))
-        return str(probe.getsockname()[0])
 
 
 def save_weights(model: Any, folder: Path, adapter: bool) -> None:

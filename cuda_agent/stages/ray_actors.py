@@ -2,8 +2,8 @@
 trainer.  Plain classes; ``ray_runtime`` makes actors of them, and nothing here imports Ray.
 
 What they are given and give back travels as bytes, lines and arrays, so they need no folder in common with the stage:
-folders as {path: bytes}, episodes in their wire form, weights as {name: array} with a digest that must hold after they
-were loaded.
+folders as {path: bytes}, episodes in their wire form, weights as {name: array}, or broadcast, with a digest that must
+hold after they were loaded.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cuda_agent.config import Ppo
-from cuda_agent.policy.engine import EngineError
+from cuda_agent.policy.broadcast import Form, Member, Weights, forms_of, load_weights, place, weights_of
 from cuda_agent.policy.episode import from_line, to_line
 from cuda_agent.policy.lora import merged_parameters
 from cuda_agent.policy.vllm_plugin import digest
@@ -27,7 +27,6 @@ from cuda_agent.stages.context import Site
 from cuda_agent.stages.rollouts import Job, Kind, Rollouts, open_rollouts
 
 Files = dict[str, bytes]  # of a folder, by path
-Weights = dict[str, Any]  # of a model: float32 arrays by name
 
 
 class RolloutWorker:
@@ -41,6 +40,8 @@ class RolloutWorker:
         self._settings = settings
         self._rollouts: Rollouts | None = None
         self._playing: dict[int, asyncio.Task[Any]] = {}
+        self._member: Member | None = None
+        self._received: Weights | None = None  # and not served yet
 
     async def open(self) -> int:
         """Opens engine and sandbox; the process id."""
@@ -79,18 +80,29 @@ class RolloutWorker:
         for playing in self._playing.values():
             playing.cancel()
 
-    async def serve(self, version: int, weights: Weights, expected: str) -> None:
-        """Plays with these weights from now on; turns under way finish on the old ones.  ``EngineError`` when the model
-        that was made of them has another digest than the trainer's."""
+    def place(self) -> str:
+        assert self._rollouts is not None, "open comes first"
+        return place(self._rollouts.model.device)
+
+    async def join(self, host: str, port: int, rank: int, size: int, device: str) -> None:
+        """Takes part in broadcasts from now on.  ``TransferError``, as from ``receive``."""
+        if self._member is not None:
+            self._member.leave()
+        self._member = await asyncio.to_thread(Member, host, port, rank, size, device)
+
+    async def receive(self, forms: Sequence[Form]) -> None:
+        """Takes weights that are broadcast, beside those that it plays with."""
+        assert self._member is not None, "join comes first"
+        self._received = await asyncio.to_thread(self._member.receive, forms)
+
+    async def serve(self, version: int, weights: Weights | None, expected: str) -> None:
+        """Plays with these weights, or with those that it received, from now on; turns under way finish on the old
+        ones.  ``EngineError`` when the model that was made of them has another digest than the trainer's."""
         assert self._rollouts is not None, "open comes first"
         rollouts = self._rollouts
-
-        def load() -> None:
-            load_weights(rollouts.model, weights)
-            if (found := digest(rollouts.model.named_parameters())) != expected:
-                raise EngineError(f"the weights of version {version} arrived with digest {found[:12]}")
-
-        await rollouts.engine.compute(load)
+        given, self._received = weights or self._received, None
+        assert given is not None, "receive comes first"
+        await rollouts.engine.compute(lambda: load_weights(rollouts.model, given, expected))
         await rollouts.engine.update_from(rollouts.model, version)
 
     async def close(self) -> None:
@@ -109,6 +121,7 @@ class Trainer:
         self._stack = ExitStack()
         site = self._stack.enter_context(shared_training(_settle(site, inputs, self._stack)))
         self._learner = Learner(site, settings, load_model(site.inputs["policy"]), make_critic(site.inputs))
+        self._member: Member | None = None
 
     def pid(self) -> int:
         return os.getpid()
@@ -116,11 +129,34 @@ class Trainer:
     def update(self, step: int, lines: Sequence[str]) -> dict[str, float]:
         return self._learner.update(step, [from_line(line) for line in lines])
 
-    def weights(self) -> Weights:
-        return weights_of(self._learner.actor.model)
+    def weights(self, expected: str | None = None) -> Weights | None:
+        """Nothing when their digest is not the ``expected``: it has learnt since."""
+        model = self._learner.actor.model
+        if expected is not None and digest(merged_parameters(model)) != expected:
+            return None
+        return weights_of(model)
 
     def digest(self) -> str:
         return digest(merged_parameters(self._learner.actor.model))
+
+    def forms(self) -> list[Form]:
+        return forms_of(self._learner.actor.model)
+
+    def place(self) -> str:
+        """Where its weights can be sent from: they are brought to its GPU, where it has one."""
+        import torch
+
+        return place(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def join(self, host: str, port: int, rank: int, size: int, device: str) -> None:
+        """As a rollout worker's.  It sends."""
+        if self._member is not None:
+            self._member.leave()
+        self._member = Member(host, port, rank, size, device)
+
+    def send(self) -> None:
+        assert self._member is not None, "join comes first"
+        self._member.send(merged_parameters(self._learner.actor.model))
 
     def critic(self) -> Weights:
         return weights_of(self._learner.critic.model)
@@ -148,25 +184,6 @@ def unpack(files: Files, folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-
-
-def weights_of(model: Any) -> Weights:
-    """Merged, where it has adapters."""
-    return {name: parameter.detach().cpu().numpy() for name, parameter in merged_parameters(model)}
-
-
-def load_weights(model: Any, weights: Weights) -> None:
-    """Raises ``EngineError`` when they are not this model's, by name and shape."""
-    import torch
-
-    parameters = dict(model.named_parameters())
-    wrong = parameters.keys() ^ weights.keys()
-    wrong |= {n for n in parameters.keys() & weights.keys() if tuple(parameters[n].shape) != weights[n].shape}
-    if wrong:
-        raise EngineError(f"these are the weights of another model: {', '.join(sorted(wrong)[:3])}")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(torch.tensor(weights[name]))
 
 
 def _settle(site: Site, inputs: Mapping[str, Files], stack: ExitStack | AsyncExitStack) -> Site:

@@ -2,9 +2,11 @@
 
 A worker that is lost, or whose engine is, loses what it was playing: the others play it again, with the same seeds, and
 a new worker takes its place.  The trainer, when it is lost, begins anew from the newest checkpoint.  Weights go from
-the trainer to the workers through Ray's object store, once a step; a worker that comes late is given the newest.
+the trainer to the workers once a step, through Ray's object store or by a broadcast; a worker that comes late is given
+the newest, as is one that a broadcast did not reach.
 
-Not here: the loop (``learning``), what the actors do (``ray_actors``), and Ray's own processes (``ray_cluster``).
+Not here: the loop (``learning``), what the actors do (``ray_actors``), a broadcast's group (``ray_broadcast``), and
+Ray's own processes (``ray_cluster``).
 """
 
 import asyncio
@@ -15,16 +17,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from cuda_agent.config import Ppo
 from cuda_agent.config import Ray as Places
+from cuda_agent.policy.broadcast import TransferError, load_weights
 from cuda_agent.policy.engine import EngineError
 from cuda_agent.policy.episode import Episode, from_line, to_line
 from cuda_agent.policy.model import load_policy
 from cuda_agent.stages.context import BadConfiguration, Site, StageContext, TryAgain
 from cuda_agent.stages.learning import LearnerLost, MakeCritic, Played
-from cuda_agent.stages.ray_actors import Files, RolloutWorker, Trainer, load_weights, pack, unpack
+from cuda_agent.stages.ray_actors import Files, RolloutWorker, Trainer, pack, unpack
+from cuda_agent.stages.ray_broadcast import Circle
 from cuda_agent.stages.ray_cluster import open_ray
 from cuda_agent.stages.rollouts import Job, Kind, episodes_of
 from cuda_agent.tasks.task import Task
@@ -35,8 +39,17 @@ LOSSES = 3  # of workers in one step, times their number, until the stage gives 
 PLACING_SECONDS = 900.0  # a cluster may have to start machines
 OPENING_SECONDS = 1800.0  # a worker's engine may have to load a large model
 CLOSING_SECONDS = 20.0
+BROADCASTS = 2  # of the same weights, each to those that are left; then they go through the object store
 GRACE_SECONDS = 60.0  # beyond the deadlines of a worker's episodes
 Result = TypeVar("Result")
+
+
+class _Served(NamedTuple):
+    """What the workers play with.  ``weights``: where Ray keeps them, if it does."""
+
+    version: int
+    digest: str
+    weights: Any
 
 
 class _Lost(Exception):
@@ -50,7 +63,8 @@ class _Worker:
         self.number = number
         self.actor: Any = None  # none: lost, or not opened yet
         self.opening: asyncio.Task[None] | None = None
-        self.digest = ""  # of the weights that it plays with
+        self.has: tuple[int, str] | None = None  # version and digest of the weights that it plays with
+        self.received = False  # the newest, by broadcast, and does not play with them yet
 
 
 class Harvest:
@@ -108,7 +122,9 @@ class RayRuntime:
         self._to_train = ray.put({name: pack(ctx.inputs[name]) for name in ("policy", "critic") if name in ctx.inputs})
         self._trainer: Any = None
         self._workers = [_Worker(number) for number in range(self._places.workers)]
-        self._served: tuple[int, Any, str] | None = None  # version, where its weights are, their digest
+        self._served: _Served | None = None
+        self._newer = asyncio.Event()  # of that which is served now: there is something newer
+        self._circle = Circle(self._ray.util.get_node_ip_address())
         self._lost = 0  # workers, since a step was last played to its end
 
     # ---------------------------------------------------------------------------------------------------------- playing
@@ -184,7 +200,7 @@ class RayRuntime:
                 task.result()
         return living
 
-    async def _of_all(self, call: Callable[[_Worker, Any], Awaitable[None]]) -> None:
+    async def _of_all(self, call: Callable[[_Worker, Any], Awaitable[Any]]) -> None:
         """Has all living workers do it; loses those that do not."""
 
         async def one(worker: _Worker, actor: Any) -> None:
@@ -212,7 +228,7 @@ class RayRuntime:
 
     async def _open(self, worker: _Worker) -> None:
         """Makes the worker that belongs into this place; it has the newest weights when it begins to play."""
-        places, worker.digest = self._places, ""
+        places, worker.has, worker.received = self._places, None, False
         options = self._options(worker.number + 1, places.worker_cpus, places.worker_gpus)
         made = self._ray.remote(cast(Any, RolloutWorker)).options(**options)
         actor = made.remote(_share(self._site, worker.number), self._settings, self._to_play)
@@ -220,8 +236,14 @@ class RayRuntime:
             async with asyncio.timeout(OPENING_SECONDS):
                 with self._losses():
                     await actor.open.remote()
-                    while self._served is not None and worker.digest != self._served[2]:
-                        await self._give(worker, actor)
+            while self._served is not None and worker.has != self._served[:2]:
+                newer = self._newer
+                if (served := await self._served_weights(self._served)) is None:
+                    await newer.wait()
+                    continue
+                async with asyncio.timeout(OPENING_SECONDS):
+                    with self._losses():
+                        await self._give(worker, actor, served)
         except (TimeoutError, _Lost) as error:
             worker.actor, worker.opening = actor, None
             self._lose(worker, actor, error)
@@ -229,11 +251,47 @@ class RayRuntime:
             return
         worker.actor, worker.opening = actor, None
 
-    async def _give(self, worker: _Worker, actor: Any) -> None:
-        assert self._served is not None
-        version, weights, digest = self._served
-        await actor.serve.remote(version, weights, digest)
-        worker.digest = digest
+    async def _give(self, worker: _Worker, actor: Any, served: _Served) -> None:
+        await actor.serve.remote(served.version, None if worker.received else served.weights, served.digest)
+        worker.has, worker.received = served[:2], False
+
+    async def _served_weights(self, served: _Served) -> _Served | None:
+        """``served`` with its weights; none when the trainer has learnt since, or is gone, and will serve others."""
+        if served.weights is not None or self._trainer is None:
+            return served if served.weights is not None else None
+        weights = self._trainer.weights.remote(served.digest)
+        try:
+            return None if await weights is None else served._replace(weights=weights)
+        except self._ray.exceptions.RayError:
+            return None
+
+    async def _broadcast(self) -> bool:
+        """Whether all workers that lived when it began have received the trainer's weights; else none has."""
+        forms = await self._of_trainer(self._trainer.forms.remote())
+        for _ in range(BROADCASTS):
+            workers = [worker for worker in self._workers if worker.actor is not None]
+            if not workers:
+                return True
+            actors = [worker.actor for worker in workers]
+            ours, *errors = await self._circle.transfer(self._trainer, actors, forms)
+            for worker, actor, error in zip(workers, actors, errors, strict=True):
+                if error is not None and not isinstance(error, TransferError):
+                    try:
+                        with self._losses():
+                            raise error
+                    except (TimeoutError, _Lost) as lost:
+                        self._lose(worker, actor, lost)
+            if isinstance(ours, TimeoutError):
+                raise self._without_trainer(ours)
+            if ours is not None and not isinstance(ours, TransferError):
+                await self._of_trainer(_raised(ours))
+            if ours is None and not any(errors):
+                for worker in workers:
+                    worker.received = True
+                return True
+            said = [str(error) for error in (ours, *errors) if error is not None]
+            self._ctx.tracker.note(f"weights could not be broadcast to {len(workers)} rollout workers: {said[0][:200]}")
+        return False
 
     @contextmanager
     def _losses(self) -> Iterator[None]:
@@ -261,10 +319,17 @@ class RayRuntime:
         return metrics
 
     async def serve(self, version: int) -> None:
-        weights = self._trainer.weights.remote()  # ours, and so there even when the trainer is lost
         digest = await self._of_trainer(self._trainer.digest.remote())
-        self._served = (version, weights, digest)
-        await self._of_all(self._give)
+        for worker in self._workers:
+            worker.received = False
+        served, newer, self._newer = _Served(version, digest, None), self._newer, asyncio.Event()
+        broadcast = self._places.sync == "broadcast" and await self._broadcast()
+        if not broadcast or any(worker.actor is not None and not worker.received for worker in self._workers):
+            served = served._replace(weights=self._trainer.weights.remote())  # ours, also when the trainer is lost
+            await self._of_trainer(self._trainer.digest.remote())  # it has made them
+        self._served = served
+        newer.set()
+        await self._of_all(lambda worker, actor: self._give(worker, actor, served))
 
     async def save(self, step: int) -> None:
         files: Files = await self._of_trainer(self._trainer.save.remote())
@@ -297,10 +362,13 @@ class RayRuntime:
             cause = getattr(error, "cause", None)  # what was raised in the actor
             if isinstance(error, self._ray.exceptions.RayTaskError) and not isinstance(cause, TrainerLost):
                 raise (cause if isinstance(cause, Exception) else error) from error
-            self._ray.kill(self._trainer)
-            self._trainer = None
             self._unless_born_dead(error)
-            raise LearnerLost(f"the trainer was lost ({type(error).__name__})") from error
+            raise self._without_trainer(error) from error
+
+    def _without_trainer(self, error: Exception) -> LearnerLost:
+        self._ray.kill(self._trainer)
+        self._trainer = None
+        return LearnerLost(f"the trainer was lost ({type(error).__name__})")
 
     # ------------------------------------------------------------------------------------------------------- both kinds
 
@@ -318,6 +386,7 @@ class RayRuntime:
         await asyncio.gather(*(worker.opening for worker in self._workers if worker.opening is not None))
 
     async def close(self) -> None:
+        self._circle.end()
         actors = [worker.actor for worker in self._workers] + [self._trainer]
         for worker in self._workers:
             if worker.opening is not None:
@@ -371,6 +440,10 @@ def _share(site: Site, worker: int) -> Site:
     vllm = config.policy.vllm.model_copy(update={"servers": config.policy.vllm.servers[worker :: config.ray.workers]})
     policy = config.policy.model_copy(update={"vllm": vllm})
     return replace(site, config=config.model_copy(update={"policy": policy}))
+
+
+async def _raised(error: Exception) -> None:
+    raise error
 
 
 def _gpus() -> int:

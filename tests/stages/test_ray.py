@@ -5,11 +5,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from cuda_agent.policy.broadcast import load_weights, weights_of
 from cuda_agent.policy.lora import adapters, attach, merged_parameters
 from cuda_agent.policy.model import load_model
 from cuda_agent.policy.vllm_plugin import digest
 from cuda_agent.stages import warmup
-from cuda_agent.stages.ray_actors import load_weights, weights_of
 from cuda_agent.tracking import read_metrics
 from tests.stages.ray_cases import config, context, make_inputs, of_ray
 
