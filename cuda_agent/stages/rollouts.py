@@ -84,6 +84,10 @@ async def open_rollouts(
     torch.set_num_threads(1)  # of this thread, which computes nothing much: ``LocalEngine.compute`` says why
     lockstep = config.sandbox.clock == "model"
     model, tokenizer = load_policy(policy)
+    if config.policy.engine == "local" and config.policy.device == "cuda":
+        if not gpus():
+            raise BadConfiguration("policy.device is cuda, and this machine has no GPU that PyTorch can use")
+        model.to("cuda")  # where a broadcast finds it, too
     style: Style = "compact" if config.policy.base is None else "full"
     settings = episode_settings(config, style, turns=turns, context=context, temperature=temperature)
     chat = Chat(tokenizer, style)
@@ -134,8 +138,6 @@ async def _open_engine(
         engine = ScriptedEngine(Script(chat, read_tasks(ctx.inputs["tasks"])), chat.tokenizer, model)
     else:
         lease = Lease(ctx.cache / "lease")
-        if policy.device == "cuda" and not gpus():
-            raise BadConfiguration("policy.device is cuda, and this machine has no GPU that PyTorch can use")
         engine = LocalEngine(
             model, policy.threads, policy.engine_batch, lease, device=policy.device, dtype=policy.dtype
         )
