@@ -52,6 +52,7 @@ demo:
 	@$(BIN)/cuda-agent run experiment=demo
 
 test: environment
+	@$(BIN)/python -m compileall -q cuda_agent # for hundreds of short processes, most of which may not write it
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder # see tests/conftest.py
 
 lint: environment

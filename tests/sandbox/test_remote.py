@@ -21,7 +21,7 @@ from cuda_agent.sandbox.remote import RemoteSandbox
 from cuda_agent.sandbox.wire import Solution, TaskError, ToolResult, Verdict
 from cuda_agent.sandbox.workspace import WorkspaceLost
 from tests.sandbox.conftest import CHAIN, KERNEL, PLAN, Running, plan_solution, task
-from tests.sandbox.serving import QUICK, SLOW, TOKEN, Served
+from tests.sandbox.serving import ONE_JUDGE, QUICK, SLOW, TOKEN, Served
 
 SETTINGS: dict[str, Any] = {"clock": "model", "checks": 2, "run_seconds": 2.0, "memory_mb": 400}
 
@@ -396,7 +396,7 @@ def three(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Serve
     for number in range(3):
         folder = tmp_path / str(number)
         folder.mkdir()
-        servers.append(Served(folder, "--roles", getattr(request, "param", "evaluate"), *QUICK))
+        servers.append(Served(folder, "--roles", getattr(request, "param", "evaluate"), *QUICK, wrapper=ONE_JUDGE))
     for server in servers:
         server.ready()
     yield servers

@@ -16,7 +16,7 @@ import pytest
 from cuda_agent.sandbox.service_messages import BODY_BYTES
 from cuda_agent.sandbox.wire import Verdict
 from tests.sandbox.conftest import CHAIN, KERNEL, plan_solution
-from tests.sandbox.serving import QUICK, SLOW, TOKEN, Served, body, variant
+from tests.sandbox.serving import ONE_JUDGE, QUICK, SLOW, TOKEN, Served, body, variant
 
 FAILING = KERNEL.replace("0.0f)", "0.0f) + 0.5f")
 
@@ -540,7 +540,7 @@ def test_sigterm_finishes_what_runs_hands_back_what_waits_and_leaves_nothing(tmp
 
 def test_work_that_does_not_end_is_cut_off_at_the_limit(tmp_path):
     settings = ("--drain-seconds", "0.5", *QUICK, "sandbox.run_seconds=600")
-    served = Served(tmp_path, *settings).ready()
+    served = Served(tmp_path, *settings, wrapper=ONE_JUDGE).ready()
     room = Room(served)
     job = served.http.post("/v1/jobs", json=body(plan_solution(SLOW))).json()
     while served.http.get(f"/v1/jobs/{job['id']}").json()["state"] == "queued":
@@ -560,7 +560,7 @@ def test_metrics_are_open_only_when_asked_for(tmp_path):
 
 
 def test_a_server_that_has_judged_enough_ends_in_order(tmp_path):
-    with Served(tmp_path, *QUICK, "--recycle-after", "1") as served:
+    with Served(tmp_path, *QUICK, "--recycle-after", "1", wrapper=ONE_JUDGE) as served:
         served.ready()
         verdict = served.http.post("/v1/evaluate", json=body()).json()
         assert verdict["status"] == "ok"

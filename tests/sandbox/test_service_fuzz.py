@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cuda_agent.sandbox.wire import Verdict
 from tests.sandbox.conftest import CHAIN, KERNEL, PLAN
-from tests.sandbox.serving import QUICK, Served, body
+from tests.sandbox.serving import ONE_JUDGE, QUICK, Served, body
 
 ROUTES = (
     ("GET", "/healthz"),
@@ -43,7 +43,7 @@ def examples(count: int) -> settings:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     arguments = ("--workspaces", "2", "--idle-seconds", "1", "--queue", "64", *QUICK)
-    with Served(tmp_path_factory.mktemp("fuzzed"), *arguments) as served:
+    with Served(tmp_path_factory.mktemp("fuzzed"), *arguments, wrapper=ONE_JUDGE) as served:
         yield served.ready()
         assert served.process.poll() is None, "it lived through all of it"
 
