@@ -50,7 +50,7 @@ def served(cluster: Cluster) -> Iterator[Release]:
         "metadata": {"name": "weights"},
         "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}},
     }
-    size = values()["profiles"]["cpu"]["defaults"]["resources"]
+    size = merged(values()["profiles"]["cpu"]["defaults"]["resources"], {"limits": {"memory": "8Gi"}})
     engine = {
         "replicas": 1,
         "claim": "weights",
@@ -70,13 +70,11 @@ def served(cluster: Cluster) -> Iterator[Release]:
 def seen(served: Release) -> Seen:
     space, found = served.cluster, Seen()
     runs.submit(served, RUN, "policy.engine=vllm", "policy.engine_batch=4", "bootstrap.steps=1")
-    stage = runs.pod_of(space, RUN, "synthesis")
-    found.before = wait_for("the replica's first words", 120, lambda: space.try_run("logs", POD).stdout)
+    found.before = wait_for("the replica's first words", runs.LONG, lambda: space.try_run("logs", POD).stdout)
     found.pod = space.get("pod", POD)
     places: dict[str, probing.Place] = {"engine": ("tcp", probing.address_of(space, POD), 8000)}
-    runs.reaches(space, RUN, "evaluate-base", "running", "done")
+    stage = runs.pod_of(space, RUN, "evaluate-base")  # which waits for the replica
     wait_for("the replica answers", runs.LONG, lambda: ready(space))
-    stage = runs.pod_of(space, RUN, "evaluate-base")
     found.reached["stage"] = probing.reached(space, stage, places)
     found.reached["sandbox"] = probing.reached(space, f"{RUN}-evaluate-0", places, container="sandbox")
     others = probing.cluster_places(space) | {
@@ -88,7 +86,7 @@ def seen(served: Release) -> Seen:
     lines = space.run("exec", POD, "-c", "engine", "--", "python3", "-c", _METRICS).splitlines()
     counted = [line for line in lines if line.startswith("vllm:request_success_total")]
     found.answered = sum(float(line.rsplit(" ", 1)[1]) for line in counted)
-    space.run("exec", POD, "-c", "engine", "--", "sh", "-c", "kill -KILL -1 || true; kill 1 || true")
+    space.try_run("exec", POD, "-c", "engine", "--", "sh", "-c", "kill -KILL -1; kill 1")
     runs.reaches(space, RUN, "warmup", "done")
     (status,) = space.get("pod", POD)["status"]["containerStatuses"]
     found.restarts = status["restartCount"]

@@ -33,7 +33,7 @@ pytestmark = [
 
 RUN = "spread"
 # Without overlap, so that every token has the weights that it has on one machine; long enough to be met in the middle.
-OVERRIDES = ("runtime=ray", "ray.staleness=0", "agentic.steps=8", "agentic.samples=3")
+OVERRIDES = ("runtime=ray", "ray.staleness=0", "agentic.steps=8", "agentic.batch=6")
 SPREAD = [stage.name for stage in STAGES if rayjobs.can_be_spread(stage)]
 
 

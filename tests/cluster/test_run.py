@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -129,6 +130,18 @@ def test_the_report_is_fetched_and_nothing_in_it_is_empty(run: Run, local: dict[
         assert stage["code"] and (stage["metrics"] or stage["name"] == "synthesis"), stage["name"]
     episodes = {stage["name"]: stage["metrics"][-1]["values"].get("episodes") for stage in report["stages"][1:]}
     assert all(episodes[name] > 0 for name in NAMES if name.startswith("evaluate-") or name == "collect")
+
+
+def test_the_episodes_are_those_that_the_stages_counted(run: Run) -> None:
+    report = json.loads(said(run.installed, "report", run.name, "--on", ".", "--json"))
+    counted = {stage["name"]: stage["metrics"][-1]["values"].get("episodes") for stage in report["stages"][1:]}
+    listed = Counter(
+        row["stage"] for row in json.loads(said(run.installed, "episodes", run.name, "--on", ".", "--json"))
+    )
+    assert listed == {name: counted[name] for name in NAMES if name.startswith("evaluate-") or name == "collect"}
+    page = run.installed.cluster.state / "episodes.html"
+    said(run.installed, "episodes", run.name, "--on", ".", "--stage", "collect", "--output", str(page))
+    assert "<html" in page.read_text()[:200].lower()
 
 
 def test_mlflow_has_every_stage_with_its_curves(run: Run) -> None:
