@@ -1,6 +1,6 @@
 """Tokens per second of the in-process engine and of vLLM behind HTTP: same weights, same prompts, same number of
 tokens, interleaved in one run so that other load hits both.  On the processor both compute in float32; with ``--device
-cuda`` the in-process engine has the first GPU, and vLLM, in bfloat16, the last.
+cuda`` in bfloat16, the in-process engine on the first GPU and vLLM on the last, which may be the same.
 
     CUDA_AGENT_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/engines.py --batch 32 --rounds 5 --json engines.json
 
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+from shapes import SIZES, model_of
 
 from cuda_agent.config import Policy
 from cuda_agent.policy.engine import SamplingParams
@@ -52,8 +53,10 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[floa
     model = model.to(args.device)
     rng = random.Random(0)
     vocab, context = model.config.vocab_size, args.prompt + args.tokens + 8
-    local = LocalEngine(model, args.threads, args.batch, device=args.device)
+    dtype = "bfloat16" if args.device == "cuda" else "float32"
+    local = LocalEngine(model, args.threads, args.batch, device=args.device, dtype=dtype)
     settings: dict[str, Any] = {"batch": args.batch, "threads": args.threads, "context": context, "sync": args.sync}
+    settings["memory"] = args.memory
     async with open_vllm(Path(args.model or folder), model, folder, replicas=args.replicas, **settings) as served:
         engines: Engines = {"in process": local, "vllm": served}
         seconds: dict[str, list[float]] = {name: [] for name in engines}
@@ -71,7 +74,9 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a policy; default: a new one of the default configuration")
+    parser.add_argument("--size", choices=sorted(SIZES), help="a new model of this size instead")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--memory", type=float, default=0.5, help="share of a GPU's memory for vLLM")
     parser.add_argument("--sync", default="disk", choices=["disk", "nccl"])
     for name, default in (("batch", 32), ("prompt", 200), ("tokens", 200), ("threads", 2), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -92,7 +97,8 @@ def main() -> None:
         if not args.model:
             words = ["".join(random.Random(i).choices("abcdefgh", k=6)) for i in range(2000)]
             tokenizer = train_tokenizer([" ".join(words)], Policy().vocab)
-            save_policy(new_policy(Policy(), tokenizer, seed=0), tokenizer, folder)
+            model = model_of(args.size) if args.size else new_policy(Policy(), tokenizer, seed=0)
+            save_policy(model, tokenizer, folder)
         seconds = asyncio.run(measure(args, folder))
     print(f"batch {args.batch}, prompts of {args.prompt}, {args.tokens} tokens each, {args.threads} threads, ", end="")
     print(f"{args.replicas} vLLM server(s), {args.device}")
