@@ -12,6 +12,7 @@ does).
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -112,8 +113,11 @@ def die_with_parent(parent: int) -> None:
 def serve(parent: int, preload: list[str]) -> None:
     """The server's loop: orders on stdin, ends of stages on stdout, a JSON object a line."""
     die_with_parent(parent)
+    gc.disable()  # what is imported stays, so nobody need look whether it may go
     for module in (*preload, "cuda_agent.pipeline.stage_main"):
         importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     read_end, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)

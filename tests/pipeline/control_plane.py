@@ -103,7 +103,8 @@ class ControlPlane:
         self, *arguments: str, user: str = "admin", text: str | None = None
     ) -> subprocess.CompletedProcess[str]:
         command = [str(KUBECTL), "--kubeconfig", str(self.kubeconfig), "--context", user, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, input=text, timeout=120)
+        environment = os.environ | {"GOGC": "off"}  # it lives too shortly for that
+        return subprocess.run(command, capture_output=True, text=True, input=text, timeout=120, env=environment)
 
     def _kubeconfig(self) -> dict[str, Any]:
         server = {"server": f"https://127.0.0.1:{self.port}", "insecure-skip-tls-verify": True}
