@@ -9,6 +9,7 @@ Not here: who leads (``stages.ray_broadcast``), the workers of vLLM servers, whi
 """
 
 import contextlib
+import ctypes
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -90,10 +91,15 @@ class Member:
         return self._bounded(take)
 
     def leave(self) -> None:
-        """Ends this process's part; a call of another thread that waits for the others returns as well where the
-        transport can do that (NCCL)."""
-        group, self._group = self._group, None
-        if group is not None:
+        """Ends this process's part, between two calls."""
+        self._group = None
+
+    def _abandon(self) -> None:
+        """Ends it in the middle of one: NCCL's is aborted.  Gloo cannot be, and its group waits for the last collective
+        before it goes; so it never goes."""
+        if (group := self._group) is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            self._group = None
             with contextlib.suppress(Exception):
                 group.abort()
 
@@ -117,7 +123,7 @@ class Member:
                 break
         if results:
             return results[0]
-        self.leave()
+        self._abandon()
         if errors:
             raise TransferError(f"weights could not be broadcast: {errors[0]}") from errors[0]
         raise TransferError("the broadcast of weights was ended")

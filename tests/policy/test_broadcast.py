@@ -160,6 +160,19 @@ def test_nobody_waits_longer_for_the_others_than_the_meeting_lasts():
         Member(HERE, meeting.port, 0, 2, "cpu")
 
 
+def test_who_waits_for_weights_that_nobody_sends_is_told_and_can_meet_again(model, other, meeting):
+    ended = Meeting(HERE)
+    meet(ended, model, other)
+    other.begin("receive", forms_of(model))
+    threading.Timer(0.5, ended.end).start()
+    with pytest.raises(TransferError):
+        other.answer()
+    member = meet(meeting, model, other)
+    other.begin("receive", forms_of(model))
+    member.send(merged_parameters(model))
+    assert other.answer() == "received" and other("take", digest(merged_parameters(model))) == "serving"
+
+
 def test_adapters_travel_merged(folders):
     model, plain = load_model(folders[0]), load_model(folders[1])
     attach(model, 2, 8.0, ["q_proj", "down_proj"])

@@ -1,0 +1,139 @@
+"""Whether a stage learns through Ray and two vLLM servers as it does in one process with the engine of its own.
+
+    python benchmarks/claims/ray_vllm.py --store .cuda-agent/store --seeds 0 1 2 --json ray_vllm.json
+
+The stage is ``warmup`` (or ``--stage agentic``), from the newest run in the store that has what it takes: tasks and a
+policy that was trained on worked examples.  Verdicts use the model's clock, so that rewards do not depend on load.  A
+seed draws the same tasks in both, and the engines sample with different noise, so a pair's curves differ as those of
+two seeds do, and more where an engine serves wrong weights.
+
+Two questions are asked of the rewards.  Does every step's mean over the seeds lie within the least and the greatest of
+the in-process seeds?  A mean of n falls out of the range of n others now and then (for n = 3 about every seventh), and
+a curve has several steps; so the verdict is the second: does the 95 % interval of the paired differences of whole
+curves (mean reward of all steps but the first, which plays what nobody has learnt yet) hold zero?  It is a t interval
+over the seeds.  ``engine_gap`` is the mean |difference| of the engine's and the trainer's log-probabilities over all
+sampled tokens.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.config import Config, compose
+from cuda_agent.pipeline import runs
+from cuda_agent.pipeline.checkpoints import StageCheckpoints
+from cuda_agent.pipeline.graph import STAGES
+from cuda_agent.stages import agentic, warmup
+from cuda_agent.stages.context import StageContext
+from cuda_agent.storage import Store, open_store
+from cuda_agent.tracking import FileTracker, read_metrics
+
+ONE, BOTH = "one process", "Ray, 2 vLLM servers"
+KINDS: dict[str, list[str]] = {
+    ONE: [],
+    BOTH: ["runtime=ray", "ray.workers=2", "ray.staleness=0", "policy.engine=vllm"],
+}
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # 97.5 %, by number of seeds
+Step = dict[str, float]
+
+
+def inputs_of(store: Store, stage: str, folder: Path) -> dict[str, Path]:
+    """What ``stage`` took in the newest run that has it all."""
+    wanted = {name: source.split(".") for name, source in next(s for s in STAGES if s.name == stage).inputs.items()}
+    for run in reversed(runs.list_runs(store)):
+        made = runs.run_manifests(store, run, STAGES)
+        if all(source in made for source, _ in wanted.values()):
+            for name, (source, artifact) in wanted.items():
+                store.get_folder(made[source].outputs[artifact], folder / name)
+            return {name: folder / name for name in wanted}
+    raise SystemExit(f"The store has no run with what {stage} takes: `make demo` makes one.")
+
+
+def learn(stage: str, config: Config, inputs: dict[str, Path], folder: Path, cache: Path) -> list[Step]:
+    """The measurements of every step."""
+    for part in ("policy", "critic", "scratch", "work"):
+        (folder / part).mkdir(parents=True)
+    tracker = FileTracker(folder / "said")
+    ctx = StageContext(
+        name=stage,
+        config=config,
+        inputs=inputs,
+        outputs={name: folder / name for name in ("policy", "critic")},
+        work=folder / "work",
+        tracker=tracker,
+        checkpoints=StageCheckpoints(open_store(str(folder / "store")), stage, "key", folder / "scratch", tracker),
+        should_stop=lambda: False,
+        cache=cache,
+    )
+    (warmup if stage == "warmup" else agentic).run(ctx)
+    for note in tracker.notes():
+        print(f"  {note}", flush=True)
+    return list(read_metrics(folder / "said" / "metrics.jsonl").values())
+
+
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """Mean and 95 % t interval; without one where there is one value."""
+    mean = statistics.mean(values)
+    if len(values) == 1:
+        return mean, float("-inf"), float("inf")
+    half = STUDENT[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+    return mean, mean - half, mean + half
+
+
+def table(found: dict[str, list[list[Step]]]) -> dict[str, Any]:
+    """Prints the curves and says what holds."""
+    rewards = {kind: [[step["reward"] for step in steps] for steps in seeds] for kind, seeds in found.items()}
+    gaps = {kind: max(s.get("engine_gap", 0.0) for steps in seeds for s in steps) for kind, seeds in found.items()}
+    print(f"{'step':>5} {ONE + ', mean (least..greatest)':>40} {BOTH:>22} {'within':>7}")
+    inside = []
+    for number, (ours, theirs) in enumerate(zip(*(zip(*rewards[kind], strict=True) for kind in KINDS), strict=True)):
+        mean = statistics.mean(theirs)
+        inside.append(min(ours) <= mean <= max(ours))
+        spread = f"{statistics.mean(ours):.3f} ({min(ours):.3f}..{max(ours):.3f})"
+        print(f"{number:>5} {spread:>40} {mean:>22.3f} {'yes' if inside[-1] else 'no':>7}")
+    curves = {kind: [statistics.mean(curve[1:]) for curve in of] for kind, of in rewards.items()}
+    rises = {kind: [statistics.mean(curve[-2:]) - curve[0] for curve in of] for kind, of in rewards.items()}
+    difference = interval([b - a for a, b in zip(curves[ONE], curves[BOTH], strict=True)])
+    holds = difference[1] <= 0 <= difference[2] and gaps[BOTH] < 1e-4
+    print(f"whole curves differ by {difference[0]:+.3f} ({difference[1]:+.3f} to {difference[2]:+.3f})")
+    print(f"rise from the first step to the last two: {rises}")
+    print(f"engine_gap at most {gaps}; {sum(inside)} of {len(inside)} steps within; {'holds' if holds else 'FAILS'}")
+    facts = {"within": inside, "difference": difference, "rise": rises, "engine_gap": gaps, "holds": holds}
+    return facts | {"rewards": rewards}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", default=".cuda-agent/store", help="with a finished run")
+    parser.add_argument("--stage", default="warmup", choices=["warmup", "agentic"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=64, help="episodes a step")
+    parser.add_argument("--set", nargs="*", default=[], help="further overrides of both")
+    parser.add_argument("--json", help="write the result here, after every seed")
+    args = parser.parse_args()
+    sizes = [f"{args.stage}.steps={args.steps}", f"{args.stage}.batch={args.batch}", "policy.threads=1"]
+    found: dict[str, list[list[Step]]] = {kind: [] for kind in KINDS}
+    with tempfile.TemporaryDirectory() as temporary:
+        home = Path(temporary)
+        (home / "cache").mkdir()
+        inputs = inputs_of(open_store(args.store), args.stage, home / "inputs")
+        for seed in args.seeds:
+            for number, (kind, changes) in enumerate(KINDS.items()):
+                own = ["experiment=demo", "sandbox.clock=model", f"seed={seed}", *sizes, *changes, *args.set]
+                began = time.monotonic()
+                found[kind].append(learn(args.stage, compose(own), inputs, home / f"{seed}-{number}", home / "cache"))
+                seconds = time.monotonic() - began
+                curve = " ".join(f"{step['reward']:.3f}" for step in found[kind][-1])
+                print(f"seed {seed}, {kind}: {seconds:.0f} s, rewards {curve}", flush=True)
+            result = table(found) | {"seeds": args.seeds[: len(found[ONE])]}
+            if args.json:
+                Path(args.json).write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
