@@ -60,8 +60,11 @@ def measured(shape: Shape, tokens: int, segment: int, precision="fp32", checkpoi
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "twice"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [(name, "fp32") for name in SHAPES]
+    + [pytest.param(name, "bf16", marks=[pytest.mark.nightly] * (name != "small")) for name in SHAPES],
+)
 def test_a_step_takes_what_was_worked_out(name, precision, checkpointing, monkeypatch):
     monkeypatch.setitem(memory.LOGITS, "cpu", 2**17)
     shape, tokens = SHAPES[name], 2560  # longer than what attention keeps
@@ -70,7 +73,7 @@ def test_a_step_takes_what_was_worked_out(name, precision, checkpointing, monkey
     assert measured(shape, tokens, tokens, **settings) == pytest.approx(worked_out.total, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("tokens", [1024, 4096, 8192])
+@pytest.mark.parametrize("tokens", [1024, 4096, pytest.param(8192, marks=pytest.mark.nightly)])
 def test_it_grows_with_the_row_as_was_worked_out(tokens, monkeypatch):
     monkeypatch.setitem(memory.LOGITS, "cpu", 2**17)
     worked_out = peak(SMALL, tokens, precision="fp32", device="cpu")
