@@ -25,6 +25,7 @@ LEASE = "CUDA_AGENT_ENGINE_LEASE"  # folder of the timing lease, where a stopwat
 STEP_TOKENS = 4096  # of prompts that start together on a processor
 WHOLE = "CUDA_AGENT_ENGINE_WHOLE"  # set for servers of ours: their processes end with the one that was started
 TRANSFER_SECONDS = 600.0  # one tensor, at most
+PIECE = 1 << 24  # elements whose digest is computed at once: a server has little memory to spare
 
 
 def register() -> None:
@@ -152,8 +153,11 @@ def digest(parameters: Iterable[tuple[str, Any]]) -> str:
 
     def sums(tensor: Any) -> tuple[int, int]:
         bits = tensor.detach().contiguous().view(integers[tensor.element_size()]).flatten()
-        mixed = bits ^ (bits >> 4 * tensor.element_size())  # round numbers end in zeros, which products would keep
-        return int(bits.sum(dtype=torch.int64)), int((mixed[1:] * mixed[:-1]).sum(dtype=torch.int64))
+        products = 0
+        for piece in bits.split(PIECE):
+            mixed = piece ^ (piece >> 4 * tensor.element_size())  # round numbers end in zeros; products would keep them
+            products += int((mixed[1:] * mixed[:-1]).sum(dtype=torch.int64))
+        return int(bits.sum(dtype=torch.int64)), products
 
     text = "".join(f"{name} {sums(tensor)}\n" for name, tensor in sorted(parameters, key=lambda p: p[0]))
     return hashlib.sha256(text.encode()).hexdigest()
