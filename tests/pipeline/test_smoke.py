@@ -16,13 +16,12 @@ from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.storage import open_store
 from cuda_agent.tracking import read_metrics
-from tests import made_once
 
 COMMAND = [sys.executable, "-m", "cuda_agent.cli", "run", "experiment=smoke", "--json"]
 
 
 def start(home: Path, *overrides: str) -> subprocess.Popen:
-    made_once.share(home / "cache")
+    home.mkdir(parents=True, exist_ok=True)
     command = [*COMMAND, f"run.store={home / 'store'}", *overrides]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=open(home / "said.txt", "a"), text=True)
 
@@ -98,8 +97,7 @@ def begin_where_training_begins(peace: Path, home: Path) -> None:
     """What comes before a policy is trained by rewards is served from the cache, and nothing is compiled twice."""
     for part in ("cas", "configs", *(f"cache/{name}" for name in ("synthesis", "bootstrap"))):
         shutil.copytree(peace / "store" / part, home / "store" / part)
-    builds = "cache/sandbox/builds"
-    shutil.copytree(peace / builds, home / builds, symlinks=True)
+    shutil.copytree(peace / "cache" / "sandbox" / "builds", home / "cache" / "sandbox" / "builds")
 
 
 def a_run_killed_at_three_places_ends_with_the_same_bytes(tmp_path: Path, answer: dict) -> None:
