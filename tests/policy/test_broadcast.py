@@ -134,6 +134,7 @@ def test_weights_that_were_not_sent_are_found_out(model, other):
     assert difference(model, other("play")) > 0.05
 
 
+@pytest.mark.nightly
 def test_a_member_that_dies_takes_nobody_along(model, other, devices, folders, meeting):
     """The sender hears that the meeting has ended, lives on, and reaches another in a new one."""
     doomed, first = Other(folders[0], devices[1]), Meeting(HERE)
