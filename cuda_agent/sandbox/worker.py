@@ -10,9 +10,13 @@ Nothing a worker says is believed: seeds, buffers, clock and verdict are the jud
 package but its wire format, the jail and its own modules.
 """
 
+# ruff: noqa: E402
+import gc
+
+gc.disable()  # until all is imported: what is imported stays, and looking whether it may go is a tenth of the start
+
 import contextlib
 import ctypes
-import gc
 import os
 import signal
 import socket
@@ -40,6 +44,7 @@ def main() -> None:
         __import__(name)
     gc.collect()
     gc.freeze()
+    gc.enable()
     threads = len(os.listdir("/proc/self/task"))
     send_frame(control, "=", {"threads": threads, "torch": torch.__version__})
     children: set[int] = set()
