@@ -73,10 +73,12 @@ cluster-up:
 cluster-down:
 	@tests/cluster/down.sh
 
-test-cluster: environment
+test-cluster: environment # first what needs an API server alone
+	$(BIN)/python -m pytest -m "cluster and not nightly" -n $(WORKERS) --dist loadfile tests/pipeline
 	$(BIN)/python -m pytest -m "cluster and not nightly" -s --durations=8 tests/cluster
 
 test-cluster-full: environment
+	$(BIN)/python -m pytest -m cluster -n $(WORKERS) --dist loadfile tests/pipeline
 	$(BIN)/python -m pytest -m cluster --durations=0 -s tests/cluster
 
 clean:

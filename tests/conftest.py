@@ -43,6 +43,10 @@ LONGEST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are chosen by
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "plane" in getattr(item, "fixturenames", ()):  # a real API server, one of the test cluster's programs
+            item.add_marker("cluster")
     place = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
