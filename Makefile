@@ -11,7 +11,7 @@ SHELL := /bin/bash
 .PHONY: help environment demo test lint benchmark images cluster-up cluster-down test-cluster test-cluster-full clean
 
 CORES := $(shell nproc 2>/dev/null || echo 2)
-WORKERS := $(shell expr $(CORES) + 1) # a quarter of the tests' time is waiting
+WORKERS := $(shell expr $(CORES) + 2) # a quarter of the tests' time is waiting
 BIN := .venv/bin
 PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)

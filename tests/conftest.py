@@ -1,9 +1,17 @@
+import gc
 import os
 from pathlib import Path
 
 import pytest
 
 from tests import made_once
+
+gc.disable()  # while everything is imported, which stays
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import secrets
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ DTYPES = {
     "int8": "i1", "uint8": "u1", "bool": "u1", "complex64": "c8", "complex128": "c16",
 }  # fmt: skip
 _ALIGN = 256  # of an allocation on the GPU, which kernels may rely on; more than any vector instruction needs
+_GAPS = 1 << 16  # the next candidate's gaps may be wider
+_MOST_SPARE = 256 << 20  # bytes
 _F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1033, 1, 2, 4, 16
 
 
@@ -33,16 +36,28 @@ def byte_count(tensor: Tensor) -> int:
 
 
 class Area:
-    """``size`` bytes of shared memory; ``descriptor`` goes to the worker, who cannot write it if ``read_only``."""
+    """``size`` bytes of shared memory; ``descriptor`` goes to the worker, who cannot write it if ``read_only``.
+    ``touched``: its pages are there already, and ``fit`` comes before it is used."""
 
-    def __init__(self, size: int, read_only: bool) -> None:
+    def __init__(self, size: int, read_only: bool, touched: bool = False) -> None:
         self.size = max(size, mmap.PAGESIZE)
+        self._read_only = read_only
         self.descriptor = os.memfd_create("area", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, self.size)
-        self._map = mmap.mmap(self.descriptor, self.size)
-        seals = _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL | (_SEAL_FUTURE_WRITE if read_only else 0)
+        self._map = mmap.mmap(self.descriptor, self.size, mmap.MAP_SHARED | (mmap.MAP_POPULATE if touched else 0))
+        self.bytes: Array = numpy.empty(0, numpy.uint8)
+        if not touched:
+            self.fit(size)
+
+    def fit(self, size: int) -> None:
+        """No larger than that from now on, so that what is written behind it faults; and sealed."""
+        size = max(size, mmap.PAGESIZE)
+        if size < self.size:
+            self._map.resize(size)
+            self.size = size
+        seals = _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL | (_SEAL_FUTURE_WRITE if self._read_only else 0)
         fcntl.fcntl(self.descriptor, _F_ADD_SEALS, seals)
-        self.bytes: Array = numpy.frombuffer(self._map, numpy.uint8)
+        self.bytes = numpy.frombuffer(self._map, numpy.uint8)
 
     def view(self, offset: int, tensor: Tensor) -> Array:
         count = byte_count(tensor)
@@ -53,6 +68,37 @@ class Area:
         with contextlib.suppress(BufferError):  # a view is still held; the map goes with it
             self._map.close()
         os.close(self.descriptor)
+
+
+class Spare:
+    """Both areas of the next candidate, made when nobody waits for them: the pages of a small task take the system
+    longer than its checks take us.  As large as the largest of the last few."""
+
+    def __init__(self) -> None:
+        self._asked: deque[tuple[int, int]] = deque(maxlen=8)
+        self._areas: tuple[Area, Area] | None = None
+
+    def take(self, in_size: int, out_size: int) -> tuple[Area, Area]:
+        self._asked.append((in_size, out_size))
+        found, self._areas = self._areas, None
+        if found:
+            if found[0].size >= in_size and found[1].size >= out_size:
+                found[0].fit(in_size)
+                found[1].fit(out_size)
+                return found
+            for area in found:
+                area.close()
+        return Area(in_size, read_only=True), Area(out_size, read_only=False)
+
+    def make(self) -> None:
+        sizes = [max(asked) + _GAPS for asked in zip(*self._asked, strict=True)]
+        if self._areas is None and sizes and sum(sizes) <= _MOST_SPARE:
+            self._areas = Area(sizes[0], True, touched=True), Area(sizes[1], False, touched=True)
+
+    def close(self) -> None:
+        for area in self._areas or ():
+            area.close()
+        self._areas = None
 
 
 @dataclass
@@ -100,12 +146,13 @@ class Layout:
 
 
 class Buffers(Layout):
-    """Both areas of one worker, laid out by ``Layout``."""
+    """Both areas of one worker, laid out by ``Layout``; those of ``spare`` where it has them."""
 
-    def __init__(self, spec: TaskSpec, slots: int, values: bool = False, fixed: bool = False) -> None:
+    def __init__(
+        self, spec: TaskSpec, slots: int, values: bool = False, fixed: bool = False, spare: Spare | None = None
+    ) -> None:
         super().__init__(spec, slots, values, fixed)
-        self.input_area = Area(self.in_size, read_only=True)
-        self.output_area = Area(self.out_size, read_only=False)
+        self.input_area, self.output_area = (spare or Spare()).take(self.in_size, self.out_size)
 
     @property
     def sizes(self) -> list[int]:

@@ -137,6 +137,7 @@ class Judge:
             begin = time.perf_counter()
             self._workshop.start_spare()
             trial.close()
+            self._workshop.areas.make()
             self._settling = time.perf_counter() - begin
 
     # ------------------------------------------------------------------------------------------------------------ probe

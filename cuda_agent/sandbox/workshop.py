@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.lease import Lease
-from cuda_agent.sandbox import build, cgroups, jail
+from cuda_agent.sandbox import buffers, build, cgroups, jail
 from cuda_agent.sandbox.oracle import Oracle, Settings
 from cuda_agent.sandbox.processes import NotStarted, WarmParent, Worker, WorkerDied, WorkerError
 
@@ -42,6 +42,7 @@ class Workshop:
         self._compiling: WarmParent | None = None
         self._ready = False
         self._spare: Worker | None = None
+        self.areas = buffers.Spare()  # on a processor
 
     @property
     def torch(self) -> str:
@@ -168,6 +169,7 @@ class Workshop:
         return known
 
     def close(self) -> None:
+        self.areas.close()
         if self._spare:
             self._spare.kill()
         self._plain.close()

@@ -181,6 +181,7 @@ def test_a_forged_clock_meets_the_floor_in_the_lanes_that_could_forge_it(
     assert running.evaluate(task(LARGE), plan_solution()).status == "ok"  # its clock is ours
 
 
+@pytest.mark.nightly
 def test_a_peak_that_was_measured_on_a_busy_machine_accuses_nobody(start: Callable[..., Running]) -> None:
     running = start(clock="real", timed_calls=4, memory_mb=800)
     running.know_compile_time(task(LARGE))

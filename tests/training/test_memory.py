@@ -22,6 +22,7 @@ SHAPES = {
     "deep": Shape(8, 48, 6, 3, 16, 96, 256, False),
     "many heads": Shape(2, 64, 16, 8, 16, 128, 256, True),
 }
+QUICK = (("small", "fp32"), ("wide", "fp32"), ("small", "bf16"))
 
 
 def model_of(shape: Shape):
@@ -62,8 +63,11 @@ def measured(shape: Shape, tokens: int, segment: int, precision="fp32", checkpoi
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "twice"])
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [(name, "fp32") for name in SHAPES]
-    + [pytest.param(name, "bf16", marks=[pytest.mark.nightly] * (name != "small")) for name in SHAPES],
+    [
+        pytest.param(name, precision, marks=[pytest.mark.nightly] * ((name, precision) not in QUICK))
+        for precision in ("fp32", "bf16")
+        for name in SHAPES
+    ],
 )
 def test_a_step_takes_what_was_worked_out(name, precision, checkpointing, monkeypatch):
     monkeypatch.setitem(memory.LOGITS, "cpu", 2**17)
@@ -73,7 +77,7 @@ def test_a_step_takes_what_was_worked_out(name, precision, checkpointing, monkey
     assert measured(shape, tokens, tokens, **settings) == pytest.approx(worked_out.total, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("tokens", [1024, 4096, pytest.param(8192, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("tokens", [1024, *(pytest.param(n, marks=pytest.mark.nightly) for n in (4096, 8192))])
 def test_it_grows_with_the_row_as_was_worked_out(tokens, monkeypatch):
     monkeypatch.setitem(memory.LOGITS, "cpu", 2**17)
     worked_out = peak(SMALL, tokens, precision="fp32", device="cpu")

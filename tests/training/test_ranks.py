@@ -245,6 +245,7 @@ def test_rows_are_dealt_so_that_like_ones_are_computed_together(ranks):
     assert max(lengths) - min(lengths) <= TOKENS
 
 
+@pytest.mark.nightly
 def test_chunks_of_logits_are_made_again_with_weights_that_are_gathered(groups):
     """A vocabulary so large that sixteen tokens fill a chunk."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
