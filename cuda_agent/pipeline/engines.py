@@ -22,6 +22,7 @@ from cuda_agent.pipeline.pools import (
     COMPONENT_LABEL,
     CONTAINER_SECURITY,
     NAME_LABEL,
+    POD_SECURITY,
     POOL_LABEL,
     RUN_NAME,
     WORKFLOW_LABEL,
@@ -110,13 +111,7 @@ def engine_objects() -> list[dict[str, Any]]:
                     "enableServiceLinks": False,
                     "serviceAccountName": "cuda-agent-sandbox",
                     "terminationGracePeriodSeconds": 30,
-                    "securityContext": {
-                        "runAsNonRoot": True,
-                        "runAsUser": 65532,
-                        "runAsGroup": 65532,
-                        "fsGroup": 65532,
-                        "seccompProfile": {"type": "RuntimeDefault"},
-                    },
+                    "securityContext": POD_SECURITY,
                     "containers": [container],
                     "volumes": [
                         {"name": "work", "emptyDir": {}},

@@ -36,6 +36,14 @@ CONTAINER_SECURITY: dict[str, Any] = {
     "seccompProfile": {"type": "RuntimeDefault"},
 }
 
+POD_SECURITY: dict[str, Any] = {
+    "runAsNonRoot": True,
+    "runAsUser": 65532,
+    "runAsGroup": 65532,
+    "fsGroup": 65532,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+
 
 def version_name() -> str:
     """The version as part of an object's name: ``0-1-0``."""
@@ -125,13 +133,7 @@ def _pool(role: str) -> dict[str, Any]:
                     "enableServiceLinks": False,
                     "serviceAccountName": "cuda-agent-sandbox",
                     "terminationGracePeriodSeconds": 90,
-                    "securityContext": {
-                        "runAsNonRoot": True,
-                        "runAsUser": 65532,
-                        "runAsGroup": 65532,
-                        "fsGroup": 65532,
-                        "seccompProfile": {"type": "RuntimeDefault"},
-                    },
+                    "securityContext": POD_SECURITY,
                     "containers": [container],
                     "volumes": [{"name": "work", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}],
                 },

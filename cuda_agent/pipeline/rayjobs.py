@@ -29,6 +29,7 @@ from cuda_agent.pipeline.pools import (
     COMPONENT_LABEL,
     CONTAINER_SECURITY,
     NAME_LABEL,
+    POD_SECURITY,
     POOL_LABEL,
     PORT,
     RUN_NAME,
@@ -140,13 +141,7 @@ def _pod(labels: Mapping[str, str], grace: int, port: int) -> dict[str, Any]:
             "serviceAccountName": "cuda-agent-stage",
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": grace,
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": 65532,
-                "runAsGroup": 65532,
-                "fsGroup": 65532,
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
+            "securityContext": POD_SECURITY,
             "containers": [
                 {
                     "name": "ray",
