@@ -248,7 +248,9 @@ class Trial:
             if strict_mode and self._settings.device == "cuda" and not missing:
                 kernels, missing = self._observed("K")
             ran = legality.of_call([kernels, told], request["files"].values(), library)
-            verdict.ran = [replace(r, share=None) for r in ran] if self._fixed else ran  # a share is a time
+            if self._fixed:  # a share is a time, and so is their order
+                ran = sorted((replace(r, share=None) for r in ran), key=lambda r: (r.name, r.kind))
+            verdict.ran = ran
             verdict.advice += legality.advice(verdict.ran, verdict.lane)
         if missing:
             verdict.advice.append(f"not observed: {missing}"[:300])

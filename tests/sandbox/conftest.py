@@ -120,9 +120,7 @@ def one_judge(monkeypatch: pytest.MonkeyPatch) -> None:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
         one_judge(patch)
-        running = Running(
-            Sandbox(clock="model", run_seconds=2.0, memory_mb=400, build_seconds=10.0), tmp_path_factory.mktemp("cache")
-        )
+        running = Running(Sandbox(clock="model", run_seconds=2.0, memory_mb=400), tmp_path_factory.mktemp("cache"))
     yield running
     running.close()
 
