@@ -31,7 +31,7 @@ WHERE_JUDGED = ("servers", "token_env", "token_file")
 
 # The same of ``policy.vllm``, for the policy that plays, and of ``ray``.
 WHERE_SERVED = ("servers",)
-WHERE_PLACED = ("address", "sync")
+WHERE_PLACED = ("address", "sync", "trainers", "trainer_cpus", "trainer_gpus", "worker_cpus", "worker_gpus")
 
 
 # Sections that say how something is computed, and nothing about what.
@@ -298,7 +298,7 @@ class Evaluate(Section):
 
 class Ray(Section):
     """Who plays and who trains where ``runtime`` is ray: rollout workers, each with an engine and a sandbox of its own,
-    and one trainer."""
+    and one trainer, whose ranks may be on several machines."""
 
     address: str | None = Field(
         None,
@@ -308,7 +308,8 @@ class Ray(Section):
     workers: Positive = Field(2, description="rollout workers; each has an engine of its own")
     worker_cpus: float = Field(1.0, ge=0, description="processors that Ray sets aside for a rollout worker")
     worker_gpus: float = Field(0.0, ge=0, description="the same in GPUs, for its engine")
-    trainer_cpus: float = Field(1.0, ge=0, description="processors that Ray sets aside for the trainer")
+    trainers: Positive = Field(1, description="machines that the trainer's ranks are spread over, evenly")
+    trainer_cpus: float = Field(1.0, ge=0, description="processors that Ray sets aside for the trainer on each of them")
     trainer_gpus: float = Field(0.0, ge=0, description="the same in GPUs")
     staleness: int = Field(
         1, ge=0, description="most steps that the weights of a token may be older than those it trains; 0: no overlap"
@@ -352,6 +353,14 @@ class Config(Section):
                     f"{name}.context: expected at most policy.context ({self.policy.context}), "
                     f"got {getattr(self, name).context}."
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_can_be_spread(self) -> "Config":
+        if self.runtime == "ray" and self.training.ranks % self.ray.trainers:
+            raise ValueError(
+                f"training.ranks: expected a multiple of ray.trainers ({self.ray.trainers}), got {self.training.ranks}."
+            )
         return self
 
     @model_validator(mode="after")

@@ -88,6 +88,12 @@ def test_several_mistakes_are_told_at_once():
     assert "critic.lr" in str(error.value) and "sandbox.device" in str(error.value)
 
 
+def test_ranks_are_dealt_out_to_machines_evenly():
+    with pytest.raises(ConfigError, match=r"a multiple of ray.trainers \(2\), got 3"):
+        compose(["runtime=ray", "ray.trainers=2", "training.ranks=3"])
+    assert compose(["runtime=local", "ray.trainers=2", "training.ranks=3"]).training.ranks == 3
+
+
 def test_adapters_do_not_travel_from_rays_trainer_to_vllm():
     with pytest.raises(ConfigError, match="disk or nccl"):
         compose(["policy={engine: vllm, vllm: {sync: lora}}", "lora.rank=4", "runtime=ray"])
@@ -154,6 +160,7 @@ def test_where_ray_is_decides_no_result_and_without_it_its_settings_do_not_eithe
 
     assert values("ray.workers=9") == values() and values("runtime=ray") != values()
     assert values("runtime=ray", "ray.address=box-1:6379", "ray.sync=broadcast") == values("runtime=ray")
+    assert values("runtime=ray", "ray.trainers=2", "training.ranks=2", "ray.trainer_gpus=8") == values("runtime=ray")
     assert values("runtime=ray", "ray.staleness=0") != values("runtime=ray")
 
 

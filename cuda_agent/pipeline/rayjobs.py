@@ -194,7 +194,9 @@ def objects(
             for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
                 group["template"]["spec"]["containers"][0]["env"] += servants
             for group in cluster["workerGroupSpecs"]:
-                group |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), config.ray.workers + 1)
+                group |= dict.fromkeys(
+                    ("replicas", "minReplicas", "maxReplicas"), config.ray.workers + config.ray.trainers
+                )
         made.append(own)
     return made
 

@@ -1,16 +1,18 @@
-"""What runs in Ray's actors: a rollout worker, which plays episodes with an engine and a sandbox of its own, and the
-trainer.  Plain classes; ``ray_runtime`` makes actors of them, and nothing here imports Ray.
+"""What runs in Ray's actors: a rollout worker, which plays episodes with an engine and a sandbox of its own, the
+trainer, and the ranks of one of the machines that it is spread over.  Plain classes; ``ray_runtime`` makes actors of
+them.
 
 What they are given and give back travels as bytes, lines and arrays, so they need no folder in common with the stage:
-folders as {path: bytes}, episodes in their wire form, weights as {name: array}, or broadcast, with a digest that must
-hold after they were loaded.
+inputs as {path: bytes}, checkpoints part by part, episodes in their wire form, weights as {name: array}, or broadcast,
+with a digest that must hold after they were loaded.
 """
 
 import asyncio
 import ctypes
 import os
+import shutil
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +24,14 @@ from cuda_agent.policy.broadcast import Form, Member, Weights, forms_of, load_we
 from cuda_agent.policy.episode import from_line, to_line
 from cuda_agent.policy.lora import merged_parameters
 from cuda_agent.policy.vllm_plugin import digest
+from cuda_agent.policy.vllm_server import gpus
 from cuda_agent.sandbox.scratch import make_folder, remove
-from cuda_agent.stages.context import Site
+from cuda_agent.stages.context import BadConfiguration, Site
 from cuda_agent.stages.rollouts import Job, Kind, Rollouts, open_rollouts
 
 Files = dict[str, bytes]  # of a folder, by path
+Part = tuple[str, bytes]  # of a file: its path in the folder, and what follows the parts before
+PART_BYTES = 64 << 20
 
 
 class RolloutWorker:
@@ -111,23 +116,35 @@ class RolloutWorker:
 
 
 class Trainer:
-    """Learns.  ``make_critic`` is given the unpacked ``inputs``."""
+    """Learns.  ``make_critic`` is given the unpacked ``inputs``; ``hosts``: the ``RankHost``s that it leads; none
+    where its ranks are on its own machine."""
 
-    def __init__(self, site: Site, settings: Ppo, inputs: Mapping[str, Files], make_critic: Any) -> None:
+    def __init__(self, site: Site, settings: Ppo, inputs: Mapping[str, Files], make_critic: Any, hosts: Any) -> None:
         _end_with_parent()
+        self._stack = ExitStack()
+        self._site = _settle(site, inputs, self._stack)
+        self._settings, self._make_critic, self._hosts = settings, make_critic, hosts
+        self._coming = self._site.work / "checkpoint"
+        self._learner: Any = None
+        self._member: Member | None = None
+
+    def open(self) -> None:
         from cuda_agent.policy.model import load_model
         from cuda_agent.stages.learning import Learner, shared_training
+        from cuda_agent.stages.ray_ranks import SpreadRanks
 
-        self._stack = ExitStack()
-        site = self._stack.enter_context(shared_training(_settle(site, inputs, self._stack)))
-        self._learner = Learner(site, settings, load_model(site.inputs["policy"]), make_critic(site.inputs))
-        self._member: Member | None = None
+        if self._hosts:
+            site = replace(self._site, ranks=SpreadRanks(self._hosts, self._site))
+        else:
+            site = self._stack.enter_context(shared_training(self._site))
+        self._learner = Learner(site, self._settings, load_model(site.inputs["policy"]), self._make_critic(site.inputs))
 
     def pid(self) -> int:
         return os.getpid()
 
     def update(self, step: int, lines: Sequence[str]) -> dict[str, float]:
-        return self._learner.update(step, [from_line(line) for line in lines])
+        metrics: dict[str, float] = self._learner.update(step, [from_line(line) for line in lines])
+        return metrics
 
     def weights(self, expected: str | None = None) -> Weights | None:
         """Nothing when their digest is not the ``expected``: it has learnt since."""
@@ -161,18 +178,92 @@ class Trainer:
     def critic(self) -> Weights:
         return weights_of(self._learner.critic.model)
 
-    def save(self) -> Files:
-        with TemporaryDirectory() as folder:
+    def save(self) -> Iterator[Part]:
+        with TemporaryDirectory(dir=self._coming.parent) as folder:
             self._learner.save(Path(folder))
-            return pack(Path(folder))
+            yield from parts(Path(folder))
 
-    def load(self, files: Files) -> None:
-        with TemporaryDirectory() as folder:
-            unpack(files, Path(folder))
-            self._learner.load(Path(folder))
+    def keep(self, part: Part) -> None:
+        """Of the checkpoint that is going to be loaded."""
+        keep(part, self._coming)
+
+    def load(self) -> None:
+        try:
+            self._learner.load(self._coming)
+        finally:
+            shutil.rmtree(self._coming, ignore_errors=True)
 
     def close(self) -> None:
         self._stack.close()
+
+
+class RankHost:
+    """The ranks of one machine, for whoever leads those of all; see ``training.ranks.Ranks``."""
+
+    def __init__(self) -> None:
+        _end_with_parent()
+        self._home = make_folder("actor")
+        self._home.chmod(0o700)
+        self._coming, self._going = self._home / "coming", self._home / "going"
+        self._ranks: Any = None
+
+    def start(self, count: int, settings: Mapping[str, Any]) -> None:
+        from cuda_agent.training.ranks import Ranks
+
+        if settings["device"] == "cuda" and (here := gpus()) < count:
+            raise BadConfiguration(f"training.ranks: {count} on GPUs of each machine, and one has {here}")
+        self._ranks = Ranks(count, **settings)
+
+    def place(self, name: str, model: Any, options: dict[str, Any]) -> None:
+        self._ranks.place(name, model, options)
+
+    def call(self, method: str, arguments: Sequence[Any]) -> Any:
+        return self._ranks.call(method, *arguments)
+
+    def save(self, trainer: Any) -> None:
+        """Writes this machine's part of a checkpoint, which ``saved`` gives."""
+        shutil.rmtree(self._going, ignore_errors=True)
+        self._going.mkdir()
+        self._ranks.save(trainer, self._going)
+
+    def saved(self) -> Iterator[Part]:
+        yield from parts(self._going)
+        shutil.rmtree(self._going)
+
+    def keep(self, part: Part) -> None:
+        """Of the checkpoint that is going to be loaded."""
+        keep(part, self._coming)
+
+    def load(self, name: str) -> tuple[int, float]:
+        try:
+            found: tuple[int, float] = self._ranks.load(name, self._coming)
+            return found
+        finally:
+            shutil.rmtree(self._coming, ignore_errors=True)
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+        remove(self._home)
+
+
+def parts(folder: Path) -> Iterator[Part]:
+    """The files of a folder, so that ``keep`` can make them again, in order; of an empty one there is nothing."""
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        with open(path, "rb") as file:
+            content = file.read(PART_BYTES)
+            yield name, content
+            while content := file.read(PART_BYTES):
+                yield name, content
+
+
+def keep(part: Part, folder: Path) -> None:
+    name, content = part
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        file.write(content)
 
 
 def pack(folder: Path) -> Files:

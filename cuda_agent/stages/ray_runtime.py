@@ -11,6 +11,8 @@ Ray's own processes (``ray_cluster``).
 
 import asyncio
 import math
+import shutil
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -27,9 +29,10 @@ from cuda_agent.policy.episode import Episode, from_line, to_line
 from cuda_agent.policy.model import load_policy
 from cuda_agent.stages.context import BadConfiguration, Site, StageContext, TryAgain
 from cuda_agent.stages.learning import LearnerLost, MakeCritic, Played
-from cuda_agent.stages.ray_actors import Files, RolloutWorker, Trainer, pack, unpack
+from cuda_agent.stages.ray_actors import RankHost, RolloutWorker, Trainer, keep, pack, parts
 from cuda_agent.stages.ray_broadcast import Circle
 from cuda_agent.stages.ray_cluster import open_ray
+from cuda_agent.stages.ray_ranks import AHEAD
 from cuda_agent.stages.rollouts import Job, Kind, episodes_of
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic
@@ -121,6 +124,7 @@ class RayRuntime:
         self._to_play = ray.put({name: pack(ctx.inputs[name]) for name in ("policy", "tasks")})
         self._to_train = ray.put({name: pack(ctx.inputs[name]) for name in ("policy", "critic") if name in ctx.inputs})
         self._trainer: Any = None
+        self._hosts: list[Any] = []  # of its ranks, where these are on several machines
         self._workers = [_Worker(number) for number in range(self._places.workers)]
         self._served: _Served | None = None
         self._newer = asyncio.Event()  # of that which is served now: there is something newer
@@ -229,7 +233,7 @@ class RayRuntime:
     async def _open(self, worker: _Worker) -> None:
         """Makes the worker that belongs into this place; it has the newest weights when it begins to play."""
         places, worker.has, worker.received = self._places, None, False
-        options = self._options(worker.number + 1, places.worker_cpus, places.worker_gpus)
+        options = self._options(places.trainers + worker.number, places.worker_cpus, places.worker_gpus)
         made = self._ray.remote(cast(Any, RolloutWorker)).options(**options)
         actor = made.remote(_share(self._site, worker.number), self._settings, self._to_play)
         try:
@@ -332,21 +336,38 @@ class RayRuntime:
         await self._of_all(lambda worker, actor: self._give(worker, actor, served))
 
     async def save(self, step: int) -> None:
-        files: Files = await self._of_trainer(self._trainer.save.remote())
-        self._ctx.checkpoints.save(step, lambda folder: unpack(files, folder))
+        with tempfile.TemporaryDirectory(dir=self._ctx.work) as name:
+            whole = Path(name) / "checkpoint"
+            await self._of_trainer(self._receive(whole))
+            self._ctx.checkpoints.save(step, lambda folder: _move(whole, folder))
+
+    async def _receive(self, folder: Path) -> None:
+        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": AHEAD}
+        async for reference in self._trainer.save.options(**options).remote():
+            keep(await reference, folder)
 
     async def restore(self) -> int:
-        self._trainer = self._trainer or self._make_trainer()
-        found: list[Files] = []
-        step = self._ctx.checkpoints.load(lambda folder: found.append(pack(folder)))
-        if found:
-            await self._of_trainer(self._trainer.load.remote(found.pop()))
+        if self._trainer is None:
+            await self._open_trainer()
+        with tempfile.TemporaryDirectory(dir=self._ctx.work) as name:
+            whole = Path(name) / "checkpoint"
+            step = self._ctx.checkpoints.load(lambda folder: _move(folder, whole))
+            if step is not None:
+                for part in parts(whole):
+                    await self._of_trainer(self._trainer.keep.remote(part))
+                await self._of_trainer(self._trainer.load.remote())
         return step or 0
 
-    def _make_trainer(self) -> Any:
-        options = self._options(0, self._places.trainer_cpus, self._places.trainer_gpus)
-        actor = self._ray.remote(cast(Any, Trainer)).options(**options)
-        return actor.remote(self._site, self._settings, self._to_train, self._make_critic)
+    async def _open_trainer(self) -> None:
+        """With ranks on several machines: one that computes nothing itself, on the first of them."""
+        places, spread = self._places, self._places.trainers > 1
+        shares = places.trainer_cpus, places.trainer_gpus
+        if spread:
+            host = self._ray.remote(cast(Any, RankHost))
+            self._hosts = [host.options(**self._options(n, *shares)).remote() for n in range(places.trainers)]
+        actor = self._ray.remote(cast(Any, Trainer)).options(**self._options(0, *((0.0, 0.0) if spread else shares)))
+        self._trainer = actor.remote(self._site, self._settings, self._to_train, self._make_critic, self._hosts)
+        await self._of_trainer(self._trainer.open.remote())
 
     async def result(self) -> tuple[Any, Any, Critic]:
         model, tokenizer = load_policy(self._ctx.inputs["policy"])
@@ -366,8 +387,9 @@ class RayRuntime:
             raise self._without_trainer(error) from error
 
     def _without_trainer(self, error: Exception) -> LearnerLost:
-        self._ray.kill(self._trainer)
-        self._trainer = None
+        for actor in (self._trainer, *self._hosts):
+            self._ray.kill(actor)
+        self._trainer, self._hosts = None, []
         return LearnerLost(f"the trainer was lost ({type(error).__name__})")
 
     # ------------------------------------------------------------------------------------------------------- both kinds
@@ -380,14 +402,14 @@ class RayRuntime:
 
     async def open(self) -> None:
         """Begins with all of its actors at once; returns when the workers can play."""
-        self._trainer = self._make_trainer()
         for worker in self._workers:
             worker.opening = asyncio.create_task(self._open(worker))
-        await asyncio.gather(*(worker.opening for worker in self._workers if worker.opening is not None))
+        opening = [worker.opening for worker in self._workers if worker.opening is not None]
+        await asyncio.gather(self._open_trainer(), *opening)
 
     async def close(self) -> None:
         self._circle.end()
-        actors = [worker.actor for worker in self._workers] + [self._trainer]
+        actors = [worker.actor for worker in self._workers] + [self._trainer, *self._hosts]
         for worker in self._workers:
             if worker.opening is not None:
                 worker.opening.cancel()
@@ -410,7 +432,7 @@ async def open_ray_runtime(
     places, servers = ctx.config.ray, ctx.config.policy.vllm.servers
     if servers and len(servers) < places.workers:
         raise BadConfiguration(f"ray.workers is {places.workers}, and policy.vllm.servers has {len(servers)} for them")
-    bundles = [{"CPU": places.trainer_cpus, "GPU": places.trainer_gpus}]
+    bundles = [{"CPU": places.trainer_cpus, "GPU": places.trainer_gpus}] * places.trainers
     bundles += [{"CPU": places.worker_cpus, "GPU": places.worker_gpus}] * places.workers
     bundles = [{name: count for name, count in bundle.items() if count} or {"CPU": 0.01} for bundle in bundles]
     gpus = math.ceil(sum(bundle.get("GPU", 0.0) for bundle in bundles))
@@ -432,6 +454,13 @@ async def open_ray_runtime(
         finally:
             await runtime.close()
             remove_placement_group(group)
+
+
+def _move(folder: Path, into: Path) -> None:
+    """All that is in ``folder``; ``into`` is made where it is not there."""
+    into.mkdir(exist_ok=True)
+    for path in folder.iterdir():
+        shutil.move(path, into / path.name)
 
 
 def _share(site: Site, worker: int) -> Site:

@@ -3,8 +3,9 @@
 The table names what is trained and what the optimizers know of it (``exp_avg/model.norm.weight``).  One process writes
 it as ``state.safetensors``; ranks that share the weights write their parts with torch's distributed checkpoint.  Either
 can be read by any number of ranks, one process included: what a table is restored into decides how it is cut.
-``checkpoint.json`` holds the digests of all files and is written last.
-Does not cover: where the folder goes (``pipeline.checkpoints``); ranks must all see it.
+``checkpoint.json`` holds the digests of all files and is written last, by ``seal``.
+Does not cover: where the folder goes (``pipeline.checkpoints``), and how the parts of ranks on several machines come
+together in one folder (``ranks.Group``).
 """
 
 import hashlib
@@ -75,22 +76,26 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def write(table: Table, folder: Path) -> None:
-    """Into ``folder``, which exists and is empty; called by all ranks, where there are several."""
+    """Into ``folder``, which exists and is empty.  Called by all ranks, where there are several, each with a folder
+    that it may share with others; who leads them brings their files together and seals them."""
     if dist.is_initialized():
         import torch.distributed.checkpoint as dcp
 
         dcp.save(table, checkpoint_id=folder)
     else:
         save_file({name: tensor.cpu().contiguous() for name, tensor in table.items()}, folder / WHOLE)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        files = sorted(path for path in folder.iterdir() if path.name != DIGESTS)
-        (folder / DIGESTS).write_text(json.dumps({path.name: _digest(path) for path in files}, indent=1))
-    _together(None)
+        seal(folder)
+
+
+def seal(folder: Path) -> None:
+    """Notes what the files of a whole checkpoint are."""
+    files = sorted(path for path in folder.iterdir() if path.name != DIGESTS)
+    (folder / DIGESTS).write_text(json.dumps({path.name: _digest(path) for path in files}, indent=1))
 
 
 def read(folder: Path, like: Iterable[tuple[str, Tensor]]) -> Table:
-    """What ``write`` wrote, with any number of ranks.  ``like``: the parameters it is for; parts are read as they are
-    cut.  Raises CorruptCheckpoint on all ranks alike."""
+    """What was written and sealed, with any number of ranks, each of which sees all files.  ``like``: the parameters it
+    is for; parts are read as they are cut.  Raises CorruptCheckpoint on all ranks alike."""
     problem = _damage(folder) if not dist.is_initialized() or dist.get_rank() == 0 else None
     if problem := _together(problem):
         raise CorruptCheckpoint(problem)

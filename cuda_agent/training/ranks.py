@@ -3,8 +3,8 @@
 ``Ranks`` starts processes on this machine and calls methods of the ``TrainerRank`` in each (``rank``) by messages over
 pipes.  A ``RankedTrainer`` stands for a trainer that they share; to those who train it looks like a ``Trainer``:
 recipes that are ``over_ranks`` run there with the same arguments, on all ranks at once, and give what the first one
-gives.  Whoever places ranks elsewhere offers ``place`` and ``call`` as ``Ranks`` does.
-Does not cover: what a rank computes (``rank``, ``sharding``), other machines, ranks that come back.
+gives.  Whoever places ranks elsewhere is a ``Group`` as ``Ranks`` is, and has such ``Ranks`` on each machine.
+Does not cover: what a rank computes (``rank``, ``sharding``), reaching other machines, ranks that come back.
 """
 
 import contextlib
@@ -50,6 +50,14 @@ class Group(Protocol):
         """Calls a method of every ``TrainerRank``; what the first one returns."""
         ...
 
+    def save(self, trainer: Named, folder: Path) -> None:
+        """Every rank's part of a checkpoint into ``folder`` of this process's machine."""
+        ...
+
+    def load(self, name: str, folder: Path) -> tuple[int, float]:
+        """Step and seconds of the checkpoint in ``folder``, which every rank has loaded."""
+        ...
+
 
 class RankedTrainer:
     """A ``Trainer`` on ranks.  ``model`` is this process's copy, which is brought up to date when it is looked at."""
@@ -73,10 +81,13 @@ class RankedTrainer:
         return self._model
 
     def save(self, folder: Path) -> None:
-        self._ranks.call("save", self._named(), str(folder))
+        from cuda_agent.training.checkpoint import seal
+
+        self._ranks.save(self._named(), folder)
+        seal(folder)
 
     def load(self, folder: Path) -> None:
-        self.step, self.seconds = self._ranks.call("load", self._name, str(folder))
+        self.step, self.seconds = self._ranks.load(self._name, folder)
         self._stale = True
 
     def run(self, recipe: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
@@ -110,23 +121,36 @@ class Ranks:
     """``count`` processes on this machine; on GPUs, the first ``count`` of them.  A context manager; it ends them.
 
     ``threads`` are each rank's on a processor; ``lease``: folder of the timing lease, which the first rank holds for
-    all."""
+    all.  Where others of the same ``world`` run elsewhere, these begin with number ``first``, and all find each other
+    at ``address``."""
 
-    def __init__(self, count: int, *, device: str = "cpu", threads: int = 1, lease: Path | None = None) -> None:
-        import torch.distributed as dist
-
+    def __init__(
+        self,
+        count: int,
+        *,
+        device: str = "cpu",
+        threads: int = 1,
+        lease: Path | None = None,
+        first: int = 0,
+        world: int | None = None,
+        address: str | None = None,
+    ) -> None:
         from cuda_agent.training.rank import rank_main
 
-        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # where they find each other
+        if address is None:
+            import torch.distributed as dist
+
+            self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            address = f"127.0.0.1:{self._store.port}"
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._first = first
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
         context = multiprocessing.get_context("forkserver")  # what ranks import is imported once, for later ones too
         context.set_forkserver_preload(PRELOAD)
-        for rank in range(count):
+        for rank in range(first, first + count):
             ours, theirs = context.Pipe()
-            address = f"127.0.0.1:{self._store.port}"
-            arguments = (theirs, rank, count, address, device, threads, None if lease is None else str(lease))
+            arguments = (theirs, rank, world or count, address, device, threads, None if lease is None else str(lease))
             process = context.Process(target=rank_main, args=arguments, name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()
@@ -147,6 +171,12 @@ class Ranks:
         self.call("open", name, str(path), options)
         path.unlink()
 
+    def save(self, trainer: Named, folder: Path) -> None:
+        self.call("save", trainer, str(folder))
+
+    def load(self, name: str, folder: Path) -> tuple[int, float]:
+        return cast(tuple[int, float], self.call("load", name, str(folder)))
+
     def call(self, method: str, *arguments: Any) -> Any:
         """Raises what the ranks raise, and TrainerLost when one of them is gone."""
         if not self._pipes:
@@ -156,7 +186,7 @@ class Ranks:
             with contextlib.suppress(OSError):  # its end is noticed below
                 pipe.send_bytes(message)
         answers = self._answers()
-        gone = [rank for rank, (kind, _) in answers.items() if kind == "gone"]
+        gone = [self._first + index for index, (kind, _) in answers.items() if kind == "gone"]
         failures = [value for kind, value in answers.values() if kind == "failed"]
         if gone or len(answers) < len(self._pipes) or 0 < len(failures) < len(answers):
             self.close()  # the others wait for what will not come

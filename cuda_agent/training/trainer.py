@@ -236,7 +236,8 @@ class Trainer:
         return {name: tensor.cpu() for name, tensor in gathered if self.rank == 0}
 
     def save(self, folder: Path) -> None:
-        """What is trained, optimizer, random state and step into ``folder``, which exists and which all ranks see."""
+        """What is trained, optimizer, random state and step into ``folder``, which exists; of one rank of several its
+        part of them."""
         table = checkpoint.table_of(list(self.trained()), self.optimizers)
         table |= {
             "random": torch.get_rng_state(),

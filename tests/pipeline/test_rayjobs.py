@@ -75,6 +75,8 @@ def test_a_stages_objects_are_the_runs_own():
     assert spec["entrypoint"] == " ".join(["python3 -m cuda_agent.cli", *ARGUMENTS]) and spec["backoffLimit"] == 0
     (actors,) = spec["rayClusterSpec"]["workerGroupSpecs"]
     assert {actors[key] for key in ("replicas", "minReplicas", "maxReplicas")} == {4}, "three workers and the trainer"
+    made = rayjobs.objects(base(), "w", "u", "agentic", ARGUMENTS, "", spread("training.ranks=2", "ray.trainers=2"))
+    assert job(made)["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 5
 
 
 def test_what_a_person_names_is_an_argument_and_no_command():

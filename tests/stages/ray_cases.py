@@ -2,6 +2,8 @@
 
 import os
 import random
+import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +12,13 @@ from typing import Any
 from cuda_agent.config import Bootstrap, Config
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
 from cuda_agent.policy.model import new_policy, save_policy, train_tokenizer
+from cuda_agent.sandbox.descendants import descendants
 from cuda_agent.stages.context import StageContext
 from cuda_agent.stages.dialogues import corpus, texts
 from cuda_agent.storage import open_store
 from cuda_agent.synthesis.family import sample_task
 from cuda_agent.tasks.io import write_tasks
-from cuda_agent.tracking import FileTracker
+from cuda_agent.tracking import FileTracker, read_metrics
 from tests import made_once
 
 POLICY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 32, "vocab": 512, "context": 1024}
@@ -97,3 +100,44 @@ def of_ray(folder: Path | None = None) -> list[int]:
         if b"cuda-agent-ray-%d-" % os.getpid() in words if folder is None else str(folder).encode() in words:
             found.append(int(entry.name))
     return found
+
+
+def learnt(folder: Path) -> tuple[bytes, list[int], list[float]]:
+    """The final weights, the steps, and their rewards."""
+    steps = read_metrics(folder / "said" / "metrics.jsonl")
+    rewards = [values["reward"] for values in steps.values()]
+    return (folder / "policy" / "model.safetensors").read_bytes(), list(steps), rewards
+
+
+def busy(title: str, below: int | None = None) -> list[int]:
+    """Actors below this process that are at ``title``, as Ray names its processes."""
+    found = []
+    for pid in descendants(below or os.getpid()):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if words.startswith(f"ray::{title}".encode()):
+            found.append(pid)
+    return found
+
+
+class Killer(threading.Thread):
+    """Kills the first process that is at ``title``, or the first ``of`` those, once ``when`` is true."""
+
+    def __init__(self, title: str, when=lambda: True, of=lambda found: found) -> None:
+        super().__init__(daemon=True)
+        self.title, self.when, self.of, self.killed = title, when, of, []
+        self.start()
+
+    def run(self) -> None:
+        end = time.monotonic() + 300
+        while time.monotonic() < end and not self.killed:
+            if self.when() and (found := self.of(busy(self.title))):
+                os.kill(found[0], signal.SIGKILL)
+                self.killed.append(found[0])
+            time.sleep(0.001)
+
+
+def step_done(folder: Path, step: int) -> Callable[[], bool]:
+    return lambda: any(folder.glob(f"store/checkpoints/warmup/key/{step:08d}-*.json"))

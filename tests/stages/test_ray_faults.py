@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from cuda_agent.sandbox.descendants import descendants
 from cuda_agent.stages import ray_broadcast, warmup
 from cuda_agent.stages.context import EXIT_RETRY
 from cuda_agent.tracking import read_metrics
-from tests.stages.ray_cases import alive, config, context, make_inputs, wait_until
+from tests.stages.ray_cases import Killer, alive, busy, config, context, learnt, make_inputs, step_done, wait_until
 
 pytestmark = [
     pytest.mark.nightly,
@@ -37,46 +36,6 @@ def peace(tmp_path_factory, inputs):
     folder = tmp_path_factory.mktemp("peace")
     warmup.run(context(folder, config(**STEPS), inputs))
     return learnt(folder)
-
-
-def learnt(folder: Path) -> tuple[bytes, list[int], list[float]]:
-    steps = read_metrics(folder / "said" / "metrics.jsonl")
-    rewards = [values["reward"] for values in steps.values()]
-    return (folder / "policy" / "model.safetensors").read_bytes(), list(steps), rewards
-
-
-def busy(title: str, below: int | None = None) -> list[int]:
-    """Actors below this process that are at ``title``, as Ray names its processes."""
-    found = []
-    for pid in descendants(below or os.getpid()):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if words.startswith(f"ray::{title}".encode()):
-            found.append(pid)
-    return found
-
-
-class Killer(threading.Thread):
-    """Kills the first process that is at ``title`` once ``when`` is true."""
-
-    def __init__(self, title: str, when=lambda: True) -> None:
-        super().__init__(daemon=True)
-        self.title, self.when, self.killed = title, when, []
-        self.start()
-
-    def run(self) -> None:
-        end = time.monotonic() + 300
-        while time.monotonic() < end and not self.killed:
-            if self.when() and (found := busy(self.title)):
-                os.kill(found[0], signal.SIGKILL)
-                self.killed.append(found[0])
-            time.sleep(0.001)
-
-
-def step_done(folder: Path, step: int):
-    return lambda: any(folder.glob(f"store/checkpoints/warmup/key/{step:08d}-*.json"))
 
 
 def test_a_trainer_killed_while_it_learns_comes_back_from_the_newest_checkpoint(tmp_path, inputs, peace):
