@@ -87,3 +87,17 @@ def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> I
         if watcher is not None:
             watcher.communicate()
         sweep()  # what killed actors left
+
+
+def on_bundle(group: Any, bundle: int, cpus: float, gpus: float) -> dict[str, Any]:
+    """Options of an actor on this bundle of a placement group.  It is never made anew by Ray."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    return {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": strategy}
+
+
+def unless_born_dead(error: Exception) -> None:
+    """An actor that could not be made would not be made the next time either."""
+    if getattr(error, "actor_init_failed", False):
+        raise RuntimeError(f"an actor could not be made: {error}") from error

@@ -5,14 +5,12 @@ a new worker takes its place.  The trainer, when it is lost, begins anew from th
 the trainer to the workers once a step, through Ray's object store or by a broadcast; a worker that comes late is given
 the newest, as is one that a broadcast did not reach.
 
-Not here: the loop (``learning``), what the actors do (``ray_actors``), a broadcast's group (``ray_broadcast``), and
-Ray's own processes (``ray_cluster``).
+Not here: the loop (``learning``), the trainer's actor (``ray_trainer``), what the actors do (``ray_actors``), a
+broadcast's group (``ray_broadcast``), and Ray's own processes (``ray_cluster``).
 """
 
 import asyncio
 import math
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -23,20 +21,18 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from cuda_agent.config import Ppo
 from cuda_agent.config import Ray as Places
-from cuda_agent.policy.broadcast import TransferError, load_weights
+from cuda_agent.policy.broadcast import TransferError
 from cuda_agent.policy.engine import EngineError
-from cuda_agent.policy.episode import Episode, from_line, to_line
-from cuda_agent.policy.model import load_policy
+from cuda_agent.policy.episode import Episode, from_line
 from cuda_agent.stages.context import BadConfiguration, Site, StageContext, TryAgain
-from cuda_agent.stages.learning import LearnerLost, MakeCritic, Played
-from cuda_agent.stages.ray_actors import RankHost, RolloutWorker, Trainer, keep, pack, parts
+from cuda_agent.stages.learning import MakeCritic, Played
+from cuda_agent.stages.ray_actors import RolloutWorker, pack
 from cuda_agent.stages.ray_broadcast import Circle
-from cuda_agent.stages.ray_cluster import open_ray
-from cuda_agent.stages.ray_ranks import AHEAD
+from cuda_agent.stages.ray_cluster import on_bundle, open_ray, unless_born_dead
+from cuda_agent.stages.ray_trainer import RemoteTrainer
 from cuda_agent.stages.rollouts import Job, Kind, episodes_of
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic
-from cuda_agent.training.ranks import TrainerLost
 
 LOSSES = 3  # of workers in one step, times their number, until the stage gives up
 PLACING_SECONDS = 900.0  # a cluster may have to start machines
@@ -117,14 +113,12 @@ class RayRuntime:
         import ray
 
         self._ray = ray
-        self._ctx, self._settings, self._kind, self._make_critic = ctx, settings, kind, make_critic
+        self._ctx, self._settings, self._kind = ctx, settings, kind
         self._group = group
         self._places: Places = ctx.config.ray
         self._site = Site(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
         self._to_play = ray.put({name: pack(ctx.inputs[name]) for name in ("policy", "tasks")})
-        self._to_train = ray.put({name: pack(ctx.inputs[name]) for name in ("policy", "critic") if name in ctx.inputs})
-        self._trainer: Any = None
-        self._hosts: list[Any] = []  # of its ranks, where these are on several machines
+        self._trainer = RemoteTrainer(ctx, self._site, settings, make_critic, group)
         self._workers = [_Worker(number) for number in range(self._places.workers)]
         self._served: _Served | None = None
         self._newer = asyncio.Event()  # of that which is served now: there is something newer
@@ -233,7 +227,7 @@ class RayRuntime:
     async def _open(self, worker: _Worker) -> None:
         """Makes the worker that belongs into this place; it has the newest weights when it begins to play."""
         places, worker.has, worker.received = self._places, None, False
-        options = self._options(places.trainers + worker.number, places.worker_cpus, places.worker_gpus)
+        options = on_bundle(self._group, places.trainers + worker.number, places.worker_cpus, places.worker_gpus)
         made = self._ray.remote(cast(Any, RolloutWorker)).options(**options)
         actor = made.remote(_share(self._site, worker.number), self._settings, self._to_play)
         try:
@@ -261,9 +255,9 @@ class RayRuntime:
 
     async def _served_weights(self, served: _Served) -> _Served | None:
         """``served`` with its weights; none when the trainer has learnt since, or is gone, and will serve others."""
-        if served.weights is not None or self._trainer is None:
+        if served.weights is not None or self._trainer.actor is None:
             return served if served.weights is not None else None
-        weights = self._trainer.weights.remote(served.digest)
+        weights = self._trainer.actor.weights.remote(served.digest)
         try:
             return None if await weights is None else served._replace(weights=weights)
         except self._ray.exceptions.RayError:
@@ -271,13 +265,13 @@ class RayRuntime:
 
     async def _broadcast(self) -> bool:
         """Whether all workers that lived when it began have received the trainer's weights; else none has."""
-        forms = await self._of_trainer(self._trainer.forms.remote())
+        forms = await self._trainer.of(self._trainer.actor.forms.remote())
         for _ in range(BROADCASTS):
             workers = [worker for worker in self._workers if worker.actor is not None]
             if not workers:
                 return True
             actors = [worker.actor for worker in workers]
-            ours, *errors = await self._circle.transfer(self._trainer, actors, forms)
+            ours, *errors = await self._circle.transfer(self._trainer.actor, actors, forms)
             for worker, actor, error in zip(workers, actors, errors, strict=True):
                 if error is not None and not isinstance(error, TransferError):
                     try:
@@ -286,9 +280,9 @@ class RayRuntime:
                     except (TimeoutError, _Lost) as lost:
                         self._lose(worker, actor, lost)
             if isinstance(ours, TimeoutError):
-                raise self._without_trainer(ours)
+                raise self._trainer.lost(ours)
             if ours is not None and not isinstance(ours, TransferError):
-                await self._of_trainer(_raised(ours))
+                await self._trainer.of(_raised(ours))
             if ours is None and not any(errors):
                 for worker in workers:
                     worker.received = True
@@ -307,109 +301,48 @@ class RayRuntime:
                 raise _Lost(str(error.cause)) from error
             raise (error.cause if isinstance(error.cause, Exception) else error) from error
         except self._ray.exceptions.RayError as error:
-            self._unless_born_dead(error)
+            unless_born_dead(error)
             raise _Lost(f"{type(error).__name__} {error}") from error
-
-    def _unless_born_dead(self, error: Exception) -> None:
-        """An actor that could not be made would not be made the next time either."""
-        if getattr(error, "actor_init_failed", False):
-            raise RuntimeError(f"an actor could not be made: {error}") from error
 
     # ---------------------------------------------------------------------------------------------------------- trainer
 
     async def learn(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
-        lines = [to_line(episode) for episode in episodes]
-        metrics: dict[str, float] = await self._of_trainer(self._trainer.update.remote(step, lines))
-        return metrics
+        return await self._trainer.learn(step, episodes)
+
+    async def save(self, step: int) -> None:
+        await self._trainer.save(step)
+
+    async def restore(self) -> int:
+        return await self._trainer.restore()
+
+    async def result(self) -> tuple[Any, Any, Critic]:
+        return await self._trainer.result()
 
     async def serve(self, version: int) -> None:
-        digest = await self._of_trainer(self._trainer.digest.remote())
+        digest = await self._trainer.of(self._trainer.actor.digest.remote())
         for worker in self._workers:
             worker.received = False
         served, newer, self._newer = _Served(version, digest, None), self._newer, asyncio.Event()
         broadcast = self._places.sync == "broadcast" and await self._broadcast()
         if not broadcast or any(worker.actor is not None and not worker.received for worker in self._workers):
-            served = served._replace(weights=self._trainer.weights.remote())  # ours, also when the trainer is lost
-            await self._of_trainer(self._trainer.digest.remote())  # it has made them
+            served = served._replace(weights=self._trainer.actor.weights.remote())  # ours, should it be lost
+            await self._trainer.of(self._trainer.actor.digest.remote())  # it has made them
         self._served = served
         newer.set()
         await self._of_all(lambda worker, actor: self._give(worker, actor, served))
 
-    async def save(self, step: int) -> None:
-        with tempfile.TemporaryDirectory(dir=self._ctx.work) as name:
-            whole = Path(name) / "checkpoint"
-            await self._of_trainer(self._receive(whole))
-            self._ctx.checkpoints.save(step, lambda folder: _move(whole, folder))
-
-    async def _receive(self, folder: Path) -> None:
-        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": AHEAD}
-        async for reference in self._trainer.save.options(**options).remote():
-            keep(await reference, folder)
-
-    async def restore(self) -> int:
-        if self._trainer is None:
-            await self._open_trainer()
-        with tempfile.TemporaryDirectory(dir=self._ctx.work) as name:
-            whole = Path(name) / "checkpoint"
-            step = self._ctx.checkpoints.load(lambda folder: _move(folder, whole))
-            if step is not None:
-                for part in parts(whole):
-                    await self._of_trainer(self._trainer.keep.remote(part))
-                await self._of_trainer(self._trainer.load.remote())
-        return step or 0
-
-    async def _open_trainer(self) -> None:
-        """With ranks on several machines: one that computes nothing itself, on the first of them."""
-        places, spread = self._places, self._places.trainers > 1
-        shares = places.trainer_cpus, places.trainer_gpus
-        if spread:
-            host = self._ray.remote(cast(Any, RankHost))
-            self._hosts = [host.options(**self._options(n, *shares)).remote() for n in range(places.trainers)]
-        actor = self._ray.remote(cast(Any, Trainer)).options(**self._options(0, *((0.0, 0.0) if spread else shares)))
-        self._trainer = actor.remote(self._site, self._settings, self._to_train, self._make_critic, self._hosts)
-        await self._of_trainer(self._trainer.open.remote())
-
-    async def result(self) -> tuple[Any, Any, Critic]:
-        model, tokenizer = load_policy(self._ctx.inputs["policy"])
-        critic = self._make_critic(self._ctx.inputs)
-        load_weights(model, await self._of_trainer(self._trainer.weights.remote()))
-        load_weights(critic, await self._of_trainer(self._trainer.critic.remote()))
-        return model, tokenizer, critic
-
-    async def _of_trainer(self, reference: Awaitable[Result]) -> Result:
-        try:
-            return await reference
-        except self._ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None)  # what was raised in the actor
-            if isinstance(error, self._ray.exceptions.RayTaskError) and not isinstance(cause, TrainerLost):
-                raise (cause if isinstance(cause, Exception) else error) from error
-            self._unless_born_dead(error)
-            raise self._without_trainer(error) from error
-
-    def _without_trainer(self, error: Exception) -> LearnerLost:
-        for actor in (self._trainer, *self._hosts):
-            self._ray.kill(actor)
-        self._trainer, self._hosts = None, []
-        return LearnerLost(f"the trainer was lost ({type(error).__name__})")
-
     # ------------------------------------------------------------------------------------------------------- both kinds
-
-    def _options(self, bundle: int, cpus: float, gpus: float) -> dict[str, Any]:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
-        return {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": strategy}
 
     async def open(self) -> None:
         """Begins with all of its actors at once; returns when the workers can play."""
         for worker in self._workers:
             worker.opening = asyncio.create_task(self._open(worker))
         opening = [worker.opening for worker in self._workers if worker.opening is not None]
-        await asyncio.gather(self._open_trainer(), *opening)
+        await asyncio.gather(self._trainer.open(), *opening)
 
     async def close(self) -> None:
         self._circle.end()
-        actors = [worker.actor for worker in self._workers] + [self._trainer, *self._hosts]
+        actors = [worker.actor for worker in self._workers] + self._trainer.actors
         for worker in self._workers:
             if worker.opening is not None:
                 worker.opening.cancel()
@@ -454,13 +387,6 @@ async def open_ray_runtime(
         finally:
             await runtime.close()
             remove_placement_group(group)
-
-
-def _move(folder: Path, into: Path) -> None:
-    """All that is in ``folder``; ``into`` is made where it is not there."""
-    into.mkdir(exist_ok=True)
-    for path in folder.iterdir():
-        shutil.move(path, into / path.name)
 
 
 def _share(site: Site, worker: int) -> Site:
