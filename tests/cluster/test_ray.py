@@ -34,7 +34,8 @@ pytestmark = [
 
 RUN = "spread"
 # Without overlap, so that every token has the weights that it has on one machine; long enough to be met in the middle.
-OVERRIDES = ("runtime=ray", "ray.staleness=0", "agentic.steps=8", "agentic.batch=6")
+PLACES = ("ray.trainers=2", "training.ranks=2")  # the trainer's two ranks are in two pods
+OVERRIDES = ("runtime=ray", "ray.staleness=0", "agentic.steps=8", "agentic.batch=6", *PLACES)
 SPREAD = [stage.name for stage in STAGES if rayjobs.can_be_spread(stage)]
 
 
@@ -154,7 +155,7 @@ def test_a_job_has_a_head_and_a_pod_for_each_actor(seen: Seen) -> None:
     for stage in SPREAD:
         assert seen.jobs[stage]["metadata"]["ownerReferences"][0]["name"] == RUN
         assert len(of_group(seen.pods[stage], "head")) == 1
-        assert len(of_group(seen.pods[stage], "worker")) == 3, "two rollout workers and the trainer"
+        assert len(of_group(seen.pods[stage], "worker")) == 4, "two rollout workers, and the trainer's machines"
 
 
 def test_actors_have_no_credentials_and_rays_port_asks_for_a_token(seen: Seen) -> None:
