@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from cuda_agent.pipeline import runs
@@ -17,6 +18,7 @@ from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.storage import open_store
 from cuda_agent.tracking import read_metrics
 
+AT_WAR = ("agentic", "evaluate-agentic", "report")
 COMMAND = [sys.executable, "-m", "cuda_agent.cli", "run", "experiment=smoke", "--json"]
 
 
@@ -33,14 +35,18 @@ def finish(home: Path, *overrides: str) -> dict:
     return json.loads(answer)
 
 
-def wait_for(home: Path, running: subprocess.Popen, pattern: str) -> Path:
+def wait_for(home: Path, running: subprocess.Popen, pattern: str) -> None:
     """Until a file of this pattern is there."""
+    wait_until(lambda: next(home.glob(pattern), None) is not None, home, running)
+
+
+def wait_until(true: Callable[[], bool], home: Path, running: subprocess.Popen) -> None:
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and running.poll() is None:
-        if found := next(home.glob(pattern), None):
-            return found
+        if true():
+            return
         time.sleep(0.01)
-    raise AssertionError(f"{pattern} never came: {(home / 'said.txt').read_text()[-3000:]}")
+    raise AssertionError(f"it never came: {(home / 'said.txt').read_text()[-3000:]}")
 
 
 def test_the_whole_product_in_peace_and_under_kills(tmp_path):
@@ -93,26 +99,29 @@ def mlflow_holds_the_run_with_its_curves(home: Path, answer: dict) -> None:
     assert {"config.json", "index.html"} <= {item.path for item in client.list_artifacts(parent.info.run_id)}
 
 
-def begin_where_training_begins(peace: Path, home: Path) -> None:
-    """What comes before a policy is trained by rewards is served from the cache, and nothing is compiled twice."""
-    for part in ("cas", "configs", *(f"cache/{name}" for name in ("synthesis", "bootstrap"))):
+def begin_where_the_agent_is_trained(peace: Path, home: Path) -> None:
+    """What comes before is served from the cache, and nothing is compiled twice."""
+    before = [stage.name for stage in STAGES if stage.name not in AT_WAR]
+    for part in ("cas", "configs", *(f"cache/{name}" for name in before)):
         shutil.copytree(peace / "store" / part, home / "store" / part)
     shutil.copytree(peace / "cache" / "sandbox" / "builds", home / "cache" / "sandbox" / "builds")
 
 
 def a_run_killed_at_three_places_ends_with_the_same_bytes(tmp_path: Path, answer: dict) -> None:
     home, off = tmp_path / "war", "run.mlflow=off"
-    begin_where_training_begins(tmp_path / "peace", home)
+    begin_where_the_agent_is_trained(tmp_path / "peace", home)
 
-    running = start(home, off)  # the whole run, in the middle of training
-    wait_for(home, running, "store/checkpoints/warmup/*/*.json")
-    running.kill()
+    running = start(home, off)
+    wait_for(home, running, "store/checkpoints/agentic/*/*.json")
+    pid = next(home.glob("work/*/agentic/pid"))
+    first = pid.read_text()
+    os.kill(int(first), signal.SIGKILL)  # one stage, in the middle of training: the same call goes on
+    wait_until(lambda: pid.exists() and pid.read_text() not in ("", first), home, running)
+    running.kill()  # the whole run, in the stage's second attempt
     running.wait()
 
-    running = start(home, off)  # one stage: the same call goes on
-    wait_for(home, running, "store/checkpoints/agentic/*/*.json")
-    os.kill(int(next(home.glob("work/*/agentic/pid")).read_text()), signal.SIGKILL)
-    wait_for(home, running, "work/*/evaluate-base/pid")
+    running = start(home, off)
+    wait_for(home, running, "work/*/evaluate-agentic/pid")
     running.kill()  # the whole run again, in an evaluation
     running.wait()
 
@@ -125,7 +134,7 @@ def a_run_killed_at_three_places_ends_with_the_same_bytes(tmp_path: Path, answer
         for store in (open_store(home / "store"), open_store(tmp_path / "peace" / "store"))
     )
     assert len(runs.list_runs(war[0])) == 1
-    assert len(war[1]["warmup"].resumed) == 1 and len(war[1]["agentic"].resumed) == 1
+    assert len(war[1]["agentic"].resumed) == 1
     for name in war[1]:
         steps = []
         for which, (store, manifests) in (("war", war), ("calm", calm)):
