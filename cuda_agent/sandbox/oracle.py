@@ -18,6 +18,7 @@ from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError
 from cuda_agent.sandbox.wire import TaskError, TaskSpec
 
 _COMPILE_SECONDS = 120.0
+_OPENING_SECONDS = 10.0  # at least, for a task: what it imports may come from a cold disk
 _FLOATING = ("float32", "float16", "bfloat16")
 
 
@@ -84,7 +85,7 @@ class Oracle:
             raise
 
     def _open(self, code: str, weights_seed: int, settings: Settings) -> None:
-        answer = self._ask("T", {"code": code, "seed": weights_seed})
+        answer = self._ask("T", {"code": code, "seed": weights_seed}, least=_OPENING_SECONDS)
         try:
             self.spec = TaskSpec.from_json(answer)
             tensors = (*self.spec.inputs, *self.spec.outputs, *self.spec.weights.values())
@@ -187,8 +188,8 @@ class Oracle:
         most = sum(byte_count(t) for t in self.spec.outputs)
         return max(0, int(answer["flops"])), min(max(0, int(answer["written"])), most)
 
-    def _ask(self, kind: str, body: Any = None, slot: int = 0, fds: list[int] | None = None) -> Any:
-        self.worker.seconds = self._limit
+    def _ask(self, kind: str, body: Any = None, slot: int = 0, fds: list[int] | None = None, least: float = 0.0) -> Any:
+        self.worker.seconds = max(self._limit, least)
         with _of_the_task():
             return self.worker.call(kind, body, slot, fds or ())
 
