@@ -271,10 +271,8 @@ def pack(folder: Path) -> Files:
 
 
 def unpack(files: Files, folder: Path) -> None:
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+    for part in files.items():
+        keep(part, folder)
 
 
 def _settle(site: Site, inputs: Mapping[str, Files], stack: ExitStack | AsyncExitStack) -> Site:

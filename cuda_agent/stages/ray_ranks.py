@@ -18,7 +18,7 @@ from cuda_agent.stages.context import Site
 from cuda_agent.stages.ray_actors import keep, parts
 from cuda_agent.training.ranks import GRACE_SECONDS, Named, TrainerLost
 
-AHEAD = 4  # parts that an actor makes before the first of them is taken
+STREAM = {"num_returns": "streaming", "_generator_backpressure_num_objects": 4}  # parts made before one is taken
 
 
 class SpreadRanks:
@@ -49,10 +49,9 @@ class SpreadRanks:
 
     def save(self, trainer: Named, folder: Path) -> None:
         self._all(lambda _, host: host.save.remote(trainer))
-        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": AHEAD}
         for host in self._hosts:
             try:
-                for reference in host.saved.options(**options).remote():
+                for reference in host.saved.options(**STREAM).remote():
                     keep(self._ray.get(reference), folder)
             except self._ray.exceptions.RayActorError as error:
                 raise TrainerLost("a machine of the trainer's ranks is gone, in save") from error

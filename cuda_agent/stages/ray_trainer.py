@@ -18,7 +18,7 @@ from cuda_agent.stages.context import Site, StageContext
 from cuda_agent.stages.learning import LearnerLost, MakeCritic
 from cuda_agent.stages.ray_actors import RankHost, Trainer, keep, pack, parts
 from cuda_agent.stages.ray_cluster import on_bundle, unless_born_dead
-from cuda_agent.stages.ray_ranks import AHEAD
+from cuda_agent.stages.ray_ranks import STREAM
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.ranks import TrainerLost
 
@@ -87,8 +87,7 @@ class RemoteTrainer:
             self._ctx.checkpoints.save(step, lambda folder: _move(whole, folder))
 
     async def _receive(self, folder: Path) -> None:
-        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": AHEAD}
-        async for reference in self.actor.save.options(**options).remote():
+        async for reference in self.actor.save.options(**STREAM).remote():
             keep(await reference, folder)
 
     async def restore(self) -> int:

@@ -11,14 +11,9 @@ from cuda_agent.policy.model import load_model
 from cuda_agent.policy.vllm_plugin import digest
 from cuda_agent.stages import warmup
 from cuda_agent.tracking import read_metrics
-from tests.stages.ray_cases import config, context, make_inputs, of_ray
+from tests.stages.ray_cases import config, context, of_ray
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray (pip install '.[ray]')")
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def learnt(folder):

@@ -16,18 +16,13 @@ from cuda_agent.sandbox.descendants import descendants
 from cuda_agent.stages import ray_broadcast, warmup
 from cuda_agent.stages.context import EXIT_RETRY
 from cuda_agent.tracking import read_metrics
-from tests.stages.ray_cases import Killer, alive, busy, config, context, learnt, make_inputs, step_done, wait_until
+from tests.stages.ray_cases import Killer, alive, busy, config, context, learnt, step_done, wait_until
 
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray (pip install '.[ray]')"),
 ]
 STEPS = {"warmup": {"steps": 3}}
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")

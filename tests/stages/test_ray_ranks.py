@@ -13,7 +13,7 @@ from cuda_agent.stages import ray_actors, warmup
 from cuda_agent.stages.context import TryAgain
 from cuda_agent.stages.ray_actors import keep, parts
 from cuda_agent.tracking import read_metrics
-from tests.stages.ray_cases import Killer, config, context, learnt, make_inputs, of_ray, step_done
+from tests.stages.ray_cases import Killer, config, context, learnt, of_ray, step_done
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray (pip install '.[ray]')")
 SPREAD = {"runtime": "ray", "ray": {"trainers": 2, "workers": 1}, "training": {"ranks": 2}, "warmup": {"steps": 3}}
@@ -32,11 +32,6 @@ def test_a_folder_in_parts_is_the_folder(files, tmp_path_factory):
             assert len(part[1]) <= 8
             keep(part, made)
     assert {p.relative_to(made).as_posix(): p.read_bytes() for p in made.rglob("*") if p.is_file()} == files
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")

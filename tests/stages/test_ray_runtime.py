@@ -11,17 +11,12 @@ from cuda_agent.stages.ray_runtime import open_ray_runtime
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tracking import read_metrics
 from cuda_agent.training.critic import critic_from_policy
-from tests.stages.ray_cases import config, context, make_inputs
+from tests.stages.ray_cases import config, context
 
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray (pip install '.[ray]')"),
 ]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def two_steps(folder, settings, inputs):
