@@ -3,19 +3,31 @@
 On its first compilation in a process, TorchInductor finds out which vector instructions its builds may use (it builds
 and loads a test library for each) and precompiles its large header: most of that first compilation's time.  ``use``
 takes both answers from a folder that one trusted warm-up worker filled (``record``); everything else stays private to
-the worker.  The warm parent of compiling workers imports this module, and so torch's compiler.
+the worker.  The warm parent of compiling workers imports this module, and so torch's compiler with all that it would
+import and hash in each of them: 1.5 s of a processor.
 
 It reaches into torch's internals: where they are not as expected nothing is patched, and compiling is merely slower.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+import functorch.compile  # noqa: F401
 import torch._inductor.codecache as codecache
+import torch._inductor.compile_fx
 import torch._inductor.cpu_vec_isa as cpu_vec_isa
+
+with contextlib.suppress(Exception):
+    import torch.utils.cpp_extension  # noqa: F401
+
+    codecache.torch_key()  # this and the next remember the digest of a whole library's sources
+    from triton.runtime.cache import triton_key
+
+    triton_key()
 
 _FACTS, _HEADERS = "facts.json", "headers"
 

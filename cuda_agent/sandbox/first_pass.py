@@ -33,7 +33,7 @@ from typing import Any
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox import build, cgroups, jail, scratch
 from cuda_agent.sandbox.descendants import descendants
-from cuda_agent.sandbox.processes import NotStarted, WarmParent, Worker, WorkerDied, WorkerError
+from cuda_agent.sandbox.processes import NotStarted, WarmParent, Worker, WorkerDied, WorkerError, warm_parent
 from cuda_agent.sandbox.wire import NO_PROGRAMS, Status, Verdict, printable
 from cuda_agent.tasks.task import Task
 
@@ -177,7 +177,7 @@ class FirstPass:
     def _warm(self) -> WarmParent:
         with self._starting:
             if self._parent is None:
-                parent = WarmParent(self._threads, self._scratch / "first-pass.log", _IMPORTS)
+                parent = warm_parent(self._threads, self._scratch / "first-pass.log", _IMPORTS)
                 parent.wait_ready()
                 self._parent = parent
             return self._parent

@@ -30,6 +30,7 @@ _MOST_THREADS = 64
 _GROUP_MB = 64  # beside a worker's own memory: what the kernel keeps for it, and cached files
 _MOST_PROCESSES = 48  # below a worker that may start some: less than root's workers may have, and for everybody
 _START_SECONDS = 30.0
+_LEAVE_SECONDS = 5  # for a warm parent that was told to go
 _STOP_SECONDS = 1.0  # until a process that was told to stop counts as one that cannot be
 _END_SECONDS = 0.2  # for the threads of a process that was killed
 _IDLE_NS = 200_000  # a thread that worked less was only started
@@ -61,32 +62,42 @@ class WorkerError(Exception):
     cheat = False
 
 
-class WarmParent:
-    """The process that imported torch and forks workers.  ``imports``: further modules that it imports first.  It and
-    its workers have as many processors as they may have threads: more would be an advantage over the baselines."""
+def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmParent":
+    """Started, and not yet ready.  ``imports``: further modules that it imports first.  It and its workers have as many
+    processors as they may have threads: more would be an advantage over the baselines."""
+    ours, theirs = socket.socketpair()
+    environment = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
+        "PYTHONPATH": str(_PACKAGE), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": str(threads),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1", **KEEPING_MEMORY, "USER": "worker", "LOGNAME": "worker",
+    }  # fmt: skip
+    with open(log, "ab") as errors, _processors(threads), theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "cuda_agent.sandbox.worker", str(theirs.fileno()), *imports],
+            env=environment, cwd="/", stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
+            pass_fds=[theirs.fileno()], close_fds=True,
+        )  # fmt: skip
 
-    def __init__(self, threads: int, log: Path, imports: Sequence[str] = ()) -> None:
-        ours, theirs = socket.socketpair()
-        environment = {
-            "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
-            "PYTHONPATH": str(_PACKAGE), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0",
-            "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": str(threads),
-            "TORCHINDUCTOR_COMPILE_THREADS": "1", **KEEPING_MEMORY, "USER": "worker", "LOGNAME": "worker",
-        }  # fmt: skip
-        with open(log, "ab") as errors, _processors(threads):
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "cuda_agent.sandbox.worker", str(theirs.fileno()), *imports],
-                env=environment, cwd="/", stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
-                pass_fds=[theirs.fileno()], close_fds=True,
-            )  # fmt: skip
-        theirs.close()
-        self._socket = ours
+    def end() -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_LEAVE_SECONDS)
+        process.kill()
+        process.wait()
+
+    return WarmParent(process.pid, ours, end)
+
+
+class WarmParent:
+    """The process that imported torch and forks workers.  ``end``: called when it was told to go, returns when it is
+    gone."""
+
+    def __init__(self, pid: int, channel: socket.socket, end: Callable[[], None]) -> None:
+        self.pid = pid
+        self._socket = channel
+        self._end = end
         self._turn = threading.Lock()  # of those who ask it something, where they are several threads
         self.torch = ""
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def wait_ready(self) -> None:
         answer = receive_frame(self._socket).body
@@ -95,22 +106,41 @@ class WarmParent:
         self.torch = answer["torch"]
 
     def fork(self, options: dict[str, Any], fds: Sequence[int]) -> int:
-        with self._turn:
-            send_frame(self._socket, "F", options, fds=fds)
-            return int(receive_frame(self._socket).body["pid"])
+        return int(self._ask("F", options, fds)["pid"])
 
     def reap(self, pid: int) -> int:
         """The exit code of a worker that is dead or dying; negative: the signal."""
+        return int(self._ask("W", {"pid": pid})["status"])
+
+    def branch(self, imports: Sequence[str]) -> "WarmParent":
+        """Another one, not yet ready, which imports more and does not import torch again: forked from this one, which
+        must outlive it."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            pid = int(self._ask("B", {"imports": [*imports]}, [theirs.fileno()])["pid"])
+
+        def end() -> None:
+            with contextlib.suppress(OSError):  # this one was killed, and that one is not ours to wait for
+                ended = select.poll()
+                descriptor = os.pidfd_open(pid)
+                try:
+                    ended.register(descriptor, select.POLLIN)
+                    if not ended.poll(1000 * _LEAVE_SECONDS):
+                        os.kill(pid, signal.SIGKILL)
+                finally:
+                    os.close(descriptor)
+                self.reap(pid)
+
+        return WarmParent(pid, ours, end)
+
+    def _ask(self, kind: str, body: dict[str, Any], fds: Sequence[int] = ()) -> Any:
         with self._turn:
-            send_frame(self._socket, "W", {"pid": pid})
-            return int(receive_frame(self._socket).body["status"])
+            send_frame(self._socket, kind, body, fds=fds)
+            return receive_frame(self._socket).body
 
     def close(self) -> None:
         self._socket.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
-        self._process.kill()
-        self._process.wait()
+        self._end()
 
 
 @contextlib.contextmanager

@@ -1,9 +1,10 @@
 """The untrusted side: the warm parent and the workers it forks.
 
 ``python -m cuda_agent.sandbox.worker FD`` is the warm parent: it imports torch, starts no thread, runs no tensor
-operation, and forks a worker for every request of the judge.  A worker closes the jail around itself and then serves
-the judge over one socket: a *reference* worker (``reference``) runs the task and may live on; a *candidate* worker
-(``candidate``) runs one solution and dies; a *first pass* (``passes``) runs one that compiles, and answers no judge.
+operation, and forks a worker for every request of the judge, or another warm parent, which imports more.  A worker
+closes the jail around itself and then serves the judge over one socket: a *reference* worker (``reference``) runs the
+task and may live on; a *candidate* worker (``candidate``) runs one solution and dies; a *first pass* (``passes``) runs
+one that compiles, and answers no judge.
 Tensors cross in shared memory that the judge made (``slots``); inputs map read-only.
 
 Nothing a worker says is believed: seeds, buffers, clock and verdict are the judge's.  This side imports nothing of the
@@ -23,6 +24,7 @@ import socket
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -38,9 +40,14 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
+    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+
+
+def _serve(control: socket.socket, imports: Sequence[str]) -> None:
+    """A warm parent, until its judge is gone."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a dead worker leaves comes here
-    for name in sys.argv[2:]:
+    gc.disable()
+    for name in imports:
         __import__(name)
     gc.collect()
     gc.freeze()
@@ -57,8 +64,11 @@ def main() -> None:
                     os.killpg(pid, signal.SIGKILL)
             _bury(set())
             return
-        if frame.kind == "F":
+        if frame.kind in "FB":
             parent, pid = os.getpid(), os.fork()
+            if pid == 0 and frame.kind == "B":
+                control.close()
+                return _serve(socket.socket(fileno=frame.fds[0]), frame.body["imports"])
             if pid == 0:
                 control.detach()
                 _child(frame, parent)

@@ -14,7 +14,7 @@ from typing import Any
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox import buffers, build, cgroups, jail
 from cuda_agent.sandbox.oracle import Oracle, Settings
-from cuda_agent.sandbox.processes import NotStarted, WarmParent, Worker, WorkerDied, WorkerError
+from cuda_agent.sandbox.processes import NotStarted, WarmParent, Worker, WorkerDied, WorkerError, warm_parent
 
 _COMPILING = "cuda_agent.sandbox.compiling"  # imported by the warm parent of compiling workers, never here
 
@@ -38,7 +38,7 @@ class Workshop:
         self.lease = Lease(Path(settings.lease))  # one for all that its judge does, in one thread
         self._log = Path(settings.scratch) / "workers.log"
         self._groups = cgroups.find()
-        self._plain = WarmParent(settings.threads, self._log)
+        self._plain = warm_parent(settings.threads, self._log)
         self._compiling: WarmParent | None = None
         self._ready = False
         self._spare: Worker | None = None
@@ -102,7 +102,8 @@ class Workshop:
 
     def _parent_that_compiles(self) -> WarmParent:
         if self._compiling is None:
-            self._compiling = WarmParent(self.settings.threads, self._log, (_COMPILING,))
+            assert self.torch  # ready
+            self._compiling = self._plain.branch((_COMPILING,))
             self._compiling.wait_ready()
         return self._compiling
 
@@ -172,6 +173,6 @@ class Workshop:
         self.areas.close()
         if self._spare:
             self._spare.kill()
-        self._plain.close()
         if self._compiling:
             self._compiling.close()
+        self._plain.close()

@@ -15,7 +15,7 @@ import pytest
 from cuda_agent.sandbox import jail
 from cuda_agent.sandbox.build import BuildError, first_errors
 from cuda_agent.sandbox.check import mismatch
-from cuda_agent.sandbox.processes import WarmParent, Worker
+from cuda_agent.sandbox.processes import Worker, warm_parent
 from cuda_agent.sandbox.wire import HEAD, Solution, TaskError, Tensor, receive_frame
 from tests.sandbox.conftest import CHAIN, KERNEL, Running, plan_solution, task
 
@@ -143,7 +143,7 @@ def test_processes_that_a_worker_leaves_are_ended_with_it_and_share_its_few_proc
     """Workers that may run a compiler can leave some; they would work beside what is timed next."""
     seconds = f"{300 + secrets.randbelow(10**6) / 10**6}"
     tmp_path.chmod(0o755)
-    parent = WarmParent(1, tmp_path / "log")
+    parent = warm_parent(1, tmp_path / "log")
     parent.wait_ready()
     execute = (*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix)
     policy = jail.Policy(read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix), execute=execute, read_any=True)

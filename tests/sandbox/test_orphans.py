@@ -15,7 +15,7 @@ from cuda_agent.sandbox import jail
 from cuda_agent.sandbox.descendants import descendants
 from cuda_agent.sandbox.drill import _children
 from cuda_agent.sandbox.oracle import Oracle, Settings
-from cuda_agent.sandbox.processes import WarmParent, Worker
+from cuda_agent.sandbox.processes import WarmParent, Worker, warm_parent
 from cuda_agent.sandbox.wire import TaskError
 from tests.sandbox.conftest import CHAIN
 
@@ -45,7 +45,7 @@ before: dict[WarmParent, set[int]] = {}  # children of this process
 
 @pytest.fixture
 def parent(tmp_path: Path) -> Iterator[WarmParent]:
-    parent = WarmParent(1, tmp_path / "log")
+    parent = warm_parent(1, tmp_path / "log")
     parent.wait_ready()
     prctl = ctypes.CDLL(None).prctl
     prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what nobody looks after comes to this process
@@ -70,7 +70,7 @@ def run(parent: WarmParent, code: str) -> None:
 def left(parent: WarmParent) -> set[int]:
     """What is still there of what the worker started; it ends here."""
     time.sleep(0.5)  # a daemon may be about to be
-    mine = {*_children(os.getpid())} - before[parent] | descendants(parent._process.pid)
+    mine = {*_children(os.getpid())} - before[parent] | descendants(parent.pid)
     for pid in mine:
         os.kill(pid, signal.SIGKILL)
     return mine
