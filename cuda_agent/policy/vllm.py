@@ -42,6 +42,7 @@ SHARED = "CUDA_AGENT_ENGINE_FOLDER"  # where new weights are put for them: a fol
 TRIES = 3  # of one server with one request
 REQUEST_SECONDS = 1800.0  # for one completion; then its server counts as dead
 HEALTH_SECONDS = 10.0
+KEPT_SECONDS = 2.0  # for which an idle connection is used again; vLLM closes it after 5
 START_SECONDS = 1800.0  # for servers of a pool to load the first policy
 PAUSE_SECONDS = 0.25  # before the second try, twice that before the third; a busy server is asked for longer
 BUSY_TRIES = 40
@@ -73,29 +74,39 @@ class Replica:
         self.noise = math.inf  # what its probe differed by when it was last right
         key = os.environ.get(KEY) if server is None else None
         unix = url.removeprefix("unix:") if url.startswith("unix:") else None
-        self._client = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=unix, limits=httpx.Limits(max_connections=None)),
-            base_url="http://vllm" if unix else url.rstrip("/"),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(REQUEST_SECONDS, connect=HEALTH_SECONDS),
-        )
+
+        def client(keep: int | None) -> httpx.AsyncClient:
+            limits = httpx.Limits(max_keepalive_connections=keep, keepalive_expiry=KEPT_SECONDS)
+            return httpx.AsyncClient(
+                transport=httpx.AsyncHTTPTransport(uds=unix, limits=limits),
+                base_url="http://vllm" if unix else url.rstrip("/"),
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+                timeout=httpx.Timeout(REQUEST_SECONDS, connect=HEALTH_SECONDS),
+            )
+
+        self._client, self._anew = client(None), client(0)  # the second opens a connection for each request
 
     async def close(self) -> None:
         await self._client.aclose()
+        await self._anew.aclose()
 
     async def healthy(self) -> bool:
         if self.server is not None and self.server.process.poll() is not None:
             return False
         try:
-            return (await self._client.get("/health", timeout=HEALTH_SECONDS)).status_code == 200
+            return (await self._anew.get("/health", timeout=HEALTH_SECONDS)).status_code == 200
         except httpx.HTTPError:
             return False
 
     async def ask(self, path: str, body: Any = None) -> Any:
         """The JSON answer, ``None`` where it is empty; GET without a body.  ``EngineError`` when it refuses."""
+        method = "GET" if body is None else "POST"
         try:
-            request = self._client.get(path) if body is None else self._client.post(path, json=body)
-            answer = await request
+            try:
+                answer = await self._client.request(method, path, json=body)
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                # The server may have closed a kept connection, with nothing said against it; hundreds after a pause.
+                answer = await self._anew.request(method, path, json=body)
         except httpx.HTTPError as error:
             raise _Fault(f"{type(error).__name__} {error}".strip()) from error
         code = answer.status_code

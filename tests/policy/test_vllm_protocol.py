@@ -91,6 +91,19 @@ def test_what_fails_is_asked_again(servers, policies, tmp_path, faults):
     assert all(body == server.asked[0] for body in server.asked), "the same seed, so the same completion"
 
 
+def test_connections_that_were_closed_meanwhile_are_no_fault_of_the_server(servers, policies, tmp_path):
+    (server,) = servers()
+
+    async def script():
+        async with engine_of([server], policies, tmp_path) as engine:
+            for server.keeps in (True, False):
+                jobs = (engine.generate([9, i], SamplingParams(4, seed=i, key=f"episode {i}")) for i in range(32))
+                completions = await asyncio.gather(*jobs)
+            return completions
+
+    assert [len(completion.ids) for completion in asyncio.run(script())] == [4] * 32
+
+
 def test_a_refusal_is_told_and_not_repeated(servers, policies, tmp_path):
     (server,) = servers()
 

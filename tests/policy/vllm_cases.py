@@ -55,6 +55,7 @@ class ScriptedServer:
         self.asked: list[dict] = []
         self.delay = 0.0
         self.ready = lambda: True  # else it answers nobody
+        self.keeps = True  # else it closes a connection that is used a second time, and says nothing
         self.left = threading.Event()  # a client went away while it waited
         self.paused = False
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -72,8 +73,18 @@ class ScriptedServer:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
+            answered = False
+
             def log_message(self, *_) -> None:
                 pass
+
+            def parse_request(self) -> bool:
+                understood = super().parse_request()
+                if not server.keeps and self.answered:
+                    self.close_connection = True
+                    return False
+                self.answered = True
+                return understood
 
             def do_GET(self) -> None:
                 if not server.ready():
