@@ -21,14 +21,13 @@ import torch._inductor.codecache as codecache
 import torch._inductor.cpu_vec_isa as cpu_vec_isa
 
 with contextlib.suppress(Exception):
-    import torch.utils.cpp_extension
-
     codecache.torch_key()  # this and the next remember the digest of a whole library's sources
     from triton.runtime.cache import triton_key
 
     triton_key()
-if not any(Path("/dev").glob("nvidia*")):  # else it asks the driver for devices, and no fork could use one any more
-    import torch._inductor.compile_fx  # noqa: F401
+if not any(Path("/dev").glob("nvidia*")):  # else they ask the driver for devices, and no fork could use one any more
+    import torch._inductor.compile_fx
+    import torch.utils.cpp_extension  # noqa: F401
 
 _FACTS, _HEADERS = "facts.json", "headers"
 
