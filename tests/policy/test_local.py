@@ -222,7 +222,8 @@ def test_new_weights_are_served_from_the_next_call_on(engine, policy, tokenizer,
 
     async def script():
         under_way = [asyncio.ensure_future(engine.generate(prompt, params)) for _ in range(2)]
-        await asyncio.sleep(0.005)
+        while not engine.counts.prefilled:  # both join the same batch
+            await asyncio.sleep(0)
         await engine.update(1, str(tmp_path))
         after = await engine.generate(prompt, params)
         await engine.update_from(policy, 2)
@@ -237,6 +238,30 @@ def test_new_weights_are_served_from_the_next_call_on(engine, policy, tokenizer,
     ]:
         assert completion.version == version
         np.testing.assert_allclose(completion.logprobs, reference(model, prompt, completion.ids), atol=1e-4)
+
+
+def test_what_waits_for_a_row_during_a_change_gets_the_new_weights(policy, tmp_path):
+    changed = copy.deepcopy(policy)
+    with torch.no_grad():
+        changed.lm_head.weight.add_(0.05 * torch.randn_like(changed.lm_head.weight))
+    engine = LocalEngine(policy, threads=1, batch=2, lease=Lease(tmp_path))
+    asked = prompts(3)
+
+    async def script():
+        with Lease(tmp_path).timing():  # holds the worker while the first two have their rows
+            jobs = [asyncio.ensure_future(engine.generate(prompt, SamplingParams(25, seed=0))) for prompt in asked]
+            while not engine.counts.prefilled:
+                await asyncio.sleep(0)
+            change = asyncio.ensure_future(engine.update_from(changed, 1))
+            await asyncio.sleep(0)
+        await change
+        return await asyncio.gather(*jobs)
+
+    completions = asyncio.run(script())
+    assert [completion.version for completion in completions] == [0, 0, 1]
+    for model, prompt, completion in zip([policy, policy, changed], asked, completions, strict=True):
+        np.testing.assert_allclose(completion.logprobs, reference(model, prompt, completion.ids), atol=1e-4)
+    asyncio.run(engine.close())
 
 
 def test_stale_weights_fail_loudly(engine, policy, monkeypatch):
