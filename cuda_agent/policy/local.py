@@ -115,8 +115,8 @@ class LocalEngine:
             raise
 
     async def update(self, version: int, folder: str) -> None:
-        """Serves the weights in ``folder`` as ``version``.  Requests that have a row finish on the old ones first; those
-        that wait for one get the new."""
+        """Serves the weights in ``folder`` as ``version``.  Requests that have a row finish on the old ones first, and
+        those that wait for one get the new."""
         await self._change(version, folder)
 
     async def update_from(self, model: Any, version: int) -> None:
