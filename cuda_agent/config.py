@@ -32,6 +32,7 @@ WHERE_JUDGED = ("servers", "token_env", "token_file")
 # The same of ``policy.vllm``, for the policy that plays, and of ``ray``.
 WHERE_SERVED = ("servers",)
 WHERE_PLACED = ("address", "sync", "trainers", "trainer_cpus", "trainer_gpus", "worker_cpus", "worker_gpus")
+OF_LEARNING = ("staleness", "oversample")  # of ``ray``, where nobody learns
 
 
 # Sections that say how something is computed, and nothing about what.
@@ -298,7 +299,7 @@ class Evaluate(Section):
 
 class Ray(Section):
     """Who plays and who trains where ``runtime`` is ray: rollout workers, each with an engine and a sandbox of its own,
-    and one trainer, whose ranks may be on several machines."""
+    and in stages that learn by rewards one trainer, whose ranks may be on several machines."""
 
     address: str | None = Field(
         None,
@@ -328,7 +329,7 @@ class Config(Section):
     run: Run = Run()
     runtime: Literal["local", "ray"] = Field(
         "local",
-        description="where stages that learn by rewards play and train: in their own process, or in Ray's actors",
+        description="where the stages that play do so, and learn by rewards: in their own process, or in Ray's actors",
     )
     ray: Ray = Ray()
     sandbox: Sandbox = Sandbox()
@@ -438,13 +439,16 @@ def load(text: str, sha256: str) -> Config:
 
 def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
     """The sub-tree that decides what a stage gives, as JSON values: the seed and the named sections, without what says
-    where its sandbox, its engine and its Ray are, and how it computes; without ``ray`` where nothing runs there."""
+    where its sandbox, its engine and its Ray are, and how it computes; without ``ray`` where nothing runs there, and
+    without what it says of learning where nobody learns."""
     where: dict[str, Any] = {
         "sandbox": set(WHERE_JUDGED),
         "policy": {"vllm": set(WHERE_SERVED)},
         "ray": set(WHERE_PLACED),
     }
     whole = config.model_dump(mode="json", exclude=where)
+    if "training" not in sections:
+        whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in OF_LEARNING}
     unused = {*HOW_COMPUTED, *(["ray"] if config.runtime == "local" else [])}
     return {name: whole[name] for name in ("seed", *sections) if name not in unused}
 

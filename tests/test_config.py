@@ -155,13 +155,16 @@ def test_every_key_has_one_path_and_the_flat_form_has_the_same():
 
 
 def test_where_ray_is_decides_no_result_and_without_it_its_settings_do_not_either():
-    def values(*overrides):
-        return section_values(compose(overrides), ("runtime", "ray"))
+    def values(*overrides, learns=True):
+        return section_values(compose(overrides), ("runtime", "ray", *(["training"] if learns else [])))
 
     assert values("ray.workers=9") == values() and values("runtime=ray") != values()
     assert values("runtime=ray", "ray.address=box-1:6379", "ray.sync=broadcast") == values("runtime=ray")
     assert values("runtime=ray", "ray.trainers=2", "training.ranks=2", "ray.trainer_gpus=8") == values("runtime=ray")
     assert values("runtime=ray", "ray.staleness=0") != values("runtime=ray")
+    learning = ("runtime=ray", "ray.staleness=0", "ray.oversample=0.5")
+    assert values(*learning, learns=False) == values("runtime=ray", learns=False)
+    assert values("runtime=ray", "ray.workers=9", learns=False) != values("runtime=ray", learns=False)
 
 
 def test_the_graph_is_sound_and_names_sections_that_exist():

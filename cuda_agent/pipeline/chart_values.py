@@ -187,7 +187,12 @@ class Profile(Group):
         "WorkflowTemplate:container.env",
         "h1",
     )
-    parallelism: int = leaf(1, "pods of a run at once, sandboxes aside", "WorkflowTemplate:spec.parallelism", 3)
+    parallelism: int = leaf(
+        1,
+        "stages of a run at once; 1 where it has engine replicas or a Ray of several pods",
+        "WorkflowTemplate:spec.parallelism",
+        3,
+    )
     queue: str = leaf("", "Kueue's LocalQueue for stages and sandboxes", "WorkflowTemplate:metadata.labels", "gpus")
     priorityClass: str = leaf("", "PriorityClass of all pods", "WorkflowTemplate:podPriorityClassName", "high")
     defaults: Place = group(Place(), "of every stage")

@@ -41,7 +41,7 @@ def _evaluate(which: str, source: str) -> Stage:
         "cuda_agent.stages.evaluate",
         inputs={"tasks": "synthesis.tasks", "policy": source},
         outputs=("scores",),
-        config=(*_PLAY, "evaluate"),
+        config=(*_PLAY, *_PLACE, "evaluate"),
         timing=True,
         weight=1.0,
     )
@@ -78,7 +78,7 @@ STAGES: tuple[Stage, ...] = (
         "cuda_agent.stages.collect",
         inputs={"tasks": "synthesis.tasks", "policy": "warmup.policy"},
         outputs=("episodes",),
-        config=(*_PLAY, "collect"),
+        config=(*_PLAY, *_PLACE, "collect"),
         timing=True,
         weight=1.0,
     ),

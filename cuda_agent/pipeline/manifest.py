@@ -81,7 +81,7 @@ def identify(stage: Stage, config: Config, inputs: dict[str, str]) -> Identity:
         environment=environment_digest(),
         config=section_values(config, stage.config),
         inputs=inputs,
-        device=_device(config) if stage.timing else None,
+        device=_device(stage, config) if stage.timing else None,
     )
 
 
@@ -115,12 +115,15 @@ def _named(variable: str) -> list[str]:
     return [address for address in os.environ.get(variable, "").split(",") if address]
 
 
-def _device(config: Config) -> str:
-    """What times were taken on.  Servers are one device, whichever they are, and never the machine that asks them; a
-    cluster says what its servers run on (CUDA_AGENT_DEVICE)."""
+def _device(stage: Stage, config: Config) -> str:
+    """What times were taken on.  Servers are one device, whichever they are, and never the machine that asks them, as
+    are the machines of a Ray that runs elsewhere; a cluster says what its servers run on (CUDA_AGENT_DEVICE)."""
     if named := os.environ.get("CUDA_AGENT_DEVICE"):
         return named
-    return "servers" if config.sandbox.servers else device_name(config.sandbox.device)
+    if config.sandbox.servers:
+        return "servers"
+    elsewhere = "ray" in stage.config and config.runtime == "ray" and config.ray.address
+    return "ray" if elsewhere else device_name(config.sandbox.device)
 
 
 def cache_entry(stage: str, key: str) -> str:

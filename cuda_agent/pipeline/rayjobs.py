@@ -8,7 +8,7 @@ All are owned by the run's Workflow and have a name that follows from it, so a s
 of the one before and follows that.  A job that failed is made anew: retries are Argo's alone.  How the stage ended is
 what it left in the store, as always.
 
-What it does not cover: what runs in Ray (``stages.ray_runtime``), and KubeRay's operator.
+What it does not cover: what runs in Ray (``stages.ray_players``, ``stages.ray_runtime``), and KubeRay's operator.
 """
 
 import copy
@@ -23,7 +23,7 @@ from typing import Any
 
 from cuda_agent.config import Config
 from cuda_agent.pipeline.cluster_api import Cluster
-from cuda_agent.pipeline.graph import Stage
+from cuda_agent.pipeline.graph import STAGES, Stage
 from cuda_agent.pipeline.manifest import manifest_entry, outcome_entry, read_manifest
 from cuda_agent.pipeline.pools import (
     COMPONENT_LABEL,
@@ -46,10 +46,11 @@ GONE_SECONDS = 300.0  # until a job that failed is gone
 DAY = 86400
 COMMAND = ["python3", "-m", "cuda_agent.cli"]
 _ENDED = ("Complete", "Failed", "ValidationFailed")
+_LEARN = {stage.name for stage in STAGES if "training" in stage.config}
 
 
 def can_be_spread(stage: Stage) -> bool:
-    """Whether the stage reads where it is to play and train."""
+    """Whether the stage reads where it is to play, and to train."""
     return "ray" in stage.config
 
 
@@ -194,9 +195,8 @@ def objects(
             for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
                 group["template"]["spec"]["containers"][0]["env"] += servants
             for group in cluster["workerGroupSpecs"]:
-                group |= dict.fromkeys(
-                    ("replicas", "minReplicas", "maxReplicas"), config.ray.workers + config.ray.trainers
-                )
+                trainers = config.ray.trainers if stage in _LEARN else 0
+                group |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), config.ray.workers + trainers)
         made.append(own)
     return made
 

@@ -21,7 +21,7 @@ from cuda_agent.policy.episode import Episode
 from cuda_agent.policy.lora import attach
 from cuda_agent.policy.vllm_server import gpus
 from cuda_agent.stages.context import BadConfiguration, Site, StageContext, TryAgain
-from cuda_agent.stages.rollouts import Kind, Rollouts, draw, episodes_of, open_rollouts, seed_of
+from cuda_agent.stages.rollouts import Budget, Kind, Rollouts, draw, episodes_of, open_rollouts, seed_of
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic
@@ -220,14 +220,17 @@ class LocalRuntime:
         return self._rollouts.model, self._rollouts.tokenizer, self._learner.critic.model
 
 
+def budget_of(ctx: Site, settings: Ppo) -> Budget:
+    agent = ctx.config.agent
+    return Budget(agent.turns, settings.context, agent.temperature)
+
+
 @asynccontextmanager
 async def open_local(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
 ) -> AsyncIterator[LocalRuntime]:
-    agent = ctx.config.agent
-    budget: dict[str, Any] = {"turns": agent.turns, "context": settings.context, "temperature": agent.temperature}
     with shared_training(ctx) as ctx:
-        async with open_rollouts(ctx, ctx.inputs["policy"], **budget) as rollouts:
+        async with open_rollouts(ctx, ctx.inputs["policy"], budget_of(ctx, settings)) as rollouts:
             make = partial(Learner, ctx, settings, rollouts.model)
             learner = await rollouts.engine.compute(lambda: make(make_critic(ctx.inputs)))
             yield LocalRuntime(ctx, settings, kind, rollouts, learner)

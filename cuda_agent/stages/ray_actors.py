@@ -1,6 +1,6 @@
 """What runs in Ray's actors: a rollout worker, which plays episodes with an engine and a sandbox of its own, the
-trainer, and the ranks of one of the machines that it is spread over.  Plain classes; ``ray_runtime`` makes actors of
-them.
+trainer, and the ranks of one of the machines that it is spread over.  Plain classes, of which
+``ray_players`` and ``ray_trainer`` make actors.
 
 What they are given and give back travels as bytes, lines and arrays, so they need no folder in common with the stage:
 inputs as {path: bytes}, checkpoints part by part, episodes in their wire form, weights as {name: array}, or broadcast,
@@ -27,7 +27,7 @@ from cuda_agent.policy.vllm_plugin import digest
 from cuda_agent.policy.vllm_server import gpus
 from cuda_agent.sandbox.scratch import make_folder, remove
 from cuda_agent.stages.context import BadConfiguration, Site
-from cuda_agent.stages.rollouts import Job, Kind, Rollouts, open_rollouts
+from cuda_agent.stages.rollouts import Budget, Job, Kind, Rollouts, open_rollouts
 
 Files = dict[str, bytes]  # of a folder, by path
 Part = tuple[str, bytes]  # of a file: its path in the folder, and what follows the parts before
@@ -38,11 +38,11 @@ class RolloutWorker:
     """Plays episodes.  ``site`` knows the stage's cache, which is used where this machine has the place for it; folders
     of ``inputs`` are unpacked here."""
 
-    def __init__(self, site: Site, settings: Ppo, inputs: Mapping[str, Files]) -> None:
+    def __init__(self, site: Site, budget: Budget, inputs: Mapping[str, Files]) -> None:
         _end_with_parent()
         self._stack = AsyncExitStack()
         self._site = _settle(site, inputs, self._stack)
-        self._settings = settings
+        self._budget = budget
         self._rollouts: Rollouts | None = None
         self._playing: dict[int, asyncio.Task[Any]] = {}
         self._member: Member | None = None
@@ -50,19 +50,12 @@ class RolloutWorker:
 
     async def open(self) -> int:
         """Opens engine and sandbox; the process id."""
-        agent = self._site.config.agent
         self._rollouts = await self._stack.enter_async_context(
-            open_rollouts(
-                self._site,
-                self._site.inputs["policy"],
-                turns=agent.turns,
-                context=self._settings.context,
-                temperature=agent.temperature,
-            )
+            open_rollouts(self._site, self._site.inputs["policy"], self._budget)
         )
         return os.getpid()
 
-    async def play(self, step: int, jobs: Sequence[Job], kind: Kind) -> AsyncIterator[str]:
+    async def play(self, jobs: Sequence[Job], kind: Kind) -> AsyncIterator[str]:
         """The episodes of ``jobs`` as they finish, until ``stop``."""
         assert self._rollouts is not None, "open comes first"
         finished: asyncio.Queue[str | None] = asyncio.Queue()

@@ -4,7 +4,8 @@ A Ray of its own listens on 127.0.0.1 alone, under a token that nobody else can 
 folder, and has no dashboard.  However the stage ends, the kernel ends most of Ray's processes with it, and a watcher
 (``ray_watch``) the others, and removes the folder.
 
-Not here: what runs in it (``ray_runtime``, ``ray_actors``); the walls around a Ray that others run (docs/cluster.md).
+Not here: what runs in it (``ray_players``, ``ray_runtime``, ``ray_actors``); the walls around a Ray that others run
+(docs/cluster.md).
 """
 
 import os

@@ -4,7 +4,7 @@ The ranks of all machines are one group of torch's, whose members meet at an add
 every machine at once.  What a checkpoint consists of travels in parts, so that nobody holds more than a few of them in
 memory: from each machine's ranks into the leader's folder, and from there to every machine.
 
-Not here: who places the actors (``ray_runtime``), what they are (``ray_actors``), and what a rank computes
+Not here: who makes the actors (``ray_trainer``), what they are (``ray_actors``), and what a rank computes
 (``training``).
 """
 

@@ -1,18 +1,19 @@
 """Rollouts: what every stage that plays a policy shares — opening its engine and its sandbox, and playing a batch of
 episodes with seeds that depend on the configuration alone.
 
-Not here: training (``learning``), scoring (``scores``), and what an episode is (``agent.loop``).
+Not here: training (``learning``), scoring (``scores``), what an episode is (``agent.loop``), and the same in Ray's
+actors (``ray_players``).
 """
 
 import hashlib
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from cuda_agent.agent.loop import Sandbox, Settings, run_episode, run_many, run_single
 from cuda_agent.config import Config
@@ -38,6 +39,23 @@ Style = Literal["compact", "full"]
 Job = tuple[Task, str]  # an episode to play, and its id, which decides its seed
 
 
+@dataclass(frozen=True)
+class Budget:
+    """Of an episode; ``context`` in tokens."""
+
+    turns: int
+    context: int
+    temperature: float
+
+
+class Players(Protocol):
+    """Who plays episodes: ``Rollouts`` in this process, or others."""
+
+    async def play(self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = ...) -> list[Episode]:
+        """The episodes of ``jobs`` in their order; ``on_done`` gets each as soon as it is finished."""
+        ...
+
+
 @dataclass
 class Rollouts:
     """A policy that is being played.  ``model`` is the one to train; ``engine`` serves a copy of its weights and is
@@ -56,7 +74,7 @@ class Rollouts:
     async def play(
         self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = lambda episode: None
     ) -> list[Episode]:
-        """The episodes of ``jobs`` in their order; ``on_done`` gets each as soon as it is finished."""
+        """As ``Players.play``."""
         run = run_single if kind == "single" else run_episode
 
         async def play_one(task: Task, name: str) -> Episode:
@@ -74,9 +92,7 @@ def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
 
 
 @asynccontextmanager
-async def open_rollouts(
-    ctx: Site, policy: Path, *, turns: int, context: int, temperature: float
-) -> AsyncIterator[Rollouts]:
+async def open_rollouts(ctx: Site, policy: Path, budget: Budget) -> AsyncIterator[Rollouts]:
     """Opens the policy in folder ``policy`` with its engine, and the sandbox."""
     import torch
 
@@ -89,7 +105,7 @@ async def open_rollouts(
             raise BadConfiguration("policy.device is cuda, and this machine has no GPU that PyTorch can use")
         model.to("cuda")  # where a broadcast finds it, too
     style: Style = "compact" if config.policy.base is None else "full"
-    settings = episode_settings(config, style, turns=turns, context=context, temperature=temperature)
+    settings = episode_settings(config, style, **asdict(budget))
     chat = Chat(tokenizer, style)
     async with (
         open_sandbox(config.sandbox, ctx.cache) as sandbox,
@@ -178,6 +194,14 @@ def draw(tasks: Sequence[Task], count: int, seed: int, step: int) -> list[Task]:
     return drawn
 
 
+def _open_players(ctx: StageContext, budget: Budget) -> AbstractAsyncContextManager[Players]:
+    if ctx.config.runtime == "local":
+        return open_rollouts(ctx, ctx.inputs["policy"], budget)
+    from cuda_agent.stages.ray_players import open_players
+
+    return open_players(ctx, budget)
+
+
 async def play_rounds(
     ctx: StageContext, split: Literal["train", "heldout"], rounds: int, *, turns: int, temperature: float
 ) -> tuple[list[Task], list[Episode]]:
@@ -197,13 +221,10 @@ async def play_rounds(
         done += 1
         ctx.tracker.progress(done, rounds * len(tasks), unit="episodes")
 
-    context = ctx.config.policy.context
-    async with open_rollouts(
-        ctx, ctx.inputs["policy"], turns=turns, context=context, temperature=temperature
-    ) as rollouts:
+    async with _open_players(ctx, Budget(turns, ctx.config.policy.context, temperature)) as players:
         for number in range(start, rounds):
             began = time.monotonic()
-            played = await rollouts.play(episodes_of(tasks, 1, f"{split}/{number}"), "agent", show)
+            played = await players.play(episodes_of(tasks, 1, f"{split}/{number}"), "agent", show)
             episodes += played
             rate = len(played) / (time.monotonic() - began)
             ctx.tracker.log(number, episode_metrics(played) | {"episodes_per_second": rate})

@@ -1,7 +1,8 @@
 """Stages in several pods: RayJobs that KubeRay's real operator makes, and the bytes of a run with Ray on one machine.
 
-One run. `warmup` is left in peace; in `agentic` the pod of a rollout worker that plays is killed. Covers the operator,
-the pods' walls, and what of them stays. Does not cover GPUs, and a loss of the head (a retry of the whole stage).
+One run, all of whose stages that play are spread. Most are left in peace; in `agentic` the pod of a rollout worker that
+plays is killed. Covers the operator, the pods' walls, and what of them stays. Does not cover GPUs, and a loss of the
+head (a retry of the whole stage).
 """
 
 import json
@@ -72,6 +73,7 @@ def seen(spread: Release, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     look(space, found, "warmup")
     try_walls(space, found)
     runs.reaches(space, RUN, "warmup", "done")
+    look(space, found, "collect")
     look(space, found, "agentic")
     kill_a_worker(spread)
     runs.succeeded(space, RUN)
@@ -144,28 +146,28 @@ def kill_a_worker(spread: Release) -> None:
     space.run("delete", "pod", pod, "--force", "--grace-period=0")
 
 
-def test_stages_that_learn_by_rewards_are_rayjobs_and_the_others_are_pods(seen: Seen) -> None:
-    assert SPREAD == ["warmup", "agentic"]
+def test_stages_that_play_are_rayjobs_and_the_others_are_pods(seen: Seen) -> None:
+    assert {"warmup", "collect", "agentic", "evaluate-rft"} < set(SPREAD)
     wanted = {rayjobs.task_name(stage.name) if stage.name in SPREAD else stage.name for stage in STAGES}
     assert seen.nodes["Pod"] == {"prepare", *wanted, "finish"}
     assert seen.nodes["Skipped"] == {*SPREAD, "finish"}, "and what a run that fails ends with"
 
 
 def test_a_job_has_a_head_and_a_pod_for_each_actor(seen: Seen) -> None:
-    for stage in SPREAD:
+    workers = {stage: len(of_group(pods, "worker")) for stage, pods in seen.pods.items()}
+    assert workers == {"warmup": 4, "collect": 2, "agentic": 4}, "two rollout workers, and the trainer's machines"
+    for stage in workers:
         assert seen.jobs[stage]["metadata"]["ownerReferences"][0]["name"] == RUN
         assert len(of_group(seen.pods[stage], "head")) == 1
-        assert len(of_group(seen.pods[stage], "worker")) == 4, "two rollout workers, and the trainer's machines"
 
 
 def test_actors_have_no_credentials_and_rays_port_asks_for_a_token(seen: Seen) -> None:
-    for stage in SPREAD:
-        for pod in seen.pods[stage]:
-            (container,) = pod["spec"]["containers"]
-            names = {entry["name"] for entry in container["env"]}
-            assert "RAY_AUTH_TOKEN" in names and not pod["spec"].get("automountServiceAccountToken", True)
-            has = any(name.startswith("AWS_SECRET") for name in names)
-            assert has == (pod["metadata"]["labels"]["ray.io/node-type"] == "head")
+    for pod in [pod for pods in seen.pods.values() for pod in pods]:
+        (container,) = pod["spec"]["containers"]
+        names = {entry["name"] for entry in container["env"]}
+        assert "RAY_AUTH_TOKEN" in names and not pod["spec"].get("automountServiceAccountToken", True)
+        has = any(name.startswith("AWS_SECRET") for name in names)
+        assert has == (pod["metadata"]["labels"]["ray.io/node-type"] == "head")
 
 
 def test_rays_pods_reach_each_other_and_the_sandbox_and_it_reaches_none_of_them(seen: Seen) -> None:

@@ -32,7 +32,7 @@ ALONE: dict[str, Any] = {
     "gc": {"enabled": True},
     "profiles": {
         "cpu": {"ray": {"enabled": True}, "engine": {"replicas": 2, "claim": "weights"}},
-        "gpu": {"ray": {"enabled": True}},
+        "gpu": {"ray": {"enabled": True}, "parallelism": 1},
     },
     "monitoring": {"serviceMonitor": True, "dashboard": True, "alerts": True},
     "access": {"viewers": [{"kind": "Group", "name": "all"}], "submitters": [{"kind": "User", "name": "eva"}]},

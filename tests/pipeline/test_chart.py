@@ -15,6 +15,7 @@ from cuda_agent.pipeline.argo import errands
 from cuda_agent.pipeline.chart_values import CHART_VERSION, Values
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.pools import PORT, ROLES
+from cuda_agent.pipeline.rayjobs import can_be_spread, task_name
 from cuda_agent.sandbox.service import _metrics
 from tests.pipeline.charts import (
     ALONE,
@@ -155,6 +156,7 @@ def test_the_schema_refuses_unknown_names_and_wrong_types(values, where):
         ),
         (merged(ALONE, {"profiles": {"cpu": {"engine": {"claim": ""}}}}), "profiles.cpu.engine.claim: weights reach"),
         (merged(ALONE, {"profiles": {"cpu": {"parallelism": 2}}}), "share its engine's replicas"),
+        (merged(ALONE, {"profiles": {"gpu": {"parallelism": 2}}}), "the pods that the other has"),
         (merged(ALONE, {"networkPolicy": {"apiServerCidrs": []}}), "networkPolicy.apiServerCidrs"),
         (merged(WITH_OTHERS, {"networkPolicy": {"storeCidrs": []}}), "networkPolicy.storeCidrs"),
         (merged(WITH_OTHERS, {"networkPolicy": {"trackingCidrs": []}}), "networkPolicy.trackingCidrs"),
@@ -196,7 +198,9 @@ def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> se
 # Values that show only beside others, or only where the chart does not bring something itself.
 BESIDE: dict[str, dict[str, Any]] = {
     "mlflow.backendUri": {"mlflow": {"backendSecret": "s"}},
-    "profiles.cpu.parallelism": {"profiles": {"cpu": {"engine": {"replicas": 0}}}},
+    "profiles.cpu.parallelism": {"profiles": {"cpu": {"engine": {"replicas": 0}, "ray": {"enabled": False}}}},
+    "profiles.gpu.parallelism": {"profiles": {"gpu": {"ray": {"enabled": False}}}},
+    "profiles.gpu.ray.enabled": {"profiles": {"gpu": {"parallelism": 1}}},
     **{
         path: {"profiles": {path.split(".")[1]: {"parallelism": 1, "engine": {"replicas": 1, "claim": "w"}}}}
         for path in LEAVES
@@ -369,7 +373,7 @@ def test_only_prepare_finish_and_errands_have_an_account_that_may_do_anything():
     assert bound == {f"r-cuda-agent-{name}": f"r-cuda-agent-{name}" for name in told}
     accounts = dict.fromkeys(("prepare", "finish", "doctor"), "r-cuda-agent-operator")
     accounts |= dict.fromkeys(("gc", "gc-plan"), "r-cuda-agent-collector")
-    accounts |= dict.fromkeys(("warmup-ray", "agentic-ray"), "r-cuda-agent-ray")
+    accounts |= {task_name(stage.name): "r-cuda-agent-ray" for stage in STAGES if can_be_spread(stage)}
     for made in of_kind(items, "WorkflowTemplate"):
         assert made["spec"]["serviceAccountName"] == "r-cuda-agent-stage"
         for item in made["spec"]["templates"]:

@@ -14,8 +14,9 @@ from drill import journal, table
 from cuda_agent.config import Config
 from cuda_agent.pipeline import local, runs
 from cuda_agent.pipeline.closure import environment_digest
+from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.local import run_pipeline
-from cuda_agent.pipeline.manifest import cache_entry
+from cuda_agent.pipeline.manifest import cache_entry, identify
 from cuda_agent.storage import open_store
 from cuda_agent.tracking import read_metrics
 
@@ -301,6 +302,14 @@ def test_with_the_model_clock_a_report_is_the_same_wherever_it_was_made(tmp_path
     assert outputs(one) == outputs(other)
     keys = [{name: manifest.key for name, manifest in outcome.manifests.items()} for outcome in (one, other)]
     assert all(keys[0][name] != keys[1][name] for name in keys[0]), "what is made elsewhere is kept apart"
+
+
+def test_times_of_a_ray_elsewhere_are_kept_apart_from_this_machines():
+    here = Config.model_validate({"runtime": "ray"})
+    there = Config.model_validate({"runtime": "ray", "ray": {"address": "box-1:6379"}})
+    for stage in [stage for stage in STAGES if stage.timing]:
+        one, other = (identify(stage, config, {}).device for config in (here, there))
+        assert (other == "ray") == ("ray" in stage.config) and one != "ray"
 
 
 def test_losing_mlflow_never_stops_a_run(tmp_path, cache, monkeypatch):

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import Bootstrap, Config
+from cuda_agent.config import Bootstrap, Config, restricted
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
+from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.policy.model import new_policy, save_policy, train_tokenizer
 from cuda_agent.sandbox.descendants import descendants
 from cuda_agent.stages.context import StageContext
@@ -30,6 +31,7 @@ def config(**sections: Any) -> Config:
         "sandbox": {"clock": "model", "checks": 2, "timed_calls": 3},
         "warmup": {"steps": 2, "batch": 4, "samples": 2, "minibatches": 2, "context": 1024},
         "agent": {"turn_tokens": 300},
+        "collect": {"samples": 2},
         "ray": {"staleness": 0},
     }
     for name, settings in sections.items():
@@ -50,17 +52,19 @@ def make_inputs(folder: Path, **policy: Any) -> dict[str, Path]:
 
 
 def context(folder: Path, settings: Config, inputs: dict[str, Path], name: str = "warmup") -> StageContext:
-    """``cache`` is the machine's, so what was compiled for one test is there for the next."""
-    for part in ("policy", "scratch", "work"):
+    """What the graph gives the stage.  ``cache`` is the machine's, so what was compiled for one test is there for the
+    next."""
+    (stage,) = (stage for stage in STAGES if stage.name == name)
+    for part in ("policy", *stage.outputs, "scratch", "work"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     tracker = FileTracker(folder / "said")
     cache = folder / "cache"
     cache.mkdir(exist_ok=True)
     return StageContext(
         name=name,
-        config=settings,
+        config=restricted(settings, stage.config),
         inputs=inputs,
-        outputs={"policy": folder / "policy"},
+        outputs={output: folder / output for output in ("policy", *stage.outputs)},
         work=folder / "work",
         tracker=tracker,
         checkpoints=StageCheckpoints(open_store(str(folder / "store")), name, "key", folder / "scratch", tracker),

@@ -8,7 +8,7 @@ import pytest
 from cuda_agent.policy.episode import Episode
 from cuda_agent.stages.context import BadConfiguration
 from cuda_agent.stages.learning import Played, mean_age, oldest, played_ahead
-from cuda_agent.stages.ray_runtime import Harvest, open_ray_runtime
+from cuda_agent.stages.ray_players import Harvest, open_places
 from cuda_agent.stages.rollouts import episodes_of
 from cuda_agent.tasks.task import Task
 from tests.stages.ray_cases import config, context
@@ -122,19 +122,20 @@ def test_an_episode_without_a_reward_does_not_take_the_place_of_one_with():
     assert harvest.full and [kept.id for kept in harvest.episodes()] == ["s/a/1", "s/a/2"]
 
 
+@pytest.mark.parametrize("trainers", [0, 1])
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
         ({"policy": {"engine": "vllm", "vllm": {"servers": ["http://a:1"]}}}, "has 1 for them"),
-        ({"ray": {"worker_gpus": 1000}}, "this machine has"),
+        ({"ray": {"worker_gpus": 1000}}, r"ray.worker_gpus (and ray.trainer_gpus add|adds) up to 2000, and this"),
     ],
 )
-def test_what_no_ray_here_could_hold_is_a_wrong_configuration(tmp_path, sections, said):
+def test_what_no_ray_here_could_hold_is_a_wrong_configuration(tmp_path, sections, said, trainers):
     ctx = context(tmp_path, config(runtime="ray", **sections), {"policy": tmp_path})
 
     async def script() -> None:
-        async with open_ray_runtime(ctx, ctx.config.warmup, "single", lambda inputs: pytest.fail("too late")):
-            pass
+        async with open_places(ctx, trainers):
+            pytest.fail("too late")
 
     with pytest.raises(BadConfiguration, match=said):
         asyncio.run(script())

@@ -9,7 +9,8 @@ from cuda_agent.policy.broadcast import load_weights, weights_of
 from cuda_agent.policy.lora import adapters, attach, merged_parameters
 from cuda_agent.policy.model import load_model
 from cuda_agent.policy.vllm_plugin import digest
-from cuda_agent.stages import warmup
+from cuda_agent.stages import collect, warmup
+from cuda_agent.stages.rollouts import EPISODES
 from cuda_agent.tracking import read_metrics
 from tests.stages.ray_cases import config, context, of_ray
 
@@ -34,6 +35,20 @@ def test_a_stage_in_rays_actors_gives_the_bytes_of_one_process(tmp_path, inputs)
     assert (weights, measured) == learnt(folders["local"])
     assert len(measured) == 2 and measured[0]["pass_rate"] > 0
     assert weights != (inputs["policy"] / "model.safetensors").read_bytes()
+    assert of_ray() == []
+
+
+def test_a_stage_that_only_plays_gives_the_bytes_of_one_process(tmp_path, inputs):
+    """Two rounds, with the progress that a person sees; ``evaluate`` plays in the same way."""
+    played, shown = {}, []
+    for runtime in ("local", "ray"):
+        ctx = context(tmp_path / runtime, config(runtime=runtime), inputs, "collect")
+        ctx.tracker.progress = lambda done, total, unit, **rates: shown.append((done, total))
+        collect.run(ctx)
+        played[runtime] = (tmp_path / runtime / "episodes" / EPISODES).read_bytes()
+        assert ctx.tracker.notes() == []
+    assert played["ray"] == played["local"] and played["ray"].count(b"\n") == 4
+    assert shown == 2 * [(done, 4) for done in (1, 2, 3, 4)]
     assert of_ray() == []
 
 

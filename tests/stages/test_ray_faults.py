@@ -13,8 +13,9 @@ import pytest
 
 from cuda_agent.policy.broadcast import TransferError
 from cuda_agent.sandbox.descendants import descendants
-from cuda_agent.stages import ray_broadcast, warmup
+from cuda_agent.stages import collect, ray_broadcast, warmup
 from cuda_agent.stages.context import EXIT_RETRY
+from cuda_agent.stages.rollouts import EPISODES
 from cuda_agent.tracking import read_metrics
 from tests.stages.ray_cases import Killer, alive, busy, config, context, learnt, step_done, wait_until
 
@@ -62,6 +63,21 @@ def test_the_only_worker_is_replaced_when_it_is_killed(tmp_path, inputs, peace):
     killer = Killer("RolloutWorker.play")
     warmup.run(context(tmp_path, config(runtime="ray", ray={"workers": 1}, **STEPS), inputs))
     assert killer.killed and learnt(tmp_path) == peace
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_killed_where_nobody_learns_is_replaced_and_nothing_counted_twice(tmp_path, inputs, workers):
+    alone = context(tmp_path / "local", config(collect={"samples": 3}), inputs, "collect")
+    collect.run(alone)
+    killer = Killer("RolloutWorker.play")
+    settings = config(runtime="ray", ray={"workers": workers}, collect={"samples": 3})
+    spread, shown = context(tmp_path / "ray", settings, inputs, "collect"), []
+    spread.tracker.progress = lambda done, total, unit, **rates: shown.append(done)
+    collect.run(spread)
+    assert shown == [1, 2, 3, 4, 5, 6]
+    assert killer.killed and [note for note in spread.tracker.notes() if "was lost" in note]
+    ours, theirs = ((ctx.outputs["episodes"] / EPISODES).read_bytes() for ctx in (spread, alone))
+    assert ours == theirs and ours.count(b"\n") == 6
 
 
 @pytest.fixture

@@ -45,6 +45,9 @@
 {{- fail (printf "profiles.%s.parallelism: a run's stages share its engine's replicas, each with weights of its own, so they go one after the other: 1." $name) -}}
 {{- end -}}
 {{- end -}}
+{{- if and $profile.ray.enabled (gt (int $profile.parallelism) 1) -}}
+{{- fail (printf "profiles.%s.parallelism: two of a run's stages would each wait in a Ray of its own for the pods that the other has, so with ray.enabled they go one after the other: 1." $name) -}}
+{{- end -}}
 {{- range $pool, $place := $profile.pools -}}
 {{- if not (and $place.resources.limits.cpu $place.resources.limits.memory) -}}
 {{- fail (printf "profiles.%s.pools.%s.resources.limits: untrusted code needs a limit on cpu and memory." $name $pool) -}}
