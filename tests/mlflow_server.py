@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,13 +10,13 @@ from pathlib import Path
 
 import httpx
 
+from tests.ports import free_port
+
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """Its address; started as the chart starts it, with its files in ``folder``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1",
         f"--artifacts-destination={folder / 'artifacts'}", "--allowed-hosts=localhost:*,127.0.0.1:*",

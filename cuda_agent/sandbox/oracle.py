@@ -17,7 +17,7 @@ from cuda_agent.sandbox.buffers import DTYPES, byte_count
 from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError
 from cuda_agent.sandbox.wire import TaskError, TaskSpec
 
-_COMPILE_SECONDS = 120.0
+_COMPILE_SECONDS = 300.0  # of a large model, with nothing cached, on a busy machine
 _OPENING_SECONDS = 10.0  # at least, for a task: what it imports may come from a cold disk
 _FLOATING = ("float32", "float16", "bfloat16")
 

@@ -46,7 +46,7 @@ VERIFY, PROFILE = call("Bash", command="verify"), call("Bash", command="profile"
 
 
 def settings(**changes):
-    values = {"turns": 8, "turn_tokens": 2000, "tool_tokens": 60, "context": 8000, "deadline_seconds": 60.0}
+    values = {"turns": 8, "turn_tokens": 2000, "tool_tokens": 60, "context": 8000, "deadline_seconds": 600.0}
     return Settings(**(values | {"style": "compact"} | changes))
 
 

@@ -4,7 +4,6 @@ own runs this (docs/environments.md)."""
 import asyncio
 import contextlib
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import httpx
 import pytest
 
 from tests.environments.examples import blocks, guides_model, surroundings
+from tests.ports import free_port
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.nightly
@@ -24,9 +24,7 @@ openenv = pytest.importorskip("openenv")
 def serving(folder: Path, *options: str) -> Iterator[str]:
     """The address of a server of the guide's task, by its command line."""
     (folder / "model.py").write_text(guides_model())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "cuda_agent.environments.openenv", "model.py", "sandbox.clock=model"]
     with (
         open(folder / "log", "wb") as log,

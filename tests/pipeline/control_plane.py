@@ -6,7 +6,6 @@ those that the test cluster builds; without them the tests that need them are sk
 
 import json
 import os
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,6 +15,7 @@ from typing import Any, Self
 import yaml
 
 from tests.pipeline.charts import ARGO, KUBERAY, TOOLS
+from tests.ports import free_port
 
 _BUILT = TOOLS.parent / "cluster"
 ETCD = next(iter(sorted(_BUILT.glob("etcd-*/etcd"))), None)
@@ -24,12 +24,6 @@ KUBECTL = next(iter(sorted(_BUILT.glob("kubernetes-*/kubectl"))), None)
 MISSING = ETCD is None or API is None or KUBECTL is None or ARGO is None
 NAMESPACE = "kernels"
 USERS = ("admin", "ada", "eve", "mallory")  # cluster-admin, submitter, viewer, nobody
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class ControlPlane:
@@ -46,7 +40,7 @@ class ControlPlane:
 
     def _entered(self) -> Self:
         self.folder = Path(self._folder.name)
-        client, peer, self.port = _free_port(), _free_port(), _free_port()
+        client, peer, self.port = free_port(), free_port(), free_port()
         key = self.folder / "sa.key"
         subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True)
         tokens = [f"token-of-{u},{u},{u}" + (',"system:masters"' if u == "admin" else "") for u in USERS]

@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 from cuda_agent.pipeline import bucket
 from cuda_agent.storage import StoreUnavailable, open_store
 from tests.pipeline.charts import TOOLS
+from tests.ports import free_port
 
 MINIO = next(iter(sorted((TOOLS.parent / "cluster").glob("minio-*/minio"))), None)
 pytestmark = pytest.mark.skipif(MINIO is None, reason="no MinIO: tests/cluster builds it")
@@ -21,9 +21,7 @@ pytestmark = pytest.mark.skipif(MINIO is None, reason="no MinIO: tests/cluster b
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("minio")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     environment = os.environ | {
         "MINIO_ROOT_USER": "tester",
         "MINIO_ROOT_PASSWORD": "a-long-password",

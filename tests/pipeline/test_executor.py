@@ -121,12 +121,14 @@ def test_the_whole_run_killed_goes_on_with_the_same_run(tmp_path, cache, place):
     drill = Path(__file__).parent
     command = [sys.executable, "-m", "drill", str(tmp_path / "store"), "critic.epochs=8", "sandbox.clock=model"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(drill), str(drill.parents[1])])}
+    journal.hold(cache)  # the run cannot be over before it is killed
     victim = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True)
     deadline = time.monotonic() + 60
     while place not in journal.read(cache) and time.monotonic() < deadline:
         time.sleep(0.005)
     os.kill(victim.pid, signal.SIGKILL)
     victim.wait()
+    journal.hold(cache, False)
     second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert second.returncode == 0, second.stdout + second.stderr
     store = open_store(tmp_path / "store")
@@ -141,6 +143,7 @@ def test_the_whole_run_killed_goes_on_with_the_same_run(tmp_path, cache, place):
 def test_sigterm_writes_a_checkpoint_and_the_run_can_go_on(tmp_path, cache):
     drill = Path(__file__).parent
     command = [sys.executable, "-m", "drill", str(tmp_path / "store"), "critic.epochs=200"]
+    journal.misbehave(cache, "train", "wait")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(drill), str(drill.parents[1])])}
     running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60

@@ -179,6 +179,7 @@ def test_a_pod_that_is_told_to_end_writes_a_checkpoint_and_the_next_one_goes_on(
     prepare(here, sha256)
     process = stage(here, "make", sha256)
     process.communicate(timeout=60)
+    journal.misbehave(tmp_path / "home" / "cache", "train", "wait")
     process = stage(here, "train", sha256)
     deadline = time.monotonic() + 60
     while len(steps(tmp_path)) < 5:

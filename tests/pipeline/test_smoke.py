@@ -30,7 +30,7 @@ def start(home: Path, *overrides: str) -> subprocess.Popen:
 
 def finish(home: Path, *overrides: str) -> dict:
     running = start(home, *overrides)
-    answer, _ = running.communicate(timeout=600)
+    answer, _ = running.communicate(timeout=1800)
     assert running.returncode == 0, (home / "said.txt").read_text()[-3000:]
     return json.loads(answer)
 

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from contextlib import asynccontextmanager
@@ -31,6 +30,7 @@ from cuda_agent.policy.model import PolicyError, load_model
 from cuda_agent.policy.vllm import SHARED, Replica, open_vllm
 from cuda_agent.policy.vllm_plugin import STEP_TOKENS, WHOLE
 from cuda_agent.policy.vllm_server import _ENTRY_POINT, VllmServer, interpreter
+from tests.ports import free_port
 
 pytestmark = pytest.mark.vllm
 
@@ -435,9 +435,7 @@ def test_a_server_of_a_pool_waits_for_the_first_policy_and_answers_nobody_by_an_
     (package / "cuda_agent-0.dist-info" / "METADATA").write_text("Name: cuda-agent\nVersion: 0\n")
     (package / "cuda_agent-0.dist-info" / "entry_points.txt").write_text(_ENTRY_POINT)
     (package / "cuda_agent").symlink_to(Path(cuda_agent.__file__).parent)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     monkeypatch.setenv(SHARED, str(shared))
     settings = {"context": CONTEXT, "batch": 4, "memory": 0.5, "threads": 1, "port": port}
     line = [python, "-P", "-m", "cuda_agent.policy.vllm_pool", str(shared)]

@@ -51,7 +51,7 @@ class Served:
         self.http = httpx.Client(base_url=self.address, headers=headers, timeout=60, trust_env=False)
 
     def _address(self) -> str:
-        for _ in range(600):
+        for _ in range(3000):
             if found := re.search(r"listening on (http://\S+)", self.log.read_text()):
                 return found[1]
             assert self.process.poll() is None, self.log.read_text()
@@ -59,7 +59,7 @@ class Served:
         raise AssertionError(self.log.read_text())
 
     def ready(self) -> Self:
-        for _ in range(600):
+        for _ in range(3000):
             if self.http.get("/readyz").status_code == 200:
                 return self
             time.sleep(0.1)

@@ -25,7 +25,7 @@ SPEC = TaskSpec(
 
 @pytest.fixture
 def builder(tmp_path: Path) -> build.Builder:
-    return build.Builder(tmp_path / "builds", make_folder("build"), tmp_path / "lease", 60, 8192)
+    return build.Builder(tmp_path / "builds", make_folder("build"), tmp_path / "lease", 300, 8192)
 
 
 def kernels(builder: build.Builder, source: str, nodes: Any = PLAN) -> tuple[bytes, dict[str, str]]:

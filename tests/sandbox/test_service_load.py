@@ -100,17 +100,19 @@ def test_in_a_storm_urgent_work_still_goes_first(served):
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with httpx.AsyncClient(base_url=served.address, headers=headers, timeout=120, trust_env=False) as http:
 
-            async def one(number: int, priority: int) -> dict:
+            async def submit(number: int, priority: int) -> dict:
                 wanted = variant(5000 + number, CHAIN + f"# {number % 4}\n") | {"priority": priority}
-                job = (await http.post("/v1/jobs", json=wanted)).json()
+                return (await http.post("/v1/jobs", json=wanted)).json()
+
+            async def ended(job: dict) -> dict:
                 while job["state"] in ("queued", "running"):
                     job = (await http.get(f"/v1/jobs/{job['id']}?wait=20")).json()
                 return job
 
-            patient = [asyncio.create_task(one(number, 0)) for number in range(40)]
-            await asyncio.sleep(0.5)
-            urgent = [asyncio.create_task(one(100 + number, 5)) for number in range(12)]
-            return [await job for job in patient], [await job for job in urgent]
+            patient = await asyncio.gather(*(submit(number, 0) for number in range(40)))
+            urgent = await asyncio.gather(*(submit(100 + number, 5) for number in range(12)))
+            patient, urgent = [[await ended(job) for job in jobs] for jobs in (patient, urgent)]
+            return patient, urgent
 
     patient, urgent = asyncio.run(both())
     overtaken = 0

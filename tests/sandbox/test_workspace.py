@@ -123,8 +123,9 @@ def test_a_shorter_time_can_be_asked_for_but_no_longer_one(use):
 
 
 def test_what_still_runs_when_a_command_returns_is_killed(bash):
-    results = bash("(sleep 0.3; touch late) & setsid bash -c 'sleep 0.3; touch late' & disown -a", "sleep 0.5; ls")
-    assert "late" not in results[1].text
+    waits = "while [ ! -e go ]; do sleep 0.05; done; touch late"
+    results = bash(f"({waits}) & setsid bash -c '{waits}' & disown -a", "touch go; sleep 0.5; ls")
+    assert "go" in results[1].text and "late" not in results[1].text
 
 
 def test_closing_its_streams_or_killing_its_shell_hurts_nobody_else(bash):
@@ -325,12 +326,11 @@ def test_commands_work_from_programs_that_the_shell_runs(bash):
 
 def test_the_time_of_an_answer_is_not_the_commands_time(loop):
     async def slow(name, argv, files):
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(3.5)
         return ToolResult("late")
 
     async def body():
-        limits = Limits(shell_seconds=1.0)
-        async with open_workspace(FILES, PROTECTED, slow, limits=limits) as workspace:
+        async with open_workspace(FILES, PROTECTED, slow, limits=Limits(shell_seconds=3.0)) as workspace:
             return await workspace.call("Bash", {"command": "verify; echo after"})
 
     assert loop.run(body()) == ToolResult("late\nafter")
@@ -459,12 +459,12 @@ def test_a_worker_that_dies_is_a_fault_of_ours_and_the_next_one_is_well(use, bas
 
 
 def test_a_worker_that_hangs_is_a_fault_of_ours(loop, monkeypatch):
-    monkeypatch.setattr("cuda_agent.sandbox.workspace._GRACE_SECONDS", 0.1)
-
     async def body():
-        async with open_workspace(FILES, PROTECTED, echo, limits=Limits(shell_seconds=0.4)) as workspace:
+        async with open_workspace(FILES, PROTECTED, echo) as workspace:
             worker = int((await workspace.call("Bash", {"command": "echo $PPID"})).text)
             os.kill(worker, signal.SIGSTOP)
+            monkeypatch.setattr("cuda_agent.sandbox.workspace._GRACE_SECONDS", 0.1)
+            monkeypatch.setattr(workspace, "_limits", Limits(shell_seconds=0.4))
             with pytest.raises(WorkspaceLost, match="does not answer"):
                 await workspace.call("Bash", {"command": "echo"})
 
@@ -493,15 +493,16 @@ def test_a_call_that_was_cut_off_leaves_the_workspace_unusable(use):
     use(body)
 
 
-def test_many_at_once(loop, parent):
-    async def one(number):
+def test_many_at_once(loop):
+    async def one(parent, number):
         async with parent.open(FILES, PROTECTED, echo) as workspace:
             return (
                 await workspace.call("Bash", {"command": f"verify {number} | cut -c1-12; echo {number} > x; cat x"})
             ).text
 
     async def all_of_them():
-        return await asyncio.gather(*(one(number) for number in range(10, 42)))
+        async with Workspaces(Limits(shell_seconds=60.0)) as parent:
+            return await asyncio.gather(*(one(parent, number) for number in range(10, 42)))
 
     assert loop.run(all_of_them()) == [f"verify ['{n}'\n{n}" for n in range(10, 42)]
 

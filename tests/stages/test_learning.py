@@ -71,7 +71,8 @@ def test_a_fault_in_what_is_played_ahead_ends_the_rest():
     async def script() -> None:
         async with aclosing(played_ahead(play, range(4), 2)) as batches:
             async for _, _ in batches:
-                await asyncio.sleep(0.01)
+                for _ in range(20):
+                    await asyncio.sleep(0)
 
     with pytest.raises(RuntimeError, match="no engine"):
         asyncio.run(script())

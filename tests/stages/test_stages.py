@@ -130,15 +130,16 @@ def test_a_stage_whose_engines_are_gone_is_tried_again(tmp_path, policy):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
-    settings = config(policy=POLICY | {"engine": "vllm", "vllm": {"servers": [address]}}, sandbox={"clock": "model"})
-    ctx = context(tmp_path / "stage", "collect", settings, {"policy": policy})
+        served = POLICY | {"engine": "vllm", "vllm": {"servers": [address]}}
+        settings = config(policy=served, sandbox={"clock": "model"})
+        ctx = context(tmp_path / "stage", "collect", settings, {"policy": policy})
 
-    async def script():
-        async with open_rollouts(ctx, policy, Budget(turns=1, context=64, temperature=1.0)):
-            pass
+        async def script():
+            async with open_rollouts(ctx, policy, Budget(turns=1, context=64, temperature=1.0)):
+                pass
 
-    with pytest.raises(TryAgain, match="does not answer"):
-        asyncio.run(script())
+        with pytest.raises(TryAgain, match="does not answer"):
+            asyncio.run(script())
 
 
 def test_rejection_keeps_what_was_rewarded_and_shows_no_bad_pattern(tmp_path, policy):

@@ -1,4 +1,5 @@
 import json
+import time
 
 from cuda_agent.stages.context import StageContext
 from drill import journal
@@ -6,6 +7,8 @@ from drill import journal
 
 def run(ctx: StageContext) -> None:
     journal.write(ctx.cache, "report")
+    while journal.held(ctx.cache):
+        time.sleep(0.01)
     assert not hasattr(ctx.config, "critic"), "a section that the table does not list is not there"
     said = {
         path.relative_to(ctx.inputs["stages"]).as_posix(): path.read_text()

@@ -19,6 +19,15 @@ def misbehave(cache: Path, stage: str, how: str, times: int = 1) -> None:
     (cache / f"misbehave-{stage}").write_text(f"{how} {times}")
 
 
+def hold(cache: Path, held: bool = True) -> None:
+    """The report waits as long as it is held."""
+    (cache / "hold").touch() if held else (cache / "hold").unlink()
+
+
+def held(cache: Path) -> bool:
+    return (cache / "hold").exists()
+
+
 def asked(cache: Path, stage: str) -> str:
     """How the stage shall misbehave now, if at all."""
     path = cache / f"misbehave-{stage}"

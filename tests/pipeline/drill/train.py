@@ -34,6 +34,8 @@ def run(ctx: StageContext) -> None:
         ctx.checkpoints.save(step, write)
         if how == "die-after-save" and step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
+        while how == "wait" and step == 5 and not ctx.should_stop():
+            time.sleep(0.01)
         if ctx.should_stop():
             raise TryAgain(f"stopped after step {step}")
     (ctx.outputs["state"] / "state.txt").write_text(state)
