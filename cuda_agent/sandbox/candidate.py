@@ -16,7 +16,7 @@ from cuda_agent.sandbox import observe, vendor
 from cuda_agent.sandbox.binding import OnlyTheExtension, Outputs, load_module
 from cuda_agent.sandbox.passes import play_back
 from cuda_agent.sandbox.serving import Worker, build_model
-from cuda_agent.sandbox.slots import Slots, flatten, map_memory, owned, rebuild, store
+from cuda_agent.sandbox.slots import Slots, flatten, map_memory, owned, rebuild, store, zeros
 from cuda_agent.sandbox.wire import Frame
 
 
@@ -39,12 +39,14 @@ class Candidate(Worker):
         self._commands["L"] = self.load_plan if options["lane"] == "plan" else self.load_model
 
     def empty_chain(self, frame: Frame) -> Any:
+        """Of outputs that are views for the reference, one costs what it costs to copy."""
         slots = [self._slots.output_tensors(slot) for slot in range(frame.slot)]
-        results = [[torch.zeros_like(target) for target in targets] for targets in slots]
+        views = self._options["views"]
+        results = [[zeros(*pair) for pair in zip(targets, views, strict=True)] for targets in slots]
 
         def enqueue() -> None:
-            for targets, zeros in zip(slots, results, strict=True):
-                store(zeros, targets)
+            for targets, found in zip(slots, results, strict=True):
+                store(found, targets)
 
         return self._finished(enqueue, frame)
 
@@ -80,7 +82,7 @@ class Candidate(Worker):
         model = build_model(frame.body["code"], [item["value"] for item in spec["init"]], self._options["device"])
         weights = self._slots.weight_tensors()
         rule = OnlyTheExtension if restricted else contextlib.nullcontext
-        given_places = self._slots.given
+        given_places, views = self._slots.given, self._options["views"]
         if restricted or model.state_dict().keys() == weights.keys():  # KernelBench's own solutions may rename them
             model.load_state_dict(weights, strict=True)
 
@@ -94,12 +96,17 @@ class Candidate(Worker):
             return times
 
         def answer(slot: int) -> Any:
-            """On a GPU outputs are copied after the clock has stopped: a view of something would cost nothing there."""
+            """On a GPU outputs are copied after the clock has stopped: a view of something would cost nothing there,
+            and so it may where the reference's is one."""
             results = model(*given[slot])
-            if self._options["device"] == "cpu" or not self._options["own_outputs"]:
+            if self._options["device"] == "cpu":
                 return results
             with torch._C.DisableTorchFunction():  # the rule is for the solution
-                return [owned(result, given_places) for result in flatten(results)]
+                found = flatten(results)
+                return [
+                    owned(result, given_places) if view is None else result
+                    for result, view in itertools.zip_longest(found, views[: len(found)])
+                ]
 
         def observed(call: Frame, watch: Callable[[Callable[..., Any]], Any]) -> Any:
             """One call in the hands of ``watch``."""

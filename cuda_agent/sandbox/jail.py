@@ -28,6 +28,7 @@ WALLS = ("no_new_privs", "landlock", "seccomp", "own_user")
 SYSTEM_READ = (
     "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives",
     "/dev/null", "/dev/zero", "/dev/urandom", "/proc/cpuinfo", "/proc/meminfo", "/sys/devices/system/cpu",
+    "/sys/devices/system/clocksource",
 )  # fmt: skip
 SYSTEM_EXECUTE = ("/usr", "/bin", "/lib", "/lib64")
 # Python, and where its packages lie: a path file may name a folder that is not below Python's own.

@@ -80,14 +80,14 @@ def kernels(call: Callable[[], Any]) -> list[list[Any]]:
     """What the device ran in ``call``; ``kind`` is empty (the judge knows names), or memset.  ``RuntimeError`` where
     the profiler sees nothing."""
     from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
+    from torch.autograd.profiler import profile  # torch.profiler's would import torch's compiler, which wants a folder
 
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(use_device="cuda", use_kineto=True, use_cpu=False) as profiler:
         call()
         torch.cuda.synchronize()
     ran: dict[tuple[str, str], list[float]] = {}
-    for event in profiler.events() or ():
+    for event in profiler.function_events or ():
         if event.device_type == DeviceType.CUDA:
             kind = "memset" if event.name.startswith(("Memset", "Memcpy")) else ""
             row = ran.setdefault((event.name, kind), [0, 0.0])
@@ -145,6 +145,19 @@ def flops(call: Callable[[], Any]) -> tuple[int, Any]:
     with _Flops() as counter:
         result = call()
     return counter.count if counter.all else 0, result
+
+
+def views(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[list[int] | None]:
+    """For each result that a call did not write in memory of its own (it lies in that of ``given``, several results or
+    several elements share it) its strides; ``None`` for the others."""
+    storages = [tensor.untyped_storage().data_ptr() for tensor in (*given, *results)]
+    found: list[list[int] | None] = []
+    for result in results:
+        strides = list(result.stride())
+        shared = storages.count(result.untyped_storage().data_ptr()) > 1
+        repeated = any(size > 1 and not stride for size, stride in zip(result.shape, strides, strict=True))
+        found.append(strides if shared or repeated else None)
+    return found
 
 
 def written_bytes(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> int:

@@ -7,7 +7,7 @@ candidates, and what is kept of a task between them (``prepared``).
 import importlib
 import math
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.buffers import DTYPES, byte_count
 from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError
-from cuda_agent.sandbox.wire import TaskError, TaskSpec
+from cuda_agent.sandbox.wire import TaskError, TaskSpec, Tensor
 
 _COMPILE_SECONDS = 300.0  # of a large model, with nothing cached, on a busy machine
 _OPENING_SECONDS = 10.0  # at least, for a task: what it imports may come from a cold disk
+_SPAN = 4  # times the memory of an output that copies of its form may span
 _FLOATING = ("float32", "float16", "bfloat16")
 
 
@@ -180,13 +181,18 @@ class Oracle:
         answer = self._ask("O", slot=0)
         return int(answer["operators"]), int(answer["bytes"])
 
-    def account(self, inputs: list[Any]) -> tuple[int, int]:
-        """Operations of one call (0: not known), and the bytes that it writes for its outputs."""
+    def account(self, inputs: list[Any]) -> tuple[int, int, list[list[int] | None]]:
+        """Operations of one call (0: not known), the bytes that it writes for its outputs, and for each of them its
+        strides where it is a view (none: not known, or too far apart), else ``None``."""
         assert self._buffers
         self._buffers.fill(0, inputs)
         answer = self._ask("A", slot=0)
         most = sum(byte_count(t) for t in self.spec.outputs)
-        return max(0, int(answer["flops"])), min(max(0, int(answer["written"])), most)
+        views = [
+            None if strides is None else _near(strides, tensor)
+            for strides, tensor in zip(answer["views"], self.spec.outputs, strict=True)
+        ]
+        return max(0, int(answer["flops"])), min(max(0, int(answer["written"])), most), views
 
     def _ask(self, kind: str, body: Any = None, slot: int = 0, fds: list[int] | None = None, least: float = 0.0) -> Any:
         self.worker.seconds = max(self._limit, least)
@@ -198,6 +204,12 @@ class Oracle:
         for buffers in (self._buffers, self._exact):
             if buffers:
                 buffers.close()
+
+
+def _near(strides: Sequence[int], tensor: Tensor) -> list[int]:
+    """``strides``, if a tensor with them spans no more memory than a worker may be made to hold."""
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    return list(strides) if 0 <= span < _SPAN * math.prod(tensor.shape) else []
 
 
 @contextmanager

@@ -53,6 +53,7 @@ class Baselines:
     strict: dict[str, dict[str, Any]] = field(default_factory=dict)  # see ``strict.yardstick``
     flops: int | None = None  # of one call of the reference; 0: not known
     written: int | None = None  # bytes that it writes for its outputs
+    views: list[list[int] | None] | None = None  # see ``Oracle.account``
 
 
 def baselines_file(cache: str, digest: str, torch: str, threads: int, identity: str) -> Path:
@@ -182,7 +183,7 @@ class Prepared:
         elif self.baselines.eager is None:
             self.baselines.eager = self.medians(self.oracle)[0]
             self.save()
-        if compile and self.baselines.written is None:
+        if compile and self.baselines.views is None:
             self._account()
             self.save()
         if not self.peaks.bytes_per_second:
@@ -191,12 +192,13 @@ class Prepared:
             yardstick(self)
 
     def _account(self) -> None:
+        base = self.baselines
         try:
-            self.baselines.flops, self.baselines.written = self.oracle.account(self.entry(self.base).inputs)
+            base.flops, base.written, base.views = self.oracle.account(self.entry(self.base).inputs)
         except TaskError:
             if not self.oracle.alive:
                 raise
-            self.baselines.flops, self.baselines.written = 0, 0  # a model that does not run under observation
+            base.flops, base.written, base.views = 0, 0, self.views  # a model that does not run under observation
 
     def _peaks(self, again: bool = False) -> roofline.Peaks:
         if self.settings.device == "cuda":
@@ -215,9 +217,10 @@ class Prepared:
         return doubt
 
     @property
-    def written_once(self) -> bool:
-        """Whether the reference writes all of its outputs, each in memory of its own."""
-        return self.baselines.written == sum(byte_count(t) for t in self.spec.outputs)
+    def views(self) -> list[list[int] | None]:
+        """See ``Oracle.account``; each output may be a view where that is not known."""
+        known = self.baselines.views
+        return [[] for _ in self.spec.outputs] if known is None else known
 
     def _measure_compile(self) -> None:
         for last in (False, True):

@@ -171,11 +171,17 @@ class Reference(Worker):
         self._settle()
         return finite
 
-    def account(self, frame: Frame) -> dict[str, int]:
-        """Operations of one call (0: not known), and the bytes that it must write for its outputs."""
+    def account(self, frame: Frame) -> dict[str, Any]:
+        """Operations of one call (0: not known), the bytes that it must write for its outputs, and which of them are
+        views."""
         given = self._slots.input_tensors(frame.slot)
-        flops, results = observe.flops(lambda: self._model(*rebuild(self._arguments, given)))
-        return {"flops": flops, "written": observe.written_bytes(flatten(results), [*given, *self._state.values()])}
+        flops, answer = observe.flops(lambda: self._model(*rebuild(self._arguments, given)))
+        results, memory = flatten(answer), [*given, *self._state.values()]
+        return {
+            "flops": flops,
+            "written": observe.written_bytes(results, memory),
+            "views": observe.views(results, memory),
+        }
 
     def count(self, frame: Frame) -> dict[str, int]:
         """Operators of one forward pass and the bytes they touch, for the model clock."""

@@ -4,7 +4,7 @@ import ctypes
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -129,6 +129,14 @@ def store(results: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
             )
         if result.data_ptr() != target.data_ptr() or not result.is_contiguous():
             target.copy_(result)
+
+
+def zeros(target: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:
+    """Of the form of ``target``, with these strides if there are any."""
+    if not strides:
+        return torch.zeros_like(target)
+    span = sum((size - 1) * stride for size, stride in zip(target.shape, strides, strict=True))
+    return target.new_zeros(1 + span).as_strided(target.shape, strides)
 
 
 def owned(result: torch.Tensor, given: range) -> torch.Tensor:

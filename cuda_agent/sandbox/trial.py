@@ -21,7 +21,7 @@ from cuda_agent.sandbox.buffers import byte_count
 from cuda_agent.sandbox.crosscheck import LONGEST_CHAIN, CrossCheck
 from cuda_agent.sandbox.oracle import net, seconds_of_call
 from cuda_agent.sandbox.prepared import Entry, Prepared
-from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError, taking_turns
+from cuda_agent.sandbox.processes import NotStarted, Worker, WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.wire import TaskError, Verdict, baseline
 from cuda_agent.sandbox.workshop import Workshop
 
@@ -102,24 +102,9 @@ class Trial:
     def start(self) -> None:
         """Fork, time the empty call, load."""
         begin = time.perf_counter()
-        request, buffers = self._request, self._buffers
-        options = {
-            "lane": request["lane"],
-            "spec": buffers.spec.to_json(),
-            "layout": buffers.layout,
-            "weights": buffers.weights,
-            "sizes": buffers.sizes,
-            "own_outputs": self._prepared.written_once,
-        }
-        with self._lease.working():
-            place = request["load"].get("place")
-            self._worker = worker = self._workshop.locked(place) if place else self._workshop.candidate()
-        worker.seconds = self._settings.run_seconds + (_FINDING_SECONDS if place else 0.0)
-        load = request["load"] | {
-            name: worker.hand_over(Path(request["load"][name]), name) for name in _FILES if request["load"].get(name)
-        }
+        request = self._request
         with self._lease.working(), self._judged():
-            worker.call("B", options, fds=buffers.descriptors)
+            self._open()
         if self._settings.clock == "real" and self._settings.device == "cpu":
             known, lane = self._prepared.empty_candidate, request["lane"]
             inputs = self._prepared.entry(self._next).inputs
@@ -135,10 +120,32 @@ class Trial:
         self._loaded = True
         try:
             with self._lease.working(), self._judged("while it was loaded"):
-                worker.call("L", load | {"seed": self._prepared.weights_seed})
+                self._load()
         except WorkerError as error:
             raise Refused("build_error", str(error)) from None
         self._verdict.phases["start"] = time.perf_counter() - begin
+
+    def _open(self, profiler: bool = False) -> None:
+        """A worker, and its buffers, before anything of the solution's."""
+        request, buffers = self._request, self._buffers
+        place, workshop = request["load"].get("place"), self._workshop
+        self._worker = worker = workshop.locked(place, profiler) if place else workshop.candidate(profiler)
+        worker.seconds = self._settings.run_seconds + (_FINDING_SECONDS if place else 0.0)
+        options = {
+            "lane": request["lane"],
+            "spec": buffers.spec.to_json(),
+            "layout": buffers.layout,
+            "weights": buffers.weights,
+            "sizes": buffers.sizes,
+            "views": self._prepared.views,
+        }
+        worker.call("B", options, fds=buffers.descriptors)
+
+    def _load(self) -> None:
+        worker, load = self._worker, self._request["load"]
+        assert worker
+        files = {name: worker.hand_over(Path(load[name]), name) for name in _FILES if load.get(name)}
+        worker.call("L", load | files | {"seed": self._prepared.weights_seed})
 
     def check(self) -> None:
         begin = time.perf_counter()
@@ -246,7 +253,7 @@ class Trial:
                 library = Path(request["load"].get("library") or "").read_bytes()
             kernels: Any = None
             if strict_mode and self._settings.device == "cuda" and not missing:
-                kernels, missing = self._observed("K")
+                kernels, missing = self._profiled()
             ran = legality.of_call([kernels, told], request["files"].values(), library)
             if self._fixed:  # a share is a time, and so is their order
                 ran = sorted((replace(r, share=None) for r in ran), key=lambda r: (r.name, r.kind))
@@ -255,6 +262,18 @@ class Trial:
         if missing:
             verdict.advice.append(f"not observed: {missing}"[:300])
         verdict.phases["observe"] = time.perf_counter() - begin
+
+    def _profiled(self) -> tuple[Any, str]:
+        """The kernels of one call, in a worker of its own: torch's profiler must be ready before the walls close."""
+        self.end()
+        try:
+            with self._lease.working():
+                self._open(profiler=True)
+                self._load()
+        except (WorkerDied, WorkerError, NotStarted) as error:
+            return None, str(error)
+        _, missing = self._observed("K")  # the first call prepares things
+        return (None, missing) if missing else self._observed("K")
 
     def _observed(self, kind: str) -> tuple[Any, str]:
         """What the worker tells of one more call, and why it tells nothing."""

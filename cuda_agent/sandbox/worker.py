@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from cuda_agent.sandbox import gpu, jail
+from cuda_agent.sandbox import gpu, jail, observe
 from cuda_agent.sandbox.candidate import Candidate
 from cuda_agent.sandbox.descendants import descendants
 from cuda_agent.sandbox.passes import FirstPass
@@ -118,6 +118,10 @@ def _child(frame: Frame, parent: int) -> None:
             Path("/proc/self/oom_score_adj").write_text("1000")
         if options["device"] == "cuda":
             gpu.open_gpu()  # the driver writes below /proc while it starts, which the walls forbid
+            if options.get("profiler"):  # it opens the device's files
+                os.environ["KINETO_LOG_LEVEL"] = "5"  # it would warn of a trace without the host's part
+                with contextlib.suppress(RuntimeError):  # not allowed on this machine: an observed call will say so
+                    observe.kernels(lambda: torch.zeros(1, device="cuda"))
         policy = jail.Policy.from_json(options["policy"])
         if policy.one_group:
             os.setpgid(0, 0)

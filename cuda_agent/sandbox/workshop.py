@@ -51,14 +51,15 @@ class Workshop:
             self._ready = True
         return self._plain.torch
 
-    def candidate(self) -> Worker:
-        """A single-use worker that can write nothing but the outputs it is given later, and read its own folder."""
-        spare, self._spare = self._spare, None
+    def candidate(self, profiler: bool = False) -> Worker:
+        """A single-use worker that can write nothing but the outputs it is given later, and read its own folder.
+        ``profiler``: torch's sees its kernels; nobody should time them then."""
+        spare, self._spare = (None, self._spare) if profiler else (self._spare, None)
         if spare is not None and spare.alive:
             with contextlib.suppress(NotStarted):  # it died while nobody watched
                 spare.wait_started()
                 return spare
-        worker = self._start_candidate()
+        worker = self._start_candidate(profiler=profiler)
         worker.wait_started()
         return worker
 
@@ -91,11 +92,13 @@ class Workshop:
         known = str(self._known())
         return self._start_compiler(self._home(), (known,)), known
 
-    def locked(self, place: dict[str, Any]) -> Worker:
+    def locked(self, place: dict[str, Any], profiler: bool = False) -> Worker:
         """A candidate's worker that also reads what the solution's first pass left, and starts no program either."""
         parent, home = self._parent_that_compiles(), self._home()
         policy = jail.Policy(read=(str(home), place["folder"]), file_mb=0)
-        options = {"role": "candidate", "folder": place["folder"], "environment": place["environment"]}
+        options = {
+            "role": "candidate", "folder": place["folder"], "environment": place["environment"], "profiler": profiler
+        }  # fmt: skip
         worker = self._start(parent, options, policy, home, self._candidate_seconds())
         worker.wait_started()
         return worker

@@ -119,6 +119,19 @@ def test_bytes_count_that_a_call_has_to_write() -> None:
     assert written(torch.randn(0, 5), torch.tensor(1.0)) == 4
 
 
+def test_outputs_that_a_call_does_not_write_are_views() -> None:
+    x, w = torch.randn(8, 16), torch.randn(4)
+    made = torch.randn(8, 16)
+
+    def views(*results: torch.Tensor) -> list[list[int] | None]:
+        return observe.views(results, [x, w])
+
+    assert views(made, x.t(), torch.randn(8, 16).t(), torch.tensor(1.0)) == [None, [1, 16], None, None]
+    assert views(made, made.t()) == [[16, 1], [1, 16]]
+    assert views(torch.randn(16).expand(1000, 16), torch.randn(16).expand(1, 16)) == [[0, 1], None]
+    assert views(x[:, ::2], w[2:]) == [[16, 2], [1]]
+
+
 @pytest.mark.parametrize(
     ("call", "count"),
     [
