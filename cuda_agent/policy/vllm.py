@@ -10,13 +10,13 @@ that it serves what it was given: its log-probabilities of a fixed prompt and of
 the trainer's model, and nearer to them than to those of the weights before, and its weights must have changed if the
 trainer's have.  If not, the engine fails for good.  Cached prefixes are salted with the version.
 
-Not here: starting servers (``vllm_server``), the ways of the weights (``vllm_weights``), tokens as they come, top-p and
-its kin (they bias the training ratio), and bringing back a server of ours that died.
+Not here: one server's answers (``vllm_replica``), starting servers (``vllm_server``), the ways of the weights
+(``vllm_weights``), tokens as they come, top-p and its kin (they bias the training ratio), and bringing back a server of
+ours that died.
 """
 
 import asyncio
 import contextlib
-import math
 import os
 import shutil
 import time
@@ -27,22 +27,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
-
 from cuda_agent.policy.engine import Completion, EngineError, EngineLost, SamplingParams
 from cuda_agent.policy.vllm_plugin import cache_bytes, digest
 from cuda_agent.policy.vllm_pool import FIRST
+from cuda_agent.policy.vllm_replica import HEALTH_SECONDS, Busy, Fault, Replica
 from cuda_agent.policy.vllm_server import VllmServer, gpus
 from cuda_agent.policy.vllm_weights import Broadcast, load_served, save_weights
 
 Sync = Literal["disk", "lora", "nccl"]
-KEY = "CUDA_AGENT_ENGINE_KEY"  # bearer token of servers that others run
 SHARED = "CUDA_AGENT_ENGINE_FOLDER"  # where new weights are put for them: a folder that they can read
 
 TRIES = 3  # of one server with one request
-REQUEST_SECONDS = 1800.0  # for one completion; then its server counts as dead
-HEALTH_SECONDS = 10.0
-KEPT_SECONDS = 2.0  # for which an idle connection is used again; vLLM closes it after 5
 START_SECONDS = 1800.0  # for servers of a pool to load the first policy
 PAUSE_SECONDS = 0.25  # before the second try, twice that before the third; a busy server is asked for longer
 BUSY_TRIES = 40
@@ -50,126 +45,6 @@ BUSY_SECONDS = 8.0  # the longest pause of these
 PROBE_TOKENS, PROBE_SAMPLED, PROBE_TEMPERATURE = 24, 16, 0.7
 PROBE_TOLERANCE = {"float32": 1e-4}  # mean difference of sampled tokens' log-probabilities; else:
 PROBE_TOLERANCE_LOW = 0.05  # bfloat16 and float16 against float32
-
-
-class _Fault(Exception):
-    """This server did not do it; another may."""
-
-
-class _Busy(_Fault):
-    """It says that it has too much to do."""
-
-
-class Replica:
-    """One server.  ``url``: ``http://host:port``, or ``unix:/path`` of a socket."""
-
-    def __init__(self, url: str, server: VllmServer | None = None) -> None:
-        self.url, self.server = url, server
-        self.alive = True
-        self.episodes = 0  # given to it since the last change of weights
-        self.model = ""  # the name it serves the policy's weights under
-        self.context = 0
-        self.workers = 0
-        self.dtype, self.device = "", ""
-        self.noise = math.inf  # what its probe differed by when it was last right
-        key = os.environ.get(KEY) if server is None else None
-        unix = url.removeprefix("unix:") if url.startswith("unix:") else None
-
-        def client(keep: int | None) -> httpx.AsyncClient:
-            limits = httpx.Limits(max_keepalive_connections=keep, keepalive_expiry=KEPT_SECONDS)
-            return httpx.AsyncClient(
-                transport=httpx.AsyncHTTPTransport(uds=unix, limits=limits),
-                base_url="http://vllm" if unix else url.rstrip("/"),
-                headers={"Authorization": f"Bearer {key}"} if key else {},
-                timeout=httpx.Timeout(REQUEST_SECONDS, connect=HEALTH_SECONDS),
-            )
-
-        self._client, self._anew = client(None), client(0)  # the second opens a connection for each request
-
-    async def close(self) -> None:
-        await self._client.aclose()
-        await self._anew.aclose()
-
-    async def healthy(self) -> bool:
-        if self.server is not None and self.server.process.poll() is not None:
-            return False
-        try:
-            return (await self._anew.get("/health", timeout=HEALTH_SECONDS)).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    async def ask(self, path: str, body: Any = None) -> Any:
-        """The JSON answer, ``None`` where it is empty; GET without a body.  ``EngineError`` when it refuses."""
-        method = "GET" if body is None else "POST"
-        try:
-            try:
-                answer = await self._client.request(method, path, json=body)
-            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                # The server may have closed a kept connection, with nothing said against it; hundreds after a pause.
-                answer = await self._anew.request(method, path, json=body)
-        except httpx.HTTPError as error:
-            raise _Fault(f"{type(error).__name__} {error}".strip()) from error
-        code = answer.status_code
-        said = f"HTTP {code}: {answer.text[:500]}"
-        if code == 429:
-            raise _Busy(said)
-        if code in (408, 499) or code >= 500:
-            raise _Fault(said)
-        if code == 404 and "does not exist" in answer.text:
-            raise _Fault(f"it serves other models than before, so it was started again: {said}")
-        if code != 200:
-            hint = f" (is the key in {KEY}?)" if code in (401, 403) else ""
-            hint = " (was it started as docs/engines.md says?)" if code == 404 else hint
-            raise EngineError(f"{self.url}{path} refuses: {said}{hint}")
-        try:
-            return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
-        except ValueError as error:
-            raise _Fault(f"no JSON: {error}") from error
-
-    async def call(self, method: str, **arguments: Any) -> list[Any]:
-        answer = await self.ask("/collective_rpc", {"method": method, "kwargs": arguments})
-        return list((answer or {}).get("results", []))
-
-    async def greet(self) -> None:
-        """Learns what it serves."""
-        models = [model for model in (await self.ask("/v1/models"))["data"] if not model.get("parent")]
-        self.model, self.context = models[0]["id"], models[0]["max_model_len"]
-        weights = await self.call("cuda_agent_weights")
-        self.workers, self.dtype, self.device = len(weights), weights[0]["dtype"], weights[0]["device"]
-
-    async def complete(
-        self, prompt: Sequence[int], params: SamplingParams, model: str, salt: str, **more: Any
-    ) -> dict[str, Any]:
-        """vLLM's choice, checked: ``token_ids``, their ``logprobs``, ``finish_reason``."""
-        body = {
-            "model": model,
-            "prompt": list(prompt),
-            "max_tokens": params.max_tokens,
-            "seed": params.seed % 2**63,
-            "temperature": params.temperature,
-            "stop_token_ids": list(params.stop_ids),
-            "cache_salt": salt,
-            "logprobs": 0,  # of the sampled token alone
-            "return_token_ids": True,
-            "ignore_eos": True,  # stop tokens are ours to name
-            "skip_special_tokens": False,
-            # what a server may have other defaults for
-            **{"top_p": 1.0, "top_k": 0, "min_p": 0.0, "n": 1, "min_tokens": 0},
-            **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
-        }
-        answer = await self.ask("/v1/completions", body | more)
-        try:
-            choice = answer["choices"][0]
-            ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            finish, served = choice["finish_reason"], answer["model"]
-            right = 0 < len(ids) == len(logprobs) <= params.max_tokens and all(x <= 1e-3 for x in logprobs)
-            right = right and finish == ("stop" if ids[-1] in params.stop_ids else "length")
-            right = right and (finish == "stop" or len(ids) == params.max_tokens) and served == model
-        except (KeyError, IndexError, TypeError) as error:
-            raise _Fault(f"no completion in its answer: {type(error).__name__} {error}") from error
-        if not right:
-            raise _Fault(f"{len(ids)} tokens of {params.max_tokens} by {served!r}, finished by {finish!r}")
-        return dict(choice)
 
 
 class VllmEngine:
@@ -215,7 +90,7 @@ class VllmEngine:
                 replica = self._home(params.key)
                 try:
                     choice = await self._patiently(replica, prompt, params)
-                except _Fault as error:
+                except Fault as error:
                     self._bury(replica, error)
                     continue
                 logprobs = [min(float(value), 0.0) for value in choice["logprobs"]["token_logprobs"]]
@@ -251,7 +126,7 @@ class VllmEngine:
         if self._adapter:
             for replica in self._replicas:
                 if replica.alive and replica.server is None:
-                    with contextlib.suppress(_Fault, EngineError, TimeoutError):
+                    with contextlib.suppress(Fault, EngineError, TimeoutError):
                         async with asyncio.timeout(HEALTH_SECONDS):
                             await replica.ask("/v1/unload_lora_adapter", {"lora_name": self._adapter})
         for replica in self._replicas:
@@ -296,11 +171,11 @@ class VllmEngine:
             try:
                 model = self._adapter or replica.model
                 return await replica.complete(prompt, params, model, f"{self._salt}-{self.version}")
-            except _Busy:
+            except Busy:
                 busy += 1
                 if busy == BUSY_TRIES:
                     raise
-            except _Fault:
+            except Fault:
                 faults += 1
                 if faults == TRIES or not await replica.healthy():
                     raise
@@ -324,7 +199,7 @@ class VllmEngine:
     async def _exchange(self, version: int, model: Any, folder: Path | None) -> None:
         for replica in self._replicas:  # one that came back gets new weights with the rest
             if not replica.alive and replica.server is None and await replica.healthy():
-                with contextlib.suppress(_Fault):
+                with contextlib.suppress(Fault):
                     await replica.greet()
                     replica.alive = True
         written: Path | None = None
@@ -358,7 +233,7 @@ class VllmEngine:
         elif self._sync == "nccl":
             try:
                 await self._broadcast.send(self._alive(), model)
-            except _Fault:  # whoever died took the group along; the others may still take part in a new one
+            except Fault:  # whoever died took the group along; the others may still take part in a new one
                 for replica in self._alive():
                     if not await replica.healthy():
                         self._bury(replica, EngineError("lost while weights were broadcast"))
@@ -386,7 +261,7 @@ class VllmEngine:
             entries = zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)
             served = [float(entry[str(token)]["logprob"]) for entry, token in entries]
         except (KeyError, TypeError, ValueError) as error:
-            raise _Fault(f"no log-probabilities of the prompt: {type(error).__name__} {error}") from error
+            raise Fault(f"no log-probabilities of the prompt: {type(error).__name__} {error}") from error
         trainer, wanted = await self.compute(lambda: _fingerprint(model))
         sampled = await self.compute(lambda: _logprobs(model, [*prompt, *ids], PROBE_TEMPERATURE)[-len(ids) :])
         difference = _distance(choice["logprobs"]["token_logprobs"], sampled) / len(ids)
@@ -411,7 +286,7 @@ class VllmEngine:
         async def one(replica: Replica) -> None:
             try:
                 await action(replica)
-            except _Fault as error:
+            except Fault as error:
                 self._bury(replica, error)
 
         await asyncio.gather(*(one(replica) for replica in self._alive()))
@@ -508,7 +383,7 @@ async def open_vllm(
             await asyncio.gather(*(_answers(replica) for replica in found))
         try:
             await asyncio.gather(*(replica.greet() for replica in found))
-        except _Fault as error:
+        except Fault as error:
             raise EngineLost(f"a vLLM server does not answer: {error}") from error
         engine = VllmEngine(found, policy, Path(os.environ.get(SHARED, work)) if servers else work, sync, threads)
         if servers and sync != "lora":

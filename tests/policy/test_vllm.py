@@ -27,8 +27,9 @@ from cuda_agent.policy.engine import EngineError, EngineLost, SamplingParams
 from cuda_agent.policy.local import LocalEngine
 from cuda_agent.policy.lora import adapters, attach
 from cuda_agent.policy.model import PolicyError, load_model
-from cuda_agent.policy.vllm import SHARED, Replica, open_vllm
+from cuda_agent.policy.vllm import SHARED, open_vllm
 from cuda_agent.policy.vllm_plugin import STEP_TOKENS, WHOLE
+from cuda_agent.policy.vllm_replica import Replica
 from cuda_agent.policy.vllm_server import _ENTRY_POINT, VllmServer, interpreter
 from tests.ports import free_port
 

@@ -11,7 +11,8 @@ from vllm_cases import CONTEXT, reference, write_policy
 
 from cuda_agent.policy.engine import EngineError, SamplingParams
 from cuda_agent.policy.model import PolicyError
-from cuda_agent.policy.vllm import Replica, open_vllm
+from cuda_agent.policy.vllm import open_vllm
+from cuda_agent.policy.vllm_replica import Replica
 from cuda_agent.policy.vllm_server import interpreter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
