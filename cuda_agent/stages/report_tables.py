@@ -76,31 +76,32 @@ def operators_section(policies: Sequence[Data]) -> str:
 
 
 def summary(data: Data) -> str:
-    """What changed from the first policy to the last, on the first family, and whether it can be told from chance."""
+    """What changed from the first policy to the last, on the first family, in answers that are correct and in those
+    that are faster than ``torch.compile`` too; and whether that can be told from chance."""
     family = (data.get("families") or [None])[0]
     found = [c for c in data.get("changes", []) if c["differences"] and c["differences"][0]["group"] == family]
     if family is None or not found:
         return "No policy has been scored yet."
     change = found[-1]
-    passed = next(d for d in change["differences"] if d["metric"] == "passed")
+    passed, faster = ({d["metric"]: d for d in change["differences"]}[name] for name in ("passed", "faster_compile"))
     before, after = escape(change["before"]), escape(change["after"])
-    if passed["change"] is None:
+    if passed["change"] is None or faster["change"] is None:
         return f"{after} and {before} share no scored task, so they cannot be compared."
-    text = (
-        f"On {passed['tasks']} tasks of {_lower(family)}, the final answers of <b>{after}</b> are correct on "
-        f"<b>{share(passed['after'])}</b>, those of <b>{before}</b> on <b>{share(passed['before'])}</b>"
+    first = f"<b>{before}</b> on <b>{share(passed['before'])}</b>: {_difference(passed)}"
+    second = f"<b>{before}</b>’s on <b>{share(faster['before'])}</b>: {_difference(faster)}"
+    return (
+        f"On {plural(passed['tasks'], 'task')} of {_lower(family)}, <b>{after}</b> ends with a correct answer on "
+        f"<b>{share(passed['after'])}</b>, {first}. Its answer is correct and faster than torch.compile on "
+        f"<b>{share(faster['after'])}</b>, {second}. Intervals cover the choice of tasks, not the seed of training."
     )
-    if not passed["interval"]:
-        why = "The two agree on every task" if passed["tasks"] >= FEWEST_TASKS else "Too few tasks for an interval"
-        return f"{text}. {why}."
-    low, high = passed["interval"]
-    verdict = (
-        "That interval holds zero: these tasks cannot tell the two apart."
-        if low <= 0 <= high
-        else "That interval does not hold zero; it covers the choice of tasks, not the seed of training."
-    )
-    said = f"{_points(passed['change'])} points (95 % interval {_points(low)} to {_points(high)})"
-    return f"{text}, a paired difference of {said}. {verdict}"
+
+
+def _difference(row: Data) -> str:
+    if not row["interval"]:
+        return "the two agree on every task" if row["tasks"] >= FEWEST_TASKS else "too few tasks for an interval"
+    low, high = row["interval"]
+    said = f"{_points(row['change'])} points, 95 % interval {_points(low)} to {_points(high)}"
+    return f"{said}, which these tasks cannot tell from none" if low <= 0 <= high else said
 
 
 def empty(text: str) -> str:

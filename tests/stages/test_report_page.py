@@ -16,6 +16,7 @@ from cuda_agent.stages import report
 from cuda_agent.stages.context import StageContext
 from cuda_agent.stages.report_charts import clock_time, duration, highlight_cpp, line_chart, number, ticks
 from cuda_agent.stages.report_page import render
+from cuda_agent.stages.report_tables import summary
 from cuda_agent.stages.scores import read_scores
 from tests.stages.report_inputs import make_inputs
 
@@ -160,6 +161,34 @@ def test_hostile_text_stays_text(tmp_path):
 
     keep = {"real", *(metric for change in data["changes"] for d in change["differences"] for metric in [d["metric"]])}
     safe(render(poison(data)))
+
+
+def test_the_headline_says_what_can_be_told_from_chance():
+    def said(tasks, passed, faster):
+        rows = [
+            {
+                "group": "teacher",
+                "metric": name,
+                "tasks": tasks,
+                "before": 0.5,
+                "after": 0.75,
+                "change": 0.25,
+                "interval": i,
+            }
+            for name, i in (("passed", passed), ("faster_compile", faster))
+        ]
+        changes = [{"before": "base", "after": "<rft>", "differences": rows}]
+        return re.sub("<[^>]+>", "", summary({"families": ["teacher"], "changes": changes})).replace("\u202f", " ")
+
+    text = said(24, (-0.1, 0.6), (0.125, 0.375))
+    assert "+25.0 points, 95 % interval −10.0 to +60.0, which these tasks cannot tell from none. Its" in text
+    assert (
+        "On 24 tasks" in text
+        and "&lt;rft&gt;" in text
+        and "base’s on 50.0 %: +25.0 points, 95 % interval +12.5 to +37.5. Intervals" in text
+    )
+    assert said(2, None, None).count("too few tasks for an interval") == 2
+    assert said(24, None, (0.1, 0.2)).count("the two agree on every task") == 1
 
 
 def test_without_a_correct_kernel_the_page_is_honest(tmp_path):
