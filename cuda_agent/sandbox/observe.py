@@ -148,16 +148,19 @@ def flops(call: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def views(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[list[int] | None]:
-    """For each result that a call did not write in memory of its own (it lies in that of ``given``, several results or
-    several elements share it) its strides; ``None`` for the others."""
-    storages = [tensor.untyped_storage().data_ptr() for tensor in (*given, *results)]
-    found: list[list[int] | None] = []
-    for result in results:
-        strides = list(result.stride())
-        shared = storages.count(result.untyped_storage().data_ptr()) > 1
+    """The strides of each result that a call did not write: it lies in the memory of ``given`` or of another result,
+    or its elements share memory.  ``None`` for the others: of results in the same memory the largest, rather one that
+    is contiguous."""
+    seen = {tensor.untyped_storage().data_ptr() for tensor in given}
+    found: dict[int, list[int] | None] = {}
+    for index in sorted(range(len(results)), key=lambda i: (not results[i].is_contiguous(), -results[i].numel())):
+        result, strides = results[index], list(results[index].stride())
         repeated = any(size > 1 and not stride for size, stride in zip(result.shape, strides, strict=True))
-        found.append(strides if shared or repeated else None)
-    return found
+        pointer = result.untyped_storage().data_ptr()
+        found[index] = strides if repeated or pointer in seen else None
+        if not repeated:
+            seen.add(pointer)
+    return [found[index] for index in range(len(results))]
 
 
 def written_bytes(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> int:

@@ -7,7 +7,7 @@ candidates, and what is kept of a task between them (``prepared``).
 import importlib
 import math
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,11 +15,11 @@ from typing import Any
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.buffers import DTYPES, byte_count
 from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError
-from cuda_agent.sandbox.wire import TaskError, TaskSpec, Tensor
+from cuda_agent.sandbox.wire import TaskError, TaskSpec
 
 _COMPILE_SECONDS = 300.0  # of a large model, with nothing cached, on a busy machine
 _OPENING_SECONDS = 10.0  # at least, for a task: what it imports may come from a cold disk
-_SPAN = 4  # times the memory of an output that copies of its form may span
+Views = list[list[int] | None]  # of outputs: strides of one that the reference gives as a view
 _FLOATING = ("float32", "float16", "bfloat16")
 
 
@@ -181,18 +181,16 @@ class Oracle:
         answer = self._ask("O", slot=0)
         return int(answer["operators"]), int(answer["bytes"])
 
-    def account(self, inputs: list[Any]) -> tuple[int, int, list[list[int] | None]]:
-        """Operations of one call (0: not known), the bytes that it writes for its outputs, and for each of them its
-        strides where it is a view (none: not known, or too far apart), else ``None``."""
+    def account(self, inputs: list[Any]) -> tuple[int, int, Views]:
+        """Operations of one call (0: not known), the bytes that it writes for its outputs, and which are views."""
         assert self._buffers
         self._buffers.fill(0, inputs)
         answer = self._ask("A", slot=0)
         most = sum(byte_count(t) for t in self.spec.outputs)
-        views = [
-            None if strides is None else _near(strides, tensor)
-            for strides, tensor in zip(answer["views"], self.spec.outputs, strict=True)
-        ]
-        return max(0, int(answer["flops"])), min(max(0, int(answer["written"])), most), views
+        try:
+            return max(0, int(answer["flops"])), min(max(0, int(answer["written"])), most), views(answer, self.spec)
+        except (KeyError, TypeError, ValueError) as error:  # the task's own process says so
+            raise TaskError(f"the task gave no account of a call: {error}") from None
 
     def _ask(self, kind: str, body: Any = None, slot: int = 0, fds: list[int] | None = None, least: float = 0.0) -> Any:
         self.worker.seconds = max(self._limit, least)
@@ -206,10 +204,21 @@ class Oracle:
                 buffers.close()
 
 
-def _near(strides: Sequence[int], tensor: Tensor) -> list[int]:
-    """``strides``, if a tensor with them spans no more memory than a worker may be made to hold."""
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    return list(strides) if 0 <= span < _SPAN * math.prod(tensor.shape) else []
+def views(answer: Any, spec: TaskSpec) -> Views:
+    """What a worker tells of its ``views``, as far as copies of that form can be made: strides of one whose elements
+    lie within the memory of all inputs and weights, no strides of one whose elements share memory (a solution may copy
+    it from anywhere), ``None`` of any other, as if it had been written.  ``ValueError``, ``TypeError`` for nonsense."""
+    room = sum(byte_count(tensor) for tensor in (*spec.inputs, *spec.weights.values()))
+    found: Views = []
+    for strides, tensor in zip(answer["views"], spec.outputs, strict=True):
+        if strides is not None:
+            if not all(type(stride) is int and stride >= 0 for stride in strides):
+                raise ValueError(f"strides {strides!r}")
+            span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+            count = math.prod(tensor.shape)
+            strides = [] if span < count else strides if span * byte_count(tensor) <= room * count else None
+        found.append(strides)
+    return found
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 
 from cuda_agent.sandbox import build, cost, crosscheck, driver, roofline
 from cuda_agent.sandbox.buffers import byte_count
-from cuda_agent.sandbox.oracle import Oracle, memory_of, net
+from cuda_agent.sandbox.oracle import Oracle, Views, memory_of, net
 from cuda_agent.sandbox.processes import WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.strict import yardstick
 from cuda_agent.sandbox.wire import TaskError
@@ -53,7 +53,7 @@ class Baselines:
     strict: dict[str, dict[str, Any]] = field(default_factory=dict)  # see ``strict.yardstick``
     flops: int | None = None  # of one call of the reference; 0: not known
     written: int | None = None  # bytes that it writes for its outputs
-    views: list[list[int] | None] | None = None  # see ``Oracle.account``
+    views: Views | None = None  # which of them it does not write
 
 
 def baselines_file(cache: str, digest: str, torch: str, threads: int, identity: str) -> Path:
@@ -198,7 +198,7 @@ class Prepared:
         except TaskError:
             if not self.oracle.alive:
                 raise
-            base.flops, base.written, base.views = 0, 0, self.views  # a model that does not run under observation
+            base.flops, base.written, base.views = 0, 0, []  # a model that does not run under observation
 
     def _peaks(self, again: bool = False) -> roofline.Peaks:
         if self.settings.device == "cuda":
@@ -217,10 +217,10 @@ class Prepared:
         return doubt
 
     @property
-    def views(self) -> list[list[int] | None]:
-        """See ``Oracle.account``; each output may be a view where that is not known."""
+    def views(self) -> Views:
+        """See ``oracle.views``.  Where that is not known no output is one."""
         known = self.baselines.views
-        return [[] for _ in self.spec.outputs] if known is None else known
+        return known if known and len(known) == len(self.spec.outputs) else [None] * len(self.spec.outputs)
 
     def _measure_compile(self) -> None:
         for last in (False, True):

@@ -272,11 +272,11 @@ class Trial:
                 self._load()
         except (WorkerDied, WorkerError, NotStarted) as error:
             return None, str(error)
-        _, missing = self._observed("K")  # the first call prepares things
+        _, missing = self._observed("K", first=True)
         return (None, missing) if missing else self._observed("K")
 
-    def _observed(self, kind: str) -> tuple[Any, str]:
-        """What the worker tells of one more call, and why it tells nothing."""
+    def _observed(self, kind: str, first: bool = False) -> tuple[Any, str]:
+        """What the worker tells of one more call, and why it tells nothing.  ``first``: it still prepares things."""
         worker = self._worker
         if worker is None or not worker.alive:
             return None, "the solution has ended"
@@ -285,7 +285,8 @@ class Trial:
             worker.stop()
             slot = secrets.randbelow(len(self._buffers.slots))
             self._buffers.fill(slot, entry.inputs)
-            worker.seconds = min(self._settings.run_seconds, _OBSERVE_SECONDS)
+            if not first:
+                worker.seconds = min(self._settings.run_seconds, _OBSERVE_SECONDS)
             with self._lease.working():
                 told = worker.call(kind, slot=slot)
                 outputs = self._buffers.outputs(slot)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuda_agent.sandbox import client, observe, roofline
+from cuda_agent.sandbox import client, observe, oracle, roofline
 from cuda_agent.sandbox.roofline import Peaks
 from cuda_agent.sandbox.wire import Solution, TaskSpec, Tensor
 from tests.sandbox.conftest import CHAIN, Running, plan_solution, task
@@ -127,9 +127,24 @@ def test_outputs_that_a_call_does_not_write_are_views() -> None:
         return observe.views(results, [x, w])
 
     assert views(made, x.t(), torch.randn(8, 16).t(), torch.tensor(1.0)) == [None, [1, 16], None, None]
-    assert views(made, made.t()) == [[16, 1], [1, 16]]
+    assert views(made, made.t()) == [None, [1, 16]] and views(made[0], made.t(), made) == [[1], [1, 16], None]
     assert views(torch.randn(16).expand(1000, 16), torch.randn(16).expand(1, 16)) == [[0, 1], None]
     assert views(x[:, ::2], w[2:]) == [[16, 2], [1]]
+
+
+def test_of_views_counts_what_a_copy_can_be_made_of() -> None:
+    inputs, outputs = (Tensor((8, 16), "float32"),), (Tensor((16, 8), "float32"), Tensor((4,), "float32"))
+    spec = TaskSpec(inputs, outputs, {}, (), ())
+
+    def kept(*told: object) -> object:
+        return oracle.views({"views": list(told)}, spec)
+
+    assert kept([1, 16], None) == [[1, 16], None]
+    assert kept([0, 1], [32]) == [[], [32]], "one row again and again may come from a whole tensor"
+    assert kept([1, 16], [64]) == [[1, 16], None], "further apart than the inputs reach"
+    for nonsense in (([1, 16],), ([1, 16], [1], [1]), ([1], [1]), ([1.5, 1], [1]), ([-1, 16], [1]), (7, [1])):
+        with pytest.raises((ValueError, TypeError)):
+            kept(*nonsense)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +183,18 @@ def test_a_matrix_product_has_operations(timed: Running) -> None:
     module = PYTHON.replace("torch.relu(x) * self.scale", "x @ x.t() * self.scale")
     verdict = timed.evaluate(task(code), Solution("python", {"model_new.py": module}))
     assert (verdict.status, verdict.flops) == ("ok", 2 * 32 * 128 * 32)
+
+
+def test_a_task_that_answers_otherwise_while_it_is_observed_ends_no_judge(timed: Running) -> None:
+    mode = "torch.utils._python_dispatch._get_current_dispatch_mode()"
+    code = CHAIN.replace(
+        "return torch.relu(x) * self.scale",
+        f"""y = torch.relu(x) * self.scale
+        return y if {mode} is None else (y, y)""",
+    )
+    timed.know_compile_time(task(code))
+    verdict = timed.evaluate(task(code), plan_solution())
+    assert (verdict.status, verdict.message, verdict.bytes) == ("ok", "", 2 * 32 * 128 * 4)
 
 
 def test_a_model_clock_knows_no_peak(running: Running) -> None:
