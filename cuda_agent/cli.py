@@ -195,6 +195,7 @@ def evaluate(
     mode: Annotated[
         Literal["quick", "strict"], typer.Option(help="quick: a training reward; strict: a number for people")
     ] = "quick",
+    again: Annotated[bool, typer.Option("--again", help="measure anew what was measured before")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check and time one solution of one task in the sandbox."""
@@ -206,7 +207,9 @@ def evaluate(
 
     settings = compose(overrides or [])
     verdict = asyncio.run(
-        evaluation.evaluate(settings.sandbox, runs.local_home(settings.run.store) / "cache", task, solution, mode)
+        evaluation.evaluate(
+            settings.sandbox, runs.local_home(settings.run.store) / "cache", task, solution, mode, again
+        )
     )
     if as_json:
         _print_json(verdict.to_json())

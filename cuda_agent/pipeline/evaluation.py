@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cuda_agent.config import Config, Sandbox
+from cuda_agent.config import Config, ConfigError, Sandbox
 from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
 from cuda_agent.sandbox.wire import Mode, Solution, Verdict
@@ -95,12 +95,22 @@ def _wanted(lane: str) -> str:
     return "plan.json and kernels/" if lane == "plan" else "model_new.py and kernels/"
 
 
-async def evaluate(settings: Sandbox, cache: Path, task: Path, solution: Path, mode: Mode) -> Verdict:
-    """The sandbox's verdict.  Raises TaskError for a task or a folder that is not one."""
+async def evaluate(
+    settings: Sandbox, cache: Path, task: Path, solution: Path, mode: Mode, again: bool = False
+) -> Verdict:
+    """The sandbox's verdict; ``again``: not one that is kept.  Raises TaskError for a task or a folder that is not
+    one."""
     from cuda_agent.sandbox.client import open_sandbox
+    from cuda_agent.sandbox.remote import RemoteSandbox
 
     read, files = task_from_file(task), read_solution(solution, settings.lane)
     async with open_sandbox(settings, cache) as sandbox:
+        if not isinstance(sandbox, RemoteSandbox):
+            return await sandbox.evaluate(read, files, mode, again)
+        if again:
+            raise ConfigError(
+                "--again: servers (sandbox.servers) keep what they said; only this machine measures anew."
+            )
         return await sandbox.evaluate(read, files, mode)
 
 

@@ -9,7 +9,8 @@ _SHOWN = 6  # records of what ran
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:
-    lines = [f"{verdict.status}  (lane {verdict.lane}, device {verdict.device}, mode {verdict.mode})"]
+    known = "; measured before and kept" if verdict.cached else ""
+    lines = [f"{verdict.status}  (lane {verdict.lane}, device {verdict.device}, mode {verdict.mode}{known})"]
     if verdict.message:
         lines.append(verdict.message)
     if verdict.advisory:
@@ -114,6 +115,9 @@ def _strict_times(verdict: Verdict, strict: dict[str, object]) -> list[str]:
     lines += [
         f"{BASELINES[baseline_parts(label)[0]]}: {str(why).splitlines()[0][:90]}" for label, why in failed.items()
     ]
-    if precision and precision != "fp32":
+    if any(arithmetic == precision != "fp32" for _, arithmetic in map(baseline_parts, baselines)):
         lines.append(f"its error is that of {precision} arithmetic: compare it with the baselines of that precision")
+    elif precision and precision != "fp32":
+        rough = str(precision).removeprefix("below ")
+        lines.append(f"its error is larger than that of {rough} arithmetic, and no baseline is as rough")
     return lines

@@ -157,11 +157,11 @@ class LocalSandbox:
             await asyncio.to_thread(self._first_pass.close)
             shutil.rmtree(self._scratch, ignore_errors=True)
 
-    async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick") -> Verdict:
-        """The verdict of ``solution``.  Raises ``TaskError`` when the task itself cannot be run, ``SandboxUnready``
-        when the sandbox cannot start."""
+    async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick", again: bool = False) -> Verdict:
+        """The verdict of ``solution``.  ``again``: measured anew, whatever the cache says.  Raises ``TaskError`` when
+        the task itself cannot be run, ``SandboxUnready`` when the sandbox cannot start."""
         file = self._verdict_file(task, solution, mode)
-        if (found := _read_json(file)) is not None:
+        if not again and (found := _read_json(file)) is not None:
             verdict = Verdict.from_json(found)
             verdict.cached = self.config.clock == "real"
             return verdict

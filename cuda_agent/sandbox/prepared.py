@@ -15,6 +15,7 @@ import secrets
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ from cuda_agent.sandbox.strict import yardstick
 from cuda_agent.sandbox.wire import TaskError
 from cuda_agent.sandbox.workshop import Workshop
 
-_CLOCK = 2  # of what is measured: a baseline taken in another way is none
+_CLOCK = 3  # of what is measured: a baseline taken in another way is none
 _BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # of one round: whichever comes first
 _EMPTY_CALLS = (4, 1)  # the first time, and later
 _FEW_TIMED = 4  # calls of a candidate that differs clearly
 _BASELINE_ROUNDS, _STEADY = 3, 0.05  # another round when calls differ by more than this (median deviation)
+_CAREFUL_ROUNDS = 12  # at most, until the two best agree
 
 
 @dataclass
@@ -247,10 +249,12 @@ class Prepared:
         self._empty = min(self._empty, *(oracle.seconds(inputs, null=True) for _ in range(calls)))
         return self._empty
 
-    def medians(self, *oracles: Oracle) -> list[float]:
-        """Median seconds of one call of each reference, interleaved, the empty call subtracted."""
+    def medians(self, *oracles: Oracle, careful: bool = False) -> list[float]:
+        """Median seconds of one call of each reference, interleaved, the empty call subtracted: of each its best round,
+        since other work on the machine only ever makes calls slower, and must not stay in the cache.  ``careful``:
+        until two rounds of each agree."""
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
-        best = [float("inf")] * len(oracles)
+        rounds: list[list[float]] = []
 
         def seconds(oracle: Oracle, inputs: list[Any]) -> float:
             turn(oracle.worker)
@@ -263,17 +267,16 @@ class Prepared:
                 for inputs in entries[:2]:
                     seconds(oracle, inputs)
                 empty = min(empty, self.empty_call(oracle, entries[0]))
-            for _ in range(_BASELINE_ROUNDS):  # a burst of other work on the machine must not stay in the cache
+            for _ in range(_CAREFUL_ROUNDS if careful else _BASELINE_ROUNDS):
                 rows: list[list[float]] = []
                 end = time.monotonic() + _BASELINE_SECONDS
                 while len(rows) < 3 or (len(rows) < _BASELINE_CALLS and time.monotonic() < end):
                     rows.append([seconds(oracle, entries[len(rows) % len(entries)]) for oracle in oracles])
-                middles = [statistics.median(column) for column in zip(*rows, strict=True)]
-                if middles[0] < best[0]:
-                    best = middles
-                if statistics.median(abs(row[0] - middles[0]) for row in rows) < _STEADY * middles[0]:
+                columns = list(zip(*rows, strict=True))
+                rounds.append([statistics.median(column) for column in columns])
+                if all(map(_agree, zip(*rounds, strict=True)) if careful else map(_steady, columns)):
                     break
-        return [net(seconds, empty) for seconds in best]
+        return [net(min(column), empty) for column in zip(*rounds, strict=True)]
 
     def _file(self) -> Path:
         settings = self.settings
@@ -297,3 +300,13 @@ class Prepared:
 
     def close(self) -> None:
         self.oracle.close()
+
+
+def _steady(calls: Sequence[float]) -> bool:
+    middle = statistics.median(calls)
+    return statistics.median(abs(seconds - middle) for seconds in calls) < _STEADY * middle
+
+
+def _agree(rounds: Sequence[float]) -> bool:
+    best, *others = sorted(rounds)
+    return bool(others) and others[0] <= (1 + _STEADY) * best

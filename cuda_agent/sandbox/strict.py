@@ -55,7 +55,7 @@ def _measure(prepared: "Prepared") -> dict[str, dict[str, Any]]:
                 del found["errors"][precision]  # nothing in this task depends on it
                 continue
         eager = baseline("eager", precision)
-        found["seconds"][eager] = prepared.medians(oracle)[0]
+        found["seconds"][eager] = prepared.medians(oracle, careful=True)[0]
         for name, mode in _MODES.items() if precision in _TIMED else ():
             label = baseline(name, precision)
             try:
@@ -63,7 +63,7 @@ def _measure(prepared: "Prepared") -> dict[str, dict[str, Any]]:
             except (WorkerError, WorkerDied, TaskError) as failure:
                 found["failed"][label] = str(failure)[:300]
                 continue
-            found["seconds"][eager], found["seconds"][label] = prepared.medians(oracle, compiled)
+            found["seconds"][eager], found["seconds"][label] = prepared.medians(oracle, compiled, careful=True)
             compiled.close()
     oracle.precision("default")
     return found

@@ -229,3 +229,13 @@ def test_the_screen_shows_shares_of_the_peak_what_ran_and_the_advice() -> None:
     verdict.clock, verdict.ran = "model", [Ran(f"k{i}", "own", 1) for i in range(9)]
     text = "\n".join(verdict_lines(verdict))
     assert "peak" not in text and "ran: 3 more" in text
+
+
+def test_the_screen_says_what_was_kept_and_by_which_arithmetic_an_error_is_explained() -> None:
+    said = {"baselines": {"eager_fp32": 2e-5}, "interval": [1.9, 2.1], "failed": {}, "precision": "below fp32"}
+    verdict = Verdict("ok", "plan", "strict", "cpu", "real", seconds=1e-5, strict=said, cached=True)
+    first, *rest = verdict_lines(verdict)
+    assert first.endswith("mode strict; measured before and kept)")
+    assert "its error is larger than that of fp32 arithmetic, and no baseline is as rough" in rest
+    verdict.strict = said | {"baselines": {"eager_fp32": 2e-5, "eager_tf32": 1e-5}, "precision": "tf32"}
+    assert "its error is that of tf32 arithmetic: compare it" in "\n".join(verdict_lines(verdict))
