@@ -67,8 +67,11 @@ class _Kernels:
         if len(wanted) != len(given):
             raise ValueError(f"{len(given)} arguments; these kernels were made for {len(wanted)}")
         for want, value in zip(wanted, given, strict=True):
-            if isinstance(want, list):
+            if isinstance(want, list) and isinstance(value, list | tuple):
                 self._match(want, list(value), found)
+            elif isinstance(want, list) or ("tensor" in want and not isinstance(value, torch.Tensor)):
+                kind = "a list" if isinstance(want, list) else "a tensor"
+                raise ValueError(f"an argument is {value!r}; these kernels were made for {kind}")
             elif "tensor" in want:
                 found.append(value)
             elif value != want["value"]:
@@ -172,13 +175,20 @@ def _built(files: dict[str, str], command: list[str], product: str, identity: st
     cache = _Path(_os.environ.get("XDG_CACHE_HOME") or _Path.home() / ".cache") / "model_new" / key
     if (cache / product).exists():
         return cache
-    cache.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    work = _Path(_tempfile.mkdtemp(dir=cache.parent))
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        work = _Path(_tempfile.mkdtemp(dir=cache.parent))
+    except OSError as error:
+        message = f"kernels are built in {cache.parent}, where nothing can be written: set XDG_CACHE_HOME ({error})"
+        raise RuntimeError(message) from None
     try:
         for name, text in files.items():
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             (work / name).write_text(text)
-        done = _subprocess.run(command, cwd=work, capture_output=True, text=True)
+        try:
+            done = _subprocess.run(command, cwd=work, capture_output=True, text=True)
+        except OSError as error:
+            raise RuntimeError(f"the kernels are built with {command[0]}, which does not start here: {error}") from None
         if done.returncode or not (work / product).exists():
             raise RuntimeError(f"{command[0]} failed:\n{done.stderr[-4000:]}")
         try:

@@ -178,7 +178,9 @@ def plan(nodes, **kernels):
 
 def test_a_plan_computes_what_the_model_computes_nested_as_the_model_nests_it(exported):
     refusals = """
-for wrong in ([torch.randn(32, 64), given[1], 3], [given[0].double(), given[1], 3], [*given[:2], 4], given[:2]):
+rest = given[1:]
+wrongs = [torch.randn(32, 64), *rest], [given[0].double(), *rest], ["x", *rest], [*given[:2], 4], given[:2]
+for wrong in wrongs:
     try:
         new(*wrong)
         raise SystemExit("not refused")
@@ -196,6 +198,16 @@ with torch.no_grad():
     torch.testing.assert_close(new(turned, *given[1:]), old(turned, *given[1:]), rtol=1e-3, atol=1e-3)
 import copy
 torch.testing.assert_close(copy.deepcopy(new)(*given)["y"], new(*given)["y"])
+import os, model_new
+refused = ("XDG_CACHE_HOME", "/proc/none", "set XDG_CACHE_HOME"), ("PATH", "/nowhere", "built with g++")
+for name, value, said in refused:
+    before, os.environ[name] = os.environ.get(name), value
+    try:
+        model_new._built({"new.cpp": "int x;"}, ["g++", "new.cpp"], "a.out")
+        raise SystemExit("not refused")
+    except RuntimeError as error:
+        assert said in str(error), error
+    os.environ.pop(name) if before is None else os.environ.update({name: before})
 """
     done = exported(CHAIN, plan(CHAIN_PLAN, chain=CHAIN_KERNEL), refusals)
     assert done.returncode == 0, done.stderr
