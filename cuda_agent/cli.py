@@ -10,13 +10,16 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from cuda_agent import cli_cluster, cli_episodes, cli_optimize, cli_runs, cli_upkeep
 from cuda_agent.cli_pod import pod_app
 from cuda_agent.cli_sandbox import sandbox_app
+
+if TYPE_CHECKING:
+    from cuda_agent.config import Config
 
 app = typer.Typer(
     name="cuda-agent",
@@ -102,6 +105,10 @@ def run(
         rows = up_to(STAGES, to) if to else STAGES
     except ValueError as error:
         raise ConfigError(f"--to: {error}") from None
+    if any(row.name == "bootstrap" for row in rows):  # which loads it
+        from cuda_agent.pipeline.schedule import require_base
+
+        require_base(config.policy.base)
     if sys.platform != "linux":
         from cuda_agent.pipeline.doctor import unsupported
 
@@ -149,16 +156,24 @@ def run(
 
 @app.command(epilog="\b\nExamples:\n  cuda-agent config experiment=paper\n  cuda-agent config critic.lr=1e-4 --json")
 def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Print the composed, validated configuration and the schedule it amounts to. Runs nothing."""
+    """Print the composed, validated configuration and the schedule it amounts to. Runs nothing.
+
+    When policy.base is a folder that is not on this machine, it is printed all the same, and the exit code is 78.
+    """
     from cuda_agent.config import compose, freeze
-    from cuda_agent.pipeline.schedule import derived
+    from cuda_agent.pipeline.schedule import derived, require_base
 
     composed = compose(overrides or [])
     text, sha256 = freeze(composed)
     schedule = derived(composed)
     if as_json:
         _print_json({"config": json.loads(text), "sha256": sha256, "schedule": schedule})
-        return
+    else:
+        _print_schedule(composed, sha256, schedule)
+    require_base(composed.policy.base)
+
+
+def _print_schedule(composed: "Config", sha256: str, schedule: dict[str, Any]) -> None:
     import yaml
 
     print(

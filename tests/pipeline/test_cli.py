@@ -12,7 +12,7 @@ from drill import table
 from typer.testing import CliRunner
 
 from cuda_agent import cli
-from cuda_agent.config import Config
+from cuda_agent.config import Config, ConfigError
 from cuda_agent.pipeline import gc, runs, screen
 from cuda_agent.pipeline.doctor import examine
 from cuda_agent.pipeline.local import StageView, run_pipeline
@@ -76,6 +76,22 @@ def test_config_prints_configuration_and_schedule():
     }
     small = json.loads(ask("config", "experiment=smoke", "--json"))["schedule"]["stages"]
     assert small["agentic"]["memory"] > small["rft"]["memory"] > 0 and "memory" not in small["collect"]
+
+
+@pytest.mark.parametrize("command", [["run"], ["config"], ["sweep", "--on", "local", "seed=1,2"]])
+@pytest.mark.parametrize("base", ["my-model/", "/nonexist", "./mine", "~/mine", "a/b/c"])
+def test_a_base_that_is_no_folder_is_refused_before_anything_runs(tmp_path, command, base):
+    where = f"run.store={tmp_path}/store"
+    result = CliRunner().invoke(cli.app, [*command, "experiment=smoke", f"policy.base='{base}'", where])
+    assert isinstance(result.exception, ConfigError) and cli._exit_code(result.exception) == 78
+    assert str(result.exception) == f"policy.base: there is no folder {base} with a model"
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_base_that_is_a_folder_with_a_model_or_may_be_of_the_hub_is_taken(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for base in (f"{tmp_path}/", tmp_path, "org/name"):
+        assert f"base: {base}" in ask("config", "experiment=smoke", f"policy.base={base}")
 
 
 def test_runs_lists_them_oldest_first(store):
