@@ -69,8 +69,7 @@ def episodes(
 
             said = {"stage": stage, "task": task, "status": status, "reward at least": min_reward}
             asked = ", ".join([*(f"{k} {v}" for k, v in said.items() if v is not None), f"sorted by {sort}"])
-            page.parent.mkdir(parents=True, exist_ok=True)
-            page.write_text(render(title, chosen, len(entries), asked, most), encoding="utf-8")
+            _write(page, render(title, chosen, len(entries), asked, most))
     if as_json:
         print(json.dumps([entry.row.to_json() for entry in chosen], indent=1))
     elif page is None:
@@ -81,6 +80,17 @@ def episodes(
         import webbrowser
 
         webbrowser.open(page.absolute().as_uri())
+
+
+def _write(page: Path, text: str) -> None:
+    """Raises ConfigError."""
+    from cuda_agent.config import ConfigError
+
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{page}: cannot be written: {error.strerror}") from None
 
 
 def _entries(

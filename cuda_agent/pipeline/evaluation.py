@@ -115,6 +115,8 @@ async def benchmark(
     from cuda_agent.stages.scores import score, write_scores
 
     chosen = read_any(tasks)
+    if output is not None:
+        _make(output)
     done = 0
     async with open_sandbox(config.sandbox, cache) as sandbox, _opened(config, cache, player, sandbox) as play:
 
@@ -132,12 +134,19 @@ async def benchmark(
         episodes = await run_many(jobs, config.agent.concurrency, lockstep=config.sandbox.clock == "model")
     scores = score(player.name, episodes, chosen, config.sandbox.clock, config.seed)
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
         write_episodes(output / "episodes.jsonl", episodes)
         write_scores(output / "scores.json", scores)
         if player.policy and (tokenizer := player.policy / "tokenizer.json").is_file():
             shutil.copyfile(tokenizer, output / "tokenizer.json")  # what the episodes' ids mean
     return scores
+
+
+def _make(output: Path) -> None:
+    """Before anything is played.  Raises BenchmarkError."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchmarkError(f"--output {output}: cannot be made: {error.strerror}") from None
 
 
 def _opened(config: Config, cache: Path, player: Player, sandbox: Any) -> AbstractAsyncContextManager[Any]:

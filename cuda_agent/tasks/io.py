@@ -25,7 +25,7 @@ class TaskError(Exception):
 
 
 def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
-    """Writes ``folder/tasks.parquet``.  Raises TaskError when two tasks share a name."""
+    """Writes ``folder/tasks.parquet``.  Raises TaskError when two tasks share a name, or it cannot be written."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -35,8 +35,12 @@ def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
     schema = pa.schema([("ops", pa.list_(text)), *((column, text) for column in (*PUBLISHED[1:], *OWN))])
     columns = {field: [getattr(task, field) for task in tasks] for field in schema.names}
     columns["ops"] = [list(ops) for ops in columns["ops"]]
-    folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns, schema=schema), folder / FILE)
+    table = pa.table(columns, schema=schema)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, folder / FILE)
+    except OSError as error:
+        raise TaskError(f"{folder}: cannot be written: {error.strerror or error}") from None
 
 
 def read_tasks(folder: Path) -> list[Task]:

@@ -334,6 +334,24 @@ def test_a_folder_of_optimize_shows_its_attempts(tmp_path):
         assert part in text, part
 
 
+def refused(*arguments) -> str:
+    result = CliRunner().invoke(cli.app, ["episodes", *map(str, arguments)])
+    assert isinstance(result.exception, ConfigError), result.output
+    return str(result.exception)
+
+
+def test_a_page_that_cannot_be_written_is_said_in_one_line(tmp_path):
+    folder = transcript(tmp_path / "relu-optimized")
+    for page in (Path("/proc/x.html"), tmp_path):
+        assert re.fullmatch(f"{page}: cannot be written: [^\n]+", refused(folder, "--output", page))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\n", b'{"kind": "turn"}\n'])
+def test_a_transcript_of_anything_else_is_said_in_one_line(tmp_path, content):
+    (tmp_path / "transcript.jsonl").write_bytes(content)
+    assert re.fullmatch(r".*transcript.jsonl: no attempts \([^\n]+\)", refused(tmp_path))
+
+
 # In a browser ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """Task sets on disk."""
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -84,6 +85,14 @@ def test_import_recomputes_ops_and_drops_copies(tmp_path):
 def test_import_of_one_file(tmp_path):
     (tmp_path / "model.py").write_text(CODE.format(2))
     assert [t.name for t in import_tasks(tmp_path / "model.py", tmp_path / "out")] == ["model"]
+
+
+def test_a_set_that_cannot_be_written_is_said_plainly(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "taken" / "tasks.parquet").mkdir(parents=True)
+    for folder in (Path("/proc/x"), tmp_path / "file", tmp_path / "taken"):
+        with pytest.raises(TaskError, match=f"^{folder}: cannot be written: "):
+            write_tasks(folder, [task("a")])
 
 
 def test_what_cannot_be_read_is_said_plainly(tmp_path):
