@@ -37,6 +37,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4"),
 ]
+MOST_DROPPED = 10  # of an import, listed
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for a program")]
 
 
@@ -270,11 +271,19 @@ def tasks_import(
     """Read somebody else's tasks, drop what is no task or a duplicate, recompute their operators, write a task set."""
     from cuda_agent.tasks.io import import_tasks
 
-    tasks = import_tasks(source, folder)
+    imported = import_tasks(source, folder)
+    count, dropped = len(imported.tasks), imported.dropped
     if as_json:
-        _print_json({"tasks": len(tasks), "folder": str(folder)})
-    else:
-        print(f"{len(tasks)} tasks in {folder / 'tasks.parquet'}")
+        _print_json({"tasks": count, "folder": str(folder), "dropped": dropped, "copies": imported.copies})
+        return
+    print(f"{count} tasks in {folder / 'tasks.parquet'}")
+    if imported.copies:
+        print(f"dropped as copies: {imported.copies}")
+    if dropped:
+        print(f"dropped as no task: {len(dropped)}")
+        print("\n".join(f"  {line}" for line in dropped[:MOST_DROPPED]))
+    if len(dropped) > MOST_DROPPED:
+        print(f"  and {len(dropped) - MOST_DROPPED} more: see --json")
 
 
 @app.command(

@@ -208,6 +208,9 @@ def test_tasks_are_imported_and_shown(tmp_path):
     (tmp_path / "level1").mkdir()
     (tmp_path / "level1" / "1_relu.py").write_text(code)
     assert json.loads(ask("tasks", "import", tmp_path, tmp_path / "set", "--json"))["tasks"] == 1
+    (tmp_path / "level1" / "helper.py").write_text("x = 1")
+    text = ask("tasks", "import", tmp_path, tmp_path / "set")
+    assert "1 tasks in" in text and "dropped as no task: 1\n" in text and "helper.py: not a task: no class" in text
     assert "torch.relu" in ask("tasks", "show", tmp_path / "set")
     assert ask("tasks", "show", tmp_path / "set", "level1/1_relu") == code + "\n"
 
