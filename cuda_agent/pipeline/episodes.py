@@ -113,10 +113,17 @@ def of_path(path: Path) -> list[Entry]:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{path / TRANSCRIPT}: no attempts ({type(error).__name__}: {error})") from None
     file = path / FILE if path.is_dir() else path
+    if not path.exists():
+        raise ConfigError(f"{path}: there is no such folder or file")
     if not file.is_file():
-        raise ConfigError(f"{path}: expected {TRANSCRIPT} of `optimize`, or {FILE} of `benchmark`, in this folder")
+        raise ConfigError(no_result(path))
     tokenizer = file.with_name(TOKENIZER)
     return listed([Left(path.name.removesuffix(".jsonl"), file, tokenizer if tokenizer.is_file() else None)])
+
+
+def no_result(path: Path) -> str:
+    """What is wrong with a folder that holds neither."""
+    return f"{path}: expected {TRANSCRIPT} of `optimize`, or {FILE} of `benchmark`, in this folder"
 
 
 def listed(left: Sequence[Left]) -> list[Entry]:

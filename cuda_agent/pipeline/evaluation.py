@@ -52,8 +52,13 @@ def policy_folder(text: str, store_uri: str) -> Path:
         return folder
     run, _, stage = text.partition("/")
     local = local_folder(store_uri)
-    if not stage or "/" in stage or (local is not None and not local.is_dir()):
+    if not run or not stage or "/" in stage:
         raise BenchmarkError(f"benchmark: there is no folder {text}; a policy of a run is named as in last/agentic.")
+    if local is not None and not local.is_dir():
+        raise BenchmarkError(
+            f"benchmark: there is no folder {text}, and no store at {local} with a run that made it. "
+            "Name one with run.store=..., or start a run."
+        )
     store = open_store(store_uri)
     record = runs.find_run(store, run)
     manifest = read_manifest(store, manifest_entry(record.name, stage))

@@ -352,6 +352,23 @@ def test_a_transcript_of_anything_else_is_said_in_one_line(tmp_path, content):
     assert re.fullmatch(r".*transcript.jsonl: no attempts \([^\n]+\)", refused(tmp_path))
 
 
+def test_a_folder_without_a_result_is_blamed_and_not_the_store(tmp_path, monkeypatch):
+    (tmp_path / "e").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    assert refused("../e") == episodes.no_result(Path("../e"))
+    assert refused("../nothing") == "../nothing: there is no such folder or file"
+    (tmp_path / "here" / "e").mkdir()
+    folder, store = refused("e").splitlines()  # may also be the beginning of a run's name
+    assert folder == episodes.no_result(Path("e")) and store.startswith("There is no store at ")
+
+
+def test_a_search_that_began_no_attempt_says_so(tmp_path):
+    (tmp_path / "transcript.jsonl").write_text('{"kind": "begin", "attempt": 0, "task": "relu"}\n')
+    assert ask(tmp_path).strip() == "no attempts: the search has begun none"
+
+
 # In a browser ---------------------------------------------------------------------------------------------------------
 
 
