@@ -214,14 +214,12 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Check and time one solution of one task in the sandbox."""
-    import asyncio
-
     from cuda_agent.config import compose
     from cuda_agent.pipeline import evaluation, runs
     from cuda_agent.pipeline.verdict_text import verdict_lines
 
     settings = compose(overrides or [])
-    verdict = asyncio.run(
+    verdict = evaluation.run_to_end(
         evaluation.evaluate(settings.sandbox, runs.local_home(settings.run.store) / "cache", task, solution, mode)
     )
     if as_json:
@@ -307,8 +305,6 @@ def benchmark(
 
     Budgets are those of experiment=benchmark; overrides change them, as in evaluate.turns=20 sandbox.threads=4.
     """
-    import asyncio
-
     from cuda_agent.config import compose
     from cuda_agent.pipeline import evaluation, runs
 
@@ -323,7 +319,7 @@ def benchmark(
     who = evaluation.Player(folder, base_url, model, key_env)
     cache = runs.local_home(settings.run.store) / "cache"
     say = (lambda line: None) if as_json else (lambda line: print(line, file=sys.stderr))
-    scores = asyncio.run(evaluation.benchmark(settings, cache, who, tasks, output, say))
+    scores = evaluation.run_to_end(evaluation.benchmark(settings, cache, who, tasks, output, say))
     if as_json:
         _print_json(scores.to_json())
     else:

@@ -3,12 +3,14 @@
 What it does not cover: judging (``sandbox``), playing (``agent``), scoring (``stages.scores``), parsing a command line.
 """
 
+import asyncio
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from cuda_agent.config import Config, Sandbox
 from cuda_agent.pipeline import runs
@@ -16,6 +18,8 @@ from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
 from cuda_agent.sandbox.wire import Mode, Solution, Verdict
 from cuda_agent.storage import local_folder, open_store
 from cuda_agent.tasks.io import TaskError, read_any, task_from_file
+
+T = TypeVar("T")
 
 LARGEST = 1 << 20  # bytes of one file of a solution
 SMALL_VOCABULARY = 8192  # entries; only a policy of our own, trained from scratch, has so few, and wants short prompts
@@ -43,6 +47,33 @@ class Player:
     @property
     def name(self) -> str:
         return self.model or (self.policy.name if self.policy else "")
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run``, but SIGTERM is as orderly as Ctrl-C: the work is cancelled and cleans up, then the process ends
+    with exit code 143."""
+    stopped: list[int] = []
+
+    async def whole() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop(number: int, frame: Any) -> None:
+            if not stopped:
+                loop.call_soon_threadsafe(task.cancel)  # wakes the loop
+            stopped.append(number)
+
+        before = signal.signal(signal.SIGTERM, stop)
+        try:
+            return await work
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    try:
+        return asyncio.run(whole())
+    finally:
+        if stopped:
+            raise SystemExit(128 + signal.SIGTERM)
 
 
 def policy_folder(text: str, store_uri: str) -> Path:

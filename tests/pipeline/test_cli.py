@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ from cuda_agent.pipeline import gc, runs, screen
 from cuda_agent.pipeline.doctor import examine
 from cuda_agent.pipeline.local import StageView, run_pipeline
 from cuda_agent.storage import open_store
+from tests.agent import agent_cases
+from tests.waiting import wait_for
 
 
 def call(*arguments, **environment):
@@ -192,6 +195,22 @@ def test_a_task_file_that_is_none_is_refused_clearly(tmp_path, code):
     (tmp_path / "model.py").write_text(code)
     ended = call("evaluate", tmp_path / "model.py", tmp_path)
     assert ended.returncode == 78 and "model.py" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_evaluate_that_is_terminated_leaves_no_temporary_folder(tmp_path):
+    temporary, solution = tmp_path / "tmp", tmp_path / "solution"
+    for folder in (temporary, solution):
+        folder.mkdir()
+    (tmp_path / "model.py").write_text(agent_cases.CODE)
+    (solution / "plan.json").write_text("{}")
+    command = [sys.executable, "-m", "cuda_agent.cli", "evaluate", tmp_path / "model.py", solution]
+    process = subprocess.Popen(
+        [*command, f"run.store={tmp_path}/store"], env=os.environ | {"TMPDIR": str(temporary)}, start_new_session=True
+    )
+    wait_for("the sandbox's folder", 60, lambda: list(temporary.glob("cuda-agent-sandbox-*/judge-0")))
+    os.killpg(process.pid, signal.SIGTERM)  # as `timeout` does
+    assert process.wait(60) == 143
+    assert not list(temporary.glob("cuda-agent-*"))
 
 
 def test_benchmark_wants_a_policy_or_an_address(tmp_path):
