@@ -10,13 +10,16 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from cuda_agent import cli_cluster, cli_episodes, cli_optimize, cli_runs, cli_upkeep
 from cuda_agent.cli_pod import pod_app
 from cuda_agent.cli_sandbox import sandbox_app
+
+if TYPE_CHECKING:
+    from cuda_agent.config import Config
 
 app = typer.Typer(
     name="cuda-agent",
@@ -34,6 +37,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4"),
 ]
+MOST_DROPPED = 10  # of an import, listed
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for a program")]
 
 
@@ -102,6 +106,10 @@ def run(
         rows = up_to(STAGES, to) if to else STAGES
     except ValueError as error:
         raise ConfigError(f"--to: {error}") from None
+    if any(row.name == "bootstrap" for row in rows):  # which loads it
+        from cuda_agent.pipeline.schedule import require_base
+
+        require_base(config.policy.base)
     if sys.platform != "linux":
         from cuda_agent.pipeline.doctor import unsupported
 
@@ -149,16 +157,27 @@ def run(
 
 @app.command(epilog="\b\nExamples:\n  cuda-agent config experiment=paper\n  cuda-agent config critic.lr=1e-4 --json")
 def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Print the composed, validated configuration and the schedule it amounts to. Runs nothing."""
-    from cuda_agent.config import compose, freeze
-    from cuda_agent.pipeline.schedule import derived
+    """Print the composed, validated configuration and the schedule it amounts to. Runs nothing.
+
+    A policy.base that is a folder, and not on this machine, is noted: `run` would refuse it.
+    """
+    from cuda_agent.config import ConfigError, compose, freeze
+    from cuda_agent.pipeline.schedule import derived, require_base
 
     composed = compose(overrides or [])
     text, sha256 = freeze(composed)
     schedule = derived(composed)
     if as_json:
         _print_json({"config": json.loads(text), "sha256": sha256, "schedule": schedule})
-        return
+    else:
+        _print_schedule(composed, sha256, schedule)
+    try:
+        require_base(composed.policy.base)
+    except ConfigError as error:  # it may be a path of a cluster's pods
+        print(f"note: {error}, on this machine", file=sys.stderr)
+
+
+def _print_schedule(composed: "Config", sha256: str, schedule: dict[str, Any]) -> None:
     import yaml
 
     print(
@@ -199,18 +218,13 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Check and time one solution of one task in the sandbox."""
-    import asyncio
-
     from cuda_agent.config import compose
     from cuda_agent.pipeline import evaluation, runs
     from cuda_agent.pipeline.verdict_text import verdict_lines
 
     settings = compose(overrides or [])
-    verdict = asyncio.run(
-        evaluation.evaluate(
-            settings.sandbox, runs.local_home(settings.run.store) / "cache", task, solution, mode, again
-        )
-    )
+    cache = runs.local_home(settings.run.store) / "cache"
+    verdict = evaluation.run_to_end(evaluation.evaluate(settings.sandbox, cache, task, solution, mode, again))
     if as_json:
         _print_json(verdict.to_json())
     else:
@@ -258,11 +272,19 @@ def tasks_import(
     """Read somebody else's tasks, drop what is no task or a duplicate, recompute their operators, write a task set."""
     from cuda_agent.tasks.io import import_tasks
 
-    tasks = import_tasks(source, folder)
+    imported = import_tasks(source, folder)
+    count, dropped = len(imported.tasks), imported.dropped
     if as_json:
-        _print_json({"tasks": len(tasks), "folder": str(folder)})
-    else:
-        print(f"{len(tasks)} tasks in {folder / 'tasks.parquet'}")
+        _print_json({"tasks": count, "folder": str(folder), "dropped": dropped, "copies": imported.copies})
+        return
+    print(f"{count} tasks in {folder / 'tasks.parquet'}")
+    if imported.copies:
+        print(f"dropped as copies: {imported.copies}")
+    if dropped:
+        print(f"dropped as no task: {len(dropped)}")
+        print("\n".join(f"  {line}" for line in dropped[:MOST_DROPPED]))
+    if len(dropped) > MOST_DROPPED:
+        print(f"  and {len(dropped) - MOST_DROPPED} more: see --json")
 
 
 @app.command(
@@ -286,8 +308,6 @@ def benchmark(
 
     Budgets are those of experiment=benchmark; overrides change them, as in evaluate.turns=20 sandbox.threads=4.
     """
-    import asyncio
-
     from cuda_agent.config import compose
     from cuda_agent.pipeline import evaluation, runs
 
@@ -302,7 +322,7 @@ def benchmark(
     who = evaluation.Player(folder, base_url, model, key_env)
     cache = runs.local_home(settings.run.store) / "cache"
     say = (lambda line: None) if as_json else (lambda line: print(line, file=sys.stderr))
-    scores = asyncio.run(evaluation.benchmark(settings, cache, who, tasks, output, say))
+    scores = evaluation.run_to_end(evaluation.benchmark(settings, cache, who, tasks, output, say))
     if as_json:
         _print_json(scores.to_json())
     else:

@@ -105,6 +105,10 @@ def sweep(
         raise ConfigError("sweep --parallel: on this machine the runs go one after the other.")
     name, points = sweeps.points(overrides)
     if on == "local":
+        from cuda_agent.pipeline.schedule import require_base
+
+        for point in points:
+            require_base(point.config.policy.base)
         if not dry_run:
             sys.exit(_sweep_here(name, points, as_json))
     else:

@@ -61,7 +61,7 @@ def episodes(
     from cuda_agent.pipeline import episodes as left
 
     with tempfile.TemporaryDirectory() as folder:
-        title, home, entries = _entries(run, store, on, namespace, Path(folder))
+        title, home, entries, nothing = _entries(run, store, on, namespace, Path(folder))
         chosen = left.chosen(entries, stage, task, status, min_reward, sort)
         page = output or (home / "episodes.html" if open_page else None)
         if page is not None:
@@ -69,12 +69,11 @@ def episodes(
 
             said = {"stage": stage, "task": task, "status": status, "reward at least": min_reward}
             asked = ", ".join([*(f"{k} {v}" for k, v in said.items() if v is not None), f"sorted by {sort}"])
-            page.parent.mkdir(parents=True, exist_ok=True)
-            page.write_text(render(title, chosen, len(entries), asked, most), encoding="utf-8")
+            _write(page, render(title, chosen, len(entries), asked, most))
     if as_json:
         print(json.dumps([entry.row.to_json() for entry in chosen], indent=1))
     elif page is None:
-        print("\n".join(_lines(chosen, len(entries), most)))
+        print("\n".join(_lines(chosen, len(entries), most, nothing)))
     else:
         print(page)
     if page is not None and open_page:
@@ -83,28 +82,59 @@ def episodes(
         webbrowser.open(page.absolute().as_uri())
 
 
+def _write(page: Path, text: str) -> None:
+    """Raises ConfigError."""
+    from cuda_agent.config import ConfigError
+
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{page}: cannot be written: {error.strerror}") from None
+
+
 def _entries(
     run: str, store: str, on: str | None, namespace: str | None, folder: Path
-) -> "tuple[str, Path, list[Entry]]":
-    """Title, where a page belongs, and all episodes."""
+) -> "tuple[str, Path, list[Entry], str]":
+    """Title, where a page belongs, all episodes, and what to say where there are none."""
+    from cuda_agent.config import ConfigError
     from cuda_agent.pipeline import cluster_report, runs
     from cuda_agent.pipeline import episodes as left
+    from cuda_agent.pipeline.cluster_api import ClusterError
+    from cuda_agent.storage import StoreUnavailable
 
     path = Path(run)
-    if on is None and (path.is_file() or any((path / name).is_file() for name in (left.TRANSCRIPT, left.FILE))):
-        return path.name, path if path.is_dir() else path.parent, left.of_path(path)
-    where, name = find(run, store, on, namespace)
+    if on is None and _is_path(run):
+        search = (path / left.TRANSCRIPT).is_file()
+        nothing = "no attempts: the search has begun none" if search else f"no episodes: {left.FILE} is empty"
+        return path.name, path if path.is_dir() else path.parent, left.of_path(path), nothing
+    nothing = "no episodes: collect and the evaluations leave them"
+    try:
+        where, name = find(run, store, on, namespace)
+    except (ConfigError, StoreUnavailable, ClusterError) as error:
+        if on is None and path.is_dir():
+            raise ConfigError(f"{left.no_result(path)}\n{error}") from None
+        raise
     if isinstance(where, tuple):
         home = runs.local_home(store) / "episodes" / name
-        return f"run {name}", home, left.listed(left.of_run(*where, folder))
+        return f"run {name}", home, left.listed(left.of_run(*where, folder)), nothing
     with cluster_report.mlflow(where) as address:
         found = left.listed(cluster_report.episodes(address, name, folder))
-    return f"run {name}", Path(".cuda-agent") / "episodes" / name, found
+    return f"run {name}", Path(".cuda-agent") / "episodes" / name, found, nothing
 
 
-def _lines(chosen: "list[Entry]", found: int, most: int) -> list[str]:
+def _is_path(text: str) -> bool:
+    """A folder or file with a result, or what can be no run's name."""
+    from cuda_agent.pipeline.episodes import FILE, TRANSCRIPT
+
+    path = Path(text)
+    return "/" in text or path.is_file() or any((path / name).is_file() for name in (TRANSCRIPT, FILE))
+
+
+def _lines(chosen: "list[Entry]", found: int, most: int, nothing: str) -> list[str]:
+    """``nothing``: what to say where there are none."""
     if not chosen:
-        return [f"none of {found} episodes" if found else "no episodes: collect and the evaluations leave them"]
+        return [f"none of {found} episodes" if found else nothing]
     lines = [_HEAD, *(_line(entry.row) for entry in chosen[:most])]
     rest = len(chosen) - most
     lines.append(f"{len(chosen)} of {found} episodes" + (f"; {rest} are not listed: see --most" if rest > 0 else ""))

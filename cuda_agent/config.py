@@ -514,7 +514,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
                     + _nearest(str(override.value()), choices)
                 )
         elif key not in known:
-            raise ConfigError(f"{key}: there is no such key." + _nearest(key, list(known)))
+            raise ConfigError(f"{key}: there is no such key." + _nearest(key, ["experiment", *known]))
         elif _is_section(known[key]) and not isinstance(override.value(), dict):
             raise ConfigError(f"{key}: expected a key of this section, as in {key}.{_first_key(known, key)}=…")
 

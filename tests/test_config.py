@@ -61,6 +61,7 @@ def test_overrides_win_over_the_experiment():
         ("agent.turns=2.5", ["agent.turns", "whole number"]),
         ("policy={base: 3}", ["policy.base", "text or null"]),
         ("experiment=demmo", ["demmo", "Did you mean demo?"]),
+        ("experimnt=demo", ["experimnt", "Did you mean experiment?"]),
         ("critic.lr=1e-4,1e-3", ["critic.lr", "sweep"]),
         ("critic.lr", ["critic.lr", "key=value"]),
         ("critic=3", ["critic", "critic.epochs"]),

@@ -108,12 +108,22 @@ def of_path(path: Path) -> list[Entry]:
     """The attempts of a folder of ``optimize``, or the episodes of a folder or file of ``benchmark``.  Raises
     ConfigError when it is neither."""
     if (path / TRANSCRIPT).is_file():
-        return attempts(read_events(path / TRANSCRIPT))
+        try:
+            return attempts(read_events(path / TRANSCRIPT))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{path / TRANSCRIPT}: no attempts ({type(error).__name__}: {error})") from None
     file = path / FILE if path.is_dir() else path
+    if not path.exists():
+        raise ConfigError(f"{path}: there is no such folder or file")
     if not file.is_file():
-        raise ConfigError(f"{path}: expected {TRANSCRIPT} of `optimize`, or {FILE} of `benchmark`, in this folder")
+        raise ConfigError(no_result(path))
     tokenizer = file.with_name(TOKENIZER)
     return listed([Left(path.name.removesuffix(".jsonl"), file, tokenizer if tokenizer.is_file() else None)])
+
+
+def no_result(path: Path) -> str:
+    """What is wrong with a folder that holds neither."""
+    return f"{path}: expected {TRANSCRIPT} of `optimize`, or {FILE} of `benchmark`, in this folder"
 
 
 def listed(left: Sequence[Left]) -> list[Entry]:
@@ -124,7 +134,7 @@ def listed(left: Sequence[Left]) -> list[Entry]:
             for offset, episode in _read(one.file):
                 row = _row(episode, one.stage, len(entries) + 1)
                 entries.append(Entry(row, lambda one=one, at=offset: _story(one, at)))  # type: ignore[misc]
-        except (ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{one.file}: no episodes ({type(error).__name__}: {error})") from None
     return entries
 

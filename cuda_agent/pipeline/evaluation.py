@@ -3,12 +3,14 @@
 What it does not cover: judging (``sandbox``), playing (``agent``), scoring (``stages.scores``), parsing a command line.
 """
 
+import asyncio
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from cuda_agent.config import Config, ConfigError, Sandbox
 from cuda_agent.pipeline import runs
@@ -16,6 +18,8 @@ from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
 from cuda_agent.sandbox.wire import Mode, Solution, Verdict
 from cuda_agent.storage import local_folder, open_store
 from cuda_agent.tasks.io import TaskError, read_any, task_from_file
+
+T = TypeVar("T")
 
 LARGEST = 1 << 20  # bytes of one file of a solution
 SMALL_VOCABULARY = 8192  # entries; only a policy of our own, trained from scratch, has so few, and wants short prompts
@@ -45,6 +49,33 @@ class Player:
         return self.model or (self.policy.name if self.policy else "")
 
 
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run``, but SIGTERM is as orderly as Ctrl-C: the work is cancelled and cleans up, then the process ends
+    with exit code 143."""
+    stopped: list[int] = []
+
+    async def whole() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop(number: int, frame: Any) -> None:
+            if not stopped:
+                loop.call_soon_threadsafe(task.cancel)  # wakes the loop
+            stopped.append(number)
+
+        before = signal.signal(signal.SIGTERM, stop)
+        try:
+            return await work
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    try:
+        return asyncio.run(whole())
+    finally:
+        if stopped:
+            raise SystemExit(128 + signal.SIGTERM)
+
+
 def policy_folder(text: str, store_uri: str) -> Path:
     """``text`` is a Hugging Face folder, or ``RUN/STAGE`` of the store (``last/agentic``), whose policy is fetched."""
     folder = Path(text)
@@ -52,8 +83,13 @@ def policy_folder(text: str, store_uri: str) -> Path:
         return folder
     run, _, stage = text.partition("/")
     local = local_folder(store_uri)
-    if not stage or "/" in stage or (local is not None and not local.is_dir()):
+    if not run or not stage or "/" in stage:
         raise BenchmarkError(f"benchmark: there is no folder {text}; a policy of a run is named as in last/agentic.")
+    if local is not None and not local.is_dir():
+        raise BenchmarkError(
+            f"benchmark: there is no folder {text}, and no store at {local} with a run that made it. "
+            "Name one with run.store=..., or start a run."
+        )
     store = open_store(store_uri)
     record = runs.find_run(store, run)
     manifest = read_manifest(store, manifest_entry(record.name, stage))
@@ -125,6 +161,8 @@ async def benchmark(
     from cuda_agent.stages.scores import score, write_scores
 
     chosen = read_any(tasks)
+    if output is not None:
+        _make(output)
     done = 0
     async with open_sandbox(config.sandbox, cache) as sandbox, _opened(config, cache, player, sandbox) as play:
 
@@ -142,12 +180,19 @@ async def benchmark(
         episodes = await run_many(jobs, config.agent.concurrency, lockstep=config.sandbox.clock == "model")
     scores = score(player.name, episodes, chosen, config.sandbox.clock, config.seed)
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
         write_episodes(output / "episodes.jsonl", episodes)
         write_scores(output / "scores.json", scores)
         if player.policy and (tokenizer := player.policy / "tokenizer.json").is_file():
             shutil.copyfile(tokenizer, output / "tokenizer.json")  # what the episodes' ids mean
     return scores
+
+
+def _make(output: Path) -> None:
+    """Before anything is played.  Raises BenchmarkError."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchmarkError(f"--output {output}: cannot be made: {error.strerror}") from None
 
 
 def _opened(config: Config, cache: Path, player: Player, sandbox: Any) -> AbstractAsyncContextManager[Any]:

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import Config, Policy
+from cuda_agent.config import Config, ConfigError, Policy
 from cuda_agent.training.memory import AUTO_TOKENS, ROW_TOKENS, SMALL, Shape, peak, shape_of, shape_of_policy
 
 
@@ -115,6 +115,16 @@ def _base_config(base: str) -> Path:
 
     found = try_to_load_from_cache(base, "config.json")
     return Path(found) if isinstance(found, str) else Path(base) / "config.json"
+
+
+def require_base(base: str | None) -> None:
+    """Raises ConfigError where ``policy.base`` is plainly a path and there is no model on this machine.  A name such as
+    org/name may be one of the hub."""
+    if base is None:
+        return
+    is_path = base.startswith(("/", ".", "~")) or base.endswith("/") or base.count("/") > 1
+    if is_path and not (Path(base) / "config.json").is_file():
+        raise ConfigError(f"policy.base: there is no folder {base} with a model")
 
 
 def parameter_count(policy: Policy) -> int:

@@ -8,7 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ class TaskError(Exception):
 
 
 def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
-    """Writes ``folder/tasks.parquet``.  Raises TaskError when two tasks share a name."""
+    """Writes ``folder/tasks.parquet``.  Raises TaskError when two tasks share a name, or it cannot be written."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -35,8 +35,12 @@ def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
     schema = pa.schema([("ops", pa.list_(text)), *((column, text) for column in (*PUBLISHED[1:], *OWN))])
     columns = {field: [getattr(task, field) for task in tasks] for field in schema.names}
     columns["ops"] = [list(ops) for ops in columns["ops"]]
-    folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns, schema=schema), folder / FILE)
+    table = pa.table(columns, schema=schema)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, folder / FILE)
+    except OSError as error:
+        raise TaskError(f"{folder}: cannot be written: {error.strerror or error}") from None
 
 
 def read_tasks(folder: Path) -> list[Task]:
@@ -73,21 +77,33 @@ def read_kernelbench(folder: Path) -> list[Task]:
     """
     if folder.is_file():
         return [task_from_file(folder)]
+    found, refused = _of_folder(folder)
+    if refused:
+        raise refused[0]
+    return found
+
+
+def _of_folder(folder: Path) -> tuple[list[Task], list[TaskError]]:
+    """The tasks of ``read_kernelbench``, and of each file that is none what is wrong with it."""
     if not folder.is_dir():
         raise TaskError(f"{folder}: no such folder")
     levels = sorted((p for p in folder.iterdir() if p.is_dir() and re.fullmatch(r"level\d+", p.name)), key=_natural)
-    found = []
+    found, refused = list[Task](), list[TaskError]()
     for place in levels or [folder]:
         family = place.name if levels or re.fullmatch(r"level\d+", place.name) else "kernelbench"
         for path in sorted(place.glob("*.py"), key=_natural):
             if path.name == "__init__.py":
                 continue
-            task = task_from_file(path)
+            try:
+                task = task_from_file(path)
+            except TaskError as error:
+                refused.append(error)
+                continue
             name = f"{place.name}/{task.name}" if levels else task.name
             found.append(replace(task, name=name, family=family, split="heldout"))
-    if not found:
+    if not found and not refused:
         raise TaskError(f"{folder}: no task files (*.py) there or in its level folders")
-    return found
+    return found, refused
 
 
 def task_from_file(path: Path) -> Task:
@@ -109,33 +125,46 @@ def read_any(source: Path) -> list[Task]:
     if not source.exists():
         raise TaskError(f"{source}: no such file or folder")
     if source.is_dir():
-        if (source / FILE).is_file():
-            return read_tasks(source)
-        parquets = sorted(source.glob("*.parquet"))
-        if len(parquets) == 1:
-            return read_any(parquets[0])
-        return read_kernelbench(source)
+        table = _table_in(source)
+        return read_kernelbench(source) if table is None else read_any(table)
     if source.suffix == ".py":
         return [task_from_file(source)]
     return read_tasks(source) if set(OWN) <= set(_columns(source)) else read_ops6k(source)
 
 
-def import_tasks(source: Path, folder: Path) -> list[Task]:
+def _table_in(folder: Path) -> Path | None:
+    """The parquet file that a folder is read from; None for a folder of task files."""
+    parquets = sorted(folder.glob("*.parquet"))
+    return folder / FILE if (folder / FILE).is_file() else parquets[0] if len(parquets) == 1 else None
+
+
+@dataclass(frozen=True)
+class Imported:
+    tasks: list[Task]
+    dropped: list[str]  # files or rows that are no task, each with what is wrong with it
+    copies: int  # further byte-identical tasks, dropped too
+
+
+def import_tasks(source: Path, folder: Path) -> Imported:
     """Reads ``source`` (see ``read_any``), recomputes ``ops`` from the code, writes the set to ``folder``.
 
-    Byte-identical tasks are kept once, and rows that are no task (KernelBench's form is checked) are left out;
-    TaskError when nothing is left.
+    Byte-identical tasks are kept once, and rows or files of a folder that are no task (KernelBench's form is checked)
+    are left out; TaskError when nothing is left.
     """
-    tasks, seen = [], set()
-    for task in read_any(source):
-        if task.digest in seen or problems(task.code):
-            continue
-        seen.add(task.digest)
-        tasks.append(replace(task, ops=recompute_ops(task.code)))
+    files = source.is_dir() and _table_in(source) is None
+    found, refused = _of_folder(source) if files else (read_any(source), [])
+    dropped = [str(error) for error in refused]
+    tasks: dict[str, Task] = {}
+    for task in found:
+        if wrong := problems(task.code):
+            dropped.append(f"{task.name}: not a task: {'; '.join(wrong)}")
+        elif task.digest not in tasks:
+            tasks[task.digest] = replace(task, ops=recompute_ops(task.code))
     if not tasks:
-        raise TaskError(f"{source}: holds no task with Model, get_inputs and get_init_inputs")
-    write_tasks(folder, tasks)
-    return tasks
+        first = f" ({dropped[0]})" if dropped else ""
+        raise TaskError(f"{source}: holds no task with Model, get_inputs and get_init_inputs{first}")
+    write_tasks(folder, list(tasks.values()))
+    return Imported(list(tasks.values()), dropped, len(found) + len(refused) - len(tasks) - len(dropped))
 
 
 def _columns(path: Path) -> list[str]:

@@ -4,11 +4,12 @@ import asyncio
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
-from cuda_agent.config import compose
-from cuda_agent.pipeline.evaluation import Player, benchmark, score_lines
+from cuda_agent.config import Config, compose
+from cuda_agent.pipeline.evaluation import BenchmarkError, Player, benchmark, policy_folder, score_lines
 from cuda_agent.policy.served import ServedModel, ServedModelError
 
 TASK = """import torch
@@ -93,6 +94,23 @@ def test_a_served_model_is_measured_on_a_kernelbench_folder(address, tmp_path, m
     results = [message["content"] for message in body["messages"] if message["role"] == "tool"]
     assert "verify: ok" in results[2] and "no JSON" in results[3]
     assert (tmp_path / "out" / "scores.json").exists()
+
+
+def test_an_output_folder_that_cannot_be_made_is_found_out_before_anything_is_played(address, tmp_path):
+    url, handler = address
+    (tmp_path / "model.py").write_text(TASK)
+    player = Player(base_url=url, model="some-model")
+    with pytest.raises(BenchmarkError, match="/proc/x: cannot be made"):
+        asyncio.run(benchmark(Config(), tmp_path / "cache", player, tmp_path / "model.py", Path("/proc/x"), print))
+    assert not handler.requests
+
+
+def test_without_a_store_a_policy_of_a_run_is_answered_with_the_store_that_is_missing(tmp_path):
+    store = tmp_path / "store"
+    with pytest.raises(BenchmarkError, match=f"there is no folder last/agentic, and no store at {store} "):
+        policy_folder("last/agentic", str(store))
+    with pytest.raises(BenchmarkError, match="named as in last/agentic"):
+        policy_folder("/some/where", str(store))
 
 
 def test_a_busy_server_is_asked_again(address):

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,13 @@ from drill import table
 from typer.testing import CliRunner
 
 from cuda_agent import cli
-from cuda_agent.config import Config
+from cuda_agent.config import Config, ConfigError
 from cuda_agent.pipeline import gc, runs, screen
 from cuda_agent.pipeline.doctor import examine
 from cuda_agent.pipeline.local import StageView, run_pipeline
 from cuda_agent.storage import open_store
+from tests.agent import agent_cases
+from tests.waiting import wait_for
 
 
 def call(*arguments, **environment):
@@ -76,6 +79,24 @@ def test_config_prints_configuration_and_schedule():
     }
     small = json.loads(ask("config", "experiment=smoke", "--json"))["schedule"]["stages"]
     assert small["agentic"]["memory"] > small["rft"]["memory"] > 0 and "memory" not in small["collect"]
+
+
+@pytest.mark.parametrize("command", [["run"], ["sweep", "--on", "local", "seed=1,2"]])
+@pytest.mark.parametrize("base", ["my-model/", "/nonexist", "./mine", "~/mine", "a/b/c"])
+def test_a_base_that_is_no_folder_is_refused_before_anything_runs(tmp_path, command, base):
+    where = f"run.store={tmp_path}/store"
+    result = CliRunner().invoke(cli.app, [*command, "experiment=smoke", f"policy.base='{base}'", where])
+    assert isinstance(result.exception, ConfigError) and cli._exit_code(result.exception) == 78
+    assert str(result.exception) == f"policy.base: there is no folder {base} with a model"
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_base_that_is_a_folder_with_a_model_or_may_be_of_the_hub_is_taken(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for base in (f"{tmp_path}/", tmp_path, "org/name"):
+        assert f"base: {base}" in ask("config", "experiment=smoke", f"policy.base={base}")
+    elsewhere = call("config", "experiment=smoke", "policy.base=/in/the/pods")
+    assert elsewhere.returncode == 0 and "note: policy.base: there is no folder /in/the/pods" in elsewhere.stderr
 
 
 def test_runs_lists_them_oldest_first(store):
@@ -178,6 +199,22 @@ def test_a_task_file_that_is_none_is_refused_clearly(tmp_path, code):
     assert ended.returncode == 78 and "model.py" in ended.stderr and "Traceback" not in ended.stderr
 
 
+def test_evaluate_that_is_terminated_leaves_no_temporary_folder(tmp_path):
+    temporary, solution = tmp_path / "tmp", tmp_path / "solution"
+    for folder in (temporary, solution):
+        folder.mkdir()
+    (tmp_path / "model.py").write_text(agent_cases.CODE)
+    (solution / "plan.json").write_text("{}")
+    command = [sys.executable, "-m", "cuda_agent.cli", "evaluate", tmp_path / "model.py", solution]
+    process = subprocess.Popen(
+        [*command, f"run.store={tmp_path}/store"], env=os.environ | {"TMPDIR": str(temporary)}, start_new_session=True
+    )
+    wait_for("the sandbox's folder", 60, lambda: list(temporary.glob("cuda-agent-sandbox-*/judge-0")))
+    os.killpg(process.pid, signal.SIGTERM)  # as `timeout` does
+    assert process.wait(60) == 143
+    assert not list(temporary.glob("cuda-agent-*"))
+
+
 def test_benchmark_wants_a_policy_or_an_address(tmp_path):
     for arguments in ([], ["--base-url", "http://127.0.0.1:9/v1"], ["one", "two"]):
         ended = call("benchmark", *arguments, "--tasks", tmp_path)
@@ -192,6 +229,9 @@ def test_tasks_are_imported_and_shown(tmp_path):
     (tmp_path / "level1").mkdir()
     (tmp_path / "level1" / "1_relu.py").write_text(code)
     assert json.loads(ask("tasks", "import", tmp_path, tmp_path / "set", "--json"))["tasks"] == 1
+    (tmp_path / "level1" / "helper.py").write_text("x = 1")
+    text = ask("tasks", "import", tmp_path, tmp_path / "set")
+    assert "1 tasks in" in text and "dropped as no task: 1\n" in text and "helper.py: not a task: no class" in text
     assert "torch.relu" in ask("tasks", "show", tmp_path / "set")
     assert ask("tasks", "show", tmp_path / "set", "level1/1_relu") == code + "\n"
 

@@ -334,6 +334,41 @@ def test_a_folder_of_optimize_shows_its_attempts(tmp_path):
         assert part in text, part
 
 
+def refused(*arguments) -> str:
+    result = CliRunner().invoke(cli.app, ["episodes", *map(str, arguments)])
+    assert isinstance(result.exception, ConfigError), result.output
+    return str(result.exception)
+
+
+def test_a_page_that_cannot_be_written_is_said_in_one_line(tmp_path):
+    folder = transcript(tmp_path / "relu-optimized")
+    for page in (Path("/proc/x.html"), tmp_path):
+        assert re.fullmatch(f"{page}: cannot be written: [^\n]+", refused(folder, "--output", page))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\n", b'{"kind": "turn"}\n'])
+def test_a_transcript_of_anything_else_is_said_in_one_line(tmp_path, content):
+    (tmp_path / "transcript.jsonl").write_bytes(content)
+    assert re.fullmatch(r".*transcript.jsonl: no attempts \([^\n]+\)", refused(tmp_path))
+
+
+def test_a_folder_without_a_result_is_blamed_and_not_the_store(tmp_path, monkeypatch):
+    (tmp_path / "e").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    assert refused("../e") == episodes.no_result(Path("../e"))
+    assert refused("../nothing") == "../nothing: there is no such folder or file"
+    (tmp_path / "here" / "e").mkdir()
+    folder, store = refused("e").splitlines()  # may also be the beginning of a run's name
+    assert folder == episodes.no_result(Path("e")) and store.startswith("There is no store at ")
+
+
+def test_a_search_that_began_no_attempt_says_so(tmp_path):
+    (tmp_path / "transcript.jsonl").write_text('{"kind": "begin", "attempt": 0, "task": "relu"}\n')
+    assert ask(tmp_path).strip() == "no attempts: the search has begun none"
+
+
 # In a browser ---------------------------------------------------------------------------------------------------------
 
 

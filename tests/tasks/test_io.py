@@ -1,6 +1,7 @@
 """Task sets on disk."""
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -77,13 +78,41 @@ def test_import_recomputes_ops_and_drops_copies(tmp_path):
         data_source=["torch#1"] * 3,
         code=[CODE.format(2), CODE.format(2), "no task"],
     )
-    tasks = import_tasks(path, tmp_path / "out")
-    assert [t.ops for t in tasks] == [("torch.relu",)] and read_tasks(tmp_path / "out") == tasks
+    imported = import_tasks(path, tmp_path / "out")
+    assert [t.ops for t in imported.tasks] == [("torch.relu",)]
+    assert read_tasks(tmp_path / "out") == imported.tasks and imported.copies == 1
+    assert [line.split(":")[0] for line in imported.dropped] == ["ops6k-0002"]
+
+
+def test_import_of_a_folder_drops_and_names_files_that_are_no_task(tmp_path):
+    source = tmp_path / "ts"
+    source.mkdir()
+    (source / "helper.py").write_text("x = 1\n")
+    (source / "latin.py").write_bytes(b"# \xff\n")
+    with pytest.raises(TaskError, match=r"holds no task with Model.* \(.*helper\.py: not a task: no class Model"):
+        import_tasks(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (source / "relu.py").write_text(CODE.format(2))
+    (source / "same.py").write_text(CODE.format(2))
+    imported = import_tasks(source, tmp_path / "out")
+    assert [t.name for t in imported.tasks] == [t.name for t in read_tasks(tmp_path / "out")] == ["relu"]
+    assert [Path(line.split(":")[0]).name for line in imported.dropped] == ["helper.py", "latin.py"]
+    assert imported.copies == 1
+    with pytest.raises(TaskError, match=r"helper\.py: not a task"):
+        read_any(source)  # as benchmark and `tasks show` do
 
 
 def test_import_of_one_file(tmp_path):
     (tmp_path / "model.py").write_text(CODE.format(2))
-    assert [t.name for t in import_tasks(tmp_path / "model.py", tmp_path / "out")] == ["model"]
+    assert [t.name for t in import_tasks(tmp_path / "model.py", tmp_path / "out").tasks] == ["model"]
+
+
+def test_a_set_that_cannot_be_written_is_said_plainly(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "taken" / "tasks.parquet").mkdir(parents=True)
+    for folder in (Path("/proc/x"), tmp_path / "file", tmp_path / "taken"):
+        with pytest.raises(TaskError, match=f"^{folder}: cannot be written: "):
+            write_tasks(folder, [task("a")])
 
 
 def test_what_cannot_be_read_is_said_plainly(tmp_path):
