@@ -14,6 +14,7 @@ What it does not cover: the attempt (``agent.attempt``), the exported file (``ag
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -38,6 +39,8 @@ from cuda_agent.tasks.task import Task
 Watch = Callable[[Event], None]
 _CONFIRMED = 5  # solutions that are judged strictly at the end, at most, until one holds
 _LONGEST_FILE = 1 << 20
+_BEGUN = ("model.py", "run.json", "transcript.jsonl", "report.html")  # all that a folder holds before the first turn
+_PLAYED = ("spent", "files", "verdict")  # events of a turn
 
 
 class OptimizeError(Exception):
@@ -118,7 +121,24 @@ async def optimize(
     task = task_from_file(source)
     if len(task.code) > _LONGEST_FILE:
         raise TaskError(f"{source}: larger than {_LONGEST_FILE >> 20} MiB")
-    _prepare_folder(order, settings, task, folder, resume)
+    with _opened(order, settings, task, folder, resume):
+        outcome = await _search(order, settings, cache, task, folder, resume, watch, stop)
+    if outcome.best is None and outcome.why == "server":
+        raise ServedModelError(outcome.message)
+    return outcome
+
+
+async def _search(
+    order: Order,
+    settings: Sandbox,
+    cache: Path,
+    task: Task,
+    folder: Path,
+    resume: bool,
+    watch: Watch,
+    stop: asyncio.Event,
+) -> Outcome:
+    """In a folder that is ready."""
     states, findings, spent = replayed(read_events(folder / "transcript.jsonl")) if resume else ({}, Findings(), {})
     minutes = None if order.minutes is None else order.minutes * 60
     budget = Budget(order.tokens, minutes, order.money, order.price_in, order.price_out)
@@ -143,8 +163,6 @@ async def optimize(
             write_result(outcome, task, spec, probe, order, settings)
     finally:
         transcript.close()
-    if best is None and why == "server":
-        raise ServedModelError(work.message)
     return outcome
 
 
@@ -277,21 +295,75 @@ async def _confirm(
 # ----------------------------------------------------------------------------------------------------------- the folder
 
 
+@contextlib.contextmanager
+def _opened(order: Order, settings: Sandbox, task: Task, folder: Path, resume: bool) -> Iterator[None]:
+    """The folder, ready, and for this process alone.  When what is done in it fails before the first turn, what was
+    begun here is taken away again."""
+    fresh = not folder.exists()
+    if not resume:
+        folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        fresh = fresh or any(folder.iterdir())  # an empty folder was made by a person
+        _prepare_folder(order, settings, task, folder, resume)
+        try:
+            yield
+        except BaseException:
+            if not resume and _unplayed(folder):
+                _clear(folder)
+                if fresh:
+                    folder.rmdir()
+            raise
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Raises ``OptimizeError`` when another process works in the folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # some shared file systems lock no folders
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OptimizeError(f"{folder}: another cuda-agent optimize works in there") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _prepare_folder(order: Order, settings: Sandbox, task: Task, folder: Path, resume: bool) -> None:
-    """Raises ``OptimizeError`` rather than write over something."""
+    """Raises ``OptimizeError`` rather than write over something that is worth keeping."""
     if resume:
         if not (folder / "transcript.jsonl").is_file():
             raise OptimizeError(f"{folder}: nothing to go on with; leave out --resume to begin")
         if (folder / "model.py").read_text() != task.code:
             raise OptimizeError(f"{folder}/model.py has changed since: begin anew in another folder")
-    elif folder.exists() and any(folder.iterdir()):
-        raise OptimizeError(
-            f"{folder} is there already: go on with --resume {folder}, or name another one with --output"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
+    elif any(folder.iterdir()):
+        if not _unplayed(folder):
+            raise OptimizeError(
+                f"{folder} is there already: go on with --resume {folder}, or name another one with --output"
+            )
+        _clear(folder)
     (folder / "model.py").write_text(task.code)
     sandbox = settings.model_dump(mode="json")
     _write(folder / "run.json", json.dumps({"order": order.to_json(), "sandbox": sandbox}, indent=1))
+
+
+def _unplayed(folder: Path) -> bool:
+    """Whether the folder is one of ours in which no turn was played."""
+    paths = list(folder.iterdir())
+    if not all(path.name in _BEGUN and path.is_file() and not path.is_symlink() for path in paths):
+        return False
+    try:
+        read_order(folder)
+        events = read_events(folder / "transcript.jsonl")
+    except (OptimizeError, OSError, ValueError):
+        return False
+    return not any(event["kind"] in _PLAYED for event in events)
+
+
+def _clear(folder: Path) -> None:
+    for name in _BEGUN:
+        (folder / name).unlink(missing_ok=True)
 
 
 def write_result(outcome: Outcome, task: Task, spec: TaskSpec, probe: Probe, order: Order, settings: Sandbox) -> None:

@@ -12,7 +12,7 @@ from chat_server import call, said, serve, turn_of
 from optimizing import DONE, KERNEL, MODEL, PROFILE, WRITE, Run, plan
 
 from cuda_agent.agent.progress import read_events, replayed
-from cuda_agent.pipeline.optimize import OptimizeError, Order, read_order
+from cuda_agent.pipeline.optimize import OptimizeError, Order, _opened, read_order
 from cuda_agent.policy.served import ServedModelError
 from cuda_agent.sandbox.wire import TaskError
 from cuda_agent.tasks.io import TaskError as NoTask
@@ -170,6 +170,51 @@ def test_a_problem_that_cannot_be_optimised_costs_no_token(run, code, why):
     with pytest.raises((TaskError, NoTask), match=why):
         run(said([DONE]))
     assert run.served.turns() == 0
+    assert not (run.folder / "out").exists()
+
+
+def test_a_folder_without_a_turn_is_begun_anew_and_can_be_gone_on_with(run):
+    lost = [{"status": 404, "body": b'{"error": {"message": "no such model"}}'}]
+    out = run.folder / "out"
+    for resume in (False, True, False):
+        with pytest.raises(ServedModelError):
+            run(lambda request: lost, resume=resume)
+    (run.folder / "model.py").write_text(MODEL + "\n# mended\n")
+    assert run(said([[WRITE], [PROFILE], DONE])).best
+    assert "# mended" in (out / "model.py").read_text()
+    assert len([e for e in read_events(out / "transcript.jsonl") if e["kind"] == "begin"]) == 1
+
+
+@pytest.mark.parametrize("other", ["notes.txt", "run.json", "model.py"])
+def test_a_folder_of_somebody_else_is_never_begun_anew(run, other):
+    out = run.folder / "out"
+    out.mkdir(parents=True)
+    (out / other).write_text("{}")
+    with pytest.raises(OptimizeError, match="there already"):
+        run(said([DONE]))
+    assert [path.read_text() for path in out.iterdir()] == ["{}"]
+
+
+def test_two_searches_do_not_share_a_folder(run):
+    begun = []
+
+    def begin_another(event):
+        if event["kind"] == "begin" and not begun:
+            begun.append(event)
+            order = Order("http://127.0.0.1:1/v1", "m")
+            folder = _opened(order, run.sandbox, None, run.folder / "out", False)
+            with pytest.raises(OptimizeError, match="works in there"), folder:
+                pass
+
+    assert run(said([[WRITE], [PROFILE], DONE]), stop_at=begin_another).best and begun
+
+
+def test_what_fails_in_a_folder_that_a_person_made_leaves_it_empty(run):
+    (run.folder / "out").mkdir(parents=True)
+    (run.folder / "model.py").write_text(MODEL.replace("torch.abs(x)", "torch.abs(x) * torch.rand(1)"))
+    with pytest.raises(TaskError):
+        run(said([DONE]))
+    assert list((run.folder / "out").iterdir()) == []
 
 
 def test_an_address_without_a_model_is_an_error_and_not_an_empty_folder_of_results(run):
@@ -262,3 +307,4 @@ def test_control_c_ends_at_once_while_baselines_are_measured(tmp_path):
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=120)
     assert process.returncode == 130 and "Traceback" not in err and served.turns() == 0
+    assert not (tmp_path / "model-optimized").exists()
