@@ -29,7 +29,7 @@ from cuda_agent.agent.attempt import Attempt, Terms
 from cuda_agent.agent.export import model_new
 from cuda_agent.agent.progress import Budget, Event, Find, Findings, State, Transcript, factor, read_events, replayed
 from cuda_agent.config import Sandbox
-from cuda_agent.policy.served import ServedModel, ServedModelError
+from cuda_agent.policy.served import ServedModel, ServedModelError, check_address
 from cuda_agent.policy.text_calls import Form
 from cuda_agent.sandbox.client import LocalSandbox, open_sandbox
 from cuda_agent.sandbox.wire import Probe, TaskError, TaskSpec, Verdict, printable
@@ -118,6 +118,10 @@ async def optimize(
 ) -> Outcome:
     """Raises ``TaskError`` for a problem that cannot be run, ``SandboxUnready``, ``OptimizeError``, and
     ``ServedModelError`` when the address was of no use at all."""
+    try:
+        check_address(order.base_url, order.key_env)
+    except ServedModelError as error:
+        raise OptimizeError(f"--base-url: {error}") from None
     task = task_from_file(source)
     if len(task.code) > _LONGEST_FILE:
         raise TaskError(f"{source}: larger than {_LONGEST_FILE >> 20} MiB")

@@ -223,6 +223,15 @@ def test_an_address_without_a_model_is_an_error_and_not_an_empty_folder_of_resul
     assert not (run.folder / "out" / "model_new.py").exists()
 
 
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:7101/v1", "localhost/v1", "http://[::1/v1", "http://host:many/v1", "http://"]
+)
+def test_a_malformed_address_is_refused_before_anything_is_made(run, address):
+    with pytest.raises(OptimizeError, match="expected an address such as"):
+        run(said([DONE]), base_url=address)
+    assert not (run.folder / "out").exists() and not run.events
+
+
 def test_a_budget_of_money_needs_prices():
     with pytest.raises(OptimizeError, match="price"):
         Order("http://127.0.0.1:1/v1", "m", money=1.0)
