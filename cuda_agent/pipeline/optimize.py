@@ -116,8 +116,7 @@ async def optimize(
     watch: Watch,
     stop: asyncio.Event,
 ) -> Outcome:
-    """Raises ``TaskError`` for a problem that cannot be run, ``SandboxUnready``, ``OptimizeError``, and
-    ``ServedModelError`` when the address was of no use at all."""
+    """Raises ``TaskError`` for a problem that cannot be run, ``SandboxUnready`` and ``OptimizeError``."""
     try:
         check_address(order.base_url, order.key_env)
     except ServedModelError as error:
@@ -126,10 +125,7 @@ async def optimize(
     if len(task.code) > _LONGEST_FILE:
         raise TaskError(f"{source}: larger than {_LONGEST_FILE >> 20} MiB")
     with _opened(order, settings, task, folder, resume):
-        outcome = await _search(order, settings, cache, task, folder, resume, watch, stop)
-    if outcome.best is None and outcome.why == "server":
-        raise ServedModelError(outcome.message)
-    return outcome
+        return await _search(order, settings, cache, task, folder, resume, watch, stop)
 
 
 async def _search(

@@ -13,7 +13,6 @@ from optimizing import DONE, KERNEL, MODEL, PROFILE, WRITE, Run, plan
 
 from cuda_agent.agent.progress import read_events, replayed
 from cuda_agent.pipeline.optimize import OptimizeError, Order, _opened, read_order
-from cuda_agent.policy.served import ServedModelError
 from cuda_agent.sandbox.wire import TaskError
 from cuda_agent.tasks.io import TaskError as NoTask
 from tests import made_once
@@ -177,8 +176,7 @@ def test_a_folder_without_a_turn_is_begun_anew_and_can_be_gone_on_with(run):
     lost = [{"status": 404, "body": b'{"error": {"message": "no such model"}}'}]
     out = run.folder / "out"
     for resume in (False, True, False):
-        with pytest.raises(ServedModelError):
-            run(lambda request: lost, resume=resume)
+        assert run(lambda request: lost, resume=resume).why == "server"
     (run.folder / "model.py").write_text(MODEL + "\n# mended\n")
     assert run(said([[WRITE], [PROFILE], DONE])).best
     assert "# mended" in (out / "model.py").read_text()
@@ -217,9 +215,9 @@ def test_what_fails_in_a_folder_that_a_person_made_leaves_it_empty(run):
     assert list((run.folder / "out").iterdir()) == []
 
 
-def test_an_address_without_a_model_is_an_error_and_not_an_empty_folder_of_results(run):
-    with pytest.raises(ServedModelError, match="404"):
-        run(lambda request: [{"status": 404, "body": b'{"error": {"message": "no such model"}}'}])
+def test_an_address_without_a_model_ends_with_its_refusal_and_no_result(run):
+    outcome = run(lambda request: [{"status": 404, "body": b'{"error": {"message": "no such model"}}'}])
+    assert outcome.why == "server" and outcome.best is None and "404" in outcome.message
     assert not (run.folder / "out" / "model_new.py").exists()
 
 
@@ -278,6 +276,21 @@ def test_the_command_prints_lines_of_json_for_programs(tmp_path, cache):
     assert served.headers[0]["Authorization"] == "Bearer canary-of-the-key"
     everything = out + err + "".join(p.read_text() for p in (tmp_path / "model-optimized").rglob("*") if p.is_file())
     assert "canary-of-the-key" not in everything
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_server_that_refuses_gives_an_outcome_and_an_error(tmp_path, cache, as_json):
+    with serve(lambda request: [{"status": 401, "body": b'{"error": {"message": "who are you"}}'}]) as served:
+        process = command(
+            tmp_path, cache, "model.py", "--base-url", served.url, "--model", "m", "--device", "cpu",
+            "sandbox.clock=model", *["--json"] * as_json,
+        )  # fmt: skip
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 75 and "who are you" in err and len(err.splitlines()) == 1
+    if as_json:
+        outcome = json.loads(out.splitlines()[-1])
+        assert (outcome["kind"], outcome["why"], outcome["verdict"]) == ("outcome", "server", None)
+        assert "who are you" in outcome["message"]
 
 
 def test_control_c_reaches_nobody_but_the_search(tmp_path, cache):
