@@ -99,11 +99,21 @@ class Outcome:
 
 def read_order(folder: Path) -> tuple[Order, dict[str, Any]]:
     """What a folder was begun with: the order, and the values of its sandbox.  Raises ``OptimizeError``."""
+    if not (folder / "run.json").is_file():
+        raise OptimizeError(f"{folder}: nothing to go on with: it holds no run.json")
     try:
         data = json.loads((folder / "run.json").read_text())
         return Order.from_json(data["order"]), data["sandbox"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise OptimizeError(f"{folder}: nothing to go on with ({type(error).__name__}: {error})") from None
+        raise OptimizeError(f"{folder}/run.json: nothing to go on with ({type(error).__name__}: {error})") from None
+
+
+def _so_far(path: Path) -> tuple[dict[int, State], Findings, Event]:
+    """What a transcript leaves.  Raises ``OptimizeError`` when it is none."""
+    try:
+        return replayed(read_events(path))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OptimizeError(f"{path}: not a transcript to go on with ({type(error).__name__}: {error})") from None
 
 
 async def optimize(
@@ -139,7 +149,7 @@ async def _search(
     stop: asyncio.Event,
 ) -> Outcome:
     """In a folder that is ready."""
-    states, findings, spent = replayed(read_events(folder / "transcript.jsonl")) if resume else ({}, Findings(), {})
+    states, findings, spent = _so_far(folder / "transcript.jsonl") if resume else ({}, Findings(), {})
     minutes = None if order.minutes is None else order.minutes * 60
     budget = Budget(order.tokens, minutes, order.money, order.price_in, order.price_out)
     if spent:
@@ -299,12 +309,17 @@ async def _confirm(
 def _opened(order: Order, settings: Sandbox, task: Task, folder: Path, resume: bool) -> Iterator[None]:
     """The folder, ready, and for this process alone.  When what is done in it fails before the first turn, what was
     begun here is taken away again."""
-    fresh = not folder.exists()
-    if not resume:
-        folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
-        fresh = fresh or any(folder.iterdir())  # an empty folder was made by a person
-        _prepare_folder(order, settings, task, folder, resume)
+    with contextlib.ExitStack() as held:
+        try:
+            fresh = not folder.exists()
+            if not resume:
+                folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(_alone(folder))
+            fresh = fresh or any(folder.iterdir())  # an empty folder was made by a person
+            _prepare_folder(order, settings, task, folder, resume)
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise OptimizeError(f"{folder}: no folder for the result: {why}") from None
         try:
             yield
         except BaseException:

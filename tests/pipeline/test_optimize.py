@@ -193,6 +193,42 @@ def test_a_folder_of_somebody_else_is_never_begun_anew(run, other):
     assert [path.read_text() for path in out.iterdir()] == ["{}"]
 
 
+@pytest.mark.parametrize(
+    "output, resume",
+    [("/proc/x", False), ("file", False), ("file/below", False), ("half", False), ("nosuch", True), ("half", True)],
+)
+def test_a_folder_that_cannot_be_used_is_one_clear_line(tmp_path, cache, output, resume):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "run.json").write_bytes(b"\xff")
+    asked = ["--resume", output] if resume else ["model.py", "--output", output]
+    process = command(
+        tmp_path,
+        cache,
+        *asked,
+        "--base-url",
+        "http://127.0.0.1:1/v1",
+        "--model",
+        "m",
+        *["--device", "cpu"] * (not resume),
+    )
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 78 and len(err.splitlines()) == 1 and output in err and not out, err
+    assert "Errno" not in err and (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", [b'{"kind": "note", "text": "\xff"}\n', b'{"kind": "spent", "attempt": 1}\n'])
+def test_a_transcript_that_is_none_is_not_gone_on_with_or_written_over(run, content):
+    run(said([[WRITE], DONE]), target=1000.0, turns=2)
+    path = run.folder / "out" / "transcript.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(OptimizeError, match="not a transcript"):
+        run(said([DONE]), resume=True)
+    with pytest.raises(OptimizeError, match="there already"):
+        run(said([DONE]))
+    assert path.read_bytes() == content
+
+
 def test_two_searches_do_not_share_a_folder(run):
     begun = []
 
