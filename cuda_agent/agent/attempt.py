@@ -156,6 +156,8 @@ class Attempt:
                     return "tokens"
                 raise
             self._say(reply.message(), **({"thought": reply.thought} if reply.thought else {}))
+            if reply.cut:
+                self.tell("void", text=f"the answer was cut after {reply.tokens:,} tokens")
             if last:
                 self._finish_turn()
                 return "turns" if state.turn == terms.turns else short  # type: ignore[return-value]
@@ -220,15 +222,20 @@ class Attempt:
             return self._without_calls()
         self.nudges = 0
         if not reply.calls:
+            self.tell("void", text="the answer holds a malformed tool call")
             self._say(self._result(None, "error: malformed tool call"))
         for index, call in enumerate(reply.calls):
             if self.findings.reached:
                 result = "[not run: the target is reached]"
             elif index < _CALLS:
                 self.tell("tool", name=call["name"], arguments=call["arguments"])
-                result = await self._tool(workspace, call)
+                found = await self._tool(workspace, call)
+                self.tell("result", error=_first_line(found.text) if found.error else "")
+                result = found.text
             else:
                 result = f"error: at most {_CALLS} calls a turn"
+                if index == _CALLS:
+                    self.tell("void", text=f"{len(reply.calls) - _CALLS} calls more than {_CALLS} a turn are not run")
             self._say(self._result(call, result))
         if self.faults >= _LOSSES:
             return "infra"
@@ -259,12 +266,12 @@ class Attempt:
 
     # ------------------------------------------------------------------------------------------------------------ tools
 
-    async def _tool(self, workspace: WorkFolder, call: Mapping[str, Any]) -> str:
+    async def _tool(self, workspace: WorkFolder, call: Mapping[str, Any]) -> ToolResult:
         name, arguments = call["name"], call["arguments"]
         if name not in self.names:
-            return f"error: there is no tool {name[:40]!r}; there are {', '.join(self.names)}"
+            return ToolResult(f"error: there is no tool {name[:40]!r}; there are {', '.join(self.names)}", error=True)
         if arguments is None:
-            return "error: the arguments are no JSON object"
+            return ToolResult("error: the arguments are no JSON object", error=True)
         key = f"{name} {json.dumps(arguments, sort_keys=True)}"
         self.seen[key] += 1
         result = await workspace.call(name, arguments)
@@ -273,7 +280,7 @@ class Attempt:
             await self._look(workspace)
         elif self.seen[key] > 2:
             text += "\n[the same call as before]"
-        return text
+        return ToolResult(text, result.error)
 
     async def _look(self, workspace: WorkFolder) -> None:
         """What has changed in the folder."""
@@ -363,3 +370,9 @@ class Attempt:
         if len(messages) - last - 1 < asked:
             del messages[last:]
         self._files_now = dict(self.state.files)
+
+
+def _first_line(text: str) -> str:
+    """The first line of an error that says something; never empty."""
+    said = (line.strip() for line in text.splitlines())
+    return next((line.removeprefix("error: ")[:300] for line in said if line), "failed")

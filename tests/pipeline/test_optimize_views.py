@@ -104,6 +104,27 @@ def test_plain_lines_tell_the_same():
         assert part in text, text
 
 
+def test_plain_lines_tell_what_failed_and_what_was_cut():
+    lines = []
+    watch = plain(lines.append, 60)
+    read = event("tool", name="Read", arguments={"path": "../../etc/passwd"})
+    for one in [
+        event("turn", turn=2), read, event("result", error="\x1b[1mthe path leads out of the work folder"),
+        event("tool", name="FormatDisk", arguments=None), event("result", error="there is no tool"),
+        read, event("result", error=""), read, event("ended", why="stopped", summary=""),
+        event("tool", name="Bash", arguments={"command": "verify"}), judged(WRONG, 4.0, None),
+        event("result", error="no"),
+        event("turn", turn=3), event("void", text="the answer was cut after 2,000 tokens"),
+    ]:  # fmt: skip
+        watch(one)
+    first, second, *rest = lines
+    assert first.startswith("[1] turn 3: Read ../../etc/passwd → error: ") and first.endswith("…") and len(first) == 60
+    assert first.isprintable() and second == "[1] turn 3: FormatDisk → error: there is no tool"
+    assert rest[:2] == ["[1] turn 3: Read ../../etc/passwd"] * 2 and rest[2].startswith("[1] stopped")
+    assert rest[3:5] == ["[1] turn 3: Bash verify", "[1]   profile: wrong check 1: <b>off</b>"], "a verdict says enough"
+    assert rest[5:] == ["[1] turn 4: the answer was cut after 2,000 tokens"]
+
+
 def test_json_lines_are_json():
     lines = []
     watch = json_lines(lines.append)
