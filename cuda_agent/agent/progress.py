@@ -7,7 +7,7 @@ The transcript is one JSON object a line; everything that ``--resume`` needs is 
 - ``files``: ``changed`` ({path: text}) and ``gone`` files of the work folder at the end of a turn
 - ``verdict``: ``command``, ``verdict`` (as JSON), ``files``, ``factor``
 - ``spent``: ``prompt``, ``sampled``, ``estimated``, ``cost``, ``seconds``
-- ``turn``: ``turn``, ``last``; ``note``: ``text``; ``ended``: ``why``, ``summary``
+- ``turn``: ``turn``, ``last``; ``note``: ``text``, ``passing`` while it lasts; ``ended``: ``why``, ``summary``
 
 Events that are shown but not kept: ``text``, ``thought``, ``again``, ``wait``, ``form``, ``tool``, its ``result`` with
 ``error`` (empty: none), and ``void``, why an answer does not count.

@@ -178,7 +178,7 @@ async def _search(
 
 async def _look_at(task: Task, sandbox: Any, transcript: Transcript) -> tuple[Probe, TaskSpec]:
     """Runs the problem.  Raises ``TaskError`` when it cannot be optimised."""
-    transcript.tell("note", text="checking the problem and measuring its baselines")
+    transcript.tell("note", text="checking the problem and measuring its baselines", passing=True)
     probe = await sandbox.probe(task)
     if probe.error:
         raise TaskError(f"the problem does not run: {printable(probe.error)}")
@@ -284,7 +284,7 @@ async def _confirm(
             return best
         if best.strict is not None:
             return None  # the ranking puts what did not hold last: nothing held
-        transcript.tell("note", text="measuring the best solution strictly")
+        transcript.tell("note", text="measuring the best solution strictly", passing=True)
         verdict: Verdict | None = await _unless(stop, sandbox.evaluate(task, best.solution, "strict"), sandbox)
         if verdict is None:
             return best

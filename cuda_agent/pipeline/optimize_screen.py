@@ -50,6 +50,7 @@ class View:
     turns: int = 0
     baselines: str = ""
     notes: list[str] = field(default_factory=list)
+    passing: str = ""  # what goes on beside the attempts
     attempts: dict[int, Attempt] = field(default_factory=dict)
     focus: int = 1
     best: float | None = None
@@ -68,6 +69,10 @@ class View:
             self.target, self.turns = event["order"]["terms"]["target"], event["order"]["terms"]["turns"]
         elif kind == "baselines":
             self.baselines = baselines(event["probe"])
+        if kind in ("baselines", "verdict", "outcome"):
+            self.passing = ""
+        if kind == "note" and event.get("passing"):
+            self.passing = clean(event["text"])
         elif kind in ("note", "form") and not number:
             self.notes.append(clean(event["text"]))
         if not number:
@@ -297,7 +302,7 @@ def drawing(view: View, width: int, height: int) -> Any:
                 (attempt.doing, "dim" if attempt.ended else ""),
             )
         )  # fmt: skip
-    lines += [line((note, "yellow")) for note in view.notes[-2:]]
+    lines += [line((note, "yellow")) for note in [note for note in (*view.notes, view.passing) if note][-2:]]
     focus = view.attempts.get(view.focus)
     room = height - len(lines) - 4
     if height and focus and not focus.ended and room > 4:

@@ -86,6 +86,15 @@ def test_the_terminal_shows_who_does_what_and_how_far_it_is():
     assert "the model said that it is done" in drawn(EVENTS, height=0)
 
 
+@pytest.mark.parametrize("over", ["baselines", "verdict", "outcome"])
+def test_what_goes_on_beside_the_attempts_is_shown_while_it_lasts(over):
+    passing = [event("note", 0, text="measuring now", passing=True)]
+    assert "measuring now" in drawn([EVENTS[0], *passing])
+    facts = {"baselines": EVENTS[1], "verdict": judged(WRONG, 4.0, None), "outcome": event("outcome", 0, why="target")}
+    after = drawn([EVENTS[0], *passing, facts[over], *EVENTS[2:]])
+    assert "measuring now" not in after
+
+
 @pytest.mark.parametrize("width, height", [(20, 6), (60, 12), (200, 60)])
 def test_it_fits_on_any_terminal(width, height):
     many = [{**one, "attempt": number} for number in (1, 2, 3) for one in EVENTS]
