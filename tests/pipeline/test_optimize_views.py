@@ -4,11 +4,12 @@ import io
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from cuda_agent.agent.progress import Find
+from cuda_agent.agent.progress import Find, factor
 from cuda_agent.pipeline.optimize_page import render
 from cuda_agent.pipeline.optimize_screen import View, drawing, json_lines, plain, sparkline
 from cuda_agent.sandbox.wire import Probe, Ran, Solution, Tensor, Verdict
@@ -160,6 +161,21 @@ def test_the_page_says_how_fast_against_what_and_how_sure():
         assert part in text, part
     assert "<b>off" not in text and "<both>" not in text and "<i>advice" not in text and "int <x>" not in text
     assert "<script" not in text and "http://host/v1" in text and text.count("<section") == text.count("</section>")
+
+
+@pytest.mark.parametrize(
+    "eager, compiled, said",
+    [
+        (9e-4, 2.4e-3, "3.00× as fast as eager PyTorch"),
+        (2.4e-3, 9e-4, "3.00× as fast as torch.compile"),
+        (9e-4, None, "3.00× as fast as eager PyTorch"),
+        (1.5e-4, 9e-4, "0.50× the speed of eager PyTorch"),
+    ],
+)
+def test_the_headline_speaks_of_the_faster_baseline(eager, compiled, said):
+    found = replace(STRICT, eager_seconds=eager, compile_seconds=compiled)
+    text = page(Find(Solution("plan", FILES), verdict(), 1, 2, found))
+    assert f"<h1>relu: {said}</h1>" in text and f"{factor(found):.2f}×" in said
 
 
 def test_a_page_without_a_solution_still_tells_the_story():
