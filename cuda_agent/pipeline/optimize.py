@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.agent.attempt import Attempt, Terms
+from cuda_agent.agent.attempt import Attempt, Terms, least_tokens
 from cuda_agent.agent.export import model_new
 from cuda_agent.agent.progress import Budget, Event, Find, Findings, State, Transcript, factor, read_events, replayed
 from cuda_agent.config import Sandbox
@@ -134,6 +134,12 @@ async def optimize(
     task = task_from_file(source)
     if len(task.code) > _LONGEST_FILE:
         raise TaskError(f"{source}: larger than {_LONGEST_FILE >> 20} MiB")
+    if order.tokens is not None and order.tokens < (least := least_tokens(task, order.terms)):
+        raise OptimizeError(
+            f"--tokens {order.tokens} leave no room for one whole turn "
+            f"with --answer-tokens {order.terms.answer_tokens}: "
+            f"for this problem that takes about {least}"
+        )
     with _opened(order, settings, task, folder, resume):
         return await _search(order, settings, cache, task, folder, resume, watch, stop)
 

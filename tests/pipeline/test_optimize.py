@@ -266,6 +266,15 @@ def test_a_malformed_address_is_refused_before_anything_is_made(run, address):
     assert not (run.folder / "out").exists() and not run.events
 
 
+def test_tokens_without_room_for_a_turn_are_refused_at_once_and_a_few_more_play_one(run):
+    with pytest.raises(OptimizeError, match=r"--tokens 3000 .* --answer-tokens 2000: .* about (\d+)") as refused:
+        run(said([DONE]), tokens=3000)
+    assert not (run.folder / "out").exists() and not run.events
+    least = int(str(refused.value).split()[-1])
+    run(said([[WRITE]]), tokens=least)
+    assert run.kinds("tool") and run.kinds("turn")[0]["last"] is False
+
+
 def test_a_budget_of_money_needs_prices():
     with pytest.raises(OptimizeError, match="price"):
         Order("http://127.0.0.1:1/v1", "m", money=1.0)
