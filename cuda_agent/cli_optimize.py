@@ -80,6 +80,7 @@ def optimize(
     """
     from cuda_agent.config import ConfigError
     from cuda_agent.pipeline import optimize as search
+    from cuda_agent.policy.served import ServedModelError
 
     words = arguments or []
     overrides, sources = [w for w in words if "=" in w], [w for w in words if "=" not in w]
@@ -115,10 +116,13 @@ def optimize(
     overrides = [w for w in overrides if not w.startswith(("sandbox.lane=", "sandbox.device="))]
     overrides += [f"sandbox.lane={order.terms.lane}", f"sandbox.device={order.terms.device}"]
     outcome = _run(order, overrides, source, folder, resume is not None, as_json)
+    nothing = outcome.best is None and outcome.why == "server"
     if as_json:
-        print(json.dumps(outcome.to_json(), ensure_ascii=False))
-    else:
+        print(json.dumps(outcome.to_json(), ensure_ascii=False), flush=True)
+    elif not nothing:
         print("\n".join(_lines(outcome)))
+    if nothing:
+        raise ServedModelError(outcome.message)
     sys.exit(0 if outcome.best else 130 if outcome.why == "stopped" else 79)
 
 

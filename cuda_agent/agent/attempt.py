@@ -32,6 +32,7 @@ _NUDGES = 2  # in a row, for a model that stops before the target
 _STUCK = 6  # turns in a row that said the same
 _LOSSES = 3  # of workspaces, or of judges in a row
 _LEAST_CONTEXT, _LEAST_ANSWER = 2048, 16  # tokens
+_BASELINES = 100  # characters of a line on baselines, at most
 _CHARACTERS = (1.5, 6.0)  # of a token: between these lies what a server's count may say
 _CHANGING = ("Write", "Edit", "MultiEdit", "Bash", "KillBash")
 
@@ -55,6 +56,26 @@ class Terms:
     target: float = 1.05  # times as fast as the faster of eager and torch.compile
     temperature: float = 1.0
     seed: int = 0
+
+
+def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, Any]]:
+    """What a conversation begins with."""
+    messages = agent_messages(task, terms.style, terms.lane, terms.device)
+    if terms.style == "full":
+        goal = f"The target is {terms.target:g} times as fast as the faster of the two. You have {terms.turns} turns."
+        messages[-1]["content"] += "\n\n" + " ".join(filter(None, [baselines, goal]))
+    return messages
+
+
+def least_tokens(task: Task, terms: Terms) -> int:
+    """Tokens, about, without which the first turn would be the last one, in which no tool runs."""
+    prompt = size(first_messages(task, terms, "x" * _BASELINES)) // CHARACTERS
+    return prompt if terms.style == "compact" else sum(_two_turns(min(prompt, terms.context), terms.answer_tokens))
+
+
+def _two_turns(prompt: int, answer: int) -> tuple[int, int]:
+    """Tokens read and written, at most, in a turn and in a last one after it."""
+    return 2 * prompt + answer, 2 * answer
 
 
 class Attempt:
@@ -95,7 +116,7 @@ class Attempt:
         state = self.state
         ended: Ended
         if not state.messages:
-            for message in self._first_messages():
+            for message in first_messages(self.task, self.terms, self.baselines):
                 self._say(message)
         else:
             self._say({"role": "user", "content": _REOPENED})
@@ -145,8 +166,7 @@ class Attempt:
             prompt = min(int(size(state.messages) / self.ratio), self.context)
             if lacking := self.budget.lacks(prompt, 0):
                 return lacking  # type: ignore[return-value]
-            # Room for this turn and for a last one after it; else this is the last one.
-            short = self.budget.lacks(2 * prompt + answer, 2 * answer)
+            short = self.budget.lacks(*_two_turns(prompt, answer))  # then this is the last one
             last = terms.style == "full" and (state.turn + 1 == terms.turns or bool(short))
             self.tell("turn", turn=state.turn, last=last)
             try:
@@ -156,6 +176,8 @@ class Attempt:
                     return "tokens"
                 raise
             self._say(reply.message(), **({"thought": reply.thought} if reply.thought else {}))
+            if reply.cut:
+                self.tell("void", text=f"the answer was cut after {reply.tokens:,} tokens")
             if last:
                 self._finish_turn()
                 return "turns" if state.turn == terms.turns else short  # type: ignore[return-value]
@@ -220,15 +242,20 @@ class Attempt:
             return self._without_calls()
         self.nudges = 0
         if not reply.calls:
+            self.tell("void", text="the answer holds a malformed tool call")
             self._say(self._result(None, "error: malformed tool call"))
         for index, call in enumerate(reply.calls):
             if self.findings.reached:
                 result = "[not run: the target is reached]"
             elif index < _CALLS:
                 self.tell("tool", name=call["name"], arguments=call["arguments"])
-                result = await self._tool(workspace, call)
+                found = await self._tool(workspace, call)
+                self.tell("result", error=_first_line(found.text) if found.error else "")
+                result = found.text
             else:
                 result = f"error: at most {_CALLS} calls a turn"
+                if index == _CALLS:
+                    self.tell("void", text=f"{len(reply.calls) - _CALLS} calls more than {_CALLS} a turn are not run")
             self._say(self._result(call, result))
         if self.faults >= _LOSSES:
             return "infra"
@@ -259,12 +286,12 @@ class Attempt:
 
     # ------------------------------------------------------------------------------------------------------------ tools
 
-    async def _tool(self, workspace: WorkFolder, call: Mapping[str, Any]) -> str:
+    async def _tool(self, workspace: WorkFolder, call: Mapping[str, Any]) -> ToolResult:
         name, arguments = call["name"], call["arguments"]
         if name not in self.names:
-            return f"error: there is no tool {name[:40]!r}; there are {', '.join(self.names)}"
+            return ToolResult(f"error: there is no tool {name[:40]!r}; there are {', '.join(self.names)}", error=True)
         if arguments is None:
-            return "error: the arguments are no JSON object"
+            return ToolResult("error: the arguments are no JSON object", error=True)
         key = f"{name} {json.dumps(arguments, sort_keys=True)}"
         self.seen[key] += 1
         result = await workspace.call(name, arguments)
@@ -273,7 +300,7 @@ class Attempt:
             await self._look(workspace)
         elif self.seen[key] > 2:
             text += "\n[the same call as before]"
-        return text
+        return ToolResult(text, result.error)
 
     async def _look(self, workspace: WorkFolder) -> None:
         """What has changed in the folder."""
@@ -330,16 +357,6 @@ class Attempt:
 
     # ------------------------------------------------------------------------------------------------------------ books
 
-    def _first_messages(self) -> list[dict[str, Any]]:
-        terms = self.terms
-        messages = agent_messages(self.task, terms.style, terms.lane, terms.device)
-        if terms.style == "full":
-            goal = (
-                f"The target is {terms.target:g} times as fast as the faster of the two. You have {terms.turns} turns."
-            )
-            messages[-1]["content"] += "\n\n" + " ".join(filter(None, [self.baselines, goal]))
-        return messages
-
     def _say(self, message: dict[str, Any], **facts: Any) -> None:
         self.state.messages.append(message)
         self.tell("message", message=message, **facts)
@@ -363,3 +380,9 @@ class Attempt:
         if len(messages) - last - 1 < asked:
             del messages[last:]
         self._files_now = dict(self.state.files)
+
+
+def _first_line(text: str) -> str:
+    """The first line of an error that says something; never empty."""
+    said = (line.strip() for line in text.splitlines())
+    return next((line.removeprefix("error: ")[:300] for line in said if line), "failed")

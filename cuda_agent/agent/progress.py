@@ -7,9 +7,10 @@ The transcript is one JSON object a line; everything that ``--resume`` needs is 
 - ``files``: ``changed`` ({path: text}) and ``gone`` files of the work folder at the end of a turn
 - ``verdict``: ``command``, ``verdict`` (as JSON), ``files``, ``factor``
 - ``spent``: ``prompt``, ``sampled``, ``estimated``, ``cost``, ``seconds``
-- ``turn``: ``turn``, ``last``; ``note``: ``text``; ``ended``: ``why``, ``summary``
+- ``turn``: ``turn``, ``last``; ``note``: ``text``, ``passing`` while it lasts; ``ended``: ``why``, ``summary``
 
-Events that are shown but not kept: ``text``, ``thought``, ``again``, ``wait``, ``form``, ``tool``.
+Events that are shown but not kept: ``text``, ``thought``, ``again``, ``wait``, ``form``, ``tool``, its ``result`` with
+``error`` (empty: none), and ``void``, why an answer does not count.
 """
 
 import difflib
@@ -25,7 +26,7 @@ from cuda_agent.sandbox.wire import Solution, Verdict
 Event = dict[str, Any]
 Tell = Callable[..., None]
 """(kind, attempt=, **facts)"""
-SHOWN_ONLY = frozenset({"text", "thought", "again", "wait", "form", "tool"})
+SHOWN_ONLY = frozenset({"text", "thought", "again", "wait", "form", "tool", "result", "void"})
 
 _DIFF_LINES = 400
 _COMPARED_LINES = 2000  # of each file: a file of lines that repeat takes the cube of their number

@@ -14,6 +14,7 @@ What it does not cover: the attempt (``agent.attempt``), the exported file (``ag
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -24,11 +25,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.agent.attempt import Attempt, Terms
+from cuda_agent.agent.attempt import Attempt, Terms, least_tokens
 from cuda_agent.agent.export import model_new
 from cuda_agent.agent.progress import Budget, Event, Find, Findings, State, Transcript, factor, read_events, replayed
 from cuda_agent.config import Sandbox
-from cuda_agent.policy.served import ServedModel, ServedModelError
+from cuda_agent.policy.served import ServedModel, ServedModelError, check_address
 from cuda_agent.policy.text_calls import Form
 from cuda_agent.sandbox.client import LocalSandbox, open_sandbox
 from cuda_agent.sandbox.wire import Probe, TaskError, TaskSpec, Verdict, printable
@@ -38,6 +39,8 @@ from cuda_agent.tasks.task import Task
 Watch = Callable[[Event], None]
 _CONFIRMED = 5  # solutions that are judged strictly at the end, at most, until one holds
 _LONGEST_FILE = 1 << 20
+_BEGUN = ("model.py", "run.json", "transcript.jsonl", "report.html")  # all that a folder holds before the first turn
+_PLAYED = ("spent", "files", "verdict")  # events of a turn
 
 
 class OptimizeError(Exception):
@@ -96,11 +99,21 @@ class Outcome:
 
 def read_order(folder: Path) -> tuple[Order, dict[str, Any]]:
     """What a folder was begun with: the order, and the values of its sandbox.  Raises ``OptimizeError``."""
+    if not (folder / "run.json").is_file():
+        raise OptimizeError(f"{folder}: nothing to go on with: it holds no run.json")
     try:
         data = json.loads((folder / "run.json").read_text())
         return Order.from_json(data["order"]), data["sandbox"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise OptimizeError(f"{folder}: nothing to go on with ({type(error).__name__}: {error})") from None
+        raise OptimizeError(f"{folder}/run.json: nothing to go on with ({type(error).__name__}: {error})") from None
+
+
+def _so_far(path: Path) -> tuple[dict[int, State], Findings, Event]:
+    """What a transcript leaves.  Raises ``OptimizeError`` when it is none."""
+    try:
+        return replayed(read_events(path))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OptimizeError(f"{path}: not a transcript to go on with ({type(error).__name__}: {error})") from None
 
 
 async def optimize(
@@ -113,13 +126,36 @@ async def optimize(
     watch: Watch,
     stop: asyncio.Event,
 ) -> Outcome:
-    """Raises ``TaskError`` for a problem that cannot be run, ``SandboxUnready``, ``OptimizeError``, and
-    ``ServedModelError`` when the address was of no use at all."""
+    """Raises ``TaskError`` for a problem that cannot be run, ``SandboxUnready`` and ``OptimizeError``."""
+    try:
+        check_address(order.base_url, order.key_env)
+    except ServedModelError as error:
+        raise OptimizeError(f"--base-url: {error}") from None
     task = task_from_file(source)
     if len(task.code) > _LONGEST_FILE:
         raise TaskError(f"{source}: larger than {_LONGEST_FILE >> 20} MiB")
-    _prepare_folder(order, settings, task, folder, resume)
-    states, findings, spent = replayed(read_events(folder / "transcript.jsonl")) if resume else ({}, Findings(), {})
+    if order.tokens is not None and order.tokens < (least := least_tokens(task, order.terms)):
+        raise OptimizeError(
+            f"--tokens {order.tokens} leave no room for one whole turn "
+            f"with --answer-tokens {order.terms.answer_tokens}: "
+            f"for this problem that takes about {least}"
+        )
+    with _opened(order, settings, task, folder, resume):
+        return await _search(order, settings, cache, task, folder, resume, watch, stop)
+
+
+async def _search(
+    order: Order,
+    settings: Sandbox,
+    cache: Path,
+    task: Task,
+    folder: Path,
+    resume: bool,
+    watch: Watch,
+    stop: asyncio.Event,
+) -> Outcome:
+    """In a folder that is ready."""
+    states, findings, spent = _so_far(folder / "transcript.jsonl") if resume else ({}, Findings(), {})
     minutes = None if order.minutes is None else order.minutes * 60
     budget = Budget(order.tokens, minutes, order.money, order.price_in, order.price_out)
     if spent:
@@ -143,14 +179,12 @@ async def optimize(
             write_result(outcome, task, spec, probe, order, settings)
     finally:
         transcript.close()
-    if best is None and why == "server":
-        raise ServedModelError(work.message)
     return outcome
 
 
 async def _look_at(task: Task, sandbox: Any, transcript: Transcript) -> tuple[Probe, TaskSpec]:
     """Runs the problem.  Raises ``TaskError`` when it cannot be optimised."""
-    transcript.tell("note", text="checking the problem and measuring its baselines")
+    transcript.tell("note", text="checking the problem and measuring its baselines", passing=True)
     probe = await sandbox.probe(task)
     if probe.error:
         raise TaskError(f"the problem does not run: {printable(probe.error)}")
@@ -256,7 +290,7 @@ async def _confirm(
             return best
         if best.strict is not None:
             return None  # the ranking puts what did not hold last: nothing held
-        transcript.tell("note", text="measuring the best solution strictly")
+        transcript.tell("note", text="measuring the best solution strictly", passing=True)
         verdict: Verdict | None = await _unless(stop, sandbox.evaluate(task, best.solution, "strict"), sandbox)
         if verdict is None:
             return best
@@ -277,21 +311,80 @@ async def _confirm(
 # ----------------------------------------------------------------------------------------------------------- the folder
 
 
+@contextlib.contextmanager
+def _opened(order: Order, settings: Sandbox, task: Task, folder: Path, resume: bool) -> Iterator[None]:
+    """The folder, ready, and for this process alone.  When what is done in it fails before the first turn, what was
+    begun here is taken away again."""
+    with contextlib.ExitStack() as held:
+        try:
+            fresh = not folder.exists()
+            if not resume:
+                folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(_alone(folder))
+            fresh = fresh or any(folder.iterdir())  # an empty folder was made by a person
+            _prepare_folder(order, settings, task, folder, resume)
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise OptimizeError(f"{folder}: no folder for the result: {why}") from None
+        try:
+            yield
+        except BaseException:
+            if not resume and _unplayed(folder):
+                _clear(folder)
+                if fresh:
+                    folder.rmdir()
+            raise
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Raises ``OptimizeError`` when another process works in the folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # some shared file systems lock no folders
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OptimizeError(f"{folder}: another cuda-agent optimize works in there") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _prepare_folder(order: Order, settings: Sandbox, task: Task, folder: Path, resume: bool) -> None:
-    """Raises ``OptimizeError`` rather than write over something."""
+    """Raises ``OptimizeError`` rather than write over something that is worth keeping."""
     if resume:
         if not (folder / "transcript.jsonl").is_file():
             raise OptimizeError(f"{folder}: nothing to go on with; leave out --resume to begin")
         if (folder / "model.py").read_text() != task.code:
             raise OptimizeError(f"{folder}/model.py has changed since: begin anew in another folder")
-    elif folder.exists() and any(folder.iterdir()):
-        raise OptimizeError(
-            f"{folder} is there already: go on with --resume {folder}, or name another one with --output"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
+    elif any(folder.iterdir()):
+        if not _unplayed(folder):
+            raise OptimizeError(
+                f"{folder} is there already: go on with --resume {folder}, or name another one with --output"
+            )
+        _clear(folder)
     (folder / "model.py").write_text(task.code)
     sandbox = settings.model_dump(mode="json")
     _write(folder / "run.json", json.dumps({"order": order.to_json(), "sandbox": sandbox}, indent=1))
+
+
+def _unplayed(folder: Path) -> bool:
+    """Whether the folder is one of ours in which no turn was played."""
+    paths = list(folder.iterdir())
+    if not all(path.name in _BEGUN and path.is_file() and not path.is_symlink() for path in paths):
+        return False
+    try:
+        read_order(folder)
+        events = read_events(folder / "transcript.jsonl")
+    except (OptimizeError, OSError, ValueError):
+        return False
+    return not any(event["kind"] in _PLAYED for event in events)
+
+
+def _clear(folder: Path) -> None:
+    for name in _BEGUN:
+        (folder / name).unlink(missing_ok=True)
 
 
 def write_result(outcome: Outcome, task: Task, spec: TaskSpec, probe: Probe, order: Order, settings: Sandbox) -> None:

@@ -73,9 +73,7 @@ def _head(
         parts.append(f"<h1>{escape(name)}: no correct solution</h1>")
         lede = f"{plural(judged, 'solution')} judged, none of them correct."
     else:
-        ratio, against = verdict.speedup_compile, "torch.compile"
-        if ratio is None:
-            ratio, against = verdict.speedup_eager, "eager PyTorch"
+        ratio, against = _against(verdict)
         how = "faster" if (ratio or 0) >= 1 else "as fast"
         said = f"{factor(ratio)} as fast as {against}" if how == "faster" else f"{factor(ratio)} the speed of {against}"
         parts.append(f"<h1>{escape(name)}: {said}</h1>")
@@ -112,6 +110,14 @@ def _head(
             "computed with is not known.</p>"
         )
     return "".join(parts)
+
+
+def _against(verdict: Verdict) -> tuple[float | None, str]:
+    """The ratio to the faster baseline, as the target counts, and that baseline's name."""
+    eager, compiled = verdict.speedup_eager, verdict.speedup_compile
+    if compiled is None or (eager is not None and eager < compiled):
+        return eager, "eager PyTorch"
+    return compiled, "torch.compile"
 
 
 def _times(verdict: Verdict | None, probe: Probe) -> str:

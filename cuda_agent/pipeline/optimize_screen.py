@@ -5,6 +5,7 @@ before it reaches a terminal.  What it does not cover: what is true (``optimize`
 """
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -49,6 +50,7 @@ class View:
     turns: int = 0
     baselines: str = ""
     notes: list[str] = field(default_factory=list)
+    passing: str = ""  # what goes on beside the attempts
     attempts: dict[int, Attempt] = field(default_factory=dict)
     focus: int = 1
     best: float | None = None
@@ -67,6 +69,10 @@ class View:
             self.target, self.turns = event["order"]["terms"]["target"], event["order"]["terms"]["turns"]
         elif kind == "baselines":
             self.baselines = baselines(event["probe"])
+        if kind in ("baselines", "verdict", "outcome"):
+            self.passing = ""
+        if kind == "note" and event.get("passing"):
+            self.passing = clean(event["text"])
         elif kind in ("note", "form") and not number:
             self.notes.append(clean(event["text"]))
         if not number:
@@ -92,6 +98,10 @@ class View:
             self.notes.append(f"[{number}] {clean(event['text'])}")
         elif kind == "tool":
             attempt.doing = tool(event["name"], event["arguments"])
+        elif kind == "result" and event["error"]:
+            attempt.doing += failure(event)
+        elif kind == "void":
+            attempt.doing = clean(event["text"])
         elif kind == "diff":
             attempt.diff, attempt.diff_of = event["text"].splitlines(), changed(event)
         elif kind == "verdict":
@@ -146,6 +156,10 @@ def tool(name: str, arguments: Any) -> str:
     return clean(f"{name} {what}")[:100]
 
 
+def failure(event: Event) -> str:
+    return f" → error: {clean(event['error'])}"
+
+
 def changed(event: Event) -> str:
     return f"{clean(event['path'])} +{event['added']} −{event['removed']}"
 
@@ -193,15 +207,26 @@ def json_lines(write: Callable[[str], None]) -> Watch:
     return watch
 
 
-def plain(write: Callable[[str], None]) -> Watch:
-    """A line for what changes: tools, diffs, verdicts, notes and ends."""
+def plain(write: Callable[[str], None], width: int = 0) -> Watch:
+    """A line for what changes: tools, diffs, verdicts, notes and ends.  The line of a tool waits for what comes next of
+    its attempt, so that it can end with the tool's error.  ``width``: of a line with an error; 0: the terminal's."""
     view = View()
+    waiting: dict[int, str] = {}  # the line of a tool, by attempt
+    judged: set[int] = set()  # attempts whose last line was a verdict, which says what failed
+    room = width or shutil.get_terminal_size((120, 24)).columns
 
     def watch(event: Event) -> None:
         before = view.best
         view.take(event)
         kind, number = event["kind"], event["attempt"]
         where = f"[{number}] " if number else ""
+        line = waiting.pop(number, "")
+        if kind == "result" and event["error"] and number not in judged:
+            said, why = line or f"{where} ", failure(event)
+            write(cut_to(cut_to(said, max(room - len(why), room * 2 // 3)) + why, room))
+        elif line:
+            write(line)
+        (judged.add if kind == "verdict" else judged.discard)(number)
         if kind == "begin":
             write(f"{view.task} with {view.model}, target {view.target:g}×")
         elif kind == "baselines":
@@ -209,7 +234,9 @@ def plain(write: Callable[[str], None]) -> Watch:
         elif kind in ("note", "wait", "form"):
             write(f"{where}{clean(event['text'])}")
         elif kind == "tool":
-            write(f"{where}turn {view.attempts[number].turn}: {tool(event['name'], event['arguments'])}")
+            waiting[number] = f"{where}turn {view.attempts[number].turn}: {tool(event['name'], event['arguments'])}"
+        elif kind == "void":
+            write(f"{where}turn {view.attempts[number].turn}: {clean(event['text'])}")
         elif kind == "diff":
             write(f"{where}  {changed(event)}")
         elif kind == "verdict":
@@ -219,6 +246,10 @@ def plain(write: Callable[[str], None]) -> Watch:
             write(f"{where}{view.attempts[number].ended}; {spent(view)}")
 
     return watch
+
+
+def cut_to(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: max(width - 1, 0)] + "…"
 
 
 @contextmanager
@@ -271,7 +302,7 @@ def drawing(view: View, width: int, height: int) -> Any:
                 (attempt.doing, "dim" if attempt.ended else ""),
             )
         )  # fmt: skip
-    lines += [line((note, "yellow")) for note in view.notes[-2:]]
+    lines += [line((note, "yellow")) for note in [note for note in (*view.notes, view.passing) if note][-2:]]
     focus = view.attempts.get(view.focus)
     room = height - len(lines) - 4
     if height and focus and not focus.ended and room > 4:

@@ -77,6 +77,19 @@ class Reply:
         return said
 
 
+def check_address(url: str, key_env: str) -> None:
+    """Raises ``ServedModelError`` for what is no address; asks nobody."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets or a port that are none
+        usable = False
+    if not usable:
+        raise ServedModelError(f"{url}: expected an address such as http://127.0.0.1:8000/v1")
+    if parts.username or parts.password:
+        raise ServedModelError(f"a key does not belong into the address: put it into the environment, as {key_env}")
+
+
 class ServedModel:
     """An async context manager over one connection pool.  ``url``: up to and with ``/v1``.  ``lost`` counts the tokens
     of answers that broke off, which a vendor charges too."""
@@ -91,11 +104,7 @@ class ServedModel:
         retries: int = 5,
         pause: float = 1.0,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ServedModelError(f"{url}: expected an address such as http://127.0.0.1:8000/v1")
-        if parts.username or parts.password:
-            raise ServedModelError(f"a key does not belong into the address: put it into the environment, as {key_env}")
+        check_address(url, key_env)
         self.url, self.model, self.form = url.rstrip("/"), model, form
         self._key, self._key_env = os.environ.get(key_env, ""), key_env
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}

@@ -73,7 +73,7 @@ class Run:
                 if stop_at and stop_at(event):
                     stop.set()
 
-            order = Order(url, "scripted", terms=replace(TERMS, **terms), **rest)
+            order = Order(**({"base_url": url, "model": "scripted", "terms": replace(TERMS, **terms)} | rest))
             return await optimize(order, self.sandbox, self.cache, source, self.folder / "out", resume, watch, stop)
 
         with serve(script) as self.served:

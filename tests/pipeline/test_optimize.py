@@ -12,8 +12,7 @@ from chat_server import call, said, serve, turn_of
 from optimizing import DONE, KERNEL, MODEL, PROFILE, WRITE, Run, plan
 
 from cuda_agent.agent.progress import read_events, replayed
-from cuda_agent.pipeline.optimize import OptimizeError, Order, read_order
-from cuda_agent.policy.served import ServedModelError
+from cuda_agent.pipeline.optimize import OptimizeError, Order, _opened, read_order
 from cuda_agent.sandbox.wire import TaskError
 from cuda_agent.tasks.io import TaskError as NoTask
 from tests import made_once
@@ -170,12 +169,110 @@ def test_a_problem_that_cannot_be_optimised_costs_no_token(run, code, why):
     with pytest.raises((TaskError, NoTask), match=why):
         run(said([DONE]))
     assert run.served.turns() == 0
+    assert not (run.folder / "out").exists()
 
 
-def test_an_address_without_a_model_is_an_error_and_not_an_empty_folder_of_results(run):
-    with pytest.raises(ServedModelError, match="404"):
-        run(lambda request: [{"status": 404, "body": b'{"error": {"message": "no such model"}}'}])
+def test_a_folder_without_a_turn_is_begun_anew_and_can_be_gone_on_with(run):
+    lost = [{"status": 404, "body": b'{"error": {"message": "no such model"}}'}]
+    out = run.folder / "out"
+    for resume in (False, True, False):
+        assert run(lambda request: lost, resume=resume).why == "server"
+    (run.folder / "model.py").write_text(MODEL + "\n# mended\n")
+    assert run(said([[WRITE], [PROFILE], DONE])).best
+    assert "# mended" in (out / "model.py").read_text()
+    assert len([e for e in read_events(out / "transcript.jsonl") if e["kind"] == "begin"]) == 1
+
+
+@pytest.mark.parametrize("other", ["notes.txt", "run.json", "model.py"])
+def test_a_folder_of_somebody_else_is_never_begun_anew(run, other):
+    out = run.folder / "out"
+    out.mkdir(parents=True)
+    (out / other).write_text("{}")
+    with pytest.raises(OptimizeError, match="there already"):
+        run(said([DONE]))
+    assert [path.read_text() for path in out.iterdir()] == ["{}"]
+
+
+@pytest.mark.parametrize(
+    "output, resume",
+    [("/proc/x", False), ("file", False), ("file/below", False), ("half", False), ("nosuch", True), ("half", True)],
+)
+def test_a_folder_that_cannot_be_used_is_one_clear_line(tmp_path, cache, output, resume):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "run.json").write_bytes(b"\xff")
+    asked = ["--resume", output] if resume else ["model.py", "--output", output]
+    process = command(
+        tmp_path,
+        cache,
+        *asked,
+        "--base-url",
+        "http://127.0.0.1:1/v1",
+        "--model",
+        "m",
+        *["--device", "cpu"] * (not resume),
+    )
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 78 and len(err.splitlines()) == 1 and output in err and not out, err
+    assert "Errno" not in err and (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", [b'{"kind": "note", "text": "\xff"}\n', b'{"kind": "spent", "attempt": 1}\n'])
+def test_a_transcript_that_is_none_is_not_gone_on_with_or_written_over(run, content):
+    run(said([[WRITE], DONE]), target=1000.0, turns=2)
+    path = run.folder / "out" / "transcript.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(OptimizeError, match="not a transcript"):
+        run(said([DONE]), resume=True)
+    with pytest.raises(OptimizeError, match="there already"):
+        run(said([DONE]))
+    assert path.read_bytes() == content
+
+
+def test_two_searches_do_not_share_a_folder(run):
+    begun = []
+
+    def begin_another(event):
+        if event["kind"] == "begin" and not begun:
+            begun.append(event)
+            order = Order("http://127.0.0.1:1/v1", "m")
+            folder = _opened(order, run.sandbox, None, run.folder / "out", False)
+            with pytest.raises(OptimizeError, match="works in there"), folder:
+                pass
+
+    assert run(said([[WRITE], [PROFILE], DONE]), stop_at=begin_another).best and begun
+
+
+def test_what_fails_in_a_folder_that_a_person_made_leaves_it_empty(run):
+    (run.folder / "out").mkdir(parents=True)
+    (run.folder / "model.py").write_text(MODEL.replace("torch.abs(x)", "torch.abs(x) * torch.rand(1)"))
+    with pytest.raises(TaskError):
+        run(said([DONE]))
+    assert list((run.folder / "out").iterdir()) == []
+
+
+def test_an_address_without_a_model_ends_with_its_refusal_and_no_result(run):
+    outcome = run(lambda request: [{"status": 404, "body": b'{"error": {"message": "no such model"}}'}])
+    assert outcome.why == "server" and outcome.best is None and "404" in outcome.message
     assert not (run.folder / "out" / "model_new.py").exists()
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:7101/v1", "localhost/v1", "http://[::1/v1", "http://host:many/v1", "http://"]
+)
+def test_a_malformed_address_is_refused_before_anything_is_made(run, address):
+    with pytest.raises(OptimizeError, match="expected an address such as"):
+        run(said([DONE]), base_url=address)
+    assert not (run.folder / "out").exists() and not run.events
+
+
+def test_tokens_without_room_for_a_turn_are_refused_at_once_and_a_few_more_play_one(run):
+    with pytest.raises(OptimizeError, match=r"--tokens 3000 .* --answer-tokens 2000: .* about (\d+)") as refused:
+        run(said([DONE]), tokens=3000)
+    assert not (run.folder / "out").exists() and not run.events
+    least = int(str(refused.value).split()[-1])
+    run(said([[WRITE]]), tokens=least)
+    assert run.kinds("tool") and run.kinds("turn")[0]["last"] is False
 
 
 def test_a_budget_of_money_needs_prices():
@@ -226,6 +323,21 @@ def test_the_command_prints_lines_of_json_for_programs(tmp_path, cache):
     assert "canary-of-the-key" not in everything
 
 
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_server_that_refuses_gives_an_outcome_and_an_error(tmp_path, cache, as_json):
+    with serve(lambda request: [{"status": 401, "body": b'{"error": {"message": "who are you"}}'}]) as served:
+        process = command(
+            tmp_path, cache, "model.py", "--base-url", served.url, "--model", "m", "--device", "cpu",
+            "sandbox.clock=model", *["--json"] * as_json,
+        )  # fmt: skip
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 75 and "who are you" in err and len(err.splitlines()) == 1
+    if as_json:
+        outcome = json.loads(out.splitlines()[-1])
+        assert (outcome["kind"], outcome["why"], outcome["verdict"]) == ("outcome", "server", None)
+        assert "who are you" in outcome["message"]
+
+
 def test_control_c_reaches_nobody_but_the_search(tmp_path, cache):
     """To the whole process group, as a terminal sends it."""
 
@@ -262,3 +374,4 @@ def test_control_c_ends_at_once_while_baselines_are_measured(tmp_path):
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=120)
     assert process.returncode == 130 and "Traceback" not in err and served.turns() == 0
+    assert not (tmp_path / "model-optimized").exists()

@@ -66,6 +66,7 @@ def shifted(first):
 def test_wrong_calls_are_answered_in_words_and_the_search_goes_on(run, first, told):
     outcome = run(shifted(first))
     assert told in run.results()
+    assert run.kinds("void") or any(event["error"] for event in run.kinds("result")), "a person sees it, too"
     assert outcome.why == "target"
     for request in run.served.requests:
         well_formed(request["messages"])

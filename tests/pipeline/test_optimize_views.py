@@ -4,11 +4,12 @@ import io
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from cuda_agent.agent.progress import Find
+from cuda_agent.agent.progress import Find, factor
 from cuda_agent.pipeline.optimize_page import render
 from cuda_agent.pipeline.optimize_screen import View, drawing, json_lines, plain, sparkline
 from cuda_agent.sandbox.wire import Probe, Ran, Solution, Tensor, Verdict
@@ -86,6 +87,15 @@ def test_the_terminal_shows_who_does_what_and_how_far_it_is():
     assert "the model said that it is done" in drawn(EVENTS, height=0)
 
 
+@pytest.mark.parametrize("over", ["baselines", "verdict", "outcome"])
+def test_what_goes_on_beside_the_attempts_is_shown_while_it_lasts(over):
+    passing = [event("note", 0, text="measuring now", passing=True)]
+    assert "measuring now" in drawn([EVENTS[0], *passing])
+    facts = {"baselines": EVENTS[1], "verdict": judged(WRONG, 4.0, None), "outcome": event("outcome", 0, why="target")}
+    after = drawn([EVENTS[0], *passing, facts[over], *EVENTS[2:]])
+    assert "measuring now" not in after
+
+
 @pytest.mark.parametrize("width, height", [(20, 6), (60, 12), (200, 60)])
 def test_it_fits_on_any_terminal(width, height):
     many = [{**one, "attempt": number} for number in (1, 2, 3) for one in EVENTS]
@@ -102,6 +112,27 @@ def test_plain_lines_tell_the_same():
     for part in ("baselines: eager 900.0 µs, torch.compile 500.0 µs", "[1] turn 1: Bash verify", "wrong check 1",
                  "profile: ok, 1.67×  ← the best so far", "[1] the model said that it is done"):  # fmt: skip
         assert part in text, text
+
+
+def test_plain_lines_tell_what_failed_and_what_was_cut():
+    lines = []
+    watch = plain(lines.append, 60)
+    read = event("tool", name="Read", arguments={"path": "../../etc/passwd"})
+    for one in [
+        event("turn", turn=2), read, event("result", error="\x1b[1mthe path leads out of the work folder"),
+        event("tool", name="FormatDisk", arguments=None), event("result", error="there is no tool"),
+        read, event("result", error=""), read, event("ended", why="stopped", summary=""),
+        event("tool", name="Bash", arguments={"command": "verify"}), judged(WRONG, 4.0, None),
+        event("result", error="no"),
+        event("turn", turn=3), event("void", text="the answer was cut after 2,000 tokens"),
+    ]:  # fmt: skip
+        watch(one)
+    first, second, *rest = lines
+    assert first.startswith("[1] turn 3: Read ../../etc/passwd → error: ") and first.endswith("…") and len(first) == 60
+    assert first.isprintable() and second == "[1] turn 3: FormatDisk → error: there is no tool"
+    assert rest[:2] == ["[1] turn 3: Read ../../etc/passwd"] * 2 and rest[2].startswith("[1] stopped")
+    assert rest[3:5] == ["[1] turn 3: Bash verify", "[1]   profile: wrong check 1: <b>off</b>"], "a verdict says enough"
+    assert rest[5:] == ["[1] turn 4: the answer was cut after 2,000 tokens"]
 
 
 def test_json_lines_are_json():
@@ -130,6 +161,21 @@ def test_the_page_says_how_fast_against_what_and_how_sure():
         assert part in text, part
     assert "<b>off" not in text and "<both>" not in text and "<i>advice" not in text and "int <x>" not in text
     assert "<script" not in text and "http://host/v1" in text and text.count("<section") == text.count("</section>")
+
+
+@pytest.mark.parametrize(
+    "eager, compiled, said",
+    [
+        (9e-4, 2.4e-3, "3.00× as fast as eager PyTorch"),
+        (2.4e-3, 9e-4, "3.00× as fast as torch.compile"),
+        (9e-4, None, "3.00× as fast as eager PyTorch"),
+        (1.5e-4, 9e-4, "0.50× the speed of eager PyTorch"),
+    ],
+)
+def test_the_headline_speaks_of_the_faster_baseline(eager, compiled, said):
+    found = replace(STRICT, eager_seconds=eager, compile_seconds=compiled)
+    text = page(Find(Solution("plan", FILES), verdict(), 1, 2, found))
+    assert f"<h1>relu: {said}</h1>" in text and f"{factor(found):.2f}×" in said
 
 
 def test_a_page_without_a_solution_still_tells_the_story():
