@@ -55,19 +55,16 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     stopped: list[int] = []
 
     async def whole() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        task = asyncio.current_task()
         assert task is not None
 
-        def stop(number: int, frame: Any) -> None:
+        def stop() -> None:
             if not stopped:
-                loop.call_soon_threadsafe(task.cancel)  # wakes the loop
-            stopped.append(number)
+                task.cancel()
+            stopped.append(signal.SIGTERM)
 
-        before = signal.signal(signal.SIGTERM, stop)
-        try:
-            return await work
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)  # until the loop is closed
+        return await work
 
     try:
         return asyncio.run(whole())

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from html import escape
 
 from cuda_agent.agent.progress import Event, Find
+from cuda_agent.agent.progress import factor as faster_of_both
 from cuda_agent.agent.tools import standing
 from cuda_agent.sandbox.wire import BASELINES, Probe, Tensor, Verdict, baseline, baseline_parts
 from cuda_agent.stages.page import diff_rows, document, safe, source, style_sheet
@@ -114,10 +115,9 @@ def _head(
 
 def _against(verdict: Verdict) -> tuple[float | None, str]:
     """The ratio to the faster baseline, as the target counts, and that baseline's name."""
-    eager, compiled = verdict.speedup_eager, verdict.speedup_compile
-    if compiled is None or (eager is not None and eager < compiled):
-        return eager, "eager PyTorch"
-    return compiled, "torch.compile"
+    ratio = faster_of_both(verdict)
+    compiled = ratio is not None and ratio == verdict.speedup_compile
+    return ratio, "torch.compile" if compiled else "eager PyTorch"
 
 
 def _times(verdict: Verdict | None, probe: Probe) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.buffers import DTYPES, byte_count
 from cuda_agent.sandbox.processes import Worker, WorkerDied, WorkerError
-from cuda_agent.sandbox.wire import TaskError, TaskSpec
+from cuda_agent.sandbox.wire import TaskError, TaskSpec, span
 
 _COMPILE_SECONDS = 300.0  # of a large model, with nothing cached, on a busy machine
 _OPENING_SECONDS = 10.0  # at least, for a task: what it imports may come from a cold disk
@@ -214,9 +214,8 @@ def views(answer: Any, spec: TaskSpec) -> Views:
         if strides is not None:
             if not all(type(stride) is int and stride >= 0 for stride in strides):
                 raise ValueError(f"strides {strides!r}")
-            span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-            count = math.prod(tensor.shape)
-            strides = [] if span < count else strides if span * byte_count(tensor) <= room * count else None
+            reach, count = span(tensor.shape, strides), math.prod(tensor.shape)
+            strides = [] if reach < count else strides if reach * byte_count(tensor) <= room * count else None
         found.append(strides)
     return found
 

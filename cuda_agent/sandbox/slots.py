@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cuda_agent.sandbox import driver
+from cuda_agent.sandbox.wire import span
 
 
 class Slots:
@@ -135,8 +136,7 @@ def zeros(target: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:
     """Of the form of ``target``, with these strides if there are any."""
     if not strides:
         return torch.zeros_like(target)
-    span = sum((size - 1) * stride for size, stride in zip(target.shape, strides, strict=True))
-    return target.new_zeros(1 + span).as_strided(target.shape, strides)
+    return target.new_zeros(span(target.shape, strides)).as_strided(target.shape, strides)
 
 
 def owned(result: torch.Tensor, given: range) -> torch.Tensor:

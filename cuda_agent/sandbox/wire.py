@@ -169,6 +169,11 @@ class Tensor:
     dtype: str
 
 
+def span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements of memory from the first to the last of a tensor with these strides."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
 @dataclass(frozen=True)
 class TaskSpec:
     """What a solution may know of a task besides its source: shapes, dtypes, plain values."""

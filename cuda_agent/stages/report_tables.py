@@ -83,7 +83,8 @@ def summary(data: Data) -> str:
     if family is None or not found:
         return "No policy has been scored yet."
     change = found[-1]
-    passed, faster = ({d["metric"]: d for d in change["differences"]}[name] for name in ("passed", "faster_compile"))
+    by_metric = {row["metric"]: row for row in change["differences"]}
+    passed, faster = by_metric["passed"], by_metric["faster_compile"]
     before, after = escape(change["before"]), escape(change["after"])
     if passed["change"] is None or faster["change"] is None:
         return f"{after} and {before} share no scored task, so they cannot be compared."
