@@ -68,18 +68,18 @@ images: environment
 	@images/build.sh
 
 cluster-up:
-	@tests/cluster/up.sh
+	@tests/real_cluster/up.sh
 
 cluster-down:
-	@tests/cluster/down.sh
+	@tests/real_cluster/down.sh
 
 test-cluster: environment # first what needs an API server alone
-	$(BIN)/python -m pytest -m "cluster and not nightly" -n $(WORKERS) --dist loadfile tests/pipeline
-	$(BIN)/python -m pytest -m "cluster and not nightly" -s --durations=8 tests/cluster
+	$(BIN)/python -m pytest -m "cluster and not nightly" -n $(WORKERS) --dist loadfile tests/cluster tests/pipeline tests/deploy
+	$(BIN)/python -m pytest -m "cluster and not nightly" -s --durations=8 tests/real_cluster
 
 test-cluster-full: environment
-	$(BIN)/python -m pytest -m cluster -n $(WORKERS) --dist loadfile tests/pipeline
-	$(BIN)/python -m pytest -m cluster --durations=0 -s tests/cluster
+	$(BIN)/python -m pytest -m cluster -n $(WORKERS) --dist loadfile tests/cluster tests/pipeline tests/deploy
+	$(BIN)/python -m pytest -m cluster --durations=0 -s tests/real_cluster
 
 clean:
 	rm -rf .venv

@@ -28,11 +28,11 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from cuda_agent.cluster import submit as cluster
+from cuda_agent.cluster.api import Cluster
+from cuda_agent.cluster.pools import CONTAINER_SECURITY
 from cuda_agent.config import compose
-from cuda_agent.pipeline import cluster
-from cuda_agent.pipeline.cluster_api import Cluster
 from cuda_agent.pipeline.graph import STAGES
-from cuda_agent.pipeline.pools import CONTAINER_SECURITY
 
 SMOKE = ["experiment=smoke", "sandbox.clock=model"]
 NAMES = [stage.name for stage in STAGES]

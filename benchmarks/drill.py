@@ -20,7 +20,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from cuda_agent.sandbox.drill import Outcome, Report, drill
+from tests.sandbox.drill import Outcome, Report, drill
 
 PROJECT = Path(__file__).resolve().parents[1]
 

@@ -26,8 +26,8 @@ import transformers
 from shapes import SIZES, model_of
 
 from cuda_agent.config import Policy
-from cuda_agent.policy.engine import SamplingParams
-from cuda_agent.policy.local import LocalEngine
+from cuda_agent.policy.engines.engine import SamplingParams
+from cuda_agent.policy.engines.local import LocalEngine
 from cuda_agent.policy.model import load_model, new_policy, train_tokenizer
 
 Clock = Callable[[], float]

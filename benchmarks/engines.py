@@ -23,11 +23,12 @@ import transformers
 from shapes import SIZES, model_of
 
 from cuda_agent.config import Policy
-from cuda_agent.policy.engine import SamplingParams
-from cuda_agent.policy.local import LocalEngine
-from cuda_agent.policy.model import PolicyError, load_policy, new_policy, save_policy, train_tokenizer
-from cuda_agent.policy.vllm import VllmEngine, open_vllm
-from cuda_agent.policy.vllm_server import interpreter
+from cuda_agent.errors import PolicyError
+from cuda_agent.policy.engines.engine import SamplingParams
+from cuda_agent.policy.engines.local import LocalEngine
+from cuda_agent.policy.engines.vllm import VllmEngine, open_vllm
+from cuda_agent.policy.engines.vllm_server import interpreter
+from cuda_agent.policy.model import load_policy, new_policy, save_policy, train_tokenizer
 
 Engines = dict[str, LocalEngine | VllmEngine]
 

@@ -19,8 +19,9 @@ import torch
 from shapes import SIZES, model_of
 
 from cuda_agent.training import recipes
+from cuda_agent.training.distributed import DistributedTrainer
 from cuda_agent.training.packing import Batch, batch_of, tokens_of
-from cuda_agent.training.ranks import RankedTrainer, Ranks
+from cuda_agent.training.ranks import Ranks
 
 
 def batch(row_tokens: int, rows: int, vocab: int) -> Batch:
@@ -52,7 +53,7 @@ def main() -> None:
     losses: dict[int, list[float]] = {1: [], 2: []}
     with Ranks(1, device=options.device) as one, Ranks(2, device=options.device) as two:
         learners = {
-            count: RankedTrainer(ranks, "policy", model_of(options.size), **settings)
+            count: DistributedTrainer(ranks, "policy", model_of(options.size), **settings)
             for count, ranks in ((1, one), (2, two))
         }
         for repeat in range(options.repeats + 1):

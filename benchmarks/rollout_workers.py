@@ -24,16 +24,16 @@ from typing import Any
 
 from cuda_agent.agent.loop import Settings, run_episode
 from cuda_agent.config import Bootstrap, Config, Sandbox, compose
+from cuda_agent.context import StageContext
 from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.policy.chat import Chat
-from cuda_agent.policy.engine import Completion, SamplingParams
+from cuda_agent.policy.engines.engine import Completion, SamplingParams
 from cuda_agent.policy.model import train_tokenizer
-from cuda_agent.sandbox.client import LocalSandbox
+from cuda_agent.rl.dialogues import corpus, episode, texts
+from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.stages import agentic
-from cuda_agent.stages.context import StageContext
-from cuda_agent.stages.dialogues import corpus, episode, texts
 from cuda_agent.storage import Store, open_store
 from cuda_agent.synthesis.family import sample_task
 from cuda_agent.tracking import FileTracker, read_metrics

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.config import Sandbox
-from cuda_agent.sandbox.client import LocalSandbox
+from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.wire import Lane, Solution, Verdict
 from cuda_agent.tasks.task import Task
 

@@ -25,18 +25,18 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from cuda_agent.agent.progress import factor, read_events  # noqa: E402
-from cuda_agent.config import Config, ConfigError  # noqa: E402
+from cuda_agent.config import Config  # noqa: E402
+from cuda_agent.errors import ConfigError, PolicyError  # noqa: E402
 from cuda_agent.pipeline import runs  # noqa: E402
 from cuda_agent.pipeline.graph import STAGES  # noqa: E402
+from cuda_agent.policy.engines.vllm_server import NAME, VllmServer, interpreter  # noqa: E402
 from cuda_agent.policy.episode import Episode, read_episodes  # noqa: E402
-from cuda_agent.policy.model import PolicyError  # noqa: E402
-from cuda_agent.policy.vllm_server import NAME, VllmServer, interpreter  # noqa: E402
+from cuda_agent.rl.scores import Row, score  # noqa: E402
 from cuda_agent.sandbox.wire import Verdict  # noqa: E402
-from cuda_agent.stages.scores import Row, score  # noqa: E402
 from cuda_agent.storage import Store, StoreUnavailable, local_folder, open_store  # noqa: E402
 from cuda_agent.tasks.io import read_tasks  # noqa: E402
 from cuda_agent.tasks.task import Task  # noqa: E402
-from tests.agent import fresh  # noqa: E402
+from tests.optimize import fresh  # noqa: E402
 
 TRIAL = """
 import torch, model, model_new

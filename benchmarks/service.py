@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.config import Sandbox
-from cuda_agent.sandbox.client import LocalSandbox
+from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.remote import RemoteSandbox
 from cuda_agent.sandbox.wire import Solution
 from cuda_agent.tasks.task import Task

@@ -20,6 +20,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from cuda_agent.errors import ConfigError
+
 Positive = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -376,11 +378,6 @@ class Config(Section):
 
 
 # Composing, freezing, loading -----------------------------------------------------------------------------------------
-
-
-class ConfigError(Exception):
-    """The configuration is wrong; the message is one screen: the key's full path, what was expected, the nearest name.
-    The process ends with exit code 78."""
 
 
 def conf_folder() -> Path:

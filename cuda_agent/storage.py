@@ -24,11 +24,15 @@ from urllib.parse import urlsplit
 import obstore
 from obstore import exceptions as obstore_errors
 
+from cuda_agent.errors import EXIT_RETRY, UserError
+
 CHUNK = 4 << 20  # bytes
 
 
-class StoreError(Exception):
+class StoreError(UserError):
     """Something is wrong with the store; the message is one screen for a person and says what helps."""
+
+    exit_code = EXIT_RETRY
 
 
 class StoreUnavailable(StoreError):

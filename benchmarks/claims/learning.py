@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
-from cuda_agent.stages.scores import Scores, read_scores
+from cuda_agent.rl.scores import Scores, read_scores
 from cuda_agent.storage import open_store
 from cuda_agent.tracking import read_metrics
 

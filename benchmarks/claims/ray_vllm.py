@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.config import Config, compose
+from cuda_agent.context import StageContext
 from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.stages import agentic, warmup
-from cuda_agent.stages.context import StageContext
 from cuda_agent.storage import Store, open_store
 from cuda_agent.tracking import FileTracker, read_metrics
 

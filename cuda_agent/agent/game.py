@@ -12,35 +12,17 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 from cuda_agent.agent.prompt import agent_messages
 from cuda_agent.agent.skill import skill_text
 from cuda_agent.agent.tools import TOOL_NAMES, Style, describe, failed, solution_of
-from cuda_agent.sandbox.wire import Lane, Mode, Solution, ToolResult, Verdict
-from cuda_agent.sandbox.workspace import Commands
+from cuda_agent.sandbox.client import Sandbox, WorkFolder
+from cuda_agent.sandbox.wire import Lane, ToolResult, Verdict
 from cuda_agent.tasks.task import Task
 
 _CHANGING = ("Write", "Edit", "MultiEdit")  # after one of these, verifying once more is no loop
 _LOOP = 3  # the same call with the same arguments this often is one
-
-
-class WorkFolder(Protocol):
-    """An open workspace, here or on a server."""
-
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult: ...
-
-    async def files(self) -> dict[str, str]: ...
-
-
-class Sandbox(Protocol):
-    """What playing needs of the sandbox's client."""
-
-    async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick") -> Verdict: ...
-
-    def workspace(
-        self, files: dict[str, str], protected: frozenset[str], commands: Commands
-    ) -> AbstractAsyncContextManager[WorkFolder]: ...
 
 
 class SandboxFault(Exception):

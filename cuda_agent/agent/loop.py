@@ -19,11 +19,12 @@ from typing import Any, Literal
 from cuda_agent.agent.game import Game, Sandbox, SandboxFault
 from cuda_agent.agent.prompt import one_shot_messages, parse_answer
 from cuda_agent.agent.tools import TOOLS, Style, solution_of
+from cuda_agent.errors import TaskError
 from cuda_agent.policy.chat import Chat
-from cuda_agent.policy.engine import Completion, Engine, SamplingParams
+from cuda_agent.policy.engines.engine import Completion, Engine, SamplingParams
 from cuda_agent.policy.episode import Episode
-from cuda_agent.sandbox.wire import Lane, TaskError, Verdict
-from cuda_agent.sandbox.workspace import WorkspaceLost
+from cuda_agent.sandbox.wire import Lane, Verdict
+from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from cuda_agent.tasks.task import Task
 
 Ended = Literal["answer", "turns", "tokens", "deadline", "infra"]

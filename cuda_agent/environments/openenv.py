@@ -26,9 +26,9 @@ from cuda_agent.agent.game import Game, SandboxFault
 from cuda_agent.agent.game import Sandbox as OpenSandbox
 from cuda_agent.agent.tools import TOOLS
 from cuda_agent.config import Sandbox, compose
+from cuda_agent.errors import TaskError
 from cuda_agent.sandbox.client import open_sandbox
-from cuda_agent.sandbox.wire import TaskError
-from cuda_agent.sandbox.workspace import WorkspaceLost
+from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from cuda_agent.tasks.io import read_any
 from cuda_agent.tasks.task import Task
 

@@ -1,7 +1,7 @@
 """What decides whether a stage's result can be used again: its code, its environment, its device.
 
 The code version is a hash over the stage's import closure: every module of the package that it imports, directly or
-not, at the top or inside a function, or names in a string (``python -m cuda_agent.sandbox.judge``), and the data files
+not, at the top or inside a function, or names in a string (``"cuda_agent.sandbox.judge.judge"``), and the data files
 beside them (skill text, templates, C++ sources; a file named like a module belongs to that module alone).  Found by
 reading syntax trees, so nothing is imported and a lookup takes milliseconds.
 

@@ -129,7 +129,7 @@ def _compiler() -> Check:
 
 def _walls() -> Check:
     """Attacks the jail, as the sandbox does before it takes a first task."""
-    from cuda_agent.sandbox.jail import JailError, prove
+    from cuda_agent.sandbox.jail.jail import JailError, prove
 
     required = Sandbox().required_walls
     with tempfile.TemporaryDirectory() as folder:

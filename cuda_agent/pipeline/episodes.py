@@ -8,14 +8,14 @@ cluster (``cluster_report``).
 
 import gzip
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from cuda_agent.agent.progress import Event, factor, read_events
-from cuda_agent.config import ConfigError
-from cuda_agent.pipeline.episode_story import Story, of_attempt, of_episode
+from cuda_agent.errors import ConfigError
+from cuda_agent.pages.episode_story import EpisodeEntry, EpisodeRow, Story, of_attempt, of_episode
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.manifest import Manifest
 from cuda_agent.pipeline.runs import Run, run_manifests
@@ -27,35 +27,6 @@ FILE, TOKENIZER, TRANSCRIPT = "episodes.jsonl", "tokenizer.json", "transcript.js
 PACKED = f"{FILE}.gz"  # in MLflow
 MOST_BYTES = 64 << 20  # of the episodes that a stage shows to MLflow, before packing: the newest ones
 Sort = Literal["newest", "oldest", "best", "worst", "turns", "tokens", "task"]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One episode in the list.  ``status`` is the verdict's, ``no_answer`` where nothing could be judged, ``lost``
-    where our own side failed; ``speedup`` is against the faster of eager and ``torch.compile``; ``logprob`` is the mean
-    of the sampled tokens, in nats, ``None`` where a server kept them."""
-
-    number: int  # from 1, the oldest first
-    stage: str
-    id: str
-    task: str
-    status: str
-    reward: float | None
-    speedup: float | None
-    turns: int
-    tokens: int | None  # sampled
-    logprob: float | None
-    ended: str
-    flags: list[str]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Entry:
-    row: Row
-    story: Callable[[], Story]
 
 
 @dataclass(frozen=True)
@@ -104,7 +75,7 @@ def _fetch(store: Store, digest: str, name: str, folder: Path) -> Path | None:
     return folder / name
 
 
-def of_path(path: Path) -> list[Entry]:
+def of_path(path: Path) -> list[EpisodeEntry]:
     """The attempts of a folder of ``optimize``, or the episodes of a folder or file of ``benchmark``.  Raises
     ConfigError when it is neither."""
     if (path / TRANSCRIPT).is_file():
@@ -126,14 +97,14 @@ def no_result(path: Path) -> str:
     return f"{path}: expected {TRANSCRIPT} of `optimize`, or {FILE} of `benchmark`, in this folder"
 
 
-def listed(left: Sequence[Left]) -> list[Entry]:
+def listed(left: Sequence[Left]) -> list[EpisodeEntry]:
     """All episodes, the oldest first.  Raises ConfigError for a file of anything else."""
-    entries: list[Entry] = []
+    entries: list[EpisodeEntry] = []
     for one in left:
         try:
             for offset, episode in _read(one.file):
                 row = _row(episode, one.stage, len(entries) + 1)
-                entries.append(Entry(row, lambda one=one, at=offset: _story(one, at)))  # type: ignore[misc]
+                entries.append(EpisodeEntry(row, lambda one=one, at=offset: _story(one, at)))  # type: ignore[misc]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{one.file}: no episodes ({type(error).__name__}: {error})") from None
     return entries
@@ -168,11 +139,11 @@ def _tokenizer(path: Path | None) -> Any:
     return _OPEN[path]
 
 
-def _row(episode: Episode, stage: str, number: int) -> Row:
+def _row(episode: Episode, stage: str, number: int) -> EpisodeRow:
     verdict = Verdict.from_json(episode.verdict) if episode.verdict else None
     logprobs = [logprob for logprob, sampled in zip(episode.logprobs, episode.mask, strict=True) if sampled]
     status = "lost" if episode.reward is None else verdict.status if verdict else "no_answer"
-    return Row(
+    return EpisodeRow(
         number=number,
         stage=stage,
         id=episode.id,
@@ -188,19 +159,19 @@ def _row(episode: Episode, stage: str, number: int) -> Row:
     )
 
 
-def attempts(events: Sequence[Event]) -> list[Entry]:
+def attempts(events: Sequence[Event]) -> list[EpisodeEntry]:
     """The attempts of a transcript.  Verdicts are those of the best solution."""
     task = next((str(event["task"]) for event in events if event["kind"] == "begin"), "")
     numbers = sorted({int(event["attempt"]) for event in events if event["attempt"]})
     spent = [event for event in events if event["kind"] == "spent"]
-    entries: list[Entry] = []
+    entries: list[EpisodeEntry] = []
     for number in numbers:
         own = [event for event in events if event["attempt"] == number]
         judged = [event for event in own if event["kind"] == "verdict"]
         best = max(judged, key=lambda event: event["factor"] or 0.0, default=None)
         verdict = Verdict.from_json(best["verdict"]) if best else None
         ended = next((str(event["why"]) for event in reversed(own) if event["kind"] == "ended"), "")
-        row = Row(
+        row = EpisodeRow(
             number=len(entries) + 1,
             stage="optimize",
             id=f"attempt {number}",
@@ -214,18 +185,18 @@ def attempts(events: Sequence[Event]) -> list[Entry]:
             ended=ended,
             flags=[],
         )
-        entries.append(Entry(row, lambda number=number: of_attempt(events, number)))  # type: ignore[misc]
+        entries.append(EpisodeEntry(row, lambda number=number: of_attempt(events, number)))  # type: ignore[misc]
     return entries
 
 
 def chosen(
-    entries: Sequence[Entry],
+    entries: Sequence[EpisodeEntry],
     stage: str | None = None,
     task: str | None = None,
     status: str | None = None,
     min_reward: float | None = None,
     sort: Sort = "newest",
-) -> list[Entry]:
+) -> list[EpisodeEntry]:
     """Those that fit, in the order asked for.  ``task`` is a part of its name, stage and status are whole.  Raises
     ConfigError that lists what there is when a stage or a status does not occur at all."""
     for what, asked, there in (
@@ -246,7 +217,7 @@ def chosen(
     return sorted(fitting, key=lambda entry: _place(entry.row, sort))
 
 
-def _place(row: Row, sort: Sort) -> tuple[Any, ...]:
+def _place(row: EpisodeRow, sort: Sort) -> tuple[Any, ...]:
     """Smaller comes first; among equals the newest."""
     merit = (row.reward if row.reward is not None else -2.0, row.speedup or 0.0)
     first: dict[str, tuple[Any, ...]] = {

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import Config, ConfigError, flat, freeze
+from cuda_agent.config import Config, flat, freeze
+from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError
 from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.graph import STAGES, STAGES_INPUT, Stage, ancestors, check
 from cuda_agent.pipeline.manifest import (
@@ -38,7 +39,6 @@ from cuda_agent.pipeline.manifest import (
 )
 from cuda_agent.pipeline.spawn import PRELOAD, Spawner
 from cuda_agent.pipeline.stage_main import TABLE, Order
-from cuda_agent.stages.context import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_RETRY
 from cuda_agent.storage import Store, StoreError, absolute_uri, open_store
 from cuda_agent.tracking import Mirror, read_metrics, read_notes, read_progress
 

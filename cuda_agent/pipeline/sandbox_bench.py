@@ -21,9 +21,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import ConfigError, Sandbox
+from cuda_agent.config import Sandbox
+from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline.closure import device_name
-from cuda_agent.sandbox.client import LocalSandbox
+from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.wire import Lane, Solution, TaskSpec, Verdict
 from cuda_agent.synthesis.family import sample_task
 from cuda_agent.synthesis.filters import Refused, check_eager

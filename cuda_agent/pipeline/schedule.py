@@ -9,7 +9,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import Config, ConfigError, Policy
+from cuda_agent.config import Config, Policy
+from cuda_agent.errors import ConfigError
 from cuda_agent.training.memory import AUTO_TOKENS, ROW_TOKENS, SMALL, Shape, peak, shape_of, shape_of_policy
 
 

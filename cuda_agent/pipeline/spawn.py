@@ -24,7 +24,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.stages.context import EXIT_RETRY
+from cuda_agent.errors import EXIT_RETRY
 
 PRELOAD = ("torch", "transformers", "transformers.models.qwen3.modeling_qwen3")
 _PR_SET_PDEATHSIG = 1

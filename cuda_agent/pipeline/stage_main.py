@@ -23,7 +23,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import Config, ConfigError, load, restricted
+from cuda_agent.config import Config, load, restricted
+from cuda_agent.context import StageContext
+from cuda_agent.errors import (
+    EXIT_BUG,
+    EXIT_CONFIG,
+    EXIT_DONE,
+    EXIT_RETRY,
+    BadConfiguration,
+    ConfigError,
+    StageError,
+    TryAgain,
+)
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
 from cuda_agent.pipeline.graph import STAGES_INPUT, Stage, ancestors
 from cuda_agent.pipeline.manifest import (
@@ -39,16 +50,6 @@ from cuda_agent.pipeline.manifest import (
     publish,
     read_manifest,
     resolve_inputs,
-)
-from cuda_agent.stages.context import (
-    EXIT_BUG,
-    EXIT_CONFIG,
-    EXIT_DONE,
-    EXIT_RETRY,
-    BadConfiguration,
-    StageContext,
-    StageError,
-    TryAgain,
 )
 from cuda_agent.storage import Store, StoreError, open_store
 from cuda_agent.tracking import FileTracker
@@ -101,7 +102,7 @@ def run_stage(order: Order) -> int:
     try:
         _run(order, scratch, lambda: stopped)
     except StageError as error:
-        code, message = error.code, str(error)
+        code, message = error.exit_code, str(error)
     except ConfigError as error:
         code, message = EXIT_CONFIG, str(error)
     except StoreError as error:

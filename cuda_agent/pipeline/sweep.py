@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from cuda_agent.config import Config, ConfigError, compose, freeze
+from cuda_agent.config import Config, compose, freeze
+from cuda_agent.errors import EXIT_RETRY, ConfigError
 from cuda_agent.pipeline.local import Outcome
 from cuda_agent.pipeline.runs import read_run
-from cuda_agent.stages.context import EXIT_RETRY
 from cuda_agent.storage import local_folder, open_store
 
 MOST = 256  # runs of one sweep

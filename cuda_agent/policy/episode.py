@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+EPISODES = "episodes.jsonl"  # the file of a set
+
 
 @dataclass
 class Episode:

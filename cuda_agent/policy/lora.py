@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuda_agent.policy.model import PolicyError
+from cuda_agent.errors import PolicyError
 
 ADAPTER = "adapter"  # sub-folder of a merged model's folder
 _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"

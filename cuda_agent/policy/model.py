@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.config import Policy
+from cuda_agent.errors import PolicyError
 from cuda_agent.policy.chat import CONTROL, END, MARKUP, TEMPLATE
 
 PAD = "<|pad|>"
@@ -17,10 +18,6 @@ PIECES = r" ?\d+|[^\n\d]*?\n+|[^\n\d]+?(?= ?\d)|[^\n\d]+"
 """What a token may span: a line without its numbers.  Kernels of one author repeat whole lines, and a small model
 learns them better from a third of the tokens (measured in the lab notebook); numbers stay apart because they are the
 decisions, and are copied."""
-
-
-class PolicyError(ValueError):
-    """A folder is no usable policy; the message names exactly what is missing."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from cuda_agent.errors import EXIT_RETRY, UserError
 from cuda_agent.policy.chat import read_calls
 from cuda_agent.policy.text_calls import Form, on_the_wire
 
@@ -44,8 +45,10 @@ _TOO_LONG = re.compile(
 )
 
 
-class ServedModelError(RuntimeError):
+class ServedModelError(UserError, RuntimeError):
     """The address does not answer, refuses us, or answers something else; the message says which."""
+
+    exit_code = EXIT_RETRY
 
 
 class ContextTooLong(ServedModelError):

@@ -23,10 +23,10 @@ from typing import Any
 import httpx
 
 from cuda_agent.config import Sandbox
-from cuda_agent.sandbox.client import SandboxUnready
-from cuda_agent.sandbox.service_messages import AGREED, TASK_BYTES, read_token
-from cuda_agent.sandbox.wire import Mode, Probe, Solution, Status, TaskError, TaskSpec, ToolResult, Verdict
-from cuda_agent.sandbox.workspace import ARGUMENT_BYTES, Commands, WorkspaceLost
+from cuda_agent.errors import SandboxUnready, TaskError
+from cuda_agent.sandbox.protocol import AGREED, TASK_BYTES, read_token
+from cuda_agent.sandbox.wire import Mode, Probe, Solution, Status, TaskSpec, ToolResult, Verdict
+from cuda_agent.sandbox.workspace.client import ARGUMENT_BYTES, Commands, WorkspaceLost
 from cuda_agent.tasks.task import Task
 
 ATTEMPTS = 4  # how often work that was begun is begun again elsewhere

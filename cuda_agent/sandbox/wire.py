@@ -18,6 +18,17 @@ Mode = Literal["quick", "strict"]
 Status = Literal["ok", "build_error", "wrong", "cheat", "timeout", "crash", "infra"]
 
 
+# What a forward of the published work folder may do with tensors: create them, view them, look at them.
+_ALLOWED_TEXT = """
+    empty empty_like zeros zeros_like ones ones_like full full_like new_empty new_zeros new_ones new_full empty_strided
+    __get__ size dim ndimension numel nelement stride storage_offset element_size data_ptr is_contiguous contiguous
+    view view_as reshape flatten unflatten squeeze unsqueeze expand expand_as permute transpose movedim t detach
+    is_floating_point get_device type to float double half bfloat16 long int bool __len__ __iter__ __getitem__ unbind
+    requires_grad_ __repr__ __bool__ item dtype device shape
+"""
+ALLOWED = frozenset(_ALLOWED_TEXT.split())
+# A delay of a timed chain crosses as a number of these (seconds).
+DELAY_UNIT = 16e-6
 # Kinds of inputs in strict mode, made by ``varying``.
 KINDS = ("normal", "shifted", "ramp", "negative", "large", "sparse", "boundary")
 # Baselines of strict mode, as people call them.  Each is named with a precision, as ``baseline`` spells it.
@@ -155,10 +166,6 @@ class ToolResult:
 
 # How a worker says that untrusted code tried to start a program where none can be started.
 NO_PROGRAMS = "no program can be started here"
-
-
-class TaskError(Exception):
-    """The task itself cannot be run (does not import, has no Model, never ends ...); the message is one clear line."""
 
 
 @dataclass(frozen=True)

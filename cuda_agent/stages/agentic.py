@@ -3,9 +3,9 @@ stage 4), from the policy of rejection fine-tuning and the pretrained critic."""
 
 import asyncio
 
+from cuda_agent.context import StageContext
 from cuda_agent.policy.model import save_policy
-from cuda_agent.stages.context import StageContext
-from cuda_agent.stages.learning import improve
+from cuda_agent.rl.ppo import improve
 from cuda_agent.training.critic import load_critic, save_critic
 
 

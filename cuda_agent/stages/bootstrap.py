@@ -10,13 +10,14 @@ import asyncio
 import random
 from collections.abc import Sequence
 
+from cuda_agent.context import StageContext
+from cuda_agent.errors import BadConfiguration, PolicyError
 from cuda_agent.policy.chat import Chat
-from cuda_agent.policy.model import PolicyError, load_policy, new_policy, save_policy, train_tokenizer
+from cuda_agent.policy.model import load_policy, new_policy, save_policy, train_tokenizer
+from cuda_agent.rl.dialogues import Dialogue, corpus, encode, texts
+from cuda_agent.rl.trainers import imitate, make_trainer
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.sandbox.wire import Solution
-from cuda_agent.stages.context import BadConfiguration, StageContext
-from cuda_agent.stages.dialogues import Dialogue, corpus, encode, texts
-from cuda_agent.stages.learning import imitate, make_trainer
 from cuda_agent.synthesis.family import combination
 from cuda_agent.synthesis.split import heldout_combinations
 from cuda_agent.synthesis.teacher import solve

@@ -3,9 +3,9 @@ every episode, good and bad.  A kill loses one round of one episode a task at mo
 
 import asyncio
 
-from cuda_agent.policy.episode import write_episodes
-from cuda_agent.stages.context import StageContext
-from cuda_agent.stages.rollouts import EPISODES, play_rounds
+from cuda_agent.context import StageContext
+from cuda_agent.policy.episode import EPISODES, write_episodes
+from cuda_agent.rl.rounds import play_rounds
 
 
 def run(ctx: StageContext) -> None:

@@ -4,10 +4,10 @@ the tasks that reinforcement learning will play (docs/decisions.md)."""
 
 import hashlib
 
-from cuda_agent.policy.episode import Episode, read_episodes
-from cuda_agent.stages.context import NotGoodEnough, StageContext, TryAgain
-from cuda_agent.stages.learning import make_trainer, shared_training
-from cuda_agent.stages.rollouts import EPISODES
+from cuda_agent.context import StageContext
+from cuda_agent.errors import NotGoodEnough, TryAgain
+from cuda_agent.policy.episode import EPISODES, Episode, read_episodes
+from cuda_agent.rl.trainers import make_trainer, shared_training
 from cuda_agent.training.critic import critic_from_policy, save_critic
 from cuda_agent.training.packing import trainable
 from cuda_agent.training.recipes import value_epoch, value_quality

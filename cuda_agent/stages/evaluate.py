@@ -5,10 +5,10 @@ One module, four rows of the graph: every policy plays the same tasks in the sam
 
 import asyncio
 
-from cuda_agent.policy.episode import write_episodes
-from cuda_agent.stages.context import StageContext
-from cuda_agent.stages.rollouts import EPISODES, play_rounds
-from cuda_agent.stages.scores import score, write_scores
+from cuda_agent.context import StageContext
+from cuda_agent.policy.episode import EPISODES, write_episodes
+from cuda_agent.rl.rounds import play_rounds
+from cuda_agent.rl.scores import score, write_scores
 
 
 def run(ctx: StageContext) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
+from cuda_agent.context import StageContext
+from cuda_agent.pages.report import render
 from cuda_agent.policy.episode import Episode, read_episodes
+from cuda_agent.rl.scores import Scores, compare, read_scores
 from cuda_agent.sandbox.wire import Verdict
-from cuda_agent.stages.context import StageContext
-from cuda_agent.stages.report_page import render
-from cuda_agent.stages.scores import Scores, compare, read_scores
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import read_metrics, read_notes

@@ -2,11 +2,10 @@
 tokens of the episodes that earned a positive reward and show no bad pattern (loops, malformed or invented tool calls).
 When none is left the policy is passed on as it is, and a note says so."""
 
-from cuda_agent.policy.episode import read_episodes
+from cuda_agent.context import StageContext
+from cuda_agent.policy.episode import EPISODES, read_episodes
 from cuda_agent.policy.model import load_policy, save_policy
-from cuda_agent.stages.context import StageContext
-from cuda_agent.stages.learning import imitate, make_trainer, shared_training
-from cuda_agent.stages.rollouts import EPISODES
+from cuda_agent.rl.trainers import imitate, make_trainer, shared_training
 from cuda_agent.training.packing import tokens_of_episode, trainable
 
 

@@ -9,12 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cuda_agent.context import StageContext
+from cuda_agent.errors import BadConfiguration, TaskError, TryAgain
 from cuda_agent.sandbox.client import open_sandbox
-from cuda_agent.stages.context import BadConfiguration, StageContext, TryAgain
 from cuda_agent.synthesis.family import combination, sample_task
 from cuda_agent.synthesis.synthesize import synthesize
 from cuda_agent.synthesis.writer import WriterUnavailable
-from cuda_agent.tasks.io import TaskError, write_tasks
+from cuda_agent.tasks.io import write_tasks
 
 KNOWN = "known.json"
 

@@ -3,9 +3,9 @@ critic starts from the policy and is dropped afterwards."""
 
 import asyncio
 
+from cuda_agent.context import StageContext
 from cuda_agent.policy.model import save_policy
-from cuda_agent.stages.context import StageContext
-from cuda_agent.stages.learning import improve
+from cuda_agent.rl.ppo import improve
 from cuda_agent.training.critic import critic_from_policy
 
 

@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
+from cuda_agent.synthesis.render import render
+
 ROW = "torch.randn({batch}, {length}, {hidden})"
 WIDE_ROW = "torch.randn({batch}, {length}, {inner})"
 IMAGE = "torch.randn({batch}, {channels}, {side}, {side})"
@@ -33,8 +35,6 @@ class Layer:
     flops: str = "20 * rows * hidden"  # over the sizes and ``rows`` = batch * length
 
     def code(self, batch: int, wide: bool, rng: Random) -> str:
-        from cuda_agent.synthesis.compose import render
-
         sizes = _sizes(batch, wide, rng)
         imports = [f"from transformers import {self.config.split('(')[0]}"] if self.config else []
         imports.append(f"from transformers.{self.module} import {', '.join(sorted((self.name, *self.more)))}")

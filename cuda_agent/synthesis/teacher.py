@@ -5,7 +5,7 @@ stage asks it anything.  It never picks the best design on purpose: every choice
 spread from ten times slower than eager to several times faster than ``torch.compile``, and which of them are fast is
 left to be learned.  ``spoil`` gives a solution one realistic mistake, for episodes that repair it.
 
-Not covered: dialogues (``cuda_agent.stages.dialogues``), the GPU, tasks outside the family.
+Not covered: dialogues (``cuda_agent.rl.dialogues``), the GPU, tasks outside the family.
 """
 
 import json

@@ -12,16 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cuda_agent.errors import TaskError
 from cuda_agent.tasks.inspect import problems, recompute_ops
 from cuda_agent.tasks.task import Task
 
 FILE = "tasks.parquet"
 PUBLISHED = ("ops", "data_source", "code")  # the columns of the published set, in its order
 OWN = ("name", "family", "split")
-
-
-class TaskError(Exception):
-    """A task set or file that cannot be read; the message says which and why, on one line."""
 
 
 def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:

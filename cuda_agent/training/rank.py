@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cuda_agent.lease import Lease
 from cuda_agent.training import recipes
-from cuda_agent.training.ranks import Named
+from cuda_agent.training.distributed import Named
 from cuda_agent.training.trainer import Trainer
 
 MEETING_SECONDS = 600.0  # until all ranks are there; and the longest that one waits for another in a step

@@ -1,120 +1,25 @@
-"""Several ranks of the trainer, seen from the process that leads them: started, called, and missed when they die.
+"""Driver of the trainer's processes on one machine: starts ranks, sends calls, detects dead ones.
 
-``Ranks`` starts processes on this machine and calls methods of the ``TrainerRank`` in each (``rank``) by messages over
-pipes.  A ``RankedTrainer`` stands for a trainer that they share; to those who train it looks like a ``Trainer``:
-recipes that are ``over_ranks`` run there with the same arguments, on all ranks at once, and give what the first one
-gives.  Whoever places ranks elsewhere is a ``Group`` as ``Ranks`` is, and has such ``Ranks`` on each machine.
-Does not cover: what a rank computes (``rank``, ``sharding``), reaching other machines, ranks that come back.
+Each rank is a ``TrainerRank`` (``rank``) at the end of a pipe.  Not covered: what a rank computes (``rank``,
+``sharding``), ranks on other machines (``rl.ray.ranks``), replacing a dead rank.
 """
 
 import contextlib
-import functools
 import math
 import multiprocessing
 import pickle
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, cast
 
-P = ParamSpec("P")
-R = TypeVar("R")
+from cuda_agent.training.distributed import Named, TrainerLost
+from cuda_agent.training.rank import rank_main
+
 GRACE_SECONDS = 10.0  # between the first rank's failure and the others', or their end
 CLOSE_SECONDS = 10.0
 PRELOAD = ["cuda_agent.training.rank", "transformers", "transformers.models.qwen3.modeling_qwen3"]
-
-
-class TrainerLost(RuntimeError):
-    """A rank died.  What was learnt since the last checkpoint is lost; new ranks may go on from there."""
-
-
-@dataclass(frozen=True)
-class Named:
-    """A trainer of the ranks, inside the arguments of a recipe."""
-
-    name: str
-    seconds: float
-
-
-class Group(Protocol):
-    """All ranks, wherever they run."""
-
-    def place(self, name: str, model: Any, options: dict[str, Any]) -> None:
-        """Makes a trainer called ``name`` on every rank, of a model that is theirs from then on."""
-        ...
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of every ``TrainerRank``; what the first one returns."""
-        ...
-
-    def save(self, trainer: Named, folder: Path) -> None:
-        """Every rank's part of a checkpoint into ``folder`` of this process's machine."""
-        ...
-
-    def load(self, name: str, folder: Path) -> tuple[int, float]:
-        """Step and seconds of the checkpoint in ``folder``, which every rank has loaded."""
-        ...
-
-
-class RankedTrainer:
-    """A ``Trainer`` on ranks.  ``model`` is this process's copy, which is brought up to date when it is looked at."""
-
-    def __init__(self, ranks: Group, name: str, model: Any, **options: Any) -> None:
-        self.step, self.seconds = 0, 0.0
-        self._ranks, self._name, self._model, self._stale = ranks, name, model, False
-        ranks.place(name, model, options)
-
-    @property
-    def model(self) -> Any:
-        import torch
-
-        if self._stale:
-            weights = self._ranks.call("weights", self._name)
-            with torch.no_grad():
-                for name, parameter in self._model.named_parameters():
-                    if name in weights:
-                        parameter.copy_(weights[name])
-            self._stale = False
-        return self._model
-
-    def save(self, folder: Path) -> None:
-        from cuda_agent.training.checkpoint import seal
-
-        self._ranks.save(self._named(), folder)
-        seal(folder)
-
-    def load(self, folder: Path) -> None:
-        self.step, self.seconds = self._ranks.load(self._name, folder)
-        self._stale = True
-
-    def run(self, recipe: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        """A recipe over this trainer and others of the same ranks."""
-        trainers = [thing for thing in arguments if isinstance(thing, RankedTrainer)]
-        passed = [thing._named() if isinstance(thing, RankedTrainer) else thing for thing in arguments]
-        result, facts = self._ranks.call("run", recipe, passed, keywords)
-        for trainer in trainers:
-            step, trainer.seconds = facts[trainer._name]
-            trainer._stale, trainer.step = trainer._stale or step != trainer.step, step
-        return result
-
-    def _named(self) -> Named:
-        return Named(self._name, self.seconds)
-
-
-def over_ranks(recipe: Callable[P, R]) -> Callable[P, R]:
-    """Lets a recipe run on the ranks of the trainers that it is given."""
-
-    @functools.wraps(recipe)
-    def spread(*args: P.args, **kwargs: P.kwargs) -> R:
-        for thing in args:
-            if isinstance(thing, RankedTrainer):
-                return cast(R, thing.run(recipe.__name__, args, kwargs))
-        return recipe(*args, **kwargs)
-
-    return spread
 
 
 class Ranks:
@@ -135,8 +40,6 @@ class Ranks:
         world: int | None = None,
         address: str | None = None,
     ) -> None:
-        from cuda_agent.training.rank import rank_main
-
         if address is None:
             import torch.distributed as dist
 

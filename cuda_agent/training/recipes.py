@@ -17,9 +17,9 @@ from torch import Tensor
 from cuda_agent.config import Ppo
 from cuda_agent.policy.episode import Episode
 from cuda_agent.training.advantages import adaptive_lambda, explained_variance, gae, terminal_rewards, whiten
+from cuda_agent.training.distributed import over_ranks
 from cuda_agent.training.losses import Metrics, ppo_loss, sft_loss, value_loss
 from cuda_agent.training.packing import Batch, Row, Tokens, batch_of, split_evenly, tokens_of_episode, trainable
-from cuda_agent.training.ranks import over_ranks
 from cuda_agent.training.trainer import Trainer
 
 Schedule = Literal["cosine", "linear", "constant"]

@@ -1,7 +1,7 @@
 """One task, its solution, and how a scripted policy plays it."""
 
 from cuda_agent.agent.loop import Settings
-from cuda_agent.policy.scripted import ScriptedEngine
+from cuda_agent.policy.engines.scripted import ScriptedEngine
 from cuda_agent.tasks.task import Task
 
 CODE = """import torch

@@ -1,14 +1,14 @@
 import asyncio
 
 import pytest
-from agent_cases import CODE, KERNEL, PLAN, TASK
 
 from cuda_agent.agent.prompt import agent_messages
 from cuda_agent.config import Sandbox
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.model import train_tokenizer
-from cuda_agent.sandbox.client import LocalSandbox
+from cuda_agent.sandbox.local import LocalSandbox
 from tests import made_once
+from tests.agent.agent_cases import CODE, KERNEL, PLAN, TASK
 
 
 @pytest.fixture(scope="session")

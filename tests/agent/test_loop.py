@@ -10,11 +10,12 @@ from agent_cases import CODE, KERNEL, PLAN, PROFILE, TASK, VERIFY, WRITE_KERNEL,
 
 from cuda_agent.agent.loop import run_episode, run_many, run_single
 from cuda_agent.config import Policy
-from cuda_agent.policy.engine import Completion
-from cuda_agent.policy.local import LocalEngine
+from cuda_agent.errors import TaskError
+from cuda_agent.policy.engines.engine import Completion
+from cuda_agent.policy.engines.local import LocalEngine
 from cuda_agent.policy.model import new_policy
-from cuda_agent.sandbox.wire import TaskError, Verdict
-from cuda_agent.sandbox.workspace import WorkspaceLost
+from cuda_agent.sandbox.wire import Verdict
+from cuda_agent.sandbox.workspace.client import WorkspaceLost
 
 WRONG_KERNEL = KERNEL.replace("+ 0.5f", "+ 0.6f")
 GOOD = [WRITE_KERNEL, WRITE_PLAN, VERIFY, PROFILE, "done"]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cuda_agent.agent.prompt import agent_messages, compact_source, one_shot_messages, parse_answer, write_answer
 from cuda_agent.agent.tools import ALL_TOOLS, TOOL_NAMES, TOOLS, describe, failed, solution_of
 from cuda_agent.sandbox.wire import Verdict
-from cuda_agent.sandbox.workspace_worker import _PARAMETERS
+from cuda_agent.sandbox.workspace.worker import _PARAMETERS
 from cuda_agent.synthesis.family import sample_task
 
 

@@ -104,7 +104,7 @@ def test_sessions_do_not_see_each_other(server):
 def test_a_fault_of_ours_ends_the_game_without_a_reward():
     from cuda_agent.config import Sandbox
     from cuda_agent.environments.openenv import Arena, KernelAction, KernelEnvironment
-    from cuda_agent.sandbox.workspace import WorkspaceLost
+    from cuda_agent.sandbox.workspace.client import WorkspaceLost
     from tests.agent.agent_cases import TASK
 
     closed = []

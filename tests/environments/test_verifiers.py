@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.environments.examples import blocks, guides_model, surroundings
-from tests.pipeline.chat_server import call, said, serve
+from tests.optimize.chat_server import call, said, serve
 
 pytestmark = pytest.mark.nightly
 pytest.importorskip("verifiers.v1")

@@ -79,7 +79,7 @@ def test_a_module_that_is_not_there_is_said_to_be_missing(package):
 
 def test_stages_of_the_graph_depend_on_their_rooms_and_on_no_other():
     synthesis = closure.closure_modules("cuda_agent.stages.synthesis")
-    assert "cuda_agent.sandbox.judge" in synthesis, "started by name, by the client"
+    assert "cuda_agent.sandbox.judge.judge" in synthesis, "started by name, by the client"
     assert not any(name.startswith(("cuda_agent.training", "cuda_agent.pipeline")) for name in synthesis)
 
 

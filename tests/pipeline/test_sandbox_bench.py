@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from cuda_agent.config import ConfigError, Sandbox
+from cuda_agent.config import Sandbox
+from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline import sandbox_bench
 
 

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
+from cuda_agent.errors import PolicyError
 from cuda_agent.policy.lora import ADAPTER, Adapted, adapters, attach, merge_adapter, merged_parameters, save_adapter
-from cuda_agent.policy.model import PolicyError, load_model, load_policy, save_policy
+from cuda_agent.policy.model import load_model, load_policy, save_policy
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])

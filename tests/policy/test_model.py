@@ -6,7 +6,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cuda_agent.config import Policy
-from cuda_agent.policy.model import PolicyError, load_policy, new_policy, save_policy, train_tokenizer
+from cuda_agent.errors import PolicyError
+from cuda_agent.policy.model import load_policy, new_policy, save_policy, train_tokenizer
 
 
 @pytest.fixture(scope="module")

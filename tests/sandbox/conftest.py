@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cuda_agent.config import Sandbox
-from cuda_agent.sandbox.client import LocalSandbox
+from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.wire import Probe, Solution, Verdict
 from cuda_agent.tasks.task import Task
 from tests import made_once

@@ -4,8 +4,8 @@
 import types
 from pathlib import Path
 
-from cuda_agent.sandbox import host, judge
-from cuda_agent.sandbox.oracle import Settings
+from cuda_agent.sandbox.judge import host, judge
+from cuda_agent.sandbox.judge.oracle import Settings
 
 
 class SickMemory(types.ModuleType):

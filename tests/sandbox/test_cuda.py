@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from cuda_agent.config import Sandbox
-from cuda_agent.pipeline.verdict_text import verdict_lines
+from cuda_agent.optimize.verdict_text import verdict_lines
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.wire import Solution
 from tests.sandbox import published
-from tests.sandbox import test_first_pass as compiling
 from tests.sandbox.conftest import CHAIN, Running, task
+from tests.sandbox.formats import test_first_pass as compiling
 
 pytestmark = pytest.mark.gpu
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from cuda_agent.sandbox import build, extension, plan
-from cuda_agent.sandbox.drill import Outcome, Report, draw
-from cuda_agent.sandbox.faults import faults, honest
+from cuda_agent.sandbox.build import builder as build
+from cuda_agent.sandbox.formats import extension, plan
 from cuda_agent.sandbox.wire import Solution, TaskSpec, Tensor
-from tests.sandbox.test_build import SPEC, builder  # noqa: F401
+from tests.sandbox.build.test_builder import SPEC, builder  # noqa: F401
+from tests.sandbox.drill import Outcome, Report, draw
+from tests.sandbox.faults import faults, honest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "drill.py"
 

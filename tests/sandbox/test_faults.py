@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from cuda_agent.config import Sandbox
-from cuda_agent.sandbox import client
-from cuda_agent.sandbox.client import SandboxUnready
-from cuda_agent.sandbox.drill import _children, _descendants
-from cuda_agent.sandbox.faults import python
+from cuda_agent.errors import SandboxUnready
+from cuda_agent.sandbox import local
 from cuda_agent.sandbox.wire import Solution
 from tests.sandbox.conftest import KERNEL, Running, plan_solution, task
+from tests.sandbox.drill import _children, _descendants
+from tests.sandbox.faults import python
 
 SLOW = "time.sleep(0.1)"
 
@@ -32,7 +32,7 @@ def judge_of(running: Running) -> int:
 
 
 def parent_of(running: Running) -> int:
-    return _children(judge_of(running), b"cuda_agent.sandbox.worker")[0]
+    return _children(judge_of(running), b"cuda_agent.sandbox.worker.main")[0]
 
 
 def begun(running: Running, solution: Solution) -> Any:
@@ -206,13 +206,13 @@ def test_a_cache_of_builds_that_cannot_be_written_is_no_authors_fault(start: Cal
 def test_a_cache_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SandboxUnready, match="needs its cache"):
-        asyncio.run(client.LocalSandbox(Sandbox(), tmp_path / "file" / "cache").__aenter__())
+        asyncio.run(local.LocalSandbox(Sandbox(), tmp_path / "file" / "cache").__aenter__())
 
 
 def test_a_device_that_fails_its_health_probe_gets_a_new_judge(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client._JudgeHandle, "program", "tests.sandbox.sick_judge")
+    monkeypatch.setattr(local._JudgeHandle, "program", "tests.sandbox.sick_judge")
     running = start(clock="model", run_seconds=2.0, memory_mb=400)
     assert running.evaluate(task(), python(0)).status == "ok"
     first = judge_of(running)
@@ -225,7 +225,7 @@ def test_a_device_that_fails_its_health_probe_gets_a_new_judge(
 def test_a_device_that_stays_sick_is_quarantined_and_named(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client._JudgeHandle, "program", "tests.sandbox.sick_judge")
+    monkeypatch.setattr(local._JudgeHandle, "program", "tests.sandbox.sick_judge")
     running = start(clock="model", run_seconds=2.0, memory_mb=400)
     assert running.evaluate(task(), python(0)).status == "ok"
     sick = running.sandbox.cache / "sick"

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy
 import pytest
 
-from cuda_agent.sandbox import jail
-from cuda_agent.sandbox.build import BuildError, first_errors
-from cuda_agent.sandbox.check import mismatch
-from cuda_agent.sandbox.processes import Worker, warm_parent
-from cuda_agent.sandbox.wire import HEAD, Solution, TaskError, Tensor, receive_frame
+from cuda_agent.errors import TaskError
+from cuda_agent.sandbox.build.builder import BuildError, first_errors
+from cuda_agent.sandbox.jail import jail
+from cuda_agent.sandbox.jail.processes import Worker, warm_parent
+from cuda_agent.sandbox.judge.check import mismatch
+from cuda_agent.sandbox.wire import HEAD, Solution, Tensor, receive_frame
 from tests.sandbox.conftest import CHAIN, KERNEL, Running, plan_solution, task
 
 

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from cuda_agent.sandbox import build
-from cuda_agent.sandbox.wire import TaskError
+from cuda_agent.errors import TaskError
+from cuda_agent.sandbox.build import builder
 from tests.sandbox.conftest import CHAIN, Running, plan_solution, task
 
 
@@ -30,7 +30,7 @@ def test_builds_leave_no_descriptor_open(running: Running) -> None:
     before = _settled(running)
     for number in range(3):
         running.wait(running.sandbox._builder.library({"k.cpp": f"int n = {number};"}, ["k.cpp"]))
-        with pytest.raises(build.BuildError):
+        with pytest.raises(builder.BuildError):
             running.wait(running.sandbox._builder.library({"k.cpp": f"int n = {number}"}, ["k.cpp"]))
     assert _settled(running) <= before
 

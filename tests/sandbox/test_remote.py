@@ -15,14 +15,16 @@ from typing import Any
 import pytest
 import uvicorn
 
-from cuda_agent.config import Config, ConfigError, Sandbox, compose
+from cuda_agent.config import Config, Sandbox, compose
+from cuda_agent.errors import ConfigError, SandboxUnready, TaskError
 from cuda_agent.sandbox import remote
-from cuda_agent.sandbox.client import LocalSandbox, SandboxUnready, open_sandbox
+from cuda_agent.sandbox.client import open_sandbox
+from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.remote import RemoteSandbox
-from cuda_agent.sandbox.wire import Solution, TaskError, ToolResult, Verdict
-from cuda_agent.sandbox.workspace import WorkspaceLost
+from cuda_agent.sandbox.wire import Solution, ToolResult, Verdict
+from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from tests.sandbox.conftest import CHAIN, KERNEL, PLAN, Running, plan_solution, task
-from tests.sandbox.serving import ONE_JUDGE, QUICK, SLOW, TOKEN, Served
+from tests.sandbox.service.serving import ONE_JUDGE, QUICK, SLOW, TOKEN, Served
 
 SETTINGS: dict[str, Any] = {"clock": "model", "checks": 2, "run_seconds": 2.0, "memory_mb": 400}
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from cuda_agent.config import Config
+from cuda_agent.context import StageContext
+from cuda_agent.errors import BadConfiguration, NotGoodEnough, PolicyError, TryAgain
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.episode import Episode, write_episodes
 from cuda_agent.policy.lora import ADAPTER, merge_adapter
-from cuda_agent.policy.model import PolicyError, load_model, load_policy, new_policy, save_policy, train_tokenizer
+from cuda_agent.policy.model import load_model, load_policy, new_policy, save_policy, train_tokenizer
+from cuda_agent.rl.rollouts import Budget, draw, open_rollouts, seed_of
 from cuda_agent.stages import bootstrap, critic, rft
-from cuda_agent.stages.context import BadConfiguration, NotGoodEnough, StageContext, TryAgain
-from cuda_agent.stages.rollouts import Budget, draw, open_rollouts, seed_of
 from cuda_agent.storage import open_store
 from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import FileTracker, read_metrics

@@ -7,7 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cuda_agent.tasks.io import TaskError, import_tasks, read_any, read_kernelbench, read_ops6k, read_tasks, write_tasks
+from cuda_agent.errors import TaskError
+from cuda_agent.tasks.io import import_tasks, read_any, read_kernelbench, read_ops6k, read_tasks, write_tasks
 from cuda_agent.tasks.task import Task
 
 CODE = """import torch

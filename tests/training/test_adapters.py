@@ -6,7 +6,7 @@ from safetensors import safe_open
 from training_cases import VOCAB, random_episode, tiny_policy
 
 from cuda_agent.config import Ppo
-from cuda_agent.policy.local import LocalEngine
+from cuda_agent.policy.engines.local import LocalEngine
 from cuda_agent.policy.lora import attach, merged_parameters
 from cuda_agent.training import recipes
 from cuda_agent.training.critic import Critic, load_critic, save_critic

@@ -14,9 +14,10 @@ from cuda_agent.lease import Lease
 from cuda_agent.policy.lora import attach
 from cuda_agent.training import recipes
 from cuda_agent.training.critic import Critic
+from cuda_agent.training.distributed import DistributedTrainer, TrainerLost
 from cuda_agent.training.packing import batch_of, tokens_of, tokens_of_episode
 from cuda_agent.training.parts import part_of
-from cuda_agent.training.ranks import RankedTrainer, Ranks, TrainerLost
+from cuda_agent.training.ranks import Ranks
 from cuda_agent.training.sharding import deal
 from cuda_agent.training.trainer import CorruptCheckpoint, Trainer
 
@@ -51,7 +52,7 @@ def trainer(group: Ranks | None, model, **options):
         made = Trainer(model, **options)
         made.workers = 1
         return made
-    return RankedTrainer(group, next(NAMES), model, **options)
+    return DistributedTrainer(group, next(NAMES), model, **options)
 
 
 def episodes(count: int = 9):
@@ -219,7 +220,7 @@ def test_a_stopwatch_gets_its_turn_between_the_steps_of_ranks(groups, tmp_path_f
 
 def test_a_killed_rank_ends_the_step_with_trainer_lost():
     with Ranks(2) as ranks:
-        learner = RankedTrainer(ranks, "policy", tiny_policy(layers=8), row_tokens=TOKENS)
+        learner = DistributedTrainer(ranks, "policy", tiny_policy(layers=8), row_tokens=TOKENS)
         threading.Timer(0.5, ranks.processes[1].kill).start()
         with pytest.raises(TrainerLost, match="rank 1"):
             while True:

@@ -1,4 +1,5 @@
-from cuda_agent.stages.context import BadConfiguration, NotGoodEnough, StageContext, TryAgain
+from cuda_agent.context import StageContext
+from cuda_agent.errors import BadConfiguration, NotGoodEnough, TryAgain
 from drill import journal
 
 

@@ -1,4 +1,4 @@
-from cuda_agent.stages.context import StageContext
+from cuda_agent.context import StageContext
 from drill import journal
 
 

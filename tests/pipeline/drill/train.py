@@ -4,7 +4,8 @@ import os
 import signal
 import time
 
-from cuda_agent.stages.context import StageContext, TryAgain
+from cuda_agent.context import StageContext
+from cuda_agent.errors import TryAgain
 from drill import journal
 
 

@@ -1,7 +1,7 @@
 import shutil
 import time
 
-from cuda_agent.stages.context import StageContext
+from cuda_agent.context import StageContext
 from drill import journal
 
 

@@ -1,0 +1,5 @@
+"""``python -m cuda_agent.cli``."""
+
+from cuda_agent.cli.main import main
+
+main()

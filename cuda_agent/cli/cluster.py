@@ -1,0 +1,308 @@
+"""The commands of the cluster: render its manifests, submit a run or a sweep, follow it, stop it, go on with it.
+
+As in ``cli``, whatever a command needs is imported inside of it.
+"""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cuda_agent.cli.runs import AsJson, Namespace, RunName, cluster_of
+
+if TYPE_CHECKING:
+    from cuda_agent.cluster.api import Cluster
+    from cuda_agent.pipeline.local import StageView
+    from cuda_agent.pipeline.sweep import Point
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4"),
+]
+On = Annotated[
+    str | None, typer.Option("--on", metavar="CONTEXT", help="context of your kubeconfig; else the current one")
+]
+Profile = Annotated[str, typer.Option(help="what the run's pods get: a profile of the chart")]
+Release = Annotated[str, typer.Option(help="full name of the chart's release")]
+EVERY = 1.0  # seconds between two looks at a run
+AWAY = 120.0  # seconds without an answer of the API server, until watching ends
+
+
+def add_to(app: typer.Typer) -> None:
+    """Puts the commands into the one command line."""
+    examples: dict[Callable[..., None], tuple[str, ...]] = {
+        submit: (
+            "cuda-agent submit experiment=demo --profile cpu --watch",
+            "cuda-agent submit experiment=smoke run.name=first --dry-run",
+        ),
+        sweep: (
+            "cuda-agent sweep experiment=demo critic.lr=1e-5,3e-5 'seed=range(3)' --parallel 2",
+            "cuda-agent sweep experiment=smoke 'seed=range(3)' --on local --dry-run",
+        ),
+        watch: ("cuda-agent watch last",),
+        cancel: ("cuda-agent cancel last", "cuda-agent cancel last --now"),
+        resume: ("cuda-agent resume last",),
+        mlflow: ("cuda-agent mlflow",),
+        render: ("cuda-agent render", "cuda-agent render --check"),
+    }
+    for command, lines in examples.items():
+        title = "Examples" if len(lines) > 1 else "Example"
+        app.command(epilog="\b\n" + "\n  ".join([f"{title}:", *lines]))(command)
+
+
+def submit(
+    overrides: Overrides = None,
+    profile: Profile = "cpu",
+    release: Release = "cuda-agent",
+    on: On = None,
+    namespace: Namespace = None,
+    watching: Annotated[bool, typer.Option("--watch", help="follow it until it ends")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the objects and send nothing")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Start the whole workflow on a cluster. Needs a kubeconfig and nothing else."""
+    from cuda_agent.cluster import submit as cluster
+    from cuda_agent.config import compose
+
+    what = cluster.submission(compose(overrides or []), profile, release)
+    if dry_run:
+        _print_objects([what.workflow, what.config_map], as_json)
+        return
+    place = cluster_of(on, namespace)
+    cluster.submit(place, what)
+    _submitted(place, what.run, what.workflow["metadata"]["name"], watching, as_json)
+
+
+def sweep(
+    overrides: Annotated[
+        list[str], typer.Argument(metavar="OVERRIDE", help="as of submit; keys with several values, as in seed=1,2")
+    ],
+    profile: Profile = "cpu",
+    release: Release = "cuda-agent",
+    on: Annotated[
+        str | None,
+        typer.Option("--on", metavar="local|CONTEXT", help="this machine, or a cluster; else the current one"),
+    ] = None,
+    namespace: Namespace = None,
+    parallel: Annotated[int | None, typer.Option(min=1, help="so many runs at once at most; the rest wait")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the runs and start none")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Start a run for every combination of values, in Hydra's grammar: a=1,2  a=range(3)  a=choice(x,y).
+
+    All are validated before the first one starts. On a cluster they wait for each other there, and this command may
+    end; on this machine (--on local) they run one after the other, and the same command with the same run.name goes on.
+    """
+    from cuda_agent.errors import ConfigError
+    from cuda_agent.pipeline import sweep as sweeps
+
+    if on == "local" and parallel is not None:
+        raise ConfigError("sweep --parallel: on this machine the runs go one after the other.")
+    name, points = sweeps.points(overrides)
+    if on == "local":
+        from cuda_agent.pipeline.schedule import require_base
+
+        for point in points:
+            require_base(point.config.policy.base)
+        if not dry_run:
+            sys.exit(_sweep_here(name, points, as_json))
+    else:
+        from cuda_agent.cluster import submit as cluster
+
+        submissions = cluster.sweep_submissions([point.config for point in points], profile, release, parallel)
+        if not dry_run:
+            place = cluster_of(on, namespace)
+            cluster.submit(place, *submissions)
+    rows = [{"run": point.name, "overrides": point.overrides} for point in points]
+    if as_json:
+        where = {} if dry_run else {"namespace": place.namespace, "cluster": place.name}
+        print(json.dumps({"sweep": name, "runs": rows} | where, indent=1))
+        return
+    for point in points:
+        print(f"{point.name:36} {' '.join(point.overrides)}")
+    if dry_run:
+        print(f"sweep {name}: {len(points)} runs, all valid; nothing was started")
+    else:
+        print(f"sweep {name}: {len(points)} runs in namespace {place.namespace} of {place.name}")
+        print(f"follow one with: cuda-agent watch {points[0].name} --namespace {place.namespace}")
+
+
+def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
+    """Returns the first exit code that is not 0."""
+    from cuda_agent.pipeline import screen, sweep
+    from cuda_agent.pipeline.local import Outcome, run_pipeline
+
+    def execute(point: "Point") -> Outcome:
+        if as_json:
+            return run_pipeline(point.config, watch=screen.plain(lambda line: print(line, file=sys.stderr)))
+        print(f"{point.name}: {' '.join(point.overrides)}", flush=True)
+        with screen.watching() as show:
+            return run_pipeline(point.config, watch=show)
+
+    rows: list[dict[str, Any]] = []
+    for point, outcome in sweep.run_here(points, execute):
+        ended = {"code": outcome.code, "stage": outcome.stage, "message": outcome.message}
+        rows.append({"run": point.name, "overrides": point.overrides} | ended)
+        if not as_json:
+            where = f" in {outcome.stage}" if outcome.stage else ""
+            how = f"exit code {outcome.code}{where}: {outcome.message.splitlines()[0]}" if outcome.code else "done"
+            print(f"run {point.name}: {how}", flush=True)
+    if as_json:
+        print(json.dumps({"sweep": name, "runs": rows}, indent=1))
+    if len(rows) < len(points):
+        print(f"Stopped. The same command with run.name={name} goes on from here.", file=sys.stderr)
+    return next((row["code"] for row in rows if row["code"]), 0)
+
+
+def watch(run: RunName, on: On = None, namespace: Namespace = None, as_json: AsJson = False) -> None:
+    """Follow a run: its stages, how far they are, what they wait for. Ctrl-C stops watching, not the run.
+
+    With --json a line each time something has changed.
+    """
+    place = cluster_of(on, namespace)
+    sys.exit(_follow(place, run, as_json))
+
+
+def cancel(
+    run: RunName,
+    now: Annotated[bool, typer.Option("--now", help="do not wait for checkpoints")] = False,
+    on: On = None,
+    namespace: Namespace = None,
+    as_json: AsJson = False,
+) -> None:
+    """Stop a run. Its stages write a checkpoint, and `resume` goes on from there."""
+    from cuda_agent.cluster import submit as cluster
+
+    name, running = cluster.cancel(cluster_of(on, namespace), run, now)
+    if as_json:
+        print(json.dumps({"run": name, "stopping": running, "now": now}))
+        return
+    print(f"run {name} is stopping")
+    if not running:
+        print("nothing is lost: no stage was running")
+    elif now:
+        print(f"lost: what {', '.join(running)} did since the last checkpoint")
+    else:
+        print(f"nothing is lost if {', '.join(running)} can write a checkpoint before the grace period ends")
+    print(f"go on with: cuda-agent resume {name}")
+
+
+def resume(
+    run: RunName,
+    on: On = None,
+    namespace: Namespace = None,
+    watching: Annotated[bool, typer.Option("--watch", help="follow it until it ends")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Go on with a run that was cancelled or has failed: what is done is served from the store."""
+    from cuda_agent.cluster import submit as cluster
+
+    place = cluster_of(on, namespace)
+    what = cluster.resume(place, run)
+    _submitted(place, what.run, what.workflow["metadata"]["name"], watching, as_json)
+
+
+def mlflow(
+    on: On = None,
+    namespace: Namespace = None,
+    port: Annotated[int, typer.Option(help="on this machine; 0: any that is free")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Bring the chart's MLflow to this machine, until Ctrl-C."""
+    from cuda_agent.cluster import forward, results
+
+    place = cluster_of(on, namespace)
+    with forward.forwarded(place, forward.pod_of(place, "mlflow"), results.MLFLOW_PORT, port) as local:
+        address = f"http://127.0.0.1:{local}"
+        print(json.dumps({"address": address}) if as_json else address, flush=True)
+        while True:
+            time.sleep(3600)
+
+
+def render(
+    root: Annotated[Path, typer.Argument(help="the repository")] = Path("."),
+    check: Annotated[
+        bool, typer.Option("--check", help="write nothing; exit with 1 when something is not up to date")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Bring what is made of the graph and the chart's values up to date: workflows/ and charts/cuda-agent."""
+    from cuda_agent.deploy import chart
+
+    changed = chart.drift(root) if check else chart.write(root)
+    print(json.dumps(changed, indent=1) if as_json else "".join(f"{name}\n" for name in changed), end="")
+    if check and changed:
+        print("not up to date: cuda-agent render", file=sys.stderr)
+        sys.exit(1)
+
+
+def _print_objects(items: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(items, indent=1))
+        return
+    import yaml
+
+    print("---\n".join(yaml.safe_dump(item, sort_keys=False, width=120) for item in items), end="")
+
+
+def _submitted(place: "Cluster", run: str, workflow: str, watching: bool, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"run": run, "workflow": workflow, "namespace": place.namespace, "cluster": place.name}))
+    else:
+        print(f"run {run} is Workflow {workflow} in namespace {place.namespace} of {place.name}")
+        print(f"follow it with: cuda-agent watch {run} --namespace {place.namespace}")
+    if watching:
+        sys.exit(_follow(place, run, as_json))
+
+
+def _follow(place: "Cluster", run: str, as_json: bool) -> int:
+    """Until it ends; 0, 75 when it was stopped, or 1."""
+    from cuda_agent.cluster import submit as cluster
+    from cuda_agent.cluster.api import ClusterError
+    from cuda_agent.pipeline import screen
+
+    workflow = cluster.find(place, run)
+    name = cluster.run_of(workflow)
+    heard = time.monotonic()
+    with contextlib.nullcontext(_json_lines()) if as_json else screen.watching() as show:
+        while True:
+            try:
+                shown = cluster.views(workflow)
+                cluster.explain(place, workflow, shown)
+                show(name, shown)
+                if cluster.phase(workflow) in cluster.ENDED:
+                    break
+                time.sleep(EVERY)
+                workflow = place.get("Workflow", workflow["metadata"]["name"])
+                heard = time.monotonic()
+            except ClusterError as error:  # an API server that restarts ends nothing but the watching
+                if error.exit_code != 75 or time.monotonic() - heard > AWAY:
+                    raise
+                time.sleep(EVERY)
+    now = cluster.phase(workflow)
+    stopped = bool(workflow["spec"].get("shutdown"))
+    message = workflow.get("status", {}).get("message", "")
+    if as_json:
+        print(json.dumps({"run": name, "status": now.lower(), "stopped": stopped, "message": message}), flush=True)
+    else:
+        print(f"run {name}: {now.lower()}" + (" (stopped)" if stopped and now != "Succeeded" else ""))
+        print(message, end="\n" if message else "")
+    return 0 if now == "Succeeded" else 75 if stopped else 1
+
+
+def _json_lines() -> "Callable[[str, list[StageView]], None]":
+    """Prints the state of all stages, once each time one of them has changed."""
+    shown: list[Any] = []
+
+    def show(run: str, views: "list[StageView]") -> None:
+        now = [{"stage": v.name, "state": v.state, "done": v.done, "total": v.total, "notes": v.notes} for v in views]
+        if now != shown:
+            shown[:] = now
+            print(json.dumps({"run": run, "stages": now}), flush=True)
+
+    return show

@@ -1,0 +1,155 @@
+"""`cuda-agent episodes`: parses, calls, prints."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from cuda_agent.cli.runs import STORE, AsJson, Namespace, StoreOption, Where, find
+
+if TYPE_CHECKING:
+    from cuda_agent.pages.episode_story import EpisodeEntry, EpisodeRow
+
+_EPILOG = """\b
+Examples:
+  cuda-agent episodes last --stage evaluate-agentic --status wrong
+  cuda-agent episodes last --task softmax --sort best --output softmax.html
+  cuda-agent episodes first --on my-cluster --min-reward 2 --open
+  cuda-agent episodes model-optimized --open
+"""
+_HEAD = f"{'':>5} {'stage':18} {'task':34} {'status':12} {'reward':>6} {'speed':>7} {'turns':>5} {'tokens':>7}  ended"
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(epilog=_EPILOG)(episodes)
+
+
+def episodes(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|FOLDER",
+            help="a run, the beginning of its name, or `last`; a folder of `optimize` or of `benchmark --output`",
+        ),
+    ],
+    stage: Annotated[str | None, typer.Option(help="only of this stage, such as collect or evaluate-rft")] = None,
+    task: Annotated[str | None, typer.Option(help="only tasks whose name contains this")] = None,
+    status: Annotated[
+        str | None, typer.Option(help="only with this verdict: ok, wrong, build_error ..., no_answer, lost")
+    ] = None,
+    min_reward: Annotated[float | None, typer.Option(help="only with at least this reward")] = None,
+    sort: Annotated[
+        Literal["newest", "oldest", "best", "worst", "turns", "tokens", "task"], typer.Option(help="which come first")
+    ] = "newest",
+    most: Annotated[int, typer.Option(min=1, help="how many are listed, and put on the page")] = 200,
+    output: Annotated[Path | None, typer.Option(help="write them as one HTML page")] = None,
+    open_page: Annotated[
+        bool, typer.Option("--open", help="write the page (beside the run, without --output) and open it in a browser")
+    ] = False,
+    store: StoreOption = STORE,
+    on: Where = None,
+    namespace: Namespace = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the episodes of a run, or show them on a page: turns, tools, diffs, verdicts, tokens with their probability.
+
+    A run keeps those of collect and of the evaluations. The page is one file without network; it searches, filters and
+    sorts by itself. What models wrote is shown as text.
+    """
+    from cuda_agent.pipeline import episodes as left
+
+    with tempfile.TemporaryDirectory() as folder:
+        title, home, entries, nothing = _entries(run, store, on, namespace, Path(folder))
+        chosen = left.chosen(entries, stage, task, status, min_reward, sort)
+        page = output or (home / "episodes.html" if open_page else None)
+        if page is not None:
+            from cuda_agent.pages.episodes import render
+
+            said = {"stage": stage, "task": task, "status": status, "reward at least": min_reward}
+            asked = ", ".join([*(f"{k} {v}" for k, v in said.items() if v is not None), f"sorted by {sort}"])
+            _write(page, render(title, chosen, len(entries), asked, most))
+    if as_json:
+        print(json.dumps([entry.row.to_json() for entry in chosen], indent=1))
+    elif page is None:
+        print("\n".join(_lines(chosen, len(entries), most, nothing)))
+    else:
+        print(page)
+    if page is not None and open_page:
+        import webbrowser
+
+        webbrowser.open(page.absolute().as_uri())
+
+
+def _write(page: Path, text: str) -> None:
+    """Raises ConfigError."""
+    from cuda_agent.errors import ConfigError
+
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{page}: cannot be written: {error.strerror}") from None
+
+
+def _entries(
+    run: str, store: str, on: str | None, namespace: str | None, folder: Path
+) -> "tuple[str, Path, list[EpisodeEntry], str]":
+    """Title, where a page belongs, all episodes, and what to say where there are none."""
+    from cuda_agent.cluster import results
+    from cuda_agent.cluster.api import ClusterError
+    from cuda_agent.errors import ConfigError
+    from cuda_agent.pipeline import episodes as left
+    from cuda_agent.pipeline import runs
+    from cuda_agent.storage import StoreUnavailable
+
+    path = Path(run)
+    if on is None and _is_path(run):
+        search = (path / left.TRANSCRIPT).is_file()
+        nothing = "no attempts: the search has begun none" if search else f"no episodes: {left.FILE} is empty"
+        return path.name, path if path.is_dir() else path.parent, left.of_path(path), nothing
+    nothing = "no episodes: collect and the evaluations leave them"
+    try:
+        where, name = find(run, store, on, namespace)
+    except (ConfigError, StoreUnavailable, ClusterError) as error:
+        if on is None and path.is_dir():
+            raise ConfigError(f"{left.no_result(path)}\n{error}") from None
+        raise
+    if isinstance(where, tuple):
+        home = runs.local_home(store) / "episodes" / name
+        return f"run {name}", home, left.listed(left.of_run(*where, folder)), nothing
+    with results.mlflow(where) as address:
+        found = left.listed(results.episodes(address, name, folder))
+    return f"run {name}", Path(".cuda-agent") / "episodes" / name, found, nothing
+
+
+def _is_path(text: str) -> bool:
+    """A folder or file with a result, or what can be no run's name."""
+    from cuda_agent.pipeline.episodes import FILE, TRANSCRIPT
+
+    path = Path(text)
+    return "/" in text or path.is_file() or any((path / name).is_file() for name in (TRANSCRIPT, FILE))
+
+
+def _lines(chosen: "list[EpisodeEntry]", found: int, most: int, nothing: str) -> list[str]:
+    """``nothing``: what to say where there are none."""
+    if not chosen:
+        return [f"none of {found} episodes" if found else nothing]
+    lines = [_HEAD, *(_line(entry.row) for entry in chosen[:most])]
+    rest = len(chosen) - most
+    lines.append(f"{len(chosen)} of {found} episodes" + (f"; {rest} are not listed: see --most" if rest > 0 else ""))
+    return lines
+
+
+def _line(row: "EpisodeRow") -> str:
+    from cuda_agent.sandbox.wire import printable
+
+    reward = "–" if row.reward is None else f"{row.reward:g}"
+    speed = "–" if row.speedup is None else f"{row.speedup:.2f}x"
+    tokens = "–" if row.tokens is None else str(row.tokens)
+    flags = f" ({', '.join(row.flags)})" if row.flags else ""
+    return printable(
+        f"{row.number:>5} {row.stage[:18]:18} {row.task[:34]:34} {row.status:12} {reward:>6} {speed:>7} "
+        f"{row.turns:>5} {tokens:>7}  {row.ended}{flags}"
+    )

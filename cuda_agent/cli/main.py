@@ -1,0 +1,342 @@
+"""The one command line: parses, calls, prints.
+
+Whatever a command needs is imported inside of it, so that ``--help`` answers at once.  Errors that a person can mend
+are one screen on stderr and an exit code: 75 try again, 78 wrong configuration or input, 79 a gate was missed.
+
+What it does not cover: any work of its own.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from cuda_agent.cli import cluster as cli_cluster
+from cuda_agent.cli import episodes as cli_episodes
+from cuda_agent.cli import optimize, upkeep
+from cuda_agent.cli import runs as cli_runs
+from cuda_agent.cli.pod import pod_app
+from cuda_agent.cli.sandbox import sandbox_app
+from cuda_agent.errors import UserError
+
+if TYPE_CHECKING:
+    from cuda_agent.config import Config
+
+app = typer.Typer(
+    name="cuda-agent",
+    help="Teach a language model to write fast GPU kernels, and put it to work.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+tasks_app = typer.Typer(help="Look at task sets, and import others'.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(tasks_app, name="tasks")
+app.add_typer(sandbox_app, name="sandbox")
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4"),
+]
+MOST_DROPPED = 10  # of an import, listed
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON for a program")]
+
+
+def main() -> None:
+    """The entry point."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(141)
+    except UserError as error:
+        print(f"cuda-agent: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+@app.command(
+    epilog="\b\nExamples:\n  cuda-agent run experiment=demo\n  cuda-agent run experiment=smoke critic.lr=1e-4 --new",
+)
+def run(
+    overrides: Overrides = None,
+    new: Annotated[bool, typer.Option("--new", help="start another run, even if one is unfinished")] = False,
+    to: Annotated[str | None, typer.Option("--to", help="only this stage and what it needs")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run the whole workflow on this machine.
+
+    Goes on with the newest unfinished run of the same configuration; stages that were made before come from the cache.
+    Ctrl-C stops in order: stages write a checkpoint, and the same command goes on from there.
+    """
+    from cuda_agent.config import compose
+    from cuda_agent.errors import ConfigError
+    from cuda_agent.pipeline.graph import STAGES, up_to
+
+    config = compose(overrides or [])
+    try:
+        rows = up_to(STAGES, to) if to else STAGES
+    except ValueError as error:
+        raise ConfigError(f"--to: {error}") from None
+    if any(row.name == "bootstrap" for row in rows):  # which loads it
+        from cuda_agent.pipeline.schedule import require_base
+
+        require_base(config.policy.base)
+    if sys.platform != "linux":
+        from cuda_agent.pipeline.doctor import unsupported
+
+        print(unsupported(), file=sys.stderr)
+    from cuda_agent.pipeline import screen
+    from cuda_agent.pipeline.local import run_pipeline
+
+    if as_json:
+        outcome = run_pipeline(
+            config, new=new, stages=rows, watch=screen.plain(lambda line: print(line, file=sys.stderr))
+        )
+    else:
+        with screen.watching() as watch:
+            outcome = run_pipeline(config, new=new, stages=rows, watch=watch)
+    report = str(outcome.report / "index.html") if outcome.report else None
+    if as_json:
+        stages = {
+            name: {"key": m.key, "outputs": m.outputs, "seconds": m.seconds} for name, m in outcome.manifests.items()
+        }
+        _print_json(
+            {
+                "run": outcome.run,
+                "code": outcome.code,
+                "stage": outcome.stage,
+                "message": outcome.message,
+                "resumed": outcome.resumed,
+                "report": report,
+                "stages": stages,
+            }
+        )
+    elif outcome.code == 0:
+        print(f"run {outcome.run} is done")
+        if report:
+            print(f"report: {report}")
+    if outcome.code:
+        where = f" in stage {outcome.stage}" if outcome.stage else ""
+        print(f"cuda-agent: {outcome.message}\n(exit code {outcome.code}{where})", file=sys.stderr)
+        if outcome.log and outcome.log.exists():
+            lines = outcome.log.read_text(errors="replace").splitlines()
+            if outcome.code == 1:
+                print("\n".join(f"  | {line[:160]}" for line in lines[-12:]), file=sys.stderr)
+            print(f"log: {outcome.log}", file=sys.stderr)
+        sys.exit(outcome.code)
+
+
+@app.command(epilog="\b\nExamples:\n  cuda-agent config experiment=paper\n  cuda-agent config critic.lr=1e-4 --json")
+def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Print the composed, validated configuration and the schedule it amounts to. Runs nothing.
+
+    A policy.base that is a folder, and not on this machine, is noted: `run` would refuse it.
+    """
+    from cuda_agent.config import compose, freeze
+    from cuda_agent.errors import ConfigError
+    from cuda_agent.pipeline.schedule import derived, require_base
+
+    composed = compose(overrides or [])
+    text, sha256 = freeze(composed)
+    schedule = derived(composed)
+    if as_json:
+        _print_json({"config": json.loads(text), "sha256": sha256, "schedule": schedule})
+    else:
+        _print_schedule(composed, sha256, schedule)
+    try:
+        require_base(composed.policy.base)
+    except ConfigError as error:  # it may be a path of a cluster's pods
+        print(f"note: {error}, on this machine", file=sys.stderr)
+
+
+def _print_schedule(composed: "Config", sha256: str, schedule: dict[str, Any]) -> None:
+    import yaml
+
+    print(
+        yaml.safe_dump(composed.model_dump(mode="json"), sort_keys=False, allow_unicode=True, default_flow_style=None)
+    )
+    print(f"sha256: {sha256}\n")
+    print(f"{'stage':18} {'samples':>10} {'tokens, most':>16} {'optimizer steps':>16} {'time':>8} {'memory':>9}")
+    for name, row in schedule["stages"].items():
+        numbers = f"{row['samples']:>10,} {row['tokens']:>16,} {row['optimizer_steps']:>16,}"
+        memory = "" if "memory" not in row else _size(row["memory"])
+        print(f"{name:18} {numbers} {_about(row['seconds']):>8} {memory:>9}".rstrip())
+    size = f"{schedule['parameters'] / 1e6:.2f}M parameters" if schedule["parameters"] else schedule["base"]
+    print(f"\n{size}; {schedule['optimizer_steps']:,} optimizer steps; on 2 CPU cores {_about(schedule['seconds'])}")
+    print("memory: of a training step at most, without PyTorch, engine and sandbox (docs/training.md)")
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return "unknown"
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _about(seconds: float | None) -> str:
+    from cuda_agent.pipeline.screen import duration
+
+    return "unknown" if seconds is None else duration(seconds)
+
+
+@app.command(epilog="\b\nExample:\n  cuda-agent evaluate tasks/relu_sum/model.py my-solution/ sandbox.threads=4")
+def evaluate(
+    task: Annotated[Path, typer.Argument(help="a model.py with Model, get_inputs and get_init_inputs")],
+    solution: Annotated[Path, typer.Argument(help="a folder: plan.json and kernels/, or model_new.py and kernels/")],
+    overrides: Overrides = None,
+    mode: Annotated[
+        Literal["quick", "strict"], typer.Option(help="quick: a training reward; strict: a number for people")
+    ] = "quick",
+    again: Annotated[bool, typer.Option("--again", help="measure anew what was measured before")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check and time one solution of one task in the sandbox."""
+    from cuda_agent.config import compose
+    from cuda_agent.optimize import evaluation
+    from cuda_agent.optimize.verdict_text import verdict_lines
+    from cuda_agent.pipeline import runs
+
+    settings = compose(overrides or [])
+    cache = runs.local_home(settings.run.store) / "cache"
+    verdict = evaluation.run_to_end(evaluation.evaluate(settings.sandbox, cache, task, solution, mode, again))
+    if as_json:
+        _print_json(verdict.to_json())
+    else:
+        print("\n".join(verdict_lines(verdict)))
+    sys.exit(0 if verdict.status == "ok" else 75 if verdict.status == "infra" else 1)
+
+
+@tasks_app.command(
+    "show",
+    epilog="\b\nExamples:\n  cuda-agent tasks show KernelBench/\n  cuda-agent tasks show tasks.parquet relu_sum-0003",
+)
+def tasks_show(
+    source: Annotated[Path, typer.Argument(help="a task set, an Ops-6K parquet, a KernelBench folder, one model.py")],
+    name: Annotated[str | None, typer.Argument(help="print the code of this task")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the tasks of a set, or print one."""
+    from dataclasses import asdict
+
+    from cuda_agent.errors import TaskError
+    from cuda_agent.tasks.io import read_any
+
+    tasks = read_any(source)
+    if name is not None:
+        import difflib
+
+        chosen = next((task for task in tasks if task.name == name), None)
+        if chosen is None:
+            close = difflib.get_close_matches(name, [task.name for task in tasks], n=1)
+            raise TaskError(f"{source}: no task {name}." + (f" Did you mean {close[0]}?" if close else ""))
+        _print_json(asdict(chosen)) if as_json else print(chosen.code)
+    elif as_json:
+        _print_json([asdict(task) for task in tasks])
+    else:
+        for task in tasks:
+            print(f"{task.name:32} {task.split:8} {task.family:10} {task.data_source:14} {', '.join(task.ops)}")
+        print(f"{len(tasks)} tasks")
+
+
+@tasks_app.command("import", epilog="\b\nExample:\n  cuda-agent tasks import cuda_agent_ops_6k.parquet my-tasks/")
+def tasks_import(
+    source: Annotated[Path, typer.Argument(help="an Ops-6K parquet, a KernelBench folder, one model.py")],
+    folder: Annotated[Path, typer.Argument(help="where the task set goes")],
+    as_json: AsJson = False,
+) -> None:
+    """Read somebody else's tasks, drop what is no task or a duplicate, recompute their operators, write a task set."""
+    from cuda_agent.tasks.io import import_tasks
+
+    imported = import_tasks(source, folder)
+    count, dropped = len(imported.tasks), imported.dropped
+    if as_json:
+        _print_json({"tasks": count, "folder": str(folder), "dropped": dropped, "copies": imported.copies})
+        return
+    print(f"{count} tasks in {folder / 'tasks.parquet'}")
+    if imported.copies:
+        print(f"dropped as copies: {imported.copies}")
+    if dropped:
+        print(f"dropped as no task: {len(dropped)}")
+        print("\n".join(f"  {line}" for line in dropped[:MOST_DROPPED]))
+    if len(dropped) > MOST_DROPPED:
+        print(f"  and {len(dropped) - MOST_DROPPED} more: see --json")
+
+
+@app.command(
+    epilog="\b\nExamples:\n  cuda-agent benchmark my-policy/ --tasks KernelBench/\n"
+    "  cuda-agent benchmark last/agentic --tasks KernelBench/level1 evaluate.turns=6 policy.context=1024\n"
+    "  cuda-agent benchmark --base-url http://127.0.0.1:8000/v1 --model qwen3-coder --tasks KernelBench/"
+)
+def benchmark(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="POLICY|OVERRIDE", help="a Hugging Face folder, or RUN/STAGE; Hydra overrides"),
+    ] = None,
+    base_url: Annotated[str | None, typer.Option(help="any OpenAI-compatible address instead of a policy")] = None,
+    model: Annotated[str | None, typer.Option(help="name of the model behind --base-url")] = None,
+    key_env: Annotated[str, typer.Option(help="environment variable that holds the key")] = "OPENAI_API_KEY",
+    tasks: Annotated[Path, typer.Option(help="a KernelBench folder or any task set")] = Path("tasks"),
+    output: Annotated[Path | None, typer.Option(help="folder for episodes and scores")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a policy, or any model behind an OpenAI-compatible address, on a task set: the paper's table.
+
+    Budgets are those of experiment=benchmark; overrides change them, as in evaluate.turns=20 sandbox.threads=4.
+    """
+    from cuda_agent.config import compose
+    from cuda_agent.optimize import evaluation
+    from cuda_agent.pipeline import runs
+
+    policies = [text for text in arguments or [] if "=" not in text]
+    overrides = [text for text in arguments or [] if "=" in text]
+    if not any(text.startswith("experiment=") for text in overrides):
+        overrides = ["experiment=benchmark", *overrides]
+    if len(policies) > 1:
+        raise evaluation.BenchmarkError(f"benchmark: expected one POLICY, got {' and '.join(policies)}.")
+    settings = compose(overrides)
+    folder = evaluation.policy_folder(policies[0], settings.run.store) if policies else None
+    who = evaluation.Player(folder, base_url, model, key_env)
+    cache = runs.local_home(settings.run.store) / "cache"
+    say = (lambda line: None) if as_json else (lambda line: print(line, file=sys.stderr))
+    scores = evaluation.run_to_end(evaluation.benchmark(settings, cache, who, tasks, output, say))
+    if as_json:
+        _print_json(scores.to_json())
+    else:
+        print("\n".join(evaluation.score_lines(scores)))
+
+
+cli_runs.add_to(app)
+cli_episodes.add_to(app)
+cli_cluster.add_to(app)
+upkeep.add_to(app)
+optimize.add_to(app)
+app.add_typer(pod_app, name="pod", hidden=True)
+
+
+@app.command(hidden=True)
+def stage(
+    name: str,
+    store: Annotated[str, typer.Option()],
+    config: Annotated[str, typer.Option(help="sha256 of a stored configuration")],
+    run: Annotated[str, typer.Option()],
+    scratch: Annotated[Path, typer.Option()] = Path(".cuda-agent/stage"),
+) -> None:
+    """Run one stage of a run, by hand or as a container step."""
+    from cuda_agent.pipeline.runs import local_home
+    from cuda_agent.pipeline.stage_main import Order, run_stage
+    from cuda_agent.storage import absolute_uri
+
+    order = Order(absolute_uri(store), config, run, name, str(scratch.absolute() / name), str(local_home(store)))
+    code = run_stage(order)
+    message = json.loads((scratch / name / "outcome.json").read_text())["message"]
+    if message:
+        print(message, file=sys.stderr)
+    sys.exit(code)

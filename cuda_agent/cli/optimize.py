@@ -1,0 +1,185 @@
+"""`cuda-agent optimize`: parses, calls, prints."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+_EPILOG = """\b
+Examples:
+  export OPENAI_API_KEY=...
+  cuda-agent optimize model.py --base-url https://api.example.com/v1 --model some-model
+  cuda-agent optimize model.py --base-url http://127.0.0.1:8000/v1 --model qwen3-coder --attempts 4 --minutes 30
+  cuda-agent optimize model.py --base-url ... --model ... --money 2 --price-in 0.5 --price-out 2.5
+  cuda-agent optimize --resume model-optimized --minutes 30
+"""
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(epilog=_EPILOG)(optimize)
+
+
+def optimize(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL.py [OVERRIDE]...",
+            help="the problem: Model, get_inputs and get_init_inputs; Hydra overrides of the sandbox",
+        ),
+    ] = None,
+    base_url: Annotated[str | None, typer.Option(help="address of the model's server, up to and with /v1")] = None,
+    model: Annotated[str | None, typer.Option(help="name under which it serves the model")] = None,
+    key_env: Annotated[
+        str | None, typer.Option(help="environment variable that holds the key [default: OPENAI_API_KEY]")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="folder of the result [default: MODEL-optimized]")] = None,
+    resume: Annotated[Path | None, typer.Option(help="go on in this folder, with what was asked then")] = None,
+    attempts: Annotated[int | None, typer.Option(min=1, max=64, help="side by side [default: 1]")] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="stop when so many times as fast as the faster of eager and torch.compile; inf: never [default: 1.05]"
+        ),
+    ] = None,
+    turns: Annotated[int | None, typer.Option(min=1, help="most turns of one attempt [default: 60]")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.01, help="of all attempts [default: 60]")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="of all attempts, read and written [default: any]")] = None,
+    money: Annotated[float | None, typer.Option(min=0, help="of all attempts, at the prices given")] = None,
+    price_in: Annotated[float | None, typer.Option(min=0, help="of a million tokens read")] = None,
+    price_out: Annotated[float | None, typer.Option(min=0, help="of a million tokens written")] = None,
+    lane: Annotated[
+        Literal["plan", "extension", "python"] | None,
+        typer.Option(help="form of the solution; plan can be believed most [default: plan]"),
+    ] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, typer.Option(help="[default: cuda where there is a GPU, else cpu]")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=512, help="tokens of a conversation that the model can take [default: 65536]")
+    ] = None,
+    answer_tokens: Annotated[int | None, typer.Option(min=64, help="most tokens of one turn [default: 8192]")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="[default: 1]")] = None,
+    seed: Annotated[int | None, typer.Option(help="of the sampling, where the server takes one [default: 0]")] = None,
+    style: Annotated[
+        Literal["full", "compact"] | None,
+        typer.Option(help="compact: the short prompts that policies trained from scratch here know [default: full]"),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="a line of JSON for every event, and one for the end")
+    ] = False,
+) -> None:
+    """Make one model.py faster, with any model behind an OpenAI-compatible address.
+
+    The model works in the sandbox: it reads, writes, compiles, verifies and profiles until the target, the budget or
+    Ctrl-C, which keeps the best so far. The folder of the result holds the kernels, a model_new.py that needs PyTorch
+    alone, the strict verdict, the transcript and report.html.
+
+    The key is read from the environment and written nowhere. Exit code 0: a correct solution was found; 79: none.
+    """
+    from cuda_agent.errors import ConfigError
+    from cuda_agent.optimize import search
+    from cuda_agent.policy.served import ServedModelError
+
+    words = arguments or []
+    overrides, sources = [w for w in words if "=" in w], [w for w in words if "=" not in w]
+    terms = {
+        "lane": lane, "device": device, "target": target, "turns": turns, "context": context,
+        "answer_tokens": answer_tokens, "temperature": temperature, "seed": seed, "style": style,
+    }  # fmt: skip
+    rest = {
+        "base_url": base_url, "model": model, "key_env": key_env, "attempts": attempts, "minutes": minutes,
+        "tokens": tokens, "money": money, "price_in": price_in, "price_out": price_out,
+    }  # fmt: skip
+    changes: dict[str, Any] = {name: value for name, value in (terms | rest).items() if value is not None}
+    if target is not None:
+        changes["target"] = min(target, 1e6)  # JSON has no infinity
+    if resume is not None:
+        if sources or output is not None:
+            raise ConfigError("--resume takes MODEL.py and --output from the folder: leave them out")
+        if {"lane", "device", "style"} & changes.keys():
+            raise ConfigError("--resume goes on with the lane, device and style of before")
+        order, sandbox = search.read_order(resume)
+        folder, source = resume, resume / "model.py"
+        overrides = [*_as_overrides(sandbox), *overrides]
+    else:
+        if len(sources) != 1:
+            raise ConfigError(f"expected one MODEL.py, got {' and '.join(sources) or 'none'}")
+        if base_url is None or model is None:
+            raise ConfigError("--base-url and --model say which model works, as in --base-url http://127.0.0.1:8000/v1")
+        source = Path(sources[0])
+        folder = output or Path(f"{source.stem}-optimized")
+        order = search.Order(base_url, model)
+        changes.setdefault("device", _device(overrides))
+    order = search.with_changes(order, changes)
+    overrides = [w for w in overrides if not w.startswith(("sandbox.lane=", "sandbox.device="))]
+    overrides += [f"sandbox.lane={order.terms.lane}", f"sandbox.device={order.terms.device}"]
+    outcome = _run(order, overrides, source, folder, resume is not None, as_json)
+    nothing = outcome.best is None and outcome.why == "server"
+    if as_json:
+        print(json.dumps(outcome.to_json(), ensure_ascii=False), flush=True)
+    elif not nothing:
+        print("\n".join(_lines(outcome)))
+    if nothing:
+        raise ServedModelError(outcome.message)
+    sys.exit(0 if outcome.best else 130 if outcome.why == "stopped" else 79)
+
+
+def _run(order: Any, overrides: list[str], source: Path, folder: Path, resume: bool, as_json: bool) -> Any:
+    import asyncio
+
+    from cuda_agent.config import compose
+    from cuda_agent.optimize import screen, search
+    from cuda_agent.pipeline import runs
+
+    settings = compose(overrides)
+    cache = runs.local_home(settings.run.store) / "cache"
+
+    async def work() -> Any:
+        stop = asyncio.Event()
+        with (
+            search.on_interrupt(asyncio.get_running_loop(), stop),
+            screen.watching(as_json) as watch,
+        ):
+            return await search.optimize(order, settings.sandbox, cache, source, folder, resume, watch, stop)
+
+    return asyncio.run(work())
+
+
+def _device(overrides: list[str]) -> str:
+    """As the overrides say, or what there is."""
+    for word in overrides:
+        if word.startswith("sandbox.device="):
+            return word.partition("=")[2]
+    import subprocess
+
+    found = subprocess.run([sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"], capture_output=True, text=True)
+    return "cuda" if '"architecture"' in found.stdout else "cpu"
+
+
+def _as_overrides(sandbox: dict[str, Any]) -> list[str]:
+    """The values of a section that are not the defaults."""
+    from cuda_agent.config import Sandbox
+
+    standard = Sandbox().model_dump(mode="json")
+    return [f"sandbox.{name}={json.dumps(value)}" for name, value in sandbox.items() if value != standard.get(name)]
+
+
+def _lines(outcome: Any) -> list[str]:
+    from cuda_agent.optimize.screen import ended
+    from cuda_agent.optimize.verdict_text import verdict_lines
+
+    lines = ["", ended(outcome.why)]
+    if outcome.best is None:
+        lines.append(f"no correct solution was found; {outcome.folder}/report.html tells what was tried")
+        return lines
+    lines += verdict_lines(outcome.best.strict or outcome.best.quick)
+    reached = "reached" if outcome.reached else "not reached"
+    lines += [
+        f"the target of {outcome.target:g} times is {reached}",
+        "",
+        f"{outcome.folder}/model_new.py   from model_new import ModelNew",
+        f"{outcome.folder}/report.html",
+    ]
+    return lines

@@ -1,0 +1,133 @@
+"""The commands that the chart's pods run; a person has no use for them.
+
+As in ``cli``, whatever a command needs is imported inside of it.
+"""
+
+import json
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+pod_app = typer.Typer(help="What the chart's pods run.", no_args_is_help=True, rich_markup_mode=None)
+Run = Annotated[str, typer.Option(help="name of the run; empty: that of its Workflow")]
+ConfigSha = Annotated[str, typer.Option("--config", help="sha256 of the configuration")]
+Keep = typer.Option(min=1, envvar="CUDA_AGENT_KEEP", help="newest runs of each pipeline that stay")
+Workflow = Annotated[str, typer.Option(help="name of the Workflow")]
+
+
+@pod_app.command()
+def prepare(config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
+    """Enter the run, serve what the cache holds, make the run's pools."""
+    from cuda_agent.cluster import pod
+    from cuda_agent.cluster.api import Cluster
+    from cuda_agent.errors import ConfigError
+
+    base = json.loads(os.environ.get("CUDA_AGENT_POOLS", "[]"))
+    here = pod.Surroundings.from_environment()
+    try:
+        spread = "CUDA_AGENT_RAY" in os.environ
+        cluster = Cluster.of_pod if base else None
+        replicas = json.loads(os.environ.get("CUDA_AGENT_ENGINE", "[]"))
+        outputs = pod.prepare(here, run or workflow, config, workflow, cluster, base, spread=spread, replicas=replicas)
+    except ConfigError as error:
+        pod.last_words(here, str(error))
+        raise
+    print(json.dumps(outputs, indent=1))
+
+
+@pod_app.command()
+def stage(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
+    """Run one stage."""
+    from cuda_agent.pipeline.spawn import Spawner
+
+    spawner = Spawner(preload=())
+    spawner.open()  # a second process, which imports while this one does
+    from cuda_agent.cluster import pod
+
+    here = pod.Surroundings.from_environment()
+    sys.exit(pod.run_stage(here, name, run or workflow, config, spawner=spawner))
+
+
+@pod_app.command()
+def ray(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
+    """Have one stage run in a Ray of several pods, and follow it."""
+    from cuda_agent.cluster import pod
+    from cuda_agent.cluster.api import Cluster
+
+    here = pod.Surroundings.from_environment()
+    base = json.loads(os.environ["CUDA_AGENT_RAY"])
+    servers, served = (os.environ.get(f"CUDA_AGENT_{of}_SERVERS", "") for of in ("SANDBOX", "ENGINE"))
+    sys.exit(pod.run_spread(here, name, run or workflow, config, workflow, servers, Cluster.of_pod(), base, served))
+
+
+@pod_app.command()
+def finish(config: ConfigSha, workflow: Workflow, status: Annotated[str, typer.Option()], run: Run = "") -> None:
+    """Remove the run's pools and say how it ended."""
+    from cuda_agent.cluster import pod
+    from cuda_agent.cluster.api import Cluster
+
+    facts = pod.finish(pod.Surroundings.from_environment(), run or workflow, config, workflow, status, Cluster.of_pod())
+    print(json.dumps(facts, indent=1))
+
+
+@pod_app.command()
+def bucket(expire_logs_days: Annotated[int, typer.Option(min=1)] = 30) -> None:
+    """Make the store's bucket in MinIO, with a rule that removes what Argo wrote after a while."""
+    from cuda_agent.cluster import bucket as making
+    from cuda_agent.cluster.pod import Surroundings
+
+    print(making.make(Surroundings.from_environment().store, expire_logs_days))
+
+
+@pod_app.command()
+def probe() -> None:
+    """Write, read and create-if-absent in the store, and ask MLflow: a line each."""
+    from cuda_agent.cluster import bucket as making
+    from cuda_agent.cluster.pod import Surroundings
+
+    here = Surroundings.from_environment()
+    failed = False
+    for line, ok in making.probe(here.store, here.mlflow):
+        print(f"{'✓' if ok else '✗'} {line}", flush=True)
+        failed |= not ok
+    sys.exit(1 if failed else 0)
+
+
+@pod_app.command()
+def gc(
+    workflow: Workflow, dry_run: Annotated[bool, typer.Option("--dry-run")] = False, keep: Annotated[int, Keep] = 10
+) -> None:
+    """Remove what no run needs from the store, and what Workflows have left behind."""
+    from cuda_agent.cluster import pod_maintenance
+    from cuda_agent.cluster.api import Cluster
+    from cuda_agent.cluster.pod import Surroundings
+
+    here = Surroundings.from_environment()
+    found = pod_maintenance.collect(here, keep, dry_run, workflow, Cluster.of_pod())
+    pod_maintenance.answer(here, found)
+    print(json.dumps(found, indent=1))
+
+
+@pod_app.command()
+def doctor(workflow: Workflow) -> None:
+    """Try the store, MLflow and a sandbox's walls from inside."""
+    from cuda_agent.cluster import pod_maintenance
+    from cuda_agent.cluster.api import Cluster
+    from cuda_agent.cluster.pod import Surroundings
+
+    here = Surroundings.from_environment()
+    base = json.loads(os.environ.get("CUDA_AGENT_POOLS", "[]"))
+    places = pod_maintenance.forbidden(here.mlflow)
+    found = [check.to_json() for check in pod_maintenance.doctor(here, workflow, Cluster.of_pod(), base, places)]
+    pod_maintenance.answer(here, found)
+    print(json.dumps(found, indent=1))
+
+
+@pod_app.command()
+def reach(addresses: list[str]) -> None:
+    """Try to connect to addresses, and leave what came of it where Kubernetes shows it."""
+    from cuda_agent.cluster.pod_maintenance import tell
+
+    tell(addresses)

@@ -1,0 +1,365 @@
+"""The commands that look at runs, wherever they live: list them, their reports, their logs, how two of them differ.
+
+``--on local`` is a store, ``--on CONTEXT`` a cluster of the kubeconfig (``.``: its current context).  Without it a run
+is looked for in the store first, then on the current cluster.
+
+As in ``cli``, whatever a command needs is imported inside of it.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from cuda_agent.cluster.api import Cluster
+    from cuda_agent.pipeline.runs import Facts, Run
+    from cuda_agent.storage import Store
+
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="a run, the beginning of its name, or `last`")]
+Where = Annotated[
+    str | None,
+    typer.Option("--on", metavar="local|CONTEXT", help="the store, or a cluster (`.`: the current one); else both"),
+]
+Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="namespace; else that of the context")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON for a program")]
+StoreOption = Annotated[
+    str, typer.Option("--store", envvar="CUDA_AGENT_STORE", help="a folder or s3://bucket/prefix, as in run.store")
+]
+STORE = ".cuda-agent/store"
+EVERY = 0.5  # seconds between two looks at a log
+
+
+def add_to(app: typer.Typer) -> None:
+    """Puts the commands into the one command line."""
+    examples: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
+        "runs": (list_all, ("cuda-agent runs --store s3://kernels/main", "cuda-agent runs --on my-cluster")),
+        "report": (report, ("cuda-agent report last", "cuda-agent report first --on my-cluster --json")),
+        "diff": (diff, ("cuda-agent diff 20260801-101500-1f2e last", "cuda-agent diff sweep-1-1 sweep-1-2 --on .")),
+        "logs": (logs, ("cuda-agent logs last agentic -f", "cuda-agent logs first synthesis --on my-cluster")),
+    }
+    for name, (command, lines) in examples.items():
+        app.command(name=name, epilog="\b\n" + "\n  ".join(["Examples:", *lines]))(command)
+
+
+def list_all(
+    store: StoreOption = STORE, on: Where = None, namespace: Namespace = None, as_json: AsJson = False
+) -> None:
+    """List the runs of a store or of a cluster, oldest first, and the sweeps that they belong to.
+
+    Without --on: those of the store, where there is one, and else of the current cluster.
+    """
+    from cuda_agent.pipeline.graph import STAGES
+    from cuda_agent.storage import StoreUnavailable
+
+    place: Cluster | None = None
+    if on not in (None, "local"):
+        place = cluster_of(on, namespace)
+    elif on is None:
+        try:
+            open_existing(store)
+        except StoreUnavailable:
+            place = _current(store, namespace)
+            if place is None:
+                raise
+    rows = _cluster_rows(place) if place else _local_rows(store)
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    if not rows and place:
+        print(f"no runs in namespace {place.namespace} of {place.name}; start one: cuda-agent submit experiment=smoke")
+    elif not rows:
+        print(f"no runs in {open_existing(store).uri}; start one with: cuda-agent run experiment=demo")
+    for row in rows:
+        if place:
+            where, config, message = f"{row['profile']:12}", row["config"], row["message"]
+        else:
+            where, config = f"{row['pipeline']:12}", row["config"]
+            message = f"{row['stage']}: {row['message'].splitlines()[0]}" if row["message"] and row["code"] else ""
+        done = f"{len(row['stages']):>2}/{len(STAGES)} stages"
+        name = row["workflow"] if place else row["name"]
+        line = (
+            f"{name:28} {where} {row['status']:12} {done}  {row['created'][:16]}  config {config[:8]}  {message[:70]}"
+        )
+        print(line.rstrip())
+    for line in _sweep_lines(rows):
+        print(line)
+
+
+def _local_rows(store: str) -> list[dict[str, Any]]:
+    from dataclasses import asdict
+
+    from cuda_agent.pipeline import runs
+    from cuda_agent.pipeline.graph import STAGES
+
+    opened, home = open_existing(store), runs.local_home(store)
+    rows = []
+    for record in runs.list_runs(opened):
+        done = [stage.name for stage in STAGES if opened.exists(f"runs/{record.name}/{stage.name}/manifest.json")]
+        running = record.code != 0 and runs.is_running(home, opened, record)
+        rows.append(asdict(record) | {"status": "running" if running else record.status, "stages": done})
+    return rows
+
+
+def _cluster_rows(place: "Cluster") -> list[dict[str, Any]]:
+    from cuda_agent.cluster import submit as cluster
+    from cuda_agent.pipeline.graph import STAGES
+
+    names = [stage.name for stage in STAGES]
+    return [
+        {
+            "name": cluster.run_of(item),
+            "workflow": item["metadata"]["name"],
+            "profile": item["metadata"]["labels"].get(cluster.PROFILE_LABEL, ""),
+            "sweep": item["metadata"]["labels"].get(cluster.SWEEP_LABEL, ""),
+            "config": item["metadata"].get("annotations", {}).get(cluster.CONFIG_ANNOTATION, ""),
+            "status": cluster.phase(item).lower(),
+            "stages": [v.name for v in cluster.views(item) if v.state in ("done", "cached") and v.name in names],
+            "created": item["metadata"]["creationTimestamp"],
+            "message": item.get("status", {}).get("message", ""),
+        }
+        for item in cluster.workflows(place)
+    ]
+
+
+def _sweep_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """One a sweep: how many runs of it are where.  Of a run the newest attempt counts."""
+    from collections import Counter
+
+    newest = {row["name"]: row for row in rows}
+    for sweep in dict.fromkeys(row["sweep"] for row in newest.values() if row["sweep"]):
+        found = Counter(row["status"] for row in newest.values() if row["sweep"] == sweep)
+        counts = ", ".join(f"{number} {status}" for status, number in found.most_common())
+        yield f"sweep {sweep}: {found.total()} runs ({counts})"
+
+
+def report(
+    run: RunName, store: StoreOption = STORE, on: Where = None, namespace: Namespace = None, as_json: AsJson = False
+) -> None:
+    """Fetch the report of a run and say where it lies; with --json print its data."""
+    from cuda_agent.cluster import results
+    from cuda_agent.errors import ConfigError
+    from cuda_agent.pipeline import runs
+    from cuda_agent.pipeline.local import fetch_report
+    from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
+
+    where, name = find(run, store, on, namespace)
+    if not isinstance(where, tuple):
+        with results.mlflow(where) as address:
+            folder = results.download(address, name, Path(".cuda-agent") / "reports" / name)
+    else:
+        opened, record = where
+        manifest = read_manifest(opened, manifest_entry(record.name, "report"))
+        if manifest is None:
+            raise ConfigError(f"Run {record.name} has no report yet ({record.status}).")
+        folder = fetch_report(opened, runs.local_home(store), record.name, manifest)
+    print((folder / "report.json").read_text() if as_json else folder / "index.html")
+
+
+def diff(
+    one: RunName,
+    other: RunName,
+    store: StoreOption = STORE,
+    on: Where = None,
+    namespace: Namespace = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what differs between two runs: configuration, code, environment, inputs, outputs.
+
+    Without --on each is looked for by itself, so a run of this machine can be compared with one of a cluster.
+    """
+    from cuda_agent.pipeline import runs
+
+    found = runs.diff(_facts(one, store, on, namespace), _facts(other, store, on, namespace))
+    if as_json:
+        print(json.dumps(found, indent=1, ensure_ascii=False))
+        return
+    print(" -> ".join(found["runs"]))
+    for key, (before, after) in found["config"].items():
+        print(f"  {key}: {before} -> {after}")
+    for stage, change in found["stages"].items():
+        if "only in" in change:
+            print(f"  {stage}: only in {change['only in']}")
+        else:
+            same = ", ".join(change["same outputs"]) or "none"
+            print(f"  {stage}: other {', '.join(change['differs in'])}; same outputs: {same}")
+    if not found["config"] and not found["stages"]:
+        print("  nothing differs")
+
+
+def _facts(run: str, store: str, on: str | None, namespace: str | None) -> "Facts":
+    from cuda_agent.cluster import results
+    from cuda_agent.pipeline import runs
+    from cuda_agent.pipeline.graph import STAGES
+
+    where, name = find(run, store, on, namespace)
+    if isinstance(where, tuple):
+        return runs.facts(*where, STAGES)
+    with results.mlflow(where) as address:
+        return results.facts(address, name)
+
+
+def logs(
+    run: RunName,
+    stage: Annotated[str, typer.Argument(help="a stage; on a cluster also prepare and finish; without it, all")] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the stage ends")] = False,
+    store: StoreOption = STORE,
+    on: Where = None,
+    namespace: Namespace = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what a stage has written: while it runs, and afterwards what was kept; with --json a JSON object a line."""
+    from cuda_agent.errors import ConfigError
+    from cuda_agent.pipeline.graph import STAGES
+
+    names = ["prepare", *(row.name for row in STAGES), "finish"]
+    if stage and stage not in names:
+        raise ConfigError(f"{stage}: there is no such stage. There are {', '.join(names)}.")
+    if follow and not stage:
+        raise ConfigError("logs --follow: name one stage.")
+    where, name = find(run, store, on, namespace)
+    if isinstance(where, tuple):
+        lines = _local_logs(*where, store, stage, follow)
+    else:
+        lines = _cluster_logs(where, name, stage, follow)
+    for said_by, line in lines:
+        if as_json:
+            print(json.dumps({"stage": said_by, "line": line}), flush=follow)
+        else:
+            print(line if stage else f"{said_by}: {line}", flush=follow)
+
+
+def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
+    """Of a stage that runs: the file that it writes; else what was kept."""
+    from cuda_agent.errors import ConfigError
+    from cuda_agent.pipeline import runs
+    from cuda_agent.pipeline.graph import STAGES
+
+    home = runs.local_home(store)
+    found = False
+    for name in [stage] if stage else [row.name for row in STAGES]:
+        file = home / "work" / record.name / name / "log.txt"
+        if file.exists():
+            found = True
+            yield from ((name, line) for line in _tail(file, follow, lambda: runs.is_running(home, opened, record)))
+        elif opened.exists(key := f"runs/{record.name}/{name}/log.txt"):
+            found = True
+            yield from ((name, line) for line in opened.get(key).decode(errors="replace").splitlines())
+    if not found:
+        raise ConfigError(
+            f"Run {record.name} has no log{f' of {stage}' if stage else ''}: {_why_no_log(opened, record, stage)}."
+        )
+
+
+def _why_no_log(opened: "Store", record: "Run", stage: str) -> str:
+    from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
+
+    manifest = read_manifest(opened, manifest_entry(record.name, stage)) if stage else None
+    if manifest is not None and manifest.run != record.name:
+        return f"it was served from the cache; run {manifest.run} made it and has its log"
+    return "it has not run"
+
+
+def _tail(file: Path, follow: bool, running: Callable[[], bool]) -> Iterator[str]:
+    """Whole lines of a file that grows, until it is removed or nobody writes any more."""
+    with open(file, errors="replace") as text:
+        rest = ""
+        while True:
+            last = not follow or not running() or not file.exists()
+            *lines, rest = (rest + text.read()).split("\n")
+            yield from lines
+            if last:
+                yield from filter(None, [rest])
+                return
+            time.sleep(EVERY)
+
+
+def _cluster_logs(place: "Cluster", name: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
+    """Of pods that are there; else what MLflow has kept."""
+    from cuda_agent.cluster import results
+    from cuda_agent.cluster import submit as cluster
+
+    pods = cluster.pods_of(place, name)
+    for said_by in [stage] if stage else list(pods):
+        if said_by in pods:
+            yield from ((said_by, line) for line in place.logs(pods[said_by], follow=follow))
+    if stage in pods or (pods and not stage):
+        return
+    with results.mlflow(place) as address:
+        for said_by in [stage] if stage else results.logged(address, name):
+            yield from ((said_by, line) for line in results.log(address, name, said_by))
+
+
+def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[tuple[Store, Run] | Cluster, str]":
+    """Store and record of a run of this machine, or the cluster that it is on; and its name.  Raises ConfigError."""
+    from cuda_agent.cluster import submit as cluster
+    from cuda_agent.cluster.api import ClusterError
+    from cuda_agent.errors import ConfigError
+    from cuda_agent.pipeline import runs
+    from cuda_agent.storage import StoreUnavailable
+
+    if on not in (None, "local"):
+        place = cluster_of(on, namespace)
+        return place, cluster.known_name(place, run)
+    nearest: Exception
+    try:
+        opened = open_existing(store)
+        records = {record.name: record for record in runs.list_runs(opened)}
+        try:
+            record = records[runs.choose(list(records), run, opened.uri)]
+            return (opened, record), record.name
+        except ConfigError as error:
+            if on == "local" or runs.matching(list(records), run):
+                raise
+            nearest = error
+    except StoreUnavailable as error:
+        if on == "local":
+            raise
+        nearest = error
+    elsewhere = _current(store, namespace)
+    if elsewhere is None:
+        raise nearest
+    try:
+        return elsewhere, cluster.known_name(elsewhere, run)
+    except ConfigError as error:
+        raise ConfigError(f"{nearest}\n{error}") from None
+    except ClusterError as error:
+        raise ClusterError(f"{nearest}\n{error}", error.status) from None
+
+
+def open_existing(store: str) -> "Store":
+    """A store that exists: looking at runs makes no folder."""
+    from cuda_agent.storage import StoreUnavailable, local_folder, open_store
+
+    folder = local_folder(store)
+    if folder is not None and not folder.is_dir():
+        raise StoreUnavailable(f"There is no store at {folder}. Name one with --store, or start a run.")
+    return open_store(store)
+
+
+def cluster_of(on: str | None, namespace: str | None) -> "Cluster":
+    """The named context, or the current one.  Raises ``ClusterError``, and ConfigError without the client."""
+    from cuda_agent.errors import ConfigError
+
+    try:
+        from cuda_agent.cluster.api import Cluster
+
+        return Cluster.of_kubeconfig(None if on == "." else on, namespace)
+    except ModuleNotFoundError as missing:
+        raise ConfigError(f"this needs {missing.name}: pip install 'cuda-agent[cluster]'") from None
+
+
+def _current(store: str, namespace: str | None) -> "Cluster | None":
+    """The current cluster, when there is one and no other store was named."""
+    from cuda_agent.cluster.api import ClusterError
+    from cuda_agent.errors import ConfigError
+
+    if store != STORE:
+        return None
+    try:
+        return cluster_of(None, namespace)
+    except (ClusterError, ConfigError):
+        return None

@@ -1,0 +1,130 @@
+"""The commands that keep an installation in order: is everything there, and what may go.
+
+As in ``cli``, whatever a command needs is imported inside of it.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cuda_agent.cli.runs import STORE, AsJson, Namespace, StoreOption, cluster_of, open_existing
+
+if TYPE_CHECKING:
+    from cuda_agent.pipeline.doctor import Check
+
+Release = Annotated[str, typer.Option(help="full name of the chart's release")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Puts the commands into the one command line."""
+    examples: dict[Callable[..., None], tuple[str, ...]] = {
+        doctor: ("cuda-agent doctor --store s3://kernels/main", "cuda-agent doctor my-cluster --namespace cuda-agent"),
+        gc: ("cuda-agent gc --keep 5 --dry-run", "cuda-agent gc --on my-cluster --dry-run"),
+    }
+    for command, lines in examples.items():
+        app.command(epilog="\b\n" + "\n  ".join(["Examples:", *lines]))(command)
+
+
+def doctor(
+    cluster: Annotated[
+        str | None, typer.Argument(metavar="[CONTEXT]", help="a cluster (`.`: the current one); else this machine")
+    ] = None,
+    store: StoreOption = STORE,
+    mlflow: Annotated[str | None, typer.Option(help="of this machine: tracking URI, as in run.mlflow")] = None,
+    namespace: Namespace = None,
+    release: Release = "cuda-agent",
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine, or a cluster: a line a check, and for each ✗ what mends it.
+
+    On a cluster a pod is started that tries the store and MLflow from inside, and a sandbox that tries to connect to
+    them, to the API server and to DNS, and must fail.
+    """
+    checks = []
+    for check in _checks(cluster, store, mlflow, namespace, release):
+        checks.append(check)
+        if not as_json:
+            print(f"{'✓' if check.ok else '✗'} {check.name:14} {check.text}", flush=True)
+            if check.mend:
+                print(f"  {'':14} mend: {check.mend}", flush=True)
+    if as_json:
+        _print_json([check.to_json() for check in checks])
+    sys.exit(0 if all(check.ok for check in checks) else 1)
+
+
+def _checks(
+    cluster: str | None, store: str, mlflow: str | None, namespace: str | None, release: str
+) -> "Iterator[Check]":
+    if cluster is None:
+        from cuda_agent.pipeline.doctor import examine
+        from cuda_agent.pipeline.runs import local_home
+
+        return examine(store, mlflow or f"sqlite:///{local_home(store) / 'mlflow.db'}")
+    from cuda_agent.cluster import doctor as cluster_doctor
+
+    return cluster_doctor.examine(cluster_of(cluster, namespace), release)
+
+
+def gc(
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="newest runs of each pipeline that stay; 10. On a cluster: gc.keep")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+    store: StoreOption = STORE,
+    on: Annotated[
+        str, typer.Option("--on", metavar="local|CONTEXT", help="the store, or a cluster (`.`: the current one)")
+    ] = "local",
+    namespace: Namespace = None,
+    release: Release = "cuda-agent",
+    as_json: AsJson = False,
+) -> None:
+    """Remove runs beyond the newest ones, and artifacts and checkpoints that no remaining run needs.
+
+    On a cluster it is a pod of the chart that does it, and removes as well what Workflows have left behind.
+    """
+    found = (
+        _collect_here(keep, dry_run, store) if on == "local" else _collect_there(keep, dry_run, on, namespace, release)
+    )
+    if as_json:
+        _print_json(found)
+        return
+    for kind in ("runs", "pools", "config maps"):
+        for name in found.get(kind, []):
+            print(f"{kind.removesuffix('s')} {name}")
+    verb = "removed" if found["removed"] else "would be removed"
+    print(f"{found['objects']} objects, {found['bytes'] / 2**20:.1f} MiB {verb}")
+
+
+def _collect_here(keep: int | None, dry_run: bool, store: str) -> dict[str, Any]:
+    from cuda_agent.pipeline import gc as collector
+    from cuda_agent.pipeline import runs
+    from cuda_agent.storage import StoreUnavailable
+
+    opened = open_existing(store)
+    with runs.try_lock(runs.local_home(store) / "locks" / "gc") as alone:
+        if not alone and not dry_run:
+            raise StoreUnavailable("A run is under way on this store. Collect when it has ended.")
+        what = collector.plan(opened, keep or collector.KEEP)
+        if not dry_run:
+            collector.collect(opened, what)
+    return what.to_json() | {"removed": not dry_run}
+
+
+def _collect_there(keep: int | None, dry_run: bool, on: str, namespace: str | None, release: str) -> dict[str, Any]:
+    from cuda_agent.cluster import maintenance
+    from cuda_agent.cluster.api import ClusterError
+    from cuda_agent.errors import ConfigError
+
+    if keep is not None:
+        raise ConfigError("gc --keep: on a cluster the chart decides what stays, for everybody: its value gc.keep.")
+    answer = maintenance.ask(cluster_of(on, namespace), release, "gc-plan" if dry_run else "gc")
+    if busy := answer.get("busy"):
+        raise ClusterError(f"{busy} Nothing was removed.")
+    return answer
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1, ensure_ascii=False))

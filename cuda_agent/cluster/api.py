@@ -1,0 +1,187 @@
+"""Kubernetes as this project uses it: a few kinds in one namespace, as JSON, over the official client's connection.
+
+A kubeconfig decides who one is (certificates, tokens, plugins); inside a pod it is the pod's account.  Whatever fails
+is a ``ClusterError`` that says what was tried, on which cluster, and what helps.
+
+What it does not cover: what the objects mean (``argo``, ``pools``, ``cluster``).
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cuda_agent.errors import UserError
+
+# kind -> path of its collection in a namespace
+_PATHS = {
+    "ConfigMap": "/api/v1/namespaces/{}/configmaps",
+    "Event": "/api/v1/namespaces/{}/events",
+    "Pod": "/api/v1/namespaces/{}/pods",
+    "Secret": "/api/v1/namespaces/{}/secrets",
+    "Service": "/api/v1/namespaces/{}/services",
+    "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
+    "RayJob": "/apis/ray.io/v1/namespaces/{}/rayjobs",
+    "StatefulSet": "/apis/apps/v1/namespaces/{}/statefulsets",
+    "Workflow": "/apis/argoproj.io/v1alpha1/namespaces/{}/workflows",
+    "WorkflowTemplate": "/apis/argoproj.io/v1alpha1/namespaces/{}/workflowtemplates",
+}
+_SECONDS = 30.0  # for one request
+
+
+class ClusterError(UserError):
+    """The message is one screen for a person; ``status`` is HTTP's, 0 when nothing answered."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        """Exit code: try again when the cluster is away or busy, otherwise something is wrong with what was asked."""
+        return 75 if self.status in (0, 429) or self.status >= 500 else 78
+
+
+class Cluster:
+    """One namespace of one cluster."""
+
+    def __init__(self, client: Any, namespace: str, name: str) -> None:
+        self.client, self.namespace, self.name = client, namespace, name
+
+    @classmethod
+    def of_kubeconfig(cls, context: str | None = None, namespace: str | None = None) -> "Cluster":
+        """The named context or the current one; its namespace unless one is given.  Raises ``ClusterError``."""
+        from kubernetes import config
+        from kubernetes.config import ConfigException
+
+        try:
+            file = os.environ.get("KUBECONFIG") or None  # the client looks once, when it is imported
+            contexts, current = config.list_kube_config_contexts(file)
+            chosen = next((item for item in contexts if item["name"] == context), None) if context else current
+            if chosen is None:
+                names = ", ".join(sorted(item["name"] for item in contexts)) or "none"
+                raise ClusterError(f"There is no context {context} in your kubeconfig: {names}.", 404)
+            client = config.new_client_from_config(file, context=chosen["name"])
+        except (ConfigException, OSError, ValueError, TypeError, KeyError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ClusterError(f"Your kubeconfig cannot be used: {reason}. Set KUBECONFIG.", 404) from None
+        space = namespace or chosen["context"].get("namespace") or "default"
+        return cls(client, space, chosen["name"])
+
+    @classmethod
+    def of_pod(cls) -> "Cluster":
+        """The cluster that this pod runs in, as its account."""
+        from kubernetes import client, config
+        from kubernetes.config import ConfigException
+
+        settings = client.Configuration()
+        try:
+            config.load_incluster_config(client_configuration=settings)
+            with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace") as file:
+                namespace = file.read().strip()
+        except (ConfigException, OSError) as error:
+            raise ClusterError(f"This is no pod with an account: {error}", 404) from None
+        return cls(client.ApiClient(settings), namespace, "this cluster")
+
+    def ask(self, path: str, doing: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What the API server says at a path of its own: a GET, or the POST of a question such as an access review."""
+        return self._ask("GET" if body is None else "POST", path, doing, None if body is None else dict(body))
+
+    def get(self, kind: str, name: str) -> dict[str, Any]:
+        return self._ask("GET", f"{self._path(kind)}/{name}", f"read {kind} {name}")
+
+    def find(self, kind: str, name: str) -> dict[str, Any] | None:
+        """None when it is not there."""
+        try:
+            return self.get(kind, name)
+        except ClusterError as error:
+            if error.status != 404:
+                raise
+            return None
+
+    def all(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
+        query = [("labelSelector", selector)] if selector else []
+        return self._ask("GET", self._path(kind), f"list {kind}s", query=query)["items"]
+
+    def create(self, item: Mapping[str, Any], dry_run: bool = False) -> dict[str, Any]:
+        """With ``dry_run`` the API server judges it, admission policies included, and keeps nothing."""
+        query = [("fieldValidation", "Strict"), *([("dryRun", "All")] if dry_run else [])]
+        kind = item["kind"]
+        return self._ask("POST", self._path(kind), f"create {kind} {item['metadata']['name']}", dict(item), query)
+
+    def create_if_absent(self, item: Mapping[str, Any]) -> bool:
+        """False when it was there."""
+        try:
+            self.create(item)
+        except ClusterError as error:
+            if error.status != 409:
+                raise
+            return False
+        return True
+
+    def patch(self, kind: str, name: str, change: Mapping[str, Any]) -> dict[str, Any]:
+        return self._ask(
+            "PATCH", f"{self._path(kind)}/{name}", f"change {kind} {name}", dict(change),
+            headers={"Content-Type": "application/merge-patch+json"},
+        )  # fmt: skip
+
+    def delete(self, kind: str, name: str) -> bool:
+        """False when it was not there."""
+        body = {"propagationPolicy": "Background"}
+        try:
+            self._ask("DELETE", f"{self._path(kind)}/{name}", f"delete {kind} {name}", body)
+        except ClusterError as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
+
+    def logs(self, pod: str, container: str = "main", follow: bool = False) -> Iterator[str]:
+        """Lines, without their ends; with ``follow`` until the container ends."""
+        query = [("container", container), *([("follow", "true")] if follow else [])]
+        path = f"{self._path('Pod')}/{pod}/log"
+        response = self._request("GET", path, f"read the log of {pod}", None, query, {}, stream=True)
+        rest = b""
+        for chunk in response.stream(4096):
+            *lines, rest = (rest + chunk).split(b"\n")
+            yield from (line.decode(errors="replace") for line in lines)
+        if rest:
+            yield rest.decode(errors="replace")
+
+    def _path(self, kind: str) -> str:
+        return _PATHS[kind].format(self.namespace)
+
+    def _ask(
+        self, method: str, path: str, doing: str, body: Any = None, query: Any = (), headers: Any = None
+    ) -> dict[str, Any]:
+        response = self._request(method, path, doing, body, list(query), headers or {}, stream=False)
+        return json.loads(response.data)
+
+    def _request(
+        self, method: str, path: str, doing: str, body: Any, query: list[Any], headers: dict[str, str], stream: bool
+    ) -> Any:
+        from kubernetes.client.exceptions import ApiException
+        from urllib3.exceptions import HTTPError
+
+        try:
+            return self.client.call_api(
+                path, method, query_params=query, header_params={"Accept": "application/json"} | headers, body=body,
+                auth_settings=["BearerToken"], _preload_content=False, _return_http_data_only=True,
+                _request_timeout=(_SECONDS, None if stream else _SECONDS),
+            )  # fmt: skip
+        except ApiException as error:
+            raise self._refusal(doing, error.status or 0, error.body) from None
+        except (HTTPError, OSError) as error:
+            reason = str(getattr(error, "reason", error)).splitlines()[0][:200]
+            raise ClusterError(f"{self.name} does not answer: could not {doing} ({reason}).") from None
+
+    def _refusal(self, doing: str, status: int, body: Any) -> ClusterError:
+        try:
+            said = json.loads(body)["message"]
+        except (ValueError, KeyError, TypeError):
+            said = str(body or "")[:300]
+        hint = {
+            401: " Log in again.",
+            403: f" Ask for the chart's role of submitters in namespace {self.namespace}.",
+        }.get(status, "")
+        return ClusterError(f"{self.name} refused to {doing} ({status}): {said}{hint}", status)

@@ -1,0 +1,180 @@
+"""A run's engine replicas as Kubernetes objects: vLLM servers that every stage of the run plays with.
+
+    Service         headless: an address for each replica
+    NetworkPolicy   in: from this run's stages and the pods of their Ray; out: nothing, not even DNS
+    StatefulSet     the replicas, which wait for the run's first policy (``policy.vllm_pool``)
+
+With ``policy.vllm.sync=nccl`` stages and replicas also reach each other's other ports, which NCCL chooses.  All are
+owned by the run's Workflow.  As with ``pools`` the objects are data with ``RUN`` in the place of the Workflow's name;
+the chart merges image, resources, place and the claim that holds weights into them, a profile at a time.
+
+What it does not cover: what a server does (``policy.vllm_pool``), and adapters: their base would have to be there
+before the stage that trains them.
+"""
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from cuda_agent.cluster import pools
+from cuda_agent.cluster.pools import (
+    COMPONENT_LABEL,
+    CONTAINER_SECURITY,
+    NAME_LABEL,
+    POD_SECURITY,
+    POOL_LABEL,
+    RUN_NAME,
+    WORKFLOW_LABEL,
+)
+from cuda_agent.config import Config
+from cuda_agent.errors import ConfigError
+
+ENGINE_PORT = 8000
+FOLDER = "/engine"  # where stages and replicas have the claim with the weights; a run has a folder of its own in it
+_LABELS = {NAME_LABEL: "cuda-agent", COMPONENT_LABEL: "engine", POOL_LABEL: RUN_NAME}
+
+
+def wanted(config: Config) -> bool:
+    """Whether a run plays with servers that somebody must start.  Raises ConfigError for what a pool cannot serve."""
+    vllm = config.policy.vllm
+    if config.policy.engine != "vllm" or vllm.servers:
+        return False
+    if vllm.sync == "lora":
+        raise ConfigError(
+            "policy.vllm.sync=lora: the profile's engines serve one base for all stages; use disk or nccl."
+        )
+    return True
+
+
+def _stages(name: str) -> list[dict[str, Any]]:
+    """The pods of a run that may ask: Argo's, and those of a stage's Ray."""
+    return [
+        {"podSelector": {"matchLabels": {label: name, COMPONENT_LABEL: "stage"}}}
+        for label in (WORKFLOW_LABEL, POOL_LABEL)
+    ]
+
+
+def engine_objects() -> list[dict[str, Any]]:
+    """The objects of a run without a profile, in the order in which they are made."""
+    own = {"matchLabels": {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "engine"}}
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": f"{RUN_NAME}-engine", "labels": _LABELS},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": own["matchLabels"],
+            "ports": [{"name": "http", "port": ENGINE_PORT, "protocol": "TCP"}],
+        },
+    }
+    policy = _policy(
+        f"{RUN_NAME}-engine",
+        own,
+        [{"from": _stages(RUN_NAME), "ports": [{"port": ENGINE_PORT, "protocol": "TCP"}]}],
+        [],
+    )
+    container = {
+        "name": "engine",
+        "image": f"cuda-agent-engine:{version('cuda-agent')}",
+        "command": ["python3", "-P", "-m", "cuda_agent.policy.engines.vllm_pool"],
+        "args": [],
+        "env": [
+            {"name": "HOME", "value": "/scratch"},
+            {"name": "HF_HUB_OFFLINE", "value": "1"},
+            {"name": "VLLM_SERVER_DEV_MODE", "value": "1"},
+            {"name": "VLLM_NO_USAGE_STATS", "value": "1"},
+        ],
+        "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
+        # No probe of life: before the run's first policy nothing answers, for hours, and a server that breaks ends.
+        "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5, "timeoutSeconds": 5},
+        "securityContext": CONTAINER_SECURITY,
+        "volumeMounts": [
+            {"name": "work", "mountPath": "/scratch"},
+            {"name": "tmp", "mountPath": "/tmp"},
+            {"name": "memory", "mountPath": "/dev/shm"},
+            {"name": "weights", "mountPath": FOLDER, "readOnly": True},
+        ],
+    }
+    replicas = {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": f"{RUN_NAME}-engine", "labels": _LABELS},
+        "spec": {
+            "replicas": 1,
+            "podManagementPolicy": "Parallel",
+            "serviceName": f"{RUN_NAME}-engine",
+            "selector": own,
+            "template": {
+                "metadata": {"labels": _LABELS},
+                "spec": {
+                    "automountServiceAccountToken": False,
+                    "enableServiceLinks": False,
+                    "serviceAccountName": "cuda-agent-sandbox",
+                    "terminationGracePeriodSeconds": 30,
+                    "securityContext": POD_SECURITY,
+                    "containers": [container],
+                    "volumes": [
+                        {"name": "work", "emptyDir": {}},
+                        {"name": "tmp", "emptyDir": {}},
+                        {"name": "memory", "emptyDir": {"medium": "Memory"}},
+                        {"name": "weights", "persistentVolumeClaim": {"claimName": "", "readOnly": True}},
+                    ],
+                },
+            },
+        },
+    }
+    return [service, policy, replicas]
+
+
+def _policy(
+    name: str, pods: Mapping[str, Any], ingress: list[dict[str, Any]], egress: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": name, "labels": _LABELS},
+        "spec": {
+            "podSelector": pods,
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": ingress,
+            "egress": egress,
+        },
+    }
+
+
+def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: Config) -> list[dict[str, Any]]:
+    """The objects of one run, ready to be made."""
+    made = [pools.named(dict(item), workflow) for item in base]
+    policy = config.policy
+    for item in made:
+        if item["kind"] == "StatefulSet":
+            (container,) = item["spec"]["template"]["spec"]["containers"]
+            container["args"] = [
+                f"{FOLDER}/{workflow}", f"--port={ENGINE_PORT}", f"--context={policy.context}",
+                f"--batch={policy.engine_batch}", f"--memory={policy.vllm.gpu_memory}", f"--threads={policy.threads}",
+            ]  # fmt: skip
+    if policy.vllm.sync == "nccl":
+        (wall,) = (item for item in made if item["kind"] == "NetworkPolicy")
+        replicas = {"podSelector": wall["spec"]["podSelector"]}
+        wall["spec"] |= {"ingress": [{"from": _stages(workflow)}], "egress": [{"to": _stages(workflow)}]}
+        for suffix, peer in zip(("stages", "ray"), _stages(workflow), strict=True):
+            opened = _policy(
+                f"{workflow}-engine-{suffix}", peer["podSelector"], [{"from": [replicas]}], [{"to": [replicas]}]
+            )
+            made.insert(0, pools.named(opened, workflow))
+    owner = pools.owned_by(workflow, uid)
+    for item in made:
+        item["metadata"]["ownerReferences"] = [owner]
+    return made
+
+
+def addresses(made: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of every replica, as ``policy.vllm.servers`` wants them."""
+    return pools.addresses(made, ENGINE_PORT)
+
+
+def names(workflow: str) -> list[tuple[str, str]]:
+    """Kind and name of everything that there may be of a run, servers first."""
+    found = [(kind, f"{workflow}-engine") for kind in ("StatefulSet", "Service", "NetworkPolicy")]
+    return [*found, *(("NetworkPolicy", f"{workflow}-engine-{suffix}") for suffix in ("stages", "ray"))]

@@ -1,0 +1,80 @@
+"""A port of a pod on this machine, through the API server: needs a kubeconfig and nothing else.
+
+Every connection to the local port is one stream of its own.
+
+What it does not cover: pods that come and go (it is one pod), and anything but TCP.
+"""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from cuda_agent.cluster.api import Cluster, ClusterError
+
+_CHUNK = 1 << 16
+
+
+@contextlib.contextmanager
+def forwarded(cluster: Cluster, pod: str, port: int, local: int = 0) -> Iterator[int]:
+    """Yields the local port; 0 takes one that is free.  Raises ``ClusterError`` when a first connection is refused."""
+    _open(cluster, pod, port).close()  # refused here, with a sentence, and not in a thread
+    with socket.create_server(("127.0.0.1", local)) as listening:
+        threading.Thread(target=_accept, args=(listening, cluster, pod, port), daemon=True).start()
+        yield int(listening.getsockname()[1])
+
+
+def pod_of(cluster: Cluster, component: str) -> str:
+    """A running pod of this component of the chart.  Raises ``ClusterError``."""
+    for pod in cluster.all("Pod", f"app.kubernetes.io/component={component}"):
+        if pod.get("status", {}).get("phase") == "Running":
+            return str(pod["metadata"]["name"])
+    raise ClusterError(f"No {component} of the chart runs in namespace {cluster.namespace} of {cluster.name}.", 404)
+
+
+def _accept(listening: socket.socket, cluster: Cluster, pod: str, port: int) -> None:
+    while True:
+        try:
+            here, _ = listening.accept()
+        except OSError:
+            return  # closed
+        threading.Thread(target=_carry, args=(here, cluster, pod, port), daemon=True).start()
+
+
+def _carry(here: socket.socket, cluster: Cluster, pod: str, port: int) -> None:
+    with here:
+        try:
+            there = _open(cluster, pod, port)
+        except ClusterError:
+            return
+        with contextlib.closing(there):
+            back = threading.Thread(target=_pump, args=(there, here), daemon=True)
+            back.start()
+            _pump(here, there)
+            back.join()
+
+
+def _pump(source: Any, target: Any) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(_CHUNK):
+            target.sendall(data)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
+
+
+def _open(cluster: Cluster, pod: str, port: int) -> Any:
+    from kubernetes.client import CoreV1Api
+    from kubernetes.client.exceptions import ApiException
+    from kubernetes.stream import portforward
+
+    api = CoreV1Api(cluster.client)
+    try:
+        stream = portforward(api.connect_get_namespaced_pod_portforward, pod, cluster.namespace, ports=str(port))
+    except ApiException as error:
+        raise ClusterError(
+            f"{cluster.name} refused to forward a port of {pod}: {error.reason}", error.status or 0
+        ) from None
+    opened = stream.socket(port)
+    opened.setblocking(True)
+    return opened

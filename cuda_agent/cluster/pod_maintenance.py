@@ -1,0 +1,216 @@
+"""What the pods of ``errands`` do: remove what nobody needs, and try what a run relies on.
+
+    gc        the store's runs, artifacts and checkpoints beyond the newest runs (``gc``); pools whose Workflow has
+              ended or is gone, and configurations whose Workflow is gone
+    doctor    the store and MLflow as a run's pods reach them; then a pod with all that a sandbox has, which tries to
+              connect to them, to the API server and to DNS, and must fail where this pod succeeds
+
+What it does not cover: what a person's own rights and eyes can find out (``cluster_doctor``), and walls between
+sandboxes, which need two of them.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from cuda_agent.cluster import bucket, pools, rayjobs
+from cuda_agent.cluster.api import Cluster, ClusterError
+from cuda_agent.cluster.maintenance import ERRAND_LABEL
+from cuda_agent.cluster.pod import Surroundings, remove_pools
+from cuda_agent.cluster.submit import ENDED, RUN_LABEL, phase
+from cuda_agent.config import Sandbox
+from cuda_agent.pipeline import gc
+from cuda_agent.pipeline.doctor import Check
+from cuda_agent.storage import open_store
+
+WALL_SECONDS = 180.0  # until the sandbox has tried
+CONNECT_SECONDS = 4.0
+TERMINATION_LOG = Path("/dev/termination-log")  # what Kubernetes shows of a container that has ended
+
+
+def answer(here: Surroundings, value: Any) -> None:
+    """Leaves the answer where Argo takes it from."""
+    here.plan.mkdir(parents=True, exist_ok=True)
+    (here.plan / "answer").write_text(json.dumps(value))
+
+
+# gc -------------------------------------------------------------------------------------------------------------------
+
+
+def collect(here: Surroundings, keep: int, dry_run: bool, workflow: str, cluster: Cluster) -> dict[str, Any]:
+    """What was removed, or would be; ``busy`` says why nothing was.  ``workflow`` is the one that this pod is of."""
+    store = open_store(here.store)
+    if dry_run:
+        left, maps = leftovers(cluster)
+        return gc.plan(store, keep).to_json() | {"pools": left, "config maps": maps, "removed": False}
+    with gc.alone(store) as first:
+        if not first:
+            return {"busy": "Another collection is under way."}
+        if running := under_way(cluster, workflow):
+            return {"busy": f"Runs are under way: {', '.join(running)}. Collect when they have ended."}
+        left, maps = leftovers(cluster)
+        for name in left:
+            remove_pools(cluster, name)
+        for name in maps:
+            cluster.delete("ConfigMap", name)
+        what = gc.plan(store, keep)
+        gc.collect(store, what)
+        return what.to_json() | {"pools": left, "config maps": maps, "removed": True}
+
+
+def under_way(cluster: Cluster, workflow: str) -> list[str]:
+    """Workflows of runs whose pods may be using the store.  One that is only waiting begins by looking at the lock."""
+    found = [item for item in cluster.all("Workflow") if phase(item) == "Running"]
+    names = [item["metadata"]["name"] for item in found if ERRAND_LABEL not in item["metadata"].get("labels", {})]
+    return [name for name in names if name != workflow]
+
+
+def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
+    """Workflows whose pools have outlived them, and ConfigMaps of runs whose Workflow is gone.  Workflows are looked up
+    last: nothing of one that has only begun is taken for left over."""
+    servers = f"{pools.COMPONENT_LABEL} in (sandbox,engine)"
+    items = [item for kind in ("StatefulSet", "Service", "NetworkPolicy") for item in cluster.all(kind, servers)]
+    items += cluster.all("NetworkPolicy", rayjobs.RAY_LABEL)  # of a stage's Ray
+    of_pools = {item["metadata"]["labels"].get(pools.POOL_LABEL, "") for item in items} - {""}
+    maps = [item["metadata"]["name"] for item in cluster.all("ConfigMap", RUN_LABEL)]
+    phases = {item["metadata"]["name"]: phase(item) for item in cluster.all("Workflow")}
+    dead = sorted(name for name in of_pools if phases.get(name, "Succeeded") in ENDED)
+    return dead, sorted(name for name in maps if name not in phases)
+
+
+# doctor ---------------------------------------------------------------------------------------------------------------
+
+
+def doctor(
+    here: Surroundings, workflow: str, cluster: Cluster, base: Sequence[Mapping[str, Any]], addresses: Mapping[str, str]
+) -> list[Check]:
+    """``base``: the objects of a profile's pools; ``addresses``: name -> address:port of what no sandbox may reach."""
+    checks = []
+    for line, ok in bucket.probe(here.store, here.mlflow):
+        name = "mlflow" if line.startswith((f"{here.mlflow}:", "MLflow")) else "store"
+        mend = (
+            "" if ok else f"look at the chart's values {'store' if name == 'store' else 'tracking'} and networkPolicy"
+        )
+        checks.append(Check(name, ok, line, mend))
+    control = reach([*addresses.values()])
+    try:
+        tried = from_sandbox(cluster, workflow, base, [*addresses.values()])
+    except ClusterError as error:
+        return [
+            *checks,
+            Check("walls", False, str(error).splitlines()[0], "submit needs sandboxes too: mend this first"),
+        ]
+    for name, address in addresses.items():
+        checks.append(wall(name, address, control[address], tried["reached"][address]))
+    checks.append(Check("processes", True, f"a sandbox's own control group allows {tried['processes']}"))
+    return checks
+
+
+def wall(name: str, address: str, outside: str, sandbox: str) -> Check:
+    """``outside`` and ``sandbox``: why no connection was made from there; empty when there was one."""
+    name = f"wall: {name}"
+    if not sandbox:
+        mend = "use a network plugin that enforces NetworkPolicies, and networkPolicy.enabled"
+        return Check(name, False, f"a sandbox connected to {address}", mend)
+    if outside:
+        mend = "nothing is shown by a sandbox that fails as well; see the checks above"
+        return Check(name, False, f"not even a run's own pod connects to {address} ({outside})", mend)
+    return Check(name, True, f"a sandbox cannot connect to {address} ({sandbox}); this pod can")
+
+
+def forbidden(mlflow: str) -> dict[str, str]:
+    """What this pod can reach and no sandbox may, by name: address:port, looked up here, since a sandbox has no DNS."""
+    endpoint = urlsplit(os.environ.get("AWS_ENDPOINT_URL") or f"https://s3.{os.environ['AWS_REGION']}.amazonaws.com")
+    places = {"API server": (os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"]))}
+    places["store"] = (endpoint.hostname or "", endpoint.port or (80 if endpoint.scheme == "http" else 443))
+    if mlflow != "off":
+        uri = urlsplit(mlflow)
+        places["MLflow"] = (uri.hostname or "", uri.port or (80 if uri.scheme == "http" else 443))
+    for line in Path("/etc/resolv.conf").read_text().splitlines():
+        if line.startswith("nameserver"):
+            places["DNS"] = (line.split()[1], 53)
+            break
+    found = {}
+    for name, (host, port) in places.items():
+        try:
+            address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+        except OSError:
+            address = host
+        found[name] = f"{address}:{port}"
+    return found
+
+
+def reach(addresses: Sequence[str]) -> dict[str, str]:
+    """Why no connection to each address:port was made; empty when one was."""
+
+    def attempt(address: str) -> str:
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+            return ""
+        except OSError as error:
+            return str(error) or type(error).__name__
+
+    with ThreadPoolExecutor(max(1, len(addresses))) as threads:
+        return dict(zip(addresses, threads.map(attempt, addresses), strict=True))
+
+
+def process_limit() -> str:
+    """Of this container, as far as it can see; the kubelet's own limit lies above it."""
+    for file in ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max"):
+        if os.path.exists(file):
+            text = Path(file).read_text().strip()
+            return "any number of processes" if text == "max" else f"{text} processes"
+    return "a number of processes that it cannot see"
+
+
+def from_sandbox(
+    cluster: Cluster, workflow: str, base: Sequence[Mapping[str, Any]], addresses: Sequence[str]
+) -> dict[str, Any]:
+    """What ``reach`` finds in a pod that has all that a sandbox has, its walls included, but for what it runs.  Raises
+    ``ClusterError`` when it does not come to that."""
+    uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
+    made = pools.objects(base, workflow, uid, "none", Sandbox())
+    policy = next(item for item in made if item["kind"] == "NetworkPolicy")
+    server = next(item for item in made if item["metadata"]["labels"].get(pools.ROLE_LABEL) == "workspace")
+    server["spec"]["replicas"] = 1
+    container = server["spec"]["template"]["spec"]["containers"][0]
+    container["args"] = ["pod", "reach", *addresses]
+    container["env"] = [item for item in container["env"] if "valueFrom" not in item]
+    for probe in ("readinessProbe", "livenessProbe", "startupProbe"):
+        container.pop(probe, None)
+    try:
+        for item in (policy, server):
+            cluster.create_if_absent(item)
+        return _said(cluster, workflow)
+    finally:
+        remove_pools(cluster, workflow)
+
+
+def _said(cluster: Cluster, workflow: str) -> dict[str, Any]:
+    deadline = time.monotonic() + WALL_SECONDS
+    why = "it has no pod (a quota, or admission?)"
+    while time.monotonic() < deadline:
+        for pod in cluster.all("Pod", f"{pools.POOL_LABEL}={workflow},{pools.COMPONENT_LABEL}=sandbox"):
+            why = f"its pod is {pod.get('status', {}).get('phase', 'unknown')}"
+            for status in pod.get("status", {}).get("containerStatuses", []):
+                for state in (status.get("state", {}), status.get("lastState", {})):
+                    ended = state.get("terminated", {})
+                    if ended.get("message") and ended.get("exitCode") == 0:
+                        found: dict[str, Any] = json.loads(ended["message"])
+                        return found
+                    for facts in state.values():
+                        why = " ".join(filter(None, [facts.get("reason"), facts.get("message")])) or why
+        time.sleep(0.5)
+    raise ClusterError(f"A sandbox did not come to try in {WALL_SECONDS:.0f} s: {why[:300]}")
+
+
+def tell(addresses: Sequence[str], file: Path = TERMINATION_LOG) -> None:
+    """What the sandbox of ``from_sandbox`` runs."""
+    file.write_text(json.dumps({"reached": reach(addresses), "processes": process_limit()}))

@@ -1,0 +1,291 @@
+"""A stage in several pods: the ``RayJob`` (KubeRay 1.6) that its step makes, and follows to its end.
+
+    RayJob          a head, in which the stage runs as it does in a pod of its own, and pods for its actors
+    NetworkPolicy   between these pods everything, and from KubeRay's operator to the head's dashboard
+    NetworkPolicy   from these pods to the run's sandbox
+
+All are owned by the run's Workflow and have a name that follows from it, so a step that is started again finds the job
+of the one before and follows that.  A job that failed is made anew: retries are Argo's alone.  How the stage ended is
+what it left in the store, as always.
+
+What it does not cover: what runs in Ray (``stages.ray_players``, ``stages.ray_runtime``), and KubeRay's operator.
+"""
+
+import copy
+import hashlib
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from cuda_agent.cluster.api import Cluster
+from cuda_agent.cluster.pools import (
+    COMPONENT_LABEL,
+    CONTAINER_SECURITY,
+    NAME_LABEL,
+    POD_SECURITY,
+    POOL_LABEL,
+    PORT,
+    RUN_NAME,
+    owned_by,
+)
+from cuda_agent.config import Config
+from cuda_agent.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY
+from cuda_agent.pipeline.graph import STAGES, Stage
+from cuda_agent.pipeline.manifest import manifest_entry, outcome_entry, read_manifest
+from cuda_agent.storage import Store
+
+RAY_VERSION = "2.60.0"  # of the image
+RAY_LABEL = "cuda-agent.io/ray"
+DASHBOARD = 8265
+STARTING_SECONDS = 3600  # until all of its pods run: a cluster may have to make machines
+GONE_SECONDS = 300.0  # until a job that failed is gone
+DAY = 86400
+COMMAND = ["python3", "-m", "cuda_agent.cli"]
+_ENDED = ("Complete", "Failed", "ValidationFailed")
+_LEARN = {stage.name for stage in STAGES if "training" in stage.config}
+
+
+def can_be_spread(stage: Stage) -> bool:
+    """Whether the stage reads where it is to play, and to train."""
+    return "ray" in stage.config
+
+
+def task_name(stage: str) -> str:
+    """Of its step in the graph."""
+    return f"{stage}-ray"
+
+
+def stage_name(task: str) -> str:
+    """The stage of a task of the graph, whichever of its steps it is."""
+    return task.removesuffix("-ray")
+
+
+def job_name(workflow: str, stage: str) -> str:
+    """At most 47 characters, as KubeRay wants."""
+    return f"ray-{hashlib.sha256(workflow.encode()).hexdigest()[:16]}-{stage}"
+
+
+def ray_objects() -> list[dict[str, Any]]:
+    """The objects without a profile, a stage and a run, in the order in which they are made."""
+    labels = {NAME_LABEL: "cuda-agent", COMPONENT_LABEL: "stage", POOL_LABEL: RUN_NAME, RAY_LABEL: RUN_NAME}
+    between = {"podSelector": {"matchLabels": {RAY_LABEL: RUN_NAME}}}
+    operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kuberay"}}}
+    policy = {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": RUN_NAME, "labels": labels},
+        "spec": {
+            **between,
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [{"from": [between]}, {"from": [operator], "ports": [{"port": DASHBOARD, "protocol": "TCP"}]}],
+            "egress": [{"to": [between]}],
+        },
+    }
+    job = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": RUN_NAME, "labels": labels},
+        "spec": {
+            "submissionMode": "HTTPMode",  # a pod that submits would be one more without our walls
+            "entrypoint": "",
+            "backoffLimit": 0,
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": 0,
+            "preRunningDeadlineSeconds": STARTING_SECONDS,
+            "activeDeadlineSeconds": 7 * DAY,
+            "rayClusterSpec": {
+                "rayVersion": RAY_VERSION,
+                "authOptions": {"mode": "token"},
+                "headGroupSpec": {
+                    # No actor is placed on the head, which has the store's credentials and the stage's own process.
+                    "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
+                    "template": _pod(labels, 120, 6379),
+                },
+                "workerGroupSpecs": [
+                    {
+                        "groupName": "actors",
+                        "replicas": 1,
+                        "minReplicas": 1,
+                        "maxReplicas": 1,
+                        "rayStartParams": {},
+                        "template": _pod(labels, 30, 52365),
+                    }
+                ],
+            },
+        },
+    }
+    sandbox = {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": f"{RUN_NAME}-sandbox", "labels": labels},
+        "spec": {
+            "podSelector": {"matchLabels": {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "sandbox"}},
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [between], "ports": [{"port": PORT, "protocol": "TCP"}]}],
+        },
+    }
+    return [policy, sandbox, job]
+
+
+def _pod(labels: Mapping[str, str], grace: int, port: int) -> dict[str, Any]:
+    """``port``: one that answers when Ray is up.  KubeRay's own probes need a program that the image may not have."""
+    probe = {"tcpSocket": {"port": port}, "periodSeconds": 5, "timeoutSeconds": 5}
+    return {
+        "metadata": {"labels": dict(labels)},
+        "spec": {
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "serviceAccountName": "cuda-agent-stage",
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": grace,
+            "securityContext": POD_SECURITY,
+            "containers": [
+                {
+                    "name": "ray",
+                    "image": f"cuda-agent-ray:{version('cuda-agent')}",
+                    "env": [
+                        {"name": "HOME", "value": "/scratch"},
+                        {"name": "CUDA_AGENT_HOME", "value": "/scratch/home"},
+                        {"name": "CUDA_AGENT_RAY_ADDRESS", "value": "auto"},
+                        {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
+                    ],
+                    "readinessProbe": probe | {"failureThreshold": 12},
+                    "livenessProbe": probe | {"failureThreshold": 60, "initialDelaySeconds": 60},
+                    "securityContext": CONTAINER_SECURITY,
+                    "volumeMounts": [{"name": "work", "mountPath": "/scratch"}, {"name": "tmp", "mountPath": "/tmp"}],
+                }
+            ],
+            "volumes": [{"name": "work", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}],
+        },
+    }
+
+
+def objects(
+    base: Sequence[Mapping[str, Any]],
+    workflow: str,
+    uid: str,
+    stage: str,
+    arguments: Sequence[str],
+    servers: str,
+    config: Config,
+    engines: str = "",
+) -> list[dict[str, Any]]:
+    """The objects of one stage of one run, ready to be made.  ``arguments`` are those of ``cuda-agent pod stage``,
+    ``servers`` the addresses of the run's sandbox, ``engines`` those of its engine replicas."""
+    name = job_name(workflow, stage)
+    owner = owned_by(workflow, uid)
+    token = {"secretKeyRef": {"name": f"{workflow}-sandbox", "key": "token", "optional": True}}
+    servants = [
+        {"name": "CUDA_AGENT_SANDBOX_SERVERS", "value": servers},
+        {"name": "CUDA_AGENT_SANDBOX_TOKEN", "valueFrom": token},
+        {"name": "CUDA_AGENT_ENGINE_SERVERS", "value": engines},
+    ]
+    made = []
+    for item in base:
+        own = _with_names(copy.deepcopy(dict(item)), workflow, name)
+        own["metadata"]["name"] = name + item["metadata"]["name"].removeprefix(RUN_NAME)
+        own["metadata"]["ownerReferences"] = [owner]
+        if own["kind"] == "RayJob":
+            own["spec"]["entrypoint"] = shlex.join([*COMMAND, *arguments])
+            cluster = own["spec"]["rayClusterSpec"]
+            for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+                group["template"]["spec"]["containers"][0]["env"] += servants
+            for group in cluster["workerGroupSpecs"]:
+                trainers = config.ray.trainers if stage in _LEARN else 0
+                group |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), config.ray.workers + trainers)
+        made.append(own)
+    return made
+
+
+def _with_names(value: Any, workflow: str, name: str) -> Any:
+    """With the Workflow's name in labels that say whose run it is, and the job's where its pods find each other."""
+    if isinstance(value, dict):
+        names = {RAY_LABEL: name, POOL_LABEL: workflow}
+        return {
+            key: names[key] if key in names and inner == RUN_NAME else _with_names(inner, workflow, name)
+            for key, inner in value.items()
+        }
+    return [_with_names(inner, workflow, name) for inner in value] if isinstance(value, list) else value
+
+
+def follow(
+    cluster: Cluster,
+    store: Store,
+    made: Sequence[Mapping[str, Any]],
+    run: str,
+    stage: str,
+    workflow: str,
+    should_stop: Callable[[], bool] = lambda: False,
+    pause: float = 3.0,
+) -> tuple[int, str]:
+    """Makes what is absent and waits for the job's end; exit code and message.
+
+    A job that is under way is followed, one that has failed is made anew.  Where the run is being ended the job is
+    deleted, and where only this pod is, not."""
+    name = next(item["metadata"]["name"] for item in made if item["kind"] == "RayJob")
+    found = cluster.find("RayJob", name)
+    if found is not None and _state(found)[0] in _ENDED and _state(found)[1] != "SUCCEEDED":
+        _delete(cluster, name, pause)
+        found = None
+    if found is None:
+        store.delete(outcome_entry(run, stage))
+    for item in made:
+        cluster.create_if_absent(item)
+    shown = ""
+    while True:
+        found = cluster.find("RayJob", name)
+        if found is None:
+            return EXIT_RETRY, f"RayJob {name} was deleted."
+        state, job, message = _state(found)
+        if (line := f"RayJob {name}: {state or 'new'} {job}".rstrip()) != shown:
+            print(shown := line, flush=True)
+        if state in _ENDED:
+            return _outcome(store, run, stage, state, job, message)
+        if cluster.get("Workflow", workflow)["spec"].get("shutdown"):
+            cluster.delete("RayJob", name)
+            return EXIT_RETRY, "The run was stopped."
+        if should_stop():
+            return EXIT_RETRY, f"RayJob {name} goes on; the next attempt follows it."
+        time.sleep(pause)
+
+
+def _state(job: Mapping[str, Any]) -> tuple[str, str, str]:
+    """How far KubeRay is with it, how far Ray is, and what is said of that."""
+    status = job.get("status", {})
+    why = [status.get("reason"), status.get("message")]
+    return status.get("jobDeploymentStatus", ""), status.get("jobStatus", ""), ": ".join(filter(None, why))
+
+
+def _outcome(store: Store, run: str, stage: str, state: str, job: str, message: str) -> tuple[int, str]:
+    if job == "SUCCEEDED" and read_manifest(store, manifest_entry(run, stage)) is not None:
+        return EXIT_DONE, ""
+    if store.exists(entry := outcome_entry(run, stage)):
+        said = json.loads(store.get(entry))
+        return int(said["code"]), str(said["message"])
+    code = EXIT_CONFIG if state == "ValidationFailed" else EXIT_RETRY
+    return code, f"The RayJob of {stage} ended ({state}{f', {job}' if job else ''}): {message or 'nothing was said'}"
+
+
+def _delete(cluster: Cluster, name: str, pause: float) -> None:
+    end = time.monotonic() + GONE_SECONDS
+    cluster.delete("RayJob", name)
+    while cluster.find("RayJob", name) is not None:
+        if time.monotonic() > end:
+            print(f"RayJob {name} does not go away", file=sys.stderr, flush=True)
+            return
+        time.sleep(pause)
+
+
+def remove_jobs(cluster: Cluster, workflow: str, stages: Sequence[Stage]) -> None:
+    for stage in filter(can_be_spread, stages):
+        cluster.delete("RayJob", job_name(workflow, stage.name))
+
+
+def remove_walls(cluster: Cluster, workflow: str, stages: Sequence[Stage]) -> None:
+    for stage in filter(can_be_spread, stages):
+        for suffix in ("", "-sandbox"):
+            cluster.delete("NetworkPolicy", job_name(workflow, stage.name) + suffix)

@@ -1,0 +1,185 @@
+"""What a run on a cluster has left in MLflow: its report, its stages' logs and episodes, what it was made of.
+
+The chart's MLflow is reached through the API server, by a port of its pod; that takes a kubeconfig and makes no pod.
+One that the chart does not bring is asked at its own address.
+
+What it does not cover: pods that are still there (``cluster``), and a run of a release without MLflow; what it left is
+in the store.
+"""
+
+import contextlib
+import gzip
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cuda_agent.cluster.api import Cluster, ClusterError
+from cuda_agent.cluster.forward import forwarded, pod_of
+from cuda_agent.cluster.submit import PROFILE_LABEL
+from cuda_agent.config import flat, validate
+from cuda_agent.errors import ConfigError
+from cuda_agent.pipeline.episodes import FILE, PACKED, TOKENIZER, Left
+from cuda_agent.pipeline.graph import STAGES
+from cuda_agent.pipeline.manifest import Manifest
+from cuda_agent.pipeline.runs import Facts
+from cuda_agent.tracking import MANIFEST_TAG, RUN_TAG, STAGE_TAG
+
+MLFLOW_PORT = 5000
+
+
+@contextlib.contextmanager
+def mlflow(cluster: Cluster) -> Iterator[str]:
+    """The address of the release's MLflow, as long as the context lasts.  Raises ``ClusterError`` when it does not
+    answer, ConfigError when there is none."""
+    try:
+        elsewhere = _elsewhere(cluster)
+        if elsewhere:
+            yield elsewhere
+            return
+        with forwarded(cluster, pod_of(cluster, "mlflow"), MLFLOW_PORT) as port:
+            yield f"http://127.0.0.1:{port}"
+    except httpx.HTTPError as error:
+        raise ClusterError(f"MLflow in {cluster.namespace} of {cluster.name} does not answer: {error}") from None
+
+
+def _elsewhere(cluster: Cluster) -> str:
+    """The address of an MLflow that the chart did not bring; the templates hold it."""
+    for template in cluster.all("WorkflowTemplate", PROFILE_LABEL):
+        for item in template["spec"]["templates"]:
+            for variable in item.get("container", {}).get("env", []):
+                if variable["name"] != "CUDA_AGENT_MLFLOW":
+                    continue
+                uri = str(variable["value"])
+                if uri == "off":
+                    raise ConfigError(
+                        f"The release in namespace {cluster.namespace} of {cluster.name} has no MLflow, which keeps "
+                        "logs and reports for people: see mlflow.enabled and tracking.uri of the chart."
+                    )
+                return uri if "." in uri.split("//", 1)[-1] else ""  # the chart's own is a name of the namespace
+    return ""
+
+
+def download(address: str, run: str, folder: Path) -> Path:
+    """Fills ``folder`` with all that the run left in MLflow, the report's index.html among it.  Raises ConfigError when
+    there is no report yet."""
+    with _client(address) as client:
+        run_id = _find(client, run)
+        files = _files(client, run_id, "")
+        if "index.html" not in files:
+            raise ConfigError(f"Run {run} has no report yet.")
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in files:
+            target = folder / name
+            if not target.resolve().is_relative_to(folder.resolve()):
+                raise ConfigError(f"MLflow names a file outside of the report: {name}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(_artifact(client, run_id, name))
+    return folder
+
+
+def log(address: str, run: str, stage: str) -> list[str]:
+    """The lines that the last attempt of a stage printed, as far as its pod could tell.  Raises ConfigError."""
+    with _client(address) as client:
+        _find(client, run)
+        found = _search(client, run, f"tags.`{STAGE_TAG}` = '{stage}'")
+        if not found:
+            raise ConfigError(f"Run {run} has not run {stage}.")
+        run_id = str(found[0]["info"]["run_id"])
+        if "log.txt" not in _files(client, run_id, ""):
+            made_by = _tags(found[0]).get("made by", run)
+            if made_by != run:
+                raise ConfigError(f"{stage} was served from the cache; run {made_by} made it and has its log.")
+            raise ConfigError(f"{stage} of run {run} has left no log.")
+        return _artifact(client, run_id, "log.txt").decode(errors="replace").splitlines()
+
+
+def logged(address: str, run: str) -> list[str]:
+    """The stages of a run that have told MLflow anything, oldest first."""
+    with _client(address) as client:
+        _find(client, run)
+        found = _search(client, run, f"tags.`{STAGE_TAG}` != ''")
+        return [_tags(item)[STAGE_TAG] for item in sorted(found, key=lambda item: item["info"]["start_time"])]
+
+
+def episodes(address: str, run: str, folder: Path) -> list[Left]:
+    """The episodes that the run's stages have left, in the graph's order, fetched into ``folder``; of a stage from the
+    cache those of the run that made it.  Raises ConfigError when MLflow does not know the run."""
+    found = []
+    with _client(address) as client:
+        _find(client, run)
+        stages = {_tags(item)[STAGE_TAG]: item for item in _search(client, run, f"tags.`{STAGE_TAG}` != ''")}
+        for stage in (row.name for row in STAGES if row.name in stages):
+            there = stages[stage]
+            if (made_by := _tags(there).get("made by", run)) != run:
+                there = next(iter(_search(client, made_by, f"tags.`{STAGE_TAG}` = '{stage}'")), there)
+            run_id = str(there["info"]["run_id"])
+            names = _files(client, run_id, "")
+            if PACKED not in names:
+                continue
+            target = folder / stage
+            target.mkdir(parents=True)
+            (target / FILE).write_bytes(gzip.decompress(_artifact(client, run_id, PACKED)))
+            if TOKENIZER in names:
+                (target / TOKENIZER).write_bytes(_artifact(client, run_id, TOKENIZER))
+            found.append(Left(stage, target / FILE, target / TOKENIZER if TOKENIZER in names else None))
+    return found
+
+
+def facts(address: str, run: str) -> Facts:
+    """What a run was made of.  Raises ConfigError when MLflow does not know it."""
+    with _client(address) as client:
+        config = validate(json.loads(_artifact(client, _find(client, run), "config.json")))
+        stages = [_tags(item) for item in _search(client, run, f"tags.`{STAGE_TAG}` != ''")]
+        manifests = [Manifest.from_bytes(tags[MANIFEST_TAG].encode()) for tags in stages if MANIFEST_TAG in tags]
+    return Facts(run, flat(config), {manifest.stage: manifest for manifest in manifests})
+
+
+def _client(address: str) -> httpx.Client:
+    return httpx.Client(base_url=address, timeout=60, trust_env=False)
+
+
+def _find(client: httpx.Client, run: str) -> str:
+    """MLflow's name of the parent run."""
+    for found in _search(client, run, f"tags.`{STAGE_TAG}` = ''"):
+        return str(found["info"]["run_id"])
+    raise ConfigError(f"MLflow knows no run {run}.")
+
+
+def _search(client: httpx.Client, run: str, condition: str) -> list[dict[str, Any]]:
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", run):  # it becomes part of a filter
+        raise ConfigError(f"MLflow knows no run {run}.")
+    experiments = _post(client, "experiments/search", {"max_results": 1000}).get("experiments", [])
+    query = {
+        "experiment_ids": [item["experiment_id"] for item in experiments],
+        "filter": f"tags.`{RUN_TAG}` = '{run}' and {condition}",
+        "max_results": 100,
+    }
+    found: list[dict[str, Any]] = _post(client, "runs/search", query).get("runs", [])
+    return found
+
+
+def _tags(found: dict[str, Any]) -> dict[str, str]:
+    return {item["key"]: item["value"] for item in found["data"].get("tags", [])}
+
+
+def _artifact(client: httpx.Client, run_id: str, name: str) -> bytes:
+    answer = client.get("/get-artifact", params={"run_uuid": run_id, "path": name})
+    return answer.raise_for_status().content
+
+
+def _files(client: httpx.Client, run_id: str, path: str) -> list[str]:
+    answer = client.get("/api/2.0/mlflow/artifacts/list", params={"run_id": run_id, "path": path})
+    found: list[str] = []
+    for item in answer.raise_for_status().json().get("files", []):
+        found += _files(client, run_id, item["path"]) if item["is_dir"] else [item["path"]]
+    return found
+
+
+def _post(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer: dict[str, Any] = client.post(f"/api/2.0/mlflow/{path}", json=body).raise_for_status().json()
+    return answer

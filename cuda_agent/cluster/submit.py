@@ -1,0 +1,290 @@
+"""Runs on a cluster, as the person who submits them sees them: a Workflow, and the ConfigMap that it owns.
+
+A run may have several Workflows, one an attempt: ``resume`` makes the next with the same ``run`` and ``config``, and
+what is done comes from the store.
+
+What it does not cover: what happens inside of the pods (``pod``), and reports, which live in the store and in MLflow.
+"""
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from cuda_agent.cluster import rayjobs
+from cuda_agent.cluster.api import Cluster, ClusterError
+from cuda_agent.cluster.pools import ROLES, WORKFLOW_LABEL, version_name
+from cuda_agent.config import Config, freeze
+from cuda_agent.errors import ConfigError
+from cuda_agent.pipeline.graph import STAGES, Stage
+from cuda_agent.pipeline.local import StageView
+from cuda_agent.pipeline.runs import choose, matching
+
+RUN_LABEL, PROFILE_LABEL, SWEEP_LABEL = "cuda-agent.io/run", "cuda-agent.io/profile", "cuda-agent.io/sweep"
+CONFIG_ANNOTATION = "cuda-agent.io/config"
+RUN_NAME = re.compile(r"[a-z]([a-z0-9-]{0,34}[a-z0-9])?")  # a Service is named after it
+ENDED = ("Succeeded", "Failed", "Error")
+PATIENCE = 5.0  # seconds that a pod may take to start before anybody asks why
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Everything that ``submit`` sends."""
+
+    run: str
+    workflow: dict[str, Any]
+    config_map: dict[str, Any]
+
+
+def submission(config: Config, profile: str, release: str, lane: str = "") -> Submission:
+    """Of a composed configuration.  Of the Workflows in one lane one runs at a time.  Raises ConfigError when the run's
+    name cannot be a Workflow's."""
+    text, sha256 = freeze(config)
+    run = config.run.name or f"run-{datetime.now(UTC):%Y%m%d-%H%M%S}-{sha256[:4]}"
+    if not RUN_NAME.fullmatch(run):
+        raise ConfigError(
+            f"run.name: on a cluster, expected a letter and at most 35 more, digits or dashes, lower case, got {run!r}."
+        )
+    labels = {RUN_LABEL: run, PROFILE_LABEL: profile} | ({SWEEP_LABEL: config.run.sweep} if config.run.sweep else {})
+    return _submission(run, labels, text, sha256, template_name(release, profile), lane)
+
+
+def sweep_submissions(
+    configs: Sequence[Config], profile: str, release: str, parallel: int | None = None
+) -> list[Submission]:
+    """Of a sweep's runs; with ``parallel`` in so many lanes, in turn."""
+    return [
+        submission(config, profile, release, f"{config.run.sweep}-lane-{number % parallel + 1}" if parallel else "")
+        for number, config in enumerate(configs)
+    ]
+
+
+def template_name(release: str, profile: str) -> str:
+    return f"{release}-{profile}-{version_name()}"
+
+
+def _submission(name: str, labels: dict[str, str], text: str, sha256: str, template: str, lane: str) -> Submission:
+    run = labels[RUN_LABEL]
+    values = {"run": run, "config": sha256} | ({"lane": lane} if lane else {})
+    parameters = [{"name": key, "value": value} for key, value in values.items()]
+    workflow = {
+        "apiVersion": "argoproj.io/v1alpha1",
+        "kind": "Workflow",
+        "metadata": {"name": name, "labels": labels, "annotations": {CONFIG_ANNOTATION: sha256}},
+        "spec": {"workflowTemplateRef": {"name": template}, "arguments": {"parameters": parameters}},
+    }
+    config_map = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name, "labels": labels},
+        "immutable": True,
+        "data": {"config.json": text},
+    }
+    return Submission(run, workflow, config_map)
+
+
+def submit(cluster: Cluster, *all_of_them: Submission) -> None:
+    """Creates everything or nothing.  Raises ``ClusterError`` with what is missing: chart, profile, version, rights, a
+    free name."""
+    for template in {what.workflow["spec"]["workflowTemplateRef"]["name"] for what in all_of_them}:
+        require_template(cluster, template)
+    for what in all_of_them:
+        cluster.create(what.workflow, dry_run=True)  # admission judges before anything is there
+    made: list[str] = []
+    try:
+        for what in all_of_them:
+            _create(cluster, what)
+            made.append(what.workflow["metadata"]["name"])
+    except ClusterError:
+        for name in made:
+            cluster.delete("Workflow", name)
+        raise
+
+
+def require_template(cluster: Cluster, template: str) -> None:
+    try:
+        found = cluster.find("WorkflowTemplate", template)
+    except ClusterError as error:
+        if error.status == 404:  # the kind itself is unknown
+            raise ClusterError(f"{cluster.name} has no Argo Workflows: {error}", 404) from None
+        raise
+    if found is None:
+        raise ClusterError(_no_template(cluster, template), 404)
+
+
+def _create(cluster: Cluster, what: Submission) -> None:
+    """The Workflow and what it owns, or neither."""
+    made = cluster.create(what.workflow)
+    owner = {
+        "apiVersion": made["apiVersion"],
+        "kind": "Workflow",
+        "name": made["metadata"]["name"],
+        "uid": made["metadata"]["uid"],
+    }
+    metadata = what.config_map["metadata"] | {"ownerReferences": [owner]}
+    try:
+        cluster.create(what.config_map | {"metadata": metadata})
+    except ClusterError:
+        cluster.delete("Workflow", made["metadata"]["name"])
+        raise
+
+
+def _no_template(cluster: Cluster, wanted: str) -> str:
+    try:
+        there = sorted(item["metadata"]["name"] for item in cluster.all("WorkflowTemplate", PROFILE_LABEL))
+    except ClusterError as error:
+        if error.status == 404:
+            return f"{cluster.name} has no Argo Workflows (its kind WorkflowTemplate is unknown). Install it first."
+        raise
+    where = f"namespace {cluster.namespace} of {cluster.name}"
+    if not there:
+        return f"There is no chart of cuda-agent in {where}. helm install it there, or name another --namespace."
+    return (
+        f"There is no template {wanted} in {where}; there are: {', '.join(there)}. A name is made of --release, "
+        f"--profile and the chart's version, which must be that of this command ({version_name()})."
+    )
+
+
+def workflows(cluster: Cluster, run: str | None = None) -> list[dict[str, Any]]:
+    """Oldest first; of one run, its attempts."""
+    found = cluster.all("Workflow", f"{RUN_LABEL}={run}" if run else RUN_LABEL)
+    return sorted(found, key=lambda item: (item["metadata"]["creationTimestamp"], item["metadata"]["name"]))
+
+
+def find(cluster: Cluster, run: str) -> dict[str, Any]:
+    """The newest Workflow of a run, by its name, the beginning of its name, or ``last``.  Raises ConfigError."""
+    there = workflows(cluster)
+    names = list(dict.fromkeys(run_of(item) for item in there))
+    name = choose(names, run, f"namespace {cluster.namespace} of {cluster.name}")
+    return next(item for item in reversed(there) if run_of(item) == name)
+
+
+def known_name(cluster: Cluster, run: str) -> str:
+    """The name of a run, whose Workflows may be gone: nobody but MLflow knows then whether there was one."""
+    names = list(dict.fromkeys(run_of(item) for item in workflows(cluster)))
+    if run != "last" and not matching(names, run):
+        return run
+    return choose(names, run, f"namespace {cluster.namespace} of {cluster.name}")
+
+
+def run_of(workflow: dict[str, Any]) -> str:
+    return workflow["metadata"]["labels"][RUN_LABEL]
+
+
+def phase(workflow: dict[str, Any]) -> str:
+    return workflow.get("status", {}).get("phase") or "Pending"
+
+
+def resume(cluster: Cluster, run: str) -> Submission:
+    """Submits the next attempt of a run that has ended.  Raises ConfigError when it has not, or is done."""
+    last = find(cluster, run)
+    name, now = run_of(last), phase(last)
+    if now not in ENDED:
+        raise ConfigError(f"Run {name} is {now.lower()}. Cancel it first, or watch it.")
+    if now == "Succeeded":
+        raise ConfigError(f"Run {name} is done; there is nothing to go on with.")
+    config_map = cluster.get("ConfigMap", last["metadata"]["name"])
+    attempt = len(workflows(cluster, name)) + 1
+    old = last["spec"]["workflowTemplateRef"]["name"]
+    ours = (RUN_LABEL, PROFILE_LABEL, SWEEP_LABEL)
+    labels = {key: value for key, value in last["metadata"]["labels"].items() if key in ours}
+    profile = labels[PROFILE_LABEL]
+    release = re.sub(rf"-{re.escape(profile)}-[0-9]+-.*$", "", old)
+    given = {item["name"]: item["value"] for item in last["spec"]["arguments"]["parameters"]}
+    what = _submission(
+        f"{name}-r{attempt}", labels, config_map["data"]["config.json"],
+        last["metadata"]["annotations"][CONFIG_ANNOTATION], template_name(release, profile), given.get("lane", ""),
+    )  # fmt: skip
+    submit(cluster, what)
+    return what
+
+
+def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
+    """Stops a run; returns its name and the stages that were running.  ``now``: without waiting for checkpoints, and
+    without the exit hook, so its pools are removed from here."""
+    last = find(cluster, run)
+    name = last["metadata"]["name"]
+    if phase(last) in ENDED:
+        raise ConfigError(f"Run {run_of(last)} has ended ({phase(last)}).")
+    running = [view.name for view in views(last) if view.state == "running"]
+    cluster.patch("Workflow", name, {"spec": {"shutdown": "Terminate" if now else "Stop"}})
+    if now:
+        for role in (*ROLES, "engine"):
+            cluster.delete("StatefulSet", f"{name}-{role}")
+        rayjobs.remove_jobs(cluster, name, STAGES)
+    return run_of(last), running
+
+
+_STATES = {
+    "Pending": "waiting", "Running": "running", "Succeeded": "done", "Skipped": "cached", "Omitted": "waiting",
+    "Failed": "failed", "Error": "failed",
+}  # fmt: skip
+
+
+def views(workflow: dict[str, Any], stages: Sequence[Stage] = STAGES) -> list[StageView]:
+    """What a screen shows of a Workflow: prepare, every stage, finish."""
+    nodes = workflow.get("status", {}).get("nodes", {})
+    by_name = {node["displayName"]: node for node in nodes.values() if node.get("type") != "Retry"}
+    groups = {node["displayName"]: node for node in nodes.values() if node.get("type") == "Retry"}
+    found = []
+    for name, weight in [("prepare", 0.2), *((stage.name, stage.weight) for stage in stages), ("finish", 0.1)]:
+        view = StageView(name, weight)
+        task = rayjobs.task_name(name)  # in its place where the stage is spread over several pods
+        if groups.get(task) is None and (by_name.get(task) or {}).get("phase", "Skipped") in ("Skipped", "Omitted"):
+            task = name
+        attempts = sorted(
+            (node for node in nodes.values() if re.fullmatch(rf"{re.escape(task)}\(\d+\)", node["displayName"])),
+            key=lambda node: int(node["displayName"][len(task) + 1 : -1]),
+        )
+        node = attempts[-1] if attempts else by_name.get(task)
+        group = groups.get(task)
+        if node is not None:
+            view.attempt = len(attempts)
+            view.state = _STATES.get(node.get("phase", ""), "waiting")
+            if view.state == "failed" and group is not None and group.get("phase") == "Running":
+                view.state = "retry"
+            view.message = node.get("message", "") if view.state != "cached" else ""
+            view.notes = [view.message] if view.message and view.state in ("waiting", "retry", "failed") else []
+            view.seconds = _seconds(node)
+            view.began = time.monotonic() - view.seconds
+            done, _, total = node.get("progress", "").partition("/")
+            if total.isdigit() and int(total) > 1:
+                view.done, view.total, view.unit = int(done), int(total), "steps"
+        found.append(view)
+    return found
+
+
+def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:
+    """Adds to what waits for its pod what Kubernetes says of that: a secret that is missing, no room on any node."""
+    waiting = {view.name: view for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
+    if not waiting:
+        return
+    pod = re.compile(rf"{re.escape(workflow['metadata']['name'])}-(.+)-\d+")
+    for event in cluster.all("Event"):
+        of = pod.fullmatch(event["involvedObject"].get("name", ""))
+        if of and of[1] in waiting and event.get("type") == "Warning" and event.get("reason", "").startswith("Failed"):
+            view = waiting[of[1]]
+            view.notes = [view.message, event.get("message", "")]
+
+
+def _seconds(node: dict[str, Any]) -> float:
+    if not node.get("startedAt"):
+        return 0.0
+    began = datetime.fromisoformat(node["startedAt"])
+    ended = datetime.fromisoformat(node["finishedAt"]) if node.get("finishedAt") else datetime.now(UTC)
+    return max(0.0, (ended - began).total_seconds())
+
+
+def pods_of(cluster: Cluster, run: str) -> dict[str, str]:
+    """Stage -> the newest of its pods that are there, of the newest Workflow of a run."""
+    attempts = workflows(cluster, run)
+    if not attempts:
+        return {}
+    pods = cluster.all("Pod", f"{WORKFLOW_LABEL}={attempts[-1]['metadata']['name']}")
+    pods.sort(key=lambda pod: pod["metadata"]["creationTimestamp"])
+    nodes = [pod["metadata"].get("annotations", {}).get("workflows.argoproj.io/node-name", "") for pod in pods]
+    tasks = [re.sub(r"\(\d+\)$", "", node.rsplit(".", 1)[-1]) for node in nodes]
+    names = [rayjobs.stage_name(task) for task in tasks]
+    return {name: pod["metadata"]["name"] for name, pod in zip(names, pods, strict=True)}

@@ -1,0 +1,263 @@
+"""One solution judged, and a policy or any model measured on a task set: what `evaluate` and `benchmark` do.
+
+What it does not cover: judging (``sandbox``), playing (``agent``), scoring (``stages.scores``), parsing a command line.
+"""
+
+import asyncio
+import shutil
+import signal
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from cuda_agent.config import Config, Sandbox
+from cuda_agent.errors import ConfigError, TaskError, UserError
+from cuda_agent.pipeline import runs
+from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
+from cuda_agent.sandbox.wire import Mode, Solution, Verdict
+from cuda_agent.storage import local_folder, open_store
+from cuda_agent.tasks.io import read_any, task_from_file
+
+T = TypeVar("T")
+
+LARGEST = 1 << 20  # bytes of one file of a solution
+SMALL_VOCABULARY = 8192  # entries; only a policy of our own, trained from scratch, has so few, and wants short prompts
+
+
+class BenchmarkError(UserError):
+    """What a person asked to measure cannot be measured; the message says why."""
+
+
+@dataclass(frozen=True)
+class Player:
+    """Who plays: a policy (Hugging Face folder) or a model behind an OpenAI-compatible address."""
+
+    policy: Path | None = None
+    base_url: str | None = None
+    model: str | None = None
+    key_env: str = "OPENAI_API_KEY"
+
+    def __post_init__(self) -> None:
+        if (self.policy is None) == (self.base_url is None):
+            raise BenchmarkError("benchmark: expected either a POLICY folder or --base-url, one of the two.")
+        if self.base_url is not None and not self.model:
+            raise BenchmarkError("benchmark: --base-url needs --model, the name under which the address serves it.")
+
+    @property
+    def name(self) -> str:
+        return self.model or (self.policy.name if self.policy else "")
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run``, but SIGTERM is as orderly as Ctrl-C: the work is cancelled and cleans up, then the process ends
+    with exit code 143."""
+    stopped: list[int] = []
+
+    async def whole() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def stop() -> None:
+            if not stopped:
+                task.cancel()
+            stopped.append(signal.SIGTERM)
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)  # until the loop is closed
+        return await work
+
+    try:
+        return asyncio.run(whole())
+    finally:
+        if stopped:
+            raise SystemExit(128 + signal.SIGTERM)
+
+
+def policy_folder(text: str, store_uri: str) -> Path:
+    """``text`` is a Hugging Face folder, or ``RUN/STAGE`` of the store (``last/agentic``), whose policy is fetched."""
+    folder = Path(text)
+    if folder.is_dir():
+        return folder
+    run, _, stage = text.partition("/")
+    local = local_folder(store_uri)
+    if not run or not stage or "/" in stage:
+        raise BenchmarkError(f"benchmark: there is no folder {text}; a policy of a run is named as in last/agentic.")
+    if local is not None and not local.is_dir():
+        raise BenchmarkError(
+            f"benchmark: there is no folder {text}, and no store at {local} with a run that made it. "
+            "Name one with run.store=..., or start a run."
+        )
+    store = open_store(store_uri)
+    record = runs.find_run(store, run)
+    manifest = read_manifest(store, manifest_entry(record.name, stage))
+    if manifest is None or "policy" not in manifest.outputs:
+        raise BenchmarkError(f"benchmark: stage {stage} of run {record.name} has made no policy.")
+    target = runs.local_home(store_uri) / "policies" / f"{record.name}-{stage}"
+    shutil.rmtree(target, ignore_errors=True)
+    store.get_folder(manifest.outputs["policy"], target)
+    return target
+
+
+def read_solution(folder: Path, lane: Literal["plan", "extension", "python"]) -> Solution:
+    """The files of a solution folder: plan.json or model_new.py, and kernels/.  Raises TaskError that names what is
+    missing."""
+    if not folder.is_dir():
+        raise TaskError(f"{folder}: expected a folder with {_wanted(lane)}")
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if name not in ("plan.json", "model_new.py") and not name.startswith("kernels/"):
+            continue
+        if path.stat().st_size > LARGEST:
+            raise TaskError(f"{path}: larger than {LARGEST >> 20} MiB")
+        try:
+            files[name] = path.read_text()
+        except UnicodeDecodeError:
+            raise TaskError(f"{path}: is no text") from None
+    entry = "plan.json" if lane == "plan" else "model_new.py"
+    if entry not in files:
+        other = (
+            "extension" if entry == "plan.json" and "model_new.py" in files else "plan" if "plan.json" in files else ""
+        )
+        hint = f". It looks like lane {other}: add sandbox.lane={other}" if other else ""
+        raise TaskError(f"{folder}: no {entry}; lane {lane} needs {_wanted(lane)}{hint}")
+    return Solution(lane, files)
+
+
+def _wanted(lane: str) -> str:
+    return "plan.json and kernels/" if lane == "plan" else "model_new.py and kernels/"
+
+
+async def evaluate(
+    settings: Sandbox, cache: Path, task: Path, solution: Path, mode: Mode, again: bool = False
+) -> Verdict:
+    """The sandbox's verdict; ``again``: not one that is kept.  Raises TaskError for a task or a folder that is not
+    one."""
+    from cuda_agent.sandbox.client import open_sandbox
+    from cuda_agent.sandbox.remote import RemoteSandbox
+
+    read, files = task_from_file(task), read_solution(solution, settings.lane)
+    async with open_sandbox(settings, cache) as sandbox:
+        if not isinstance(sandbox, RemoteSandbox):
+            return await sandbox.evaluate(read, files, mode, again)
+        if again:
+            raise ConfigError(
+                "--again: servers (sandbox.servers) keep what they said; only this machine measures anew."
+            )
+        return await sandbox.evaluate(read, files, mode)
+
+
+async def benchmark(
+    config: Config, cache: Path, player: Player, tasks: Path, output: Path | None, say: Callable[[str], None]
+) -> Any:
+    """Plays every task of the set ``evaluate.samples`` times and returns the ``stages.scores.Scores``; ``output`` gets
+    ``episodes.jsonl`` and ``scores.json``, and a policy's ``tokenizer.json``."""
+    from cuda_agent.policy.episode import write_episodes
+    from cuda_agent.rl.rollouts import seed_of
+    from cuda_agent.rl.scores import score, write_scores
+    from cuda_agent.sandbox.client import open_sandbox
+
+    chosen = read_any(tasks)
+    if output is not None:
+        _make(output)
+    done = 0
+    async with open_sandbox(config.sandbox, cache) as sandbox, _opened(config, cache, player, sandbox) as play:
+
+        async def job(task: Any, name: str) -> Any:
+            nonlocal done
+            episode = await play(task, seed_of(config.seed, name), name)
+            done += 1
+            say(f"{done}/{len(chosen) * config.evaluate.samples} {task.name}: {episode.ended}, reward {episode.reward}")
+            return episode
+
+        from cuda_agent.agent.loop import run_many
+
+        names = [(task, f"benchmark/{task.name}/{n}") for n in range(config.evaluate.samples) for task in chosen]
+        jobs = [lambda task=task, name=name: job(task, name) for task, name in names]
+        episodes = await run_many(jobs, config.agent.concurrency, lockstep=config.sandbox.clock == "model")
+    scores = score(player.name, episodes, chosen, config.sandbox.clock, config.seed)
+    if output is not None:
+        write_episodes(output / "episodes.jsonl", episodes)
+        write_scores(output / "scores.json", scores)
+        if player.policy and (tokenizer := player.policy / "tokenizer.json").is_file():
+            shutil.copyfile(tokenizer, output / "tokenizer.json")  # what the episodes' ids mean
+    return scores
+
+
+def _make(output: Path) -> None:
+    """Before anything is played.  Raises BenchmarkError."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchmarkError(f"--output {output}: cannot be made: {error.strerror}") from None
+
+
+def _opened(config: Config, cache: Path, player: Player, sandbox: Any) -> AbstractAsyncContextManager[Any]:
+    return _served(config, player, sandbox) if player.base_url else _policy(config, cache, player, sandbox)
+
+
+@asynccontextmanager
+async def _policy(config: Config, cache: Path, player: Player, sandbox: Any) -> Any:
+    from cuda_agent.agent.loop import run_episode
+    from cuda_agent.lease import Lease
+    from cuda_agent.policy.chat import Chat
+    from cuda_agent.policy.engines.local import LocalEngine
+    from cuda_agent.policy.model import load_policy
+
+    assert player.policy is not None
+    model, tokenizer = load_policy(player.policy)
+    settings = _settings(config, "compact" if len(tokenizer) <= SMALL_VOCABULARY else "full")
+    chat = Chat(tokenizer, settings.style)
+    policy = config.policy
+    engine = LocalEngine(
+        model, policy.threads, policy.engine_batch, Lease(cache / "lease"), device=policy.device, dtype=policy.dtype
+    )
+    try:
+        yield lambda task, seed, name: run_episode(task, engine, chat, sandbox, settings, seed, name)
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def _served(config: Config, player: Player, sandbox: Any) -> Any:
+    from cuda_agent.agent.chat_rollout import run_visit
+    from cuda_agent.policy.served import ServedModel
+
+    assert player.base_url is not None and player.model is not None
+    async with ServedModel(player.base_url, player.model, player.key_env) as model:
+        settings = _settings(config, "full")
+        yield lambda task, seed, name: run_visit(task, model, sandbox, settings, seed, name)
+
+
+def _settings(config: Config, style: Literal["compact", "full"]) -> Any:
+    from cuda_agent.rl.rollouts import episode_settings
+
+    how = config.evaluate
+    return episode_settings(config, style, turns=how.turns, context=config.policy.context, temperature=how.temperature)
+
+
+def score_lines(scores: Any) -> list[str]:
+    """The paper's table, final answer and best of the trajectory, a line a group."""
+    lines = [
+        f"{scores.policy}: {scores.episodes} episodes of {scores.tasks} tasks, {scores.infra} lost to faults of ours"
+    ]
+    if scores.clock == "model":
+        lines.append("sandbox.clock=model: times are a deterministic cost, not measured")
+    head = f"{'':28} {'pass':>7} {'> eager':>8} {'> compile':>10} {'x eager':>8} {'x compile':>10}"
+    for title, table in (("final answer", scores.final), ("best of trajectory", scores.best)):
+        lines += ["", title, head]
+        for row in [table.overall, *table.families]:
+            lines.append(
+                f"{row.group[:28]:28} {_share(row.passed):>7} {_share(row.faster_eager):>8} "
+                f"{_share(row.faster_compile):>10} {_factor(row.speedup_eager):>8} {_factor(row.speedup_compile):>10}"
+            )
+    return lines
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _factor(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"

@@ -1,0 +1,152 @@
+"""A solution as one ``model_new.py`` that needs PyTorch and a compiler, and nothing of this package.
+
+``model_new`` is pure text work: the task's own source stays in the file (so ``ModelNew`` has the parameters, names and
+constructor of ``Model``), the kernels stand in it as strings, and what runs them is the source of ``standalone_*``.
+Kernels are built in the first call (an ``extension`` when it is imported) and kept in the user's cache.
+
+Covers inference for the shapes, types and plain arguments that the task draws; everything else is refused in words by
+the exported file.  Not covered: several devices, CUDA graphs, other forms of a GPU's kernels than the plan or folder.
+"""
+
+import re
+from importlib.resources import files as package_files
+from typing import Any
+
+from cuda_agent.sandbox.build import builder
+from cuda_agent.sandbox.formats import extension, plan
+from cuda_agent.sandbox.wire import Solution, TaskSpec, Tensor
+
+_PRELUDE = "".join(f"#include <{name}>\n" for name in ("cmath", "algorithm", "cstdint", "cstring", "limits"))
+_RULE = "# " + "-" * 98
+_OURS = re.compile(r"^from cuda_agent\b.*\n", re.MULTILINE)
+
+_PLAN = '''
+_KERNELS = {runner}(_PROGRAM, _SOURCES, Model.forward)
+
+
+class ModelNew(Model):
+    """What ``Model`` computes, by the kernels above.  For inference, with inputs as ``get_inputs()`` gives them."""
+
+    _weights = None
+
+    def __init__(self, *args, **kwargs):
+        _check_init(_PROGRAM["init"], args)
+        super().__init__(*args, **kwargs)
+
+    def forward(self, *args):
+        return _KERNELS(self, args)
+
+    def _apply(self, *args, **kwargs):
+        self._weights = None
+        return super()._apply(*args, **kwargs)
+
+    def load_state_dict(self, *args, **kwargs):
+        self._weights = None
+        return super().load_state_dict(*args, **kwargs)
+'''
+
+
+def model_new(task_code: str, solution: Solution, spec: TaskSpec, device: str, about: str = "") -> str:
+    """The source of the file.  ``about``: lines for its head, without ``#``.  Raises ``PlanError`` or
+    ``ExtensionError`` for a solution that is none."""
+    head = "".join(f"# {line}".rstrip() + "\n" for line in about.splitlines())
+    if solution.lane == "python":
+        return f"{head}{solution.files['model_new.py']}"
+    if solution.lane == "extension":
+        return head + _of_extension(solution, spec, device)
+    return head + _of_plan(task_code, solution, spec, device)
+
+
+def _of_plan(task_code: str, solution: Solution, spec: TaskSpec, device: str) -> str:
+    program = plan.compile_plan(solution.files, spec, device)
+    values: dict[str, Any] = program.to_json() | {
+        "inputs": [_described(tensor) for tensor in spec.inputs],
+        "outputs": [_described(tensor) for tensor in spec.outputs],
+        "weights": {name: _described(tensor) for name, tensor in spec.weights.items()},
+        "arguments": list(spec.arguments),
+        "init": list(spec.init),
+    }
+    sources: dict[str, str] = {}
+    if program.source:
+        used = {name: text for name, text in solution.files.items() if name != "plan.json"}
+        prelude = _PRELUDE if device == "cpu" else ""
+        sources = {**used, f"unit.{'cpp' if device == 'cpu' else 'cu'}": prelude + program.source}
+    if device == "cpu":
+        parts, runner = ("standalone_plan.py", "standalone_cpu.py"), "_OnCpu"
+        values |= {"flags": list(builder.FLAGS), "runtime": _sandbox_file("worker", "runtime.cpp")}
+    else:
+        parts, runner = ("standalone_plan.py", "standalone_cuda.py"), "_OnCuda"
+        values |= {"expressions": program.expressions, "nvrtc": _sandbox_file("build", "nvrtc.py")}
+    return _joined(
+        ("The model as it was given.", task_code.rstrip()),
+        ("The kernels.", f"_SOURCES = {_strings(sources)}"),
+        ("The plan, with every number worked out.", f"_PROGRAM = {_value(values)}"),
+        ("What runs them.", _runtime(parts)),
+        ("", _PLAN.format(runner=runner).strip()),
+    )
+
+
+def _of_extension(solution: Solution, spec: TaskSpec, device: str) -> str:
+    extension.check_module(solution.files, spec)
+    sources, units, uses = extension.sources_of(solution.files, device)
+    if device == "cpu":
+        flags = [*builder.FLAGS, "-include", "prelude.h", "-I.", "-Isurface", "-fopenmp"]
+        sources["prelude.h"] = _PRELUDE
+    else:
+        flags = [
+            "-O3", "--use_fast_math", "-std=c++20", "-Xcompiler", "-fPIC,-O3", "-DCUDA_EXTENSION_ON_CUDA",
+            *(["-DCUDA_EXTENSION_USES_CUBLAS"] if "cublas" in uses else []), "-I.", "-Isurface",
+        ]  # fmt: skip
+    code = solution.files["model_new.py"]
+    start = f"_extension(_SOURCES, {units!r}, {device!r}, {flags!r}, {uses!r})"
+    return _joined(
+        ("The kernels and their bindings.", f"_SOURCES = {_strings(sources)}"),
+        ("What builds and calls them.", _runtime(("standalone_plan.py", "standalone_extension.py"))),
+        ("The solution's own module.", f"_MODULE = {_string(code)}\n\n_with_extension({start}, _MODULE, globals())"),
+    )
+
+
+def _runtime(parts: tuple[str, ...]) -> str:
+    """The sources, without docstrings of modules and without imports of this package."""
+    texts = []
+    for part in parts:
+        text = (package_files("cuda_agent.optimize") / part).read_text()
+        texts.append(_OURS.sub("", text.partition('"""\n\n')[2]).strip())
+    return "\n\n\n".join(texts)
+
+
+def _sandbox_file(room: str, name: str) -> str:
+    return (package_files(f"cuda_agent.sandbox.{room}") / name).read_text()
+
+
+def _described(tensor: Tensor) -> list[Any]:
+    return [list(tensor.shape), tensor.dtype]
+
+
+def _joined(*sections: tuple[str, str]) -> str:
+    """Sections with headings; comments alone come before the model, which may begin with an import of the future."""
+    return "\n\n".join(f"{_RULE}\n# {title}\n\n{text}\n" if title else f"{text}\n" for title, text in sections)
+
+
+def _strings(texts: dict[str, str]) -> str:
+    lines = [f"    {name!r}: {_string(text)}," for name, text in sorted(texts.items())]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+def _string(text: str) -> str:
+    """A literal that a person can read, where that is possible."""
+    if "'''" not in text and not text.endswith(("'", "\\")) and all(c.isprintable() or c in "\n\t" for c in text):
+        return f"r'''{text}'''"
+    return repr(text)
+
+
+def _value(values: dict[str, Any]) -> str:
+    lines = []
+    for key, value in values.items():
+        if isinstance(value, str):
+            lines.append(f"    {key!r}: {_string(value)},")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            lines.append(f"    {key!r}: [\n" + "".join(f"        {item!r},\n" for item in value) + "    ],")
+        else:
+            lines.append(f"    {key!r}: {value!r},")
+    return "{\n" + "\n".join(lines) + "\n}"

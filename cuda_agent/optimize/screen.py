@@ -1,0 +1,324 @@
+"""What a person sees while attempts go on: a live view on a terminal, plain lines elsewhere, JSON lines for programs.
+
+``View`` is what all of them know, made of events alone.  Whatever models and tools say is cut to printable characters
+before it reaches a terminal.  What it does not cover: what is true (``optimize``).
+"""
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from cuda_agent.agent.progress import Event
+from cuda_agent.optimize.search import Watch
+from cuda_agent.pipeline.screen import duration
+from cuda_agent.sandbox.wire import printable
+
+_BARS = "▁▂▃▄▅▆▇█"
+_TEXT = 4000  # characters of a turn that are kept for the view
+_SPOKEN = {
+    "target": "the target is reached", "answer": "the model said that it is done", "turns": "all turns are used",
+    "tokens": "the token budget is used up", "minutes": "the time is up", "money": "the money is spent",
+    "stuck": "it said the same over and over", "infra": "the sandbox failed", "server": "the model's address was lost",
+    "stopped": "stopped",
+}  # fmt: skip
+
+
+@dataclass
+class Attempt:
+    turn: int = 0
+    doing: str = "starts"
+    text: str = ""
+    thought: str = ""
+    diff: list[str] = field(default_factory=list)
+    diff_of: str = ""
+    verdict: str = ""
+    factor: float | None = None  # of the last solution that was judged
+    best: float | None = None
+    ended: str = ""
+
+
+@dataclass
+class View:
+    task: str = ""
+    model: str = ""
+    target: float = 0.0
+    turns: int = 0
+    baselines: str = ""
+    notes: list[str] = field(default_factory=list)
+    passing: str = ""  # what goes on beside the attempts
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    focus: int = 1
+    best: float | None = None
+    track: list[float] = field(default_factory=list)  # the best so far, after each correct solution
+    judged: int = 0
+    tokens: int = 0
+    cost: float = 0.0
+    estimated: bool = False
+    seconds: float = 0.0
+
+    def take(self, event: Event) -> None:
+        kind, number = event["kind"], int(event["attempt"])
+        self.seconds = max(self.seconds, float(event["at"]))
+        if kind == "begin":
+            self.task, self.model = event["task"], event["order"]["model"]
+            self.target, self.turns = event["order"]["terms"]["target"], event["order"]["terms"]["turns"]
+        elif kind == "baselines":
+            self.baselines = baselines(event["probe"])
+        if kind in ("baselines", "verdict", "outcome"):
+            self.passing = ""
+        if kind == "note" and event.get("passing"):
+            self.passing = clean(event["text"])
+        elif kind in ("note", "form") and not number:
+            self.notes.append(clean(event["text"]))
+        if not number:
+            return
+        attempt = self.attempts.setdefault(number, Attempt())
+        if kind in ("text", "thought", "tool", "diff"):
+            self.focus = number
+        if kind == "turn":
+            attempt.turn, attempt.text, attempt.thought, attempt.doing = (
+                event["turn"] + 1,
+                "",
+                "",
+                "waits for the model",
+            )
+        elif kind == "thought":
+            attempt.thought, attempt.doing = (attempt.thought + event["text"])[-_TEXT:], "thinks"
+        elif kind == "text":
+            attempt.text, attempt.doing = (attempt.text + event["text"])[-_TEXT:], "writes"
+        elif kind == "again":
+            attempt.text = attempt.thought = ""
+        elif kind in ("wait", "note", "form"):
+            attempt.doing = clean(event["text"])
+            self.notes.append(f"[{number}] {clean(event['text'])}")
+        elif kind == "tool":
+            attempt.doing = tool(event["name"], event["arguments"])
+        elif kind == "result" and event["error"]:
+            attempt.doing += failure(event)
+        elif kind == "void":
+            attempt.doing = clean(event["text"])
+        elif kind == "diff":
+            attempt.diff, attempt.diff_of = event["text"].splitlines(), changed(event)
+        elif kind == "verdict":
+            self._judged(attempt, event)
+        elif kind == "spent":
+            self.tokens, self.cost = event["prompt"] + event["sampled"], event["cost"]
+            self.estimated = event["estimated"]
+        elif kind == "ended":
+            attempt.ended = attempt.doing = ended(event["why"])
+
+    def _judged(self, attempt: Attempt, event: Event) -> None:
+        self.judged += 1
+        attempt.verdict, attempt.factor = verdict(event), event["factor"]
+        if event["factor"] and event["verdict"]["mode"] == "quick":
+            attempt.best = max(attempt.best or 0.0, event["factor"])
+            self.best = max(self.best or 0.0, event["factor"])
+            self.track.append(self.best)
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """The last ``width`` values between the smallest and the largest of them all, and 1."""
+    if not values:
+        return ""
+    low, high = min(*values, 1.0), max(*values, 1.0)
+    steps = len(_BARS) - 1
+    return "".join(
+        _BARS[round((value - low) / (high - low) * steps)] if high > low else _BARS[0] for value in values[-width:]
+    )
+
+
+def ended(why: str) -> str:
+    return _SPOKEN.get(why, why)
+
+
+def clean(text: str) -> str:
+    return printable(str(text)).strip()
+
+
+def baselines(probe: Event) -> str:
+    known = {"eager": probe["eager_seconds"], "torch.compile": probe["compile_seconds"]}
+    return ", ".join(f"{name} {microseconds(seconds)}" for name, seconds in known.items() if seconds)
+
+
+def microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def tool(name: str, arguments: Any) -> str:
+    """``Bash verify``, ``Edit kernels/fused.cpp``"""
+    values = arguments if isinstance(arguments, dict) else {}
+    what = next((values[key] for key in ("command", "path", "pattern", "id") if key in values), "")
+    return clean(f"{name} {what}")[:100]
+
+
+def failure(event: Event) -> str:
+    return f" → error: {clean(event['error'])}"
+
+
+def changed(event: Event) -> str:
+    return f"{clean(event['path'])} +{event['added']} −{event['removed']}"
+
+
+def verdict(event: Event) -> str:
+    found = event["verdict"]
+    if event["factor"]:
+        return f"{event['command']}{' (strict)' if found['mode'] == 'strict' else ''}: ok, {event['factor']:.2f}×"
+    return clean(
+        f"{event['command']}: {found['status']} {found['message'].splitlines()[0] if found['message'] else ''}"
+    )
+
+
+def spent(view: View) -> str:
+    about = "about " if view.estimated else ""
+    money = f", {about}{view.cost:.2f} spent" if view.cost else ""
+    return f"{about}{view.tokens:,} tokens{money}, {duration(view.seconds)}"
+
+
+# ------------------------------------------------------------------------------------------------------------ the three
+
+
+@contextmanager
+def watching(as_json: bool) -> Iterator[Watch]:
+    if as_json:
+        yield json_lines(_line)
+    elif sys.stdout.isatty():
+        with _live() as live:
+            yield live
+    else:
+        yield plain(_line)
+
+
+def _line(text: str) -> None:
+    print(text, flush=True)  # who reads a pipe wants to know now
+
+
+def json_lines(write: Callable[[str], None]) -> Watch:
+    """Every event that is kept, a line each."""
+
+    def watch(event: Event) -> None:
+        if event["kind"] not in ("text", "thought", "outcome"):
+            write(json.dumps(event, ensure_ascii=False))
+
+    return watch
+
+
+def plain(write: Callable[[str], None], width: int = 0) -> Watch:
+    """A line for what changes: tools, diffs, verdicts, notes and ends.  The line of a tool waits for what comes next of
+    its attempt, so that it can end with the tool's error.  ``width``: of a line with an error; 0: the terminal's."""
+    view = View()
+    waiting: dict[int, str] = {}  # the line of a tool, by attempt
+    judged: set[int] = set()  # attempts whose last line was a verdict, which says what failed
+    room = width or shutil.get_terminal_size((120, 24)).columns
+
+    def watch(event: Event) -> None:
+        before = view.best
+        view.take(event)
+        kind, number = event["kind"], event["attempt"]
+        where = f"[{number}] " if number else ""
+        line = waiting.pop(number, "")
+        if kind == "result" and event["error"] and number not in judged:
+            said, why = line or f"{where} ", failure(event)
+            write(cut_to(cut_to(said, max(room - len(why), room * 2 // 3)) + why, room))
+        elif line:
+            write(line)
+        (judged.add if kind == "verdict" else judged.discard)(number)
+        if kind == "begin":
+            write(f"{view.task} with {view.model}, target {view.target:g}×")
+        elif kind == "baselines":
+            write(f"baselines: {view.baselines}")
+        elif kind in ("note", "wait", "form"):
+            write(f"{where}{clean(event['text'])}")
+        elif kind == "tool":
+            waiting[number] = f"{where}turn {view.attempts[number].turn}: {tool(event['name'], event['arguments'])}"
+        elif kind == "void":
+            write(f"{where}turn {view.attempts[number].turn}: {clean(event['text'])}")
+        elif kind == "diff":
+            write(f"{where}  {changed(event)}")
+        elif kind == "verdict":
+            news = "  ← the best so far" if view.best != before else ""
+            write(f"{where}  {verdict(event)}{news}")
+        elif kind == "ended":
+            write(f"{where}{view.attempts[number].ended}; {spent(view)}")
+
+    return watch
+
+
+def cut_to(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: max(width - 1, 0)] + "…"
+
+
+@contextmanager
+def _live() -> Iterator[Watch]:
+    from rich.console import Console
+    from rich.live import Live
+
+    console, view = Console(), View()
+    drawn = 0.0
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+
+        def watch(event: Event) -> None:
+            nonlocal drawn
+            view.take(event)
+            if time.monotonic() - drawn > 0.1 or event["kind"] in ("ended", "verdict"):
+                drawn = time.monotonic()
+                live.update(drawing(view, console.width, console.height), refresh=True)
+
+        yield watch
+        live.update(drawing(view, console.width, 0), refresh=True)
+
+
+def drawing(view: View, width: int, height: int) -> Any:
+    """What the terminal shows: at most ``height`` lines; with 0, only the lines that are worth keeping."""
+    from rich.console import Group
+    from rich.text import Text
+
+    def line(*parts: tuple[str, str]) -> Text:
+        text = Text(no_wrap=True, overflow="ellipsis")
+        for said, style in parts:
+            text.append(said, style=style)
+        text.truncate(width)
+        return text
+
+    best = f"{view.best:.2f}×" if view.best else "–"
+    good = "bold green" if view.best and view.best >= view.target else "bold"
+    lines = [
+        line((f"{view.task}", "bold"), (f"  {view.model}  ", "cyan"), (view.baselines, "dim")),
+        line(
+            ("best ", "dim"), (best, good), (f" of {view.target:g}×  ", "dim"), (sparkline(view.track), "green"),
+            (f"  {view.judged} judged  {spent(view)}", "dim"),
+        ),
+    ]  # fmt: skip
+    for number, attempt in sorted(view.attempts.items()):
+        mark, style = ("✓", "green") if attempt.ended else ("▶", "cyan")
+        own = f"{attempt.best:.2f}×" if attempt.best else "–"
+        lines.append(
+            line(
+                (f"{mark} {number} ", style), (f"turn {attempt.turn}/{view.turns}  ", ""), (f"{own:>7}  ", "bold"),
+                (attempt.doing, "dim" if attempt.ended else ""),
+            )
+        )  # fmt: skip
+    lines += [line((note, "yellow")) for note in [note for note in (*view.notes, view.passing) if note][-2:]]
+    focus = view.attempts.get(view.focus)
+    room = height - len(lines) - 4
+    if height and focus and not focus.ended and room > 4:
+        said = focus.text or focus.thought
+        style = "" if focus.text else "italic dim"
+        words = [part for part in (clean(row) for row in said.splitlines()) if part]
+        shown = words[-max(3, room // 3) :]
+        lines += [line(("", "")), *(line((row, style)) for row in shown)]
+        if focus.verdict:
+            lines.append(line((focus.verdict, "green" if focus.factor else "red")))
+        if focus.diff:
+            lines += [line((focus.diff_of, "bold"))]
+            lines += [_diff_line(row, line) for row in focus.diff[: max(0, room - len(shown) - 3)]]
+    return Group(*lines)
+
+
+def _diff_line(row: str, line: Callable[..., Any]) -> Any:
+    style = {"+": "green", "-": "red", "@": "cyan"}.get(row[:1], "dim")
+    return line((printable(row.expandtabs(4)), style))

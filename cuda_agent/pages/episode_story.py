@@ -1,0 +1,255 @@
+"""What happened in an episode, turn by turn: from its messages and tokens, or from the transcript of an attempt.
+
+Files that Write, Edit and MultiEdit changed are followed, so that a turn shows a difference and not a whole file; what
+a shell command did to a file is not known here.
+
+What it does not cover: which episodes there are (``episodes``), and how a story looks (``episodes_page``).
+"""
+
+import posixpath
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from cuda_agent.agent.compaction import cut
+from cuda_agent.agent.progress import Event, difference
+from cuda_agent.policy.episode import Episode
+
+Kind = Literal["thought", "said", "call", "result", "diff", "verdict", "note", "sampled"]
+Token = tuple[str, float]
+"""Text and log-probability.  Tokens that make no character alone are one with those that end it."""
+
+MOST_TURNS, MOST_TOKENS, LONGEST = 80, 4000, 6000  # shown: turns and sampled tokens of an episode, characters of a text
+_WRITERS = ("Write", "Edit", "MultiEdit")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a turn.  ``good``: whether it went well, where that can be said."""
+
+    kind: Kind
+    text: str
+    title: str = ""
+    good: bool | None = None
+    tokens: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True)
+class Turn:
+    number: int  # from 1
+    parts: list[Part]
+
+
+@dataclass(frozen=True)
+class Story:
+    """``verdict`` is of ``files``: what was left in the end, or of an attempt the best that was found."""
+
+    opening: list[tuple[str, str]]  # role and text of what came before the first turn
+    turns: list[Turn]  # the last ones
+    earlier: int  # turns before them
+    files: dict[str, str]
+    verdict: dict[str, Any] | None
+    best: dict[str, Any] | None = None  # of the best state of the trajectory
+
+
+@dataclass
+class _Files:
+    """The files that are known from what was written."""
+
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def take(self, call: Mapping[str, Any]) -> Event | None:
+        """The difference that a call of a writer made; None where it cannot be followed."""
+        arguments = call["arguments"]
+        path = posixpath.normpath(str(arguments.get("path", "")))
+        old = self.texts.get(path, "")
+        if call["name"] == "Write":
+            new = str(arguments.get("content", ""))
+        else:
+            edits = arguments.get("edits") if call["name"] == "MultiEdit" else [arguments]
+            if path not in self.texts or not isinstance(edits, list):
+                return None
+            new = old
+            for edit in edits:
+                before = str(edit.get("old_string", "")) if isinstance(edit, dict) else ""
+                if not before or before not in new:
+                    return None
+                new = new.replace(before, str(edit.get("new_string", "")))
+        self.texts[path] = new
+        return difference(path, old, new)
+
+
+@dataclass(frozen=True)
+class EpisodeRow:
+    """One episode in the list.  ``status`` is the verdict's, ``no_answer`` where nothing could be judged, ``lost``
+    where our own side failed; ``speedup`` is against the faster of eager and ``torch.compile``; ``logprob`` is the mean
+    of the sampled tokens, in nats, ``None`` where a server kept them."""
+
+    number: int  # from 1, the oldest first
+    stage: str
+    id: str
+    task: str
+    status: str
+    reward: float | None
+    speedup: float | None
+    turns: int
+    tokens: int | None  # sampled
+    logprob: float | None
+    ended: str
+    flags: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class EpisodeEntry:
+    row: EpisodeRow
+    story: Callable[[], Story]
+
+
+def of_episode(episode: Episode, tokenizer: Any = None) -> Story:
+    """``tokenizer``: a ``tokenizers.Tokenizer``; without one, tokens are shown by their ids."""
+    messages = episode.messages
+    first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
+    spans = _sampled(episode, tokenizer)
+    known, turns = _Files(), list[Turn]()
+    for message in messages[first:]:
+        if message["role"] == "assistant":
+            number = len(turns)
+            parts = _spoken(message)
+            if number in spans:
+                parts.append(_as_sampled(spans[number]))
+            turns.append(Turn(number + 1, parts))
+            waiting = list(message.get("tool_calls") or ())
+        else:
+            call = waiting.pop(0) if waiting else None
+            turns[-1].parts.extend(_answered(call, str(message.get("content") or ""), known))
+    opening = [(str(m["role"]), _short(m.get("content"))) for m in messages[:first]]
+    shown = turns[-MOST_TURNS:]
+    return Story(opening, shown, len(turns) - len(shown), episode.files, episode.verdict, episode.best)
+
+
+def of_attempt(events: Sequence[Event], number: int) -> Story:
+    """One attempt of a transcript of ``cuda-agent optimize``."""
+    opening, turns = list[tuple[str, str]](), list[Turn]()
+    best: Event | None = None
+    for event in events:
+        if event["attempt"] != number:
+            continue
+        kind = event["kind"]
+        if kind == "turn":
+            turns.append(Turn(len(turns) + 1, []))
+        elif kind == "message" and not turns:
+            opening.append((str(event["message"]["role"]), _short(event["message"].get("content"))))
+        elif turns:
+            turns[-1].parts.extend(_told(event))
+        if kind == "verdict" and (best is None or (event["factor"] or 0.0) >= (best["factor"] or 0.0)):
+            best = event
+    shown = turns[-MOST_TURNS:]
+    files, verdict = (best["files"], best["verdict"]) if best else ({}, None)
+    return Story(opening, shown, len(turns) - len(shown), files, verdict)
+
+
+def token_texts(ids: Sequence[int], logprobs: Sequence[float], tokenizer: Any) -> list[Token]:
+    """Each sampled token as text."""
+    if tokenizer is None:
+        return [(f"⟨{number}⟩", logprob) for number, logprob in zip(ids, logprobs, strict=True)]
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+    tokens, open_ids, open_sum = list[Token](), list[int](), 0.0
+    for number, logprob in zip(ids, logprobs, strict=True):
+        open_ids.append(number)
+        open_sum += logprob
+        if (text := stream.step(tokenizer, number)) is not None:
+            tokens.append((text, open_sum))
+            open_ids, open_sum = [], 0.0
+    if open_ids:
+        tokens.append((tokenizer.decode(open_ids, skip_special_tokens=False), open_sum))
+    return tokens
+
+
+def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
+    """By turn, the last ``MOST_TOKENS`` of the episode.  A server that keeps its ids leaves zeros."""
+    places = [i for i, sampled in enumerate(episode.mask) if sampled][-MOST_TOKENS:]
+    if not any(episode.ids[i] or episode.logprobs[i] for i in places):
+        return {}
+    by_turn: dict[int, list[int]] = {}
+    for place in places:
+        by_turn.setdefault(episode.turns[place], []).append(place)
+    return {
+        turn: token_texts([episode.ids[i] for i in of], [episode.logprobs[i] for i in of], tokenizer)
+        for turn, of in by_turn.items()
+    }
+
+
+def _as_sampled(tokens: list[Token]) -> Part:
+    mean = sum(logprob for _, logprob in tokens) / max(1, len(tokens))
+    return Part("sampled", "", f"{len(tokens)} tokens as sampled, {mean:.2f} nats each", tokens=tuple(tokens))
+
+
+def _spoken(message: Mapping[str, Any], thought: str = "") -> list[Part]:
+    """What an assistant's message says and asks for; writers are shown by the difference that they made."""
+    content = str(message.get("content") or "")
+    before, closed, said = content.rpartition("</think>")
+    thought = (thought or str(message.get("thought") or "")) + (before.replace("<think>", "") if closed else "")
+    parts = [Part("thought", _short(thought))] if thought.strip() else []
+    if said.strip():
+        parts.append(Part("said", _short(said)))
+    return parts + [_called(call) for call in message.get("tool_calls") or ()]
+
+
+def _called(call: Mapping[str, Any]) -> Part:
+    name, arguments = str(call.get("name", "")), call.get("arguments")
+    if not isinstance(arguments, dict):
+        return Part("call", "", name)
+    if name in _WRITERS:
+        return Part("call", "", f"{name} {arguments.get('path', '')}"[:200])
+    if len(arguments) == 1:
+        return Part("call", _short(next(iter(arguments.values()))), name)
+    return Part("call", _short("\n".join(f"{key}: {value}" for key, value in arguments.items())), name)
+
+
+def _answered(call: Mapping[str, Any] | None, result: str, known: _Files) -> Iterable[Part]:
+    """What came back; before it, what the call changed."""
+    bad = result.startswith("error")
+    if call is not None and call.get("name") in _WRITERS and isinstance(call.get("arguments"), dict):
+        change = None if bad else known.take(call)
+        if change is not None:
+            yield _changed(change)
+            if result == "ok":
+                return
+        else:
+            yield Part("call", _short("\n".join(f"{k}: {v}" for k, v in call["arguments"].items())), "its arguments")
+    yield Part("result", _short(result), good=False if bad else None)
+
+
+def _changed(event: Event) -> Part:
+    return Part("diff", event["text"], f"{event['path']} +{event['added']} −{event['removed']}")
+
+
+def _told(event: Event) -> Iterable[Part]:
+    """An event of a transcript."""
+    kind = event["kind"]
+    if kind == "message":
+        message = event["message"]
+        if message["role"] == "assistant":
+            yield from _spoken(message, str(event.get("thought") or ""))
+        else:
+            text = str(message.get("content") or "")
+            bad = text.startswith("error")
+            yield Part("result" if message["role"] == "tool" else "note", _short(text), good=False if bad else None)
+    elif kind == "diff":
+        yield _changed(event)
+    elif kind == "verdict":
+        found, ratio = event["verdict"], event["factor"]
+        said = f"correct, {ratio:.2f}×" if ratio else f"{found['status']} {found.get('message', '')}".strip()
+        how = f"{event['command']} in strict mode" if found.get("mode") == "strict" else str(event["command"])
+        yield Part("verdict", _short(said), how, good=bool(ratio))
+    elif kind == "note":
+        yield Part("note", _short(event["text"]))
+
+
+def _short(text: Any) -> str:
+    return cut(str(text or "").strip("\n"), LONGEST)

@@ -1,0 +1,381 @@
+"""Decoders: the arithmetic of the in-process engine, prompt tokens and one-token steps over rows of a key-value cache.
+
+``DenseDecoder`` is an own, fast forward pass for dense Llama, Qwen2 and Qwen3 models.  It holds a rearranged copy of
+the weights: q, k, v in one matrix, gate and up in one, norm weights folded into the matrix behind them, and q and k
+with each rotary pair side by side, so that the rotation is one complex product.  ``GenericDecoder`` runs any other
+causal model through its own forward pass, one row after the other: correct for every architecture, and slow.
+
+Both expect rows 0..n-1 to be the active ones (``move`` closes holes), so that attention reads the cache without
+gathering it.  On a GPU the dense one's steps are CUDA graphs (``graphs``).  Not here: sampling, batching, threads
+(``local``), gradients.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cuda_agent.policy.engines import native
+from cuda_agent.policy.engines.graphs import StepGraphs
+
+THREADED_ROWS = 256  # rows from which on the native functions divide their work
+
+Job = tuple[int, int, Sequence[int]]  # row, position of the first new token, the new tokens
+
+
+class Decoder(Protocol):
+    context: int  # most tokens of a row
+    partial: bool  # whether a kept row may be restored cut short
+
+    def take(self, model: Any) -> bool:
+        """Goes on with this model's weights and empty rows; false when it is of another shape."""
+        ...
+
+    def prefill(self, jobs: Sequence[Job]) -> Tensor:
+        """Appends tokens to rows; float32 logits [jobs, vocab] after the last token of each."""
+        ...
+
+    def step(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """Appends one token to each of the rows 0..n-1: ids and positions int64 [n], ``longest`` their greatest
+        position; float32 logits [n, vocab]."""
+        ...
+
+    def keep(self, row: int, length: int) -> Any:
+        """What ``restore`` needs to go on later with the first ``length`` tokens of the row."""
+        ...
+
+    def restore(self, row: int, kept: Any, length: int) -> None: ...
+
+    def copy(self, source: int, target: int, length: int) -> None: ...
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Like ``copy``, after which the source is no longer needed."""
+        ...
+
+
+def make_decoder(model: Any, rows: int) -> Decoder:
+    """The fast decoder where it knows the architecture, the generic one otherwise.  The model is copied."""
+    return DenseDecoder(model, rows) if DenseDecoder.knows(model) else GenericDecoder(model, rows)
+
+
+class DenseDecoder:
+    """Shapes: n rows or tokens, H query heads, K key-value heads, G = H / K, D head size."""
+
+    partial = True
+
+    def __init__(self, model: Any, rows: int) -> None:
+        config = model.config
+        self.context: int = config.max_position_embeddings
+        self.eps: float = config.rms_norm_eps
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.head: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        with torch.inference_mode():
+            self.embed, self.layers, self.unembed, self.rotations = self._weights(model)
+            self.cache = self._new_cache(rows, min(256, self.context))
+        plain = self.embed.device.type == "cpu" and self.embed.dtype == torch.float32
+        self.native = native.library(self.head, self.heads // self.kv_heads) if plain else None
+        on_gpu = self.embed.device.type == "cuda"
+        self.graphs = StepGraphs(self._plain_step, rows, self.embed.device) if on_gpu else None
+
+    @staticmethod
+    def knows(model: Any) -> bool:
+        """Dense, full attention, silu, static rotary frequencies, and no biases but those of q, k and v."""
+        config = model.config
+        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if config.model_type not in ("llama", "qwen2", "qwen3") or config.hidden_act != "silu":
+            return False
+        if rope not in ("default", "linear", "llama3", "yarn") or kinds != {"full_attention"}:
+            return False
+        layer = model.model.layers[0]
+        plain = (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)
+        return all(linear.bias is None for linear in plain)
+
+    def _weights(self, model: Any) -> tuple[Tensor, list[dict[str, Any]], Tensor, Tensor]:
+        """Embedding, layers, output layer and rotations (complex64 [context, D / 2])."""
+        embed = model.model.embed_tokens.weight.detach().clone()
+        rotary = model.model.rotary_emb
+        angles = torch.outer(torch.arange(self.context, device=embed.device), rotary.inv_freq.float())
+        rotations = torch.polar(torch.full_like(angles, float(rotary.attention_scaling)), angles)
+        layers = [self._layer(layer) for layer in model.model.layers]
+        return embed, layers, _fold(model.lm_head.weight, model.model.norm.weight), rotations
+
+    @torch.inference_mode()
+    def take(self, model: Any) -> bool:
+        config = model.config
+        numbers = config.max_position_embeddings, config.rms_norm_eps, config.num_attention_heads
+        if not self.knows(model) or numbers != (self.context, self.eps, self.heads):
+            return False
+        new, old = (list(_tensors(weights)) for weights in (self._weights(model), self._all_weights()))
+        if [(x.shape, x.dtype, x.device) for x in new] != [(x.shape, x.dtype, x.device) for x in old]:
+            return False
+        for ours, theirs in zip(old, new, strict=True):
+            ours.copy_(theirs)
+        return True
+
+    def _all_weights(self) -> tuple[Tensor, list[dict[str, Any]], Tensor, Tensor]:
+        return self.embed, self.layers, self.unembed, self.rotations
+
+    def _layer(self, layer: Any) -> dict[str, Any]:
+        attention, mlp, half = layer.self_attn, layer.mlp, self.head // 2
+        q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
+        pairs = torch.stack([torch.arange(half), torch.arange(half) + half], 1).flatten().to(q.weight.device)
+
+        def paired(tensor: Tensor) -> Tensor:  # [heads * D, ...]: x[j] and x[j + D/2] of each head side by side
+            return tensor.unflatten(0, (-1, self.head))[:, pairs].flatten(0, 1)
+
+        weight = torch.cat([paired(q.weight), paired(k.weight), v.weight])
+        bias = None if q.bias is None else torch.cat([paired(q.bias), paired(k.bias), v.bias])
+        scale = None
+        if hasattr(attention, "q_norm"):
+            norms = [attention.q_norm.weight] * self.heads + [attention.k_norm.weight] * self.kv_heads
+            scale = torch.stack([weight[pairs] for weight in norms]).float()
+        gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+        return {
+            "qkv": _fold(weight, layer.input_layernorm.weight),
+            "bias": bias,
+            "scale": scale,  # [H + K, D] float32, of the norms of q and k
+            "out": attention.o_proj.weight.t().contiguous(),
+            "gate_up": _fold(gate_up, layer.post_attention_layernorm.weight),
+            "down": mlp.down_proj.weight.t().contiguous(),
+        }
+
+    def _new_cache(self, rows: int, length: int) -> Tensor:
+        """[layers, rows, 2 K, length, D]: keys, then values."""
+        return self.embed.new_zeros(len(self.layers), rows, 2 * self.kv_heads, length, self.head)
+
+    def _reserve(self, length: int) -> None:
+        have = self.cache.shape[3]
+        if length > have:
+            grown = self._new_cache(self.cache.shape[1], min(max(length, 2 * have), self.context))
+            grown[:, :, :, :have] = self.cache
+            self.cache = grown
+            if self.graphs:
+                self.graphs.forget()
+
+    def _qkv(self, layer: dict[str, Any], x: Tensor, rotations: Tensor) -> Tensor:
+        """[n, hidden] -> [n, H + 2 K, D], q and k normed and rotated."""
+        rotated = self.heads + self.kv_heads
+        qkv = F.linear(self._norm(x), layer["qkv"], layer["bias"]).view(len(x), -1, self.head)
+        qk = qkv[:, :rotated].float()
+        if layer["scale"] is not None:
+            qk = F.rms_norm(qk, (self.head,), eps=self.eps) * layer["scale"]
+        pairs = torch.view_as_complex(qk.reshape(len(x), rotated, self.head // 2, 2))
+        qkv[:, :rotated] = torch.view_as_real(pairs * rotations).flatten(-2)
+        return qkv
+
+    def _norm(self, x: Tensor) -> Tensor:
+        if self.native:
+            out = torch.empty_like(x)
+            self.native.norm(x.data_ptr(), out.data_ptr(), *x.shape, self.eps, self._threads(len(x)))
+            return out
+        return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype)
+
+    def _rest(self, layer: dict[str, Any], x: Tensor, attended: Tensor) -> Tensor:
+        """The layer after attention: [n, hidden], [n, H * D] -> [n, hidden], in place of ``x``."""
+        x.addmm_(attended, layer["out"])
+        gate_up = F.linear(self._norm(x), layer["gate_up"])
+        if self.native:
+            gated = x.new_empty(len(x), gate_up.shape[1] // 2)
+            self.native.gated(gate_up.data_ptr(), gated.data_ptr(), *gated.shape, self._threads(len(x)))
+        else:
+            gate, up = gate_up.chunk(2, -1)
+            gated = F.silu(gate).mul_(up)
+        return x.addmm_(gated, layer["down"])
+
+    def prefill(self, jobs: Sequence[Job]) -> Tensor:
+        device = self.embed.device
+        self._reserve(max(start + len(ids) for _, start, ids in jobs))
+        counts = [len(ids) for _, _, ids in jobs]
+        tokens = torch.tensor([i for _, _, ids in jobs for i in ids], device=device)
+        rows = torch.tensor([row for (row, _, _), count in zip(jobs, counts, strict=True) for _ in range(count)])
+        positions = torch.cat([torch.arange(start, start + len(ids)) for _, start, ids in jobs]).to(device)
+        rows = rows.to(device)
+        spans, masks, begin = [], [], 0
+        for (_, start, ids), count in zip(jobs, counts, strict=True):
+            spans.append(slice(begin, begin + count))
+            seen = torch.arange(start + len(ids), device=device) <= positions[begin : begin + count, None]
+            masks.append(seen if start else None)  # from position 0 on it is plainly causal
+            begin += count
+        ends = torch.tensor([span.stop - 1 for span in spans], device=device)
+        x = self.embed[tokens]
+        for index, layer in enumerate(self.layers):
+            cache = self.cache[index]
+            qkv = self._placed(layer, cache, x, rows, positions)
+            attended = torch.empty_like(qkv[:, : self.heads])
+            final = index == len(self.layers) - 1  # of it only the last token of each job is needed
+            for (row, start, ids), span, mask in zip(jobs, spans, masks, strict=True):
+                both = cache[row : row + 1, :, : start + len(ids)]
+                asking = slice(span.stop - 1, span.stop) if final else span
+                out = F.scaled_dot_product_attention(
+                    qkv[asking, : self.heads].transpose(0, 1)[None],
+                    both[:, : self.kv_heads],
+                    both[:, self.kv_heads :],
+                    attn_mask=None if final else mask,
+                    is_causal=mask is None and not final,
+                    enable_gqa=True,
+                )
+                attended[asking] = out[0].transpose(0, 1)
+            if final:
+                x, attended = x[ends], attended[ends]
+            x = self._rest(layer, x, attended.flatten(1))
+        return F.linear(self._norm(x), self.unembed).float()
+
+    def _placed(self, layer: dict[str, Any], cache: Tensor, x: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """``_qkv`` of tokens at these rows and positions, whose keys and values it puts into the cache."""
+        if not self.native:
+            qkv = self._qkv(layer, x, self.rotations[positions][:, None])
+            cache[rows, :, positions] = qkv[:, self.heads :]
+            return qkv
+        qkv = F.linear(self._norm(x), layer["qkv"], layer["bias"])
+        tensors = (qkv, layer["scale"], self.rotations, rows, positions, cache)
+        self.native.place(
+            *map(_pointer, tensors), len(x), self.kv_heads, cache.shape[2], self.eps, self._threads(len(x))
+        )
+        return qkv.view(len(x), -1, self.head)
+
+    def step(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
+        self._reserve(longest + 1)
+        if self.native:
+            return self._native_step(self.native, ids, positions)
+        if self.graphs:
+            return self.graphs(ids, positions, longest + 1, self.cache.shape[3])
+        return self._plain_step(ids, positions, min(-(-(longest + 1) // 16) * 16, self.cache.shape[3]))
+
+    def _plain_step(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
+        """``step`` over the first ``length`` positions of the cache."""
+        n, group, device = len(ids), self.heads // self.kv_heads, ids.device
+        seen = torch.arange(length, device=device) <= positions[:, None]
+        mask = torch.zeros(n, length, dtype=self.embed.dtype, device=device).masked_fill_(~seen, -torch.inf)
+        mask = mask[:, None, None].expand(n, 1, group, length)
+        rows, rotations = torch.arange(n, device=device), self.rotations[positions][:, None]
+        x = self.embed[ids]
+        for index, layer in enumerate(self.layers):
+            qkv = self._qkv(layer, x, rotations)
+            cache = self.cache[index]
+            cache[rows, :, positions] = qkv[:, self.heads :]
+            # The G query heads that share a key head stand where query positions usually do.
+            attended = F.scaled_dot_product_attention(
+                qkv[:, : self.heads].unflatten(1, (self.kv_heads, group)),
+                cache[:n, : self.kv_heads, :length],
+                cache[:n, self.kv_heads :, :length],
+                attn_mask=mask,
+            )
+            x = self._rest(layer, x, attended.reshape(n, -1))
+        return F.linear(self._norm(x), self.unembed).float()
+
+    def _native_step(self, lib: Any, ids: Tensor, positions: Tensor) -> Tensor:
+        """The same arithmetic with everything between the matrix products in C++ (``step.cpp``)."""
+        n = len(ids)
+        x = self.embed[ids]
+        attended = x.new_empty(n, self.heads * self.head)
+        for index, layer in enumerate(self.layers):
+            qkv, cache = F.linear(self._norm(x), layer["qkv"], layer["bias"]), self.cache[index]
+            tensors = (qkv, layer["scale"], self.rotations, positions, cache, attended)
+            lib.attend(*map(_pointer, tensors), n, self.kv_heads, cache.shape[2], self.eps, torch.get_num_threads())
+            x = self._rest(layer, x, attended)
+        return F.linear(self._norm(x), self.unembed)
+
+    def _threads(self, rows: int) -> int:
+        """Starting threads costs more than they bring for the few rows of a step."""
+        return torch.get_num_threads() if rows >= THREADED_ROWS else 1
+
+    def keep(self, row: int, length: int) -> Tensor:
+        return self.cache[:, row, :, :length].clone()
+
+    def restore(self, row: int, kept: Tensor, length: int) -> None:
+        self._reserve(length)
+        self.cache[:, row, :, :length] = kept[:, :, :length]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self.cache[:, target, :, :length] = self.cache[:, source, :, :length]
+
+    move = copy
+
+
+class GenericDecoder:
+    """Any causal model of transformers; each row is a batch of one with a cache of the model's own kind."""
+
+    partial = False  # a recurrent state cannot be cut short
+
+    def __init__(self, model: Any, rows: int) -> None:
+        self.model = copy.deepcopy(model).eval()
+        self.context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+        self.rows: list[Any] = [None] * rows
+
+    def take(self, model: Any) -> bool:
+        if str(model.config) != str(self.model.config) or model.device != self.model.device:
+            return False
+        self.model.load_state_dict(model.state_dict())
+        self.rows = [None] * len(self.rows)
+        return True
+
+    def _forward(self, row: int, ids: Tensor, start: int) -> Tensor:
+        cache = self.rows[row] if start else None
+        out = self.model(input_ids=ids[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self.rows[row] = out.past_key_values
+        return out.logits[0, -1].float()
+
+    def prefill(self, jobs: Sequence[Job]) -> Tensor:
+        device = self.model.device
+        return torch.stack([self._forward(row, torch.tensor(ids, device=device), start) for row, start, ids in jobs])
+
+    def step(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
+        return torch.stack([self._forward(row, ids[row : row + 1], 1) for row in range(len(ids))])
+
+    def keep(self, row: int, length: int) -> Any:
+        return self.rows[row]
+
+    def restore(self, row: int, kept: Any, length: int) -> None:
+        self.rows[row] = kept
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self.rows[target] = copy.deepcopy(self.rows[source])
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.rows[target], self.rows[source] = self.rows[source], None
+
+
+def _tensors(weights: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and dictionaries, in order."""
+    if isinstance(weights, Tensor):
+        yield weights
+    elif isinstance(weights, dict):
+        yield from _tensors(list(weights.values()))
+    elif weights is not None:
+        for part in weights:
+            yield from _tensors(part)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _fold(weight: Tensor, norm: Tensor) -> Tensor:
+    """The weight of a linear layer behind a norm, with the norm's own weight multiplied in."""
+    return (weight.float() * norm.float()).to(weight.dtype)
+
+
+def verify(decoder: Decoder, model: Any) -> float:
+    """The largest expected difference of log-probabilities between decoder and model on a fixed probe that goes
+    through prompts, single steps and kept rows.  Uses rows 0 and 1 and leaves them dirty."""
+    vocab, device = model.config.get_text_config().vocab_size, model.device
+    ids = [(7919 * i + 13) % vocab for i in range(20)]
+    with torch.inference_mode():
+        wanted = torch.log_softmax(model(input_ids=torch.tensor([ids], device=device)).logits[0].float(), -1)
+        first = decoder.prefill([(0, 0, ids[:12]), (1, 0, ids[:12])])
+        got = {11: first[0]}
+        for position in (12, 13):
+            token = torch.tensor([ids[position]] * 2, device=device)
+            at = torch.tensor([position] * 2, device=device)
+            got[position] = decoder.step(token, at, position)[1]
+        decoder.restore(0, decoder.keep(1, 14), 14)
+        got[19] = decoder.prefill([(0, 14, ids[14:])])[0]
+        return max(
+            float((wanted[at].exp() * (wanted[at] - torch.log_softmax(logits, -1)).abs()).sum())
+            for at, logits in got.items()
+        )

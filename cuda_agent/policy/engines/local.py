@@ -1,0 +1,384 @@
+"""LocalEngine: the policy served inside this process, with continuous batching.
+
+Requests join and leave the batch between decoding steps.  All arithmetic runs in one worker thread, so that the event
+loop stays free; between steps the engine lets go of the timing lease.  What a finished sequence has computed is kept,
+and a later prompt (the same episode's next turn, another sample of the same task) starts behind the longest prefix
+that it shares with one.
+
+What determines a completion: weights, prompt and seed, up to rounding, because each token is drawn with noise made of
+(seed, position) alone.  Rounding depends on which requests share a batch.  Batches form in order of submission, and
+one is closed only when the event loop has run ``QUIET_PASSES`` times without a new request; so callers that wait for
+nothing but this engine and each other get the same batches, and the same bits, every time.  Callers that wait for
+other things (tools, clocks) get the same up to rounding.
+
+Not here: several devices or processes, tokens as they come, top-p and its kin (they bias the training ratio).
+"""
+
+import asyncio
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cuda_agent.lease import Lease
+from cuda_agent.policy.engines.decoder import Decoder, Job, make_decoder, verify
+from cuda_agent.policy.engines.engine import Completion, EngineError, SamplingParams
+from cuda_agent.policy.model import load_model
+
+QUIET_PASSES = 8
+KEPT_TOKENS_PER_ROW = 1024  # what finished sequences may hold on to, times the rows of a batch
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # at once (a longer prompt whole): between passes the lease is let go
+PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # else 0.05; rounding alone makes 1e-6
+
+
+@dataclass(eq=False)
+class _Request:
+    prompt: list[int]
+    params: SamplingParams
+    limit: int  # most tokens to sample, the context considered
+    noise: np.ndarray  # float64 [limit], uniform in [0, 1)
+    future: "asyncio.Future[Completion]"
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Counts:
+    """Running totals of one engine."""
+
+    sampled: int = 0  # tokens
+    prefilled: int = 0  # prompt tokens computed
+    reused: int = 0  # prompt tokens taken over from a kept prefix or a twin
+    steps: int = 0
+    seconds: float = 0.0  # spent in arithmetic, waiting for the lease excluded
+
+
+class LocalEngine:
+    """``model`` is a causal model of transformers (it is copied) or the folder of one.
+
+    ``lease`` must be this engine's own instance.  ``threads`` are the worker's on a cpu.  ``device`` and ``dtype`` may
+    be others than the model's.  Raises ``EngineError`` when the decoder does not reproduce the model's
+    log-probabilities; this is checked at every change of weights."""
+
+    def __init__(
+        self,
+        model: Any,
+        threads: int = 2,
+        batch: int = 32,
+        lease: Lease | None = None,
+        *,
+        version: int = 0,
+        device: str = "cpu",
+        dtype: str | None = None,
+    ) -> None:
+        self.version = version
+        self.counts = Counts()
+        self._batch = batch
+        self._lease = lease
+        self._dtype = getattr(torch, dtype) if dtype else None
+        self._device = torch.empty(0, device=device).device  # a GPU with its number
+        self._waiting: list[_Request] = []
+        self._active: list[_Request] = []  # request i is row i of the decoder; the worker's while it works
+        self._kept: list[tuple[np.ndarray, Any]] = []  # (ids, what the decoder keeps), the oldest first
+        self._interrupt = False  # asks the worker to come back after its current step
+        self._driver: asyncio.Task[None] | None = None
+        self._updating: asyncio.Lock | None = None
+        self._failure: BaseException | None = None
+        self._worker = ThreadPoolExecutor(1, "engine", initializer=_settle, initargs=(threads, self._device))
+        self._decoder: Decoder = self._worker.submit(self._load, model, None).result()
+
+    @property
+    def context(self) -> int:
+        """Most tokens of prompt and completion together."""
+        return self._decoder.context
+
+    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
+        """Samples until a stop token, ``max_tokens`` or the context is reached.  ``ValueError`` for an empty prompt or
+        one that leaves no room."""
+        limit = min(params.max_tokens, self._decoder.context - len(prompt))
+        if not prompt or limit < 1:
+            raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._decoder.context}")
+        noise = uniforms(params.seed, len(prompt), limit)
+        request = _Request(list(prompt), params, limit, noise, asyncio.get_running_loop().create_future())
+        self._submit(request)
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            self._interrupt = True  # free its row soon
+            raise
+
+    async def update(self, version: int, folder: str) -> None:
+        """Serves the weights in ``folder`` as ``version``.  Requests that have a row finish on the old ones first, and
+        those that wait for one get the new."""
+        await self._change(version, folder)
+
+    async def update_from(self, model: Any, version: int) -> None:
+        """The same from a model in this process, which must not be trained meanwhile."""
+        await self._change(version, model)
+
+    async def compute(self, job: Callable[[], Any]) -> Any:
+        """Runs ``job`` in the thread that computes, between requests.  Where a process computes in a second thread as
+        well, its OpenMP library has more threads than processors, stops letting them wait actively, and every operator
+        of either becomes slower by a third (measured: docs/lab-notebook.md)."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, job)
+
+    async def close(self) -> None:
+        """Requests still waiting are cancelled."""
+        self._failure = EngineError("the engine is closed")
+        for request in [*self._waiting, *self._active]:
+            request.future.cancel()
+        self._waiting.clear()
+        self._interrupt = True
+        if self._driver and not self._driver.done():
+            await asyncio.wait([self._driver])
+        self._worker.shutdown()
+
+    # On the event loop
+
+    def _submit(self, request: _Request) -> None:
+        if self._failure:
+            raise EngineError(f"the engine has failed: {self._failure}") from self._failure
+        self._waiting.append(request)
+        self._interrupt = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
+
+    async def _drive(self) -> None:
+        """Runs while there is anything to do: forms a batch, has the worker go on with it until something changes."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                await self._settle()
+                free = self._batch - sum(not request.future.cancelled() for request in self._active)
+                joining = [] if self._paused else [r for r in self._waiting if not r.future.cancelled()][:free]
+                if not joining and not self._active:
+                    return
+                taken = set(map(id, joining))
+                self._waiting = [r for r in self._waiting if id(r) not in taken and not r.future.cancelled()]
+                self._interrupt = False
+                for request, finish in await loop.run_in_executor(self._worker, self._work, joining):
+                    if not request.future.done():
+                        request.future.set_result(Completion(request.ids, request.logprobs, self.version, finish))
+        except BaseException as error:
+            if not isinstance(error, asyncio.CancelledError):
+                self._failure = error
+            self._interrupt = True
+            for request in [*self._waiting, *self._active]:
+                if not request.future.done() and not request.future.get_loop().is_closed():
+                    request.future.cancel() if self._failure is None else request.future.set_exception(
+                        EngineError(f"the engine has failed: {error}")
+                    )
+            self._waiting.clear()
+            if self._failure is None:
+                raise
+
+    async def _settle(self) -> None:
+        """Returns when every task that could run has run and submitted what it had to."""
+        quiet = 0
+        while quiet < QUIET_PASSES:
+            before = len(self._waiting)
+            await asyncio.sleep(0)
+            quiet = quiet + 1 if len(self._waiting) == before else 0
+
+    @property
+    def _paused(self) -> bool:
+        return self._updating is not None and self._updating.locked()
+
+    async def _change(self, version: int, source: Any) -> None:
+        self._updating = self._updating or asyncio.Lock()
+        async with self._updating:
+            if self._driver and not self._driver.done():
+                await asyncio.wait([self._driver])  # it ends when the active requests have
+            if self._failure:
+                raise EngineError(f"the engine has failed: {self._failure}") from self._failure
+            try:
+                load = asyncio.get_running_loop().run_in_executor(self._worker, self._load, source, self._decoder)
+                self._decoder = await load
+            except BaseException as error:
+                self._failure = error  # never go on with weights that are not those asked for
+                raise
+            self.version = version
+        if self._waiting:
+            self._wake()
+
+    # In the worker thread
+
+    def _load(self, source: Any, decoder: Decoder | None) -> Decoder:
+        """The decoder of these weights, ``decoder`` with others where it can be."""
+        with torch.inference_mode(), self._working():
+            model = source if hasattr(source, "parameters") else load_model(source)
+            if model.device != self._device or self._dtype not in (None, model.dtype):
+                model = copy.deepcopy(model).to(self._device, self._dtype)  # ``to`` alone would change the caller's
+            if decoder is None or not decoder.take(model):
+                decoder = make_decoder(model, max(self._batch, 2))
+            difference = verify(decoder, model)
+            if not difference <= PROBE_TOLERANCE.get(model.dtype, 0.05):
+                raise EngineError(f"the decoder's log-probabilities differ from the model's by {difference:.2e}")
+        self._kept.clear()
+        return decoder
+
+    def _working(self) -> Any:
+        return self._lease.working() if self._lease else nullcontext()
+
+    @torch.inference_mode()
+    def _work(self, joining: list[_Request]) -> list[tuple[_Request, Any]]:
+        """Lets ``joining`` into the batch and decodes until a request ends or the event loop interrupts."""
+        for row in reversed(range(len(self._active))):
+            if self._active[row].future.cancelled():
+                self._leave(row)
+        ended: list[tuple[_Request, Any]] = []
+        if joining:
+            logits = self._join(joining)
+            ended = self._sample(logits, len(self._active) - len(joining))
+        if not self._active or ended:
+            return ended
+        device = self._device
+        ids = torch.tensor([request.ids[-1] for request in self._active], device=device)
+        lengths = [len(request.prompt) + len(request.ids) for request in self._active]
+        positions, longest = torch.tensor(lengths, device=device) - 1, max(lengths) - 1
+        while not ended:
+            with self._working():
+                started = time.perf_counter()
+                ended = self._sample(self._decoder.step(ids, positions, longest), 0)
+                self.counts.seconds += time.perf_counter() - started
+                self.counts.steps += 1
+            if ended or self._interrupt:
+                break
+            ids = torch.tensor([request.ids[-1] for request in self._active], device=device)
+            positions += 1
+            longest += 1
+        return ended
+
+    def _join(self, joining: list[_Request]) -> Tensor:
+        """Computes the prompts into new rows; float32 logits [joining, vocab] behind each."""
+        leaders: dict[tuple[int, ...], int] = {}
+        twins: list[tuple[int, int, int]] = []  # source row, row, length
+        jobs: list[Job] = []
+        picks = []
+        for row, request in enumerate(joining, len(self._active)):
+            prompt = tuple(request.prompt)
+            if prompt in leaders:
+                twins.append((jobs[leaders[prompt]][0], row, len(prompt)))
+                self.counts.reused += len(prompt)
+            else:
+                leaders[prompt] = len(jobs)
+                start = self._restore(row, request.prompt)
+                jobs.append((row, start, request.prompt[start:]))
+                self.counts.reused += start
+                self.counts.prefilled += len(prompt) - start
+            picks.append(leaders[prompt])
+        parts = []
+        for chunk in _chunks(jobs, PREFILL_TOKENS[self._device.type]):
+            with self._working():
+                started = time.perf_counter()
+                parts.append(self._decoder.prefill(chunk))
+                self.counts.seconds += time.perf_counter() - started
+        logits = torch.cat(parts)
+        for source, row, length in twins:
+            self._decoder.copy(source, row, length)
+        self._active += joining
+        return logits[torch.tensor(picks, device=logits.device)]
+
+    def _restore(self, row: int, prompt: list[int]) -> int:
+        """Puts the longest kept prefix of the prompt into the row; returns its length (at least one token is left)."""
+        best, best_length = None, 0
+        wanted = np.array(prompt[:-1])
+        for index in reversed(range(len(self._kept))):
+            ids = self._kept[index][0]
+            common = min(len(ids), len(wanted))
+            differ = np.flatnonzero(ids[:common] != wanted[:common])
+            length = int(differ[0]) if len(differ) else common
+            if length > best_length and (self._decoder.partial or length == len(ids)):
+                best, best_length = index, length
+        if best is None:
+            return 0
+        ids, kept = self._kept[best]
+        self._decoder.restore(row, kept, best_length)
+        if best_length == len(ids):  # its own continuation, most likely
+            del self._kept[best]
+        return best_length
+
+    def _sample(self, logits: Tensor, first: int) -> list[tuple[_Request, Any]]:
+        """Draws the next token of the rows from ``first`` on; the requests that end leave the batch."""
+        requests = self._active[first:]
+        noise = torch.tensor([r.noise[len(r.ids)] for r in requests], dtype=torch.float64, device=logits.device)
+        temperatures = [r.params.temperature for r in requests]
+        ids, logprobs = draw(logits, noise, temperatures)
+        ended = []
+        for row, (request, token, logprob) in enumerate(zip(requests, ids, logprobs, strict=True), first):
+            request.ids.append(token)
+            request.logprobs.append(logprob)
+            if token in request.params.stop_ids:
+                ended.append((row, request, "stop"))
+            elif len(request.ids) == request.limit:
+                ended.append((row, request, "length"))
+        self.counts.sampled += len(requests)
+        for row, request, _ in reversed(ended):
+            self._keep(row, request)
+            self._leave(row)
+        return [(request, finish) for _, request, finish in ended]
+
+    def _keep(self, row: int, request: _Request) -> None:
+        ids = np.array(request.prompt + request.ids[:-1])  # the last token was drawn and not computed
+        self._kept.append((ids, self._decoder.keep(row, len(ids))))
+        while sum(len(ids) for ids, _ in self._kept) > KEPT_TOKENS_PER_ROW * self._batch:
+            del self._kept[0]
+
+    def _leave(self, row: int) -> None:
+        """Takes a request out of the batch; the last row moves into the hole."""
+        last = self._active.pop()
+        if row < len(self._active):
+            self._decoder.move(len(self._active), row, len(last.prompt) + len(last.ids))
+            self._active[row] = last
+
+
+def _settle(threads: int, device: torch.device) -> None:
+    """What is a thread's own."""
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _chunks(jobs: Sequence[Job], most: int) -> Iterator[Sequence[Job]]:
+    """Consecutive jobs of at most ``most`` tokens together, at least one job each."""
+    begin, tokens = 0, 0
+    for index, (_, _, ids) in enumerate(jobs):
+        if index > begin and tokens + len(ids) > most:
+            yield jobs[begin:index]
+            begin, tokens = index, 0
+        tokens += len(ids)
+    yield jobs[begin:]
+
+
+def uniforms(seed: int, position: int, count: int) -> np.ndarray:
+    """Float64 [count], uniform in [0, 1): entry i depends on (seed, position + i) alone (Philox, counter-based)."""
+    bits = np.random.Philox(key=seed % 2**64)
+    bits.advance(position // 4)  # one counter makes four numbers
+    return np.random.Generator(bits).random(position % 4 + count)[position % 4 :]
+
+
+def draw(logits: Tensor, noise: Tensor, temperatures: Sequence[float]) -> tuple[list[int], list[float]]:
+    """One token a row by inverting the cumulative distribution at ``noise`` -> ids and their log-probabilities.
+
+    logits float32 [n, vocab], noise float64 [n].  Temperature 0 takes the likeliest token; its log-probability is
+    that at temperature 1."""
+    if any(t != 1.0 for t in temperatures):
+        logits = logits / torch.tensor([t or 1.0 for t in temperatures], device=logits.device)[:, None]
+    probabilities = torch.softmax(logits, -1)
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    ids = torch.searchsorted(cumulative, noise[:, None] * cumulative[:, -1:], right=True)
+    ids = ids.clamp_(max=logits.shape[-1] - 1)
+    if 0.0 in temperatures:
+        greedy = torch.tensor([t == 0.0 for t in temperatures], device=logits.device)[:, None]
+        ids = torch.where(greedy, logits.argmax(-1, keepdim=True), ids)
+    return ids[:, 0].tolist(), probabilities.gather(-1, ids)[:, 0].log().tolist()

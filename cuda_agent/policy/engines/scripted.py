@@ -1,0 +1,69 @@
+"""ScriptedEngine: answers from a function instead of a model, for tests and drills of everything around an engine.
+
+Its log-probabilities are those of a given model (teacher forcing), or -1 for every token when there is none.
+Not here: sampling; the seed only reaches the function.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cuda_agent.policy.engines.engine import Completion, SamplingParams
+
+Answer = Callable[[list[int], int], str | Sequence[int]]  # prompt ids, seed
+
+
+class ScriptedEngine:
+    """``answer(prompt ids, seed)`` gives the turn: ids, or text, which ``tokenizer`` encodes and the first stop
+    id closes.  ``calls`` records the prompts in order; ``updates`` the (version, folder) served since."""
+
+    def __init__(self, answer: Answer, tokenizer: Any = None, model: Any = None, version: int = 0) -> None:
+        self.version = version
+        self.calls: list[list[int]] = []
+        self.updates: list[tuple[int, Any]] = []
+        self._answer = answer
+        self._tokenizer = tokenizer
+        self._model = model
+
+    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
+        prompt = list(prompt)
+        self.calls.append(prompt)
+        answer = self._answer(prompt, params.seed)
+        if isinstance(answer, str):
+            ids = [*self._tokenizer.encode(answer, add_special_tokens=False), *params.stop_ids[:1]]
+        else:
+            ids = list(answer)
+        ids = ids[: params.max_tokens]
+        stopped = bool(ids) and ids[-1] in params.stop_ids
+        return Completion(ids, self._logprobs(prompt, ids, params), self.version, "stop" if stopped else "length")
+
+    async def update(self, version: int, folder: str) -> None:
+        from cuda_agent.policy.model import load_model
+
+        if self._model is not None:
+            self._model = load_model(folder)
+        self._serve(version, folder)
+
+    async def update_from(self, model: Any, version: int) -> None:
+        if self._model is not None:
+            self._model = model
+        self._serve(version, model)
+
+    async def compute(self, job: Callable[[], Any]) -> Any:
+        return job()
+
+    async def close(self) -> None:
+        pass
+
+    def _serve(self, version: int, source: Any) -> None:
+        self.version = version
+        self.updates.append((version, source))
+
+    def _logprobs(self, prompt: list[int], ids: list[int], params: SamplingParams) -> list[float]:
+        if self._model is None:
+            return [-1.0] * len(ids)
+        import torch
+
+        with torch.inference_mode():
+            logits = self._model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+            logprobs = torch.log_softmax(logits.float() / (params.temperature or 1.0), -1)
+        return logprobs.gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()

@@ -1,0 +1,403 @@
+"""VllmEngine: the policy served by vLLM, one server or many, over HTTP.
+
+Prompts go out and completions come back as token ids, with the log-probabilities that the sampler used.  All turns of
+an episode go to one server, which keeps what it computed; a new episode goes to the one that got the fewest since the
+last change of weights.  The requests of a server that dies go to the others, and since a completion depends on weights,
+prompt and seed alone, up to rounding, nothing is lost.
+
+New weights come in between: requests under way finish on the old ones, new ones wait.  Then every server must prove
+that it serves what it was given: its log-probabilities of a fixed prompt and of tokens that it samples must be those of
+the trainer's model, and nearer to them than to those of the weights before, and its weights must have changed if the
+trainer's have.  If not, the engine fails for good.  Cached prefixes are salted with the version.
+
+Not here: one server's answers (``vllm_replica``), starting servers (``vllm_server``), the ways of the weights
+(``vllm_weights``), tokens as they come, top-p and its kin (they bias the training ratio), and bringing back a server of
+ours that died.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from cuda_agent.machine import gpus
+from cuda_agent.policy.engines.engine import Completion, EngineError, EngineLost, SamplingParams
+from cuda_agent.policy.engines.vllm_plugin import cache_bytes, digest
+from cuda_agent.policy.engines.vllm_pool import FIRST
+from cuda_agent.policy.engines.vllm_replica import HEALTH_SECONDS, Busy, Fault, Replica
+from cuda_agent.policy.engines.vllm_server import VllmServer
+from cuda_agent.policy.engines.vllm_weights import Broadcast, load_served, save_weights
+
+Sync = Literal["disk", "lora", "nccl"]
+SHARED = "CUDA_AGENT_ENGINE_FOLDER"  # where new weights are put for them: a folder that they can read
+
+TRIES = 3  # of one server with one request
+START_SECONDS = 1800.0  # for servers of a pool to load the first policy
+PAUSE_SECONDS = 0.25  # before the second try, twice that before the third; a busy server is asked for longer
+BUSY_TRIES = 40
+BUSY_SECONDS = 8.0  # the longest pause of these
+PROBE_TOKENS, PROBE_SAMPLED, PROBE_TEMPERATURE = 24, 16, 0.7
+PROBE_TOLERANCE = {"float32": 1e-4}  # mean difference of sampled tokens' log-probabilities; else:
+PROBE_TOLERANCE_LOW = 0.05  # bfloat16 and float16 against float32
+
+
+class VllmEngine:
+    """``replicas`` have been greeted.  ``policy`` is the folder of the weights that an adapter belongs to; new weights
+    are written below ``work``, which every server must be able to read."""
+
+    def __init__(
+        self, replicas: Sequence[Replica], policy: Path, work: Path, sync: Sync = "disk", threads: int = 2
+    ) -> None:
+        import torch
+
+        self.version = 0
+        self.context = min(replica.context for replica in replicas)  # most tokens of prompt and completion together
+        self._replicas = list(replicas)
+        self._policy, self._work, self._sync = policy, work, sync
+        self._salt = uuid.uuid4().hex  # of this engine's own: another's version 3 is not ours
+        self._adapter: str | None = None
+        self._last_words = ""  # of the server that was lost last
+        self._written: Path | None = None  # the weights served, where we wrote them
+        self._broadcast = Broadcast()
+        self._homes: dict[str, Replica] = {}
+        self._underway = 0
+        self._idle, self._open = asyncio.Event(), asyncio.Event()
+        self._idle.set()
+        self._open.set()
+        self._updating = asyncio.Lock()
+        self._failure: BaseException | None = None
+        self._old: tuple[str, list[float]] | None = None  # the trainer's digest and probe at the last change
+        self._worker = ThreadPoolExecutor(1, "training", initializer=torch.set_num_threads, initargs=(threads,))
+
+    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
+        """As ``LocalEngine.generate``.  ``EngineLost`` when no server is left."""
+        limit = min(params.max_tokens, self.context - len(prompt))
+        if not prompt or limit < 1:
+            raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
+        params = SamplingParams(limit, params.seed, params.temperature, params.stop_ids, params.key)
+        while not self._open.is_set():
+            await self._open.wait()
+        self._underway += 1
+        self._idle.clear()
+        try:
+            while True:
+                replica = self._home(params.key)
+                try:
+                    choice = await self._patiently(replica, prompt, params)
+                except Fault as error:
+                    self._bury(replica, error)
+                    continue
+                logprobs = [min(float(value), 0.0) for value in choice["logprobs"]["token_logprobs"]]
+                return Completion(choice["token_ids"], logprobs, self.version, choice["finish_reason"])
+        finally:
+            self._underway -= 1
+            if not self._underway:
+                self._idle.set()
+
+    async def update(self, version: int, folder: str) -> None:
+        """Serves the weights in ``folder`` (with ``sync`` lora: the adapter) as ``version``.  Requests under way finish
+        on the old ones first.  ``EngineError`` when a server serves anything else; the engine then serves no more."""
+        base = self._policy if self._sync == "lora" else None
+        model = await self.compute(lambda: load_served(Path(folder), base))
+        await self._change(version, model, Path(folder))
+
+    async def update_from(self, model: Any, version: int) -> None:
+        """The same from a model in this process, which must not be trained meanwhile."""
+        await self._change(version, model, None)
+
+    async def verify(self, model: Any) -> None:
+        """Raises ``EngineError`` unless every server serves the weights of ``model``."""
+        await self._each(lambda replica: self._prove(replica, model, []))
+        self._old = await self.compute(lambda: _fingerprint(model))
+
+    async def compute(self, job: Callable[[], Any]) -> Any:
+        """Runs ``job`` in the one thread of this process that computes."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, job)
+
+    async def close(self) -> None:
+        """Servers are left as they are, but for our adapter; those of ours end with ``open_vllm``."""
+        self._failure = self._failure or EngineError("the engine is closed")
+        if self._adapter:
+            for replica in self._replicas:
+                if replica.alive and replica.server is None:
+                    with contextlib.suppress(Fault, EngineError, TimeoutError):
+                        async with asyncio.timeout(HEALTH_SECONDS):
+                            await replica.ask("/v1/unload_lora_adapter", {"lora_name": self._adapter})
+        for replica in self._replicas:
+            await replica.close()
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    # Requests
+
+    def _home(self, key: str) -> Replica:
+        self._check()
+        alive = self._alive()
+        home = self._homes.get(key)
+        if home is None or not home.alive:
+            home = min(alive, key=lambda replica: replica.episodes)
+            home.episodes += 1
+            if key:
+                self._homes[key] = home
+        return home
+
+    def _check(self) -> None:
+        if self._failure:
+            kind = EngineLost if isinstance(self._failure, EngineLost) else EngineError
+            raise kind(f"the engine has failed: {self._failure}") from self._failure
+
+    def _alive(self) -> list[Replica]:
+        alive = [replica for replica in self._replicas if replica.alive]
+        if not alive:
+            raise EngineLost(f"none of {len(self._replicas)} vLLM servers is left: {self._last_words}")
+        return alive
+
+    def _bury(self, replica: Replica, error: Exception) -> None:
+        if replica.alive:
+            replica.alive = False
+            self._last_words = f"{replica.url}: {error}"
+            if replica.server is not None:
+                self._last_words += f"\n{replica.server.tail()}"
+
+    async def _patiently(self, replica: Replica, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
+        """Asks again what failed, unless the server is gone; a busy one for longer."""
+        faults = busy = 0
+        while True:
+            try:
+                model = self._adapter or replica.model
+                return await replica.complete(prompt, params, model, f"{self._salt}-{self.version}")
+            except Busy:
+                busy += 1
+                if busy == BUSY_TRIES:
+                    raise
+            except Fault:
+                faults += 1
+                if faults == TRIES or not await replica.healthy():
+                    raise
+            await asyncio.sleep(min(PAUSE_SECONDS * 2.0 ** (faults + busy - 1), BUSY_SECONDS))
+
+    # Weights
+
+    async def _change(self, version: int, model: Any, folder: Path | None) -> None:
+        async with self._updating:
+            self._check()
+            self._open.clear()
+            try:
+                await self._idle.wait()
+                await self._exchange(version, model, folder)
+            except BaseException as error:
+                self._failure = error  # never go on with weights that are not those asked for
+                raise
+            finally:
+                self._open.set()
+
+    async def _exchange(self, version: int, model: Any, folder: Path | None) -> None:
+        for replica in self._replicas:  # one that came back gets new weights with the rest
+            if not replica.alive and replica.server is None and await replica.healthy():
+                with contextlib.suppress(Fault):
+                    await replica.greet()
+                    replica.alive = True
+        written: Path | None = None
+        if folder is None and self._sync != "nccl":
+            folder = written = self._work / "weights" / f"{version}-{uuid.uuid4().hex[:8]}"
+            await self.compute(lambda: save_weights(model, folder, self._sync == "lora"))
+        before: dict[Replica, list[Any]] = {}
+
+        async def note(replica: Replica) -> None:
+            before[replica] = await replica.call("cuda_agent_weights")
+
+        await self._each(note)
+        await self._each(lambda replica: replica.ask("/pause?mode=wait", {}))
+        try:
+            await self._send(version, model, folder)
+        finally:
+            await self._each(lambda replica: replica.ask("/resume", {}))
+        self.version = version  # of the probe's salt, too
+        await self._each(lambda replica: self._prove(replica, model, before.get(replica, [])))
+        self._old = await self.compute(lambda: _fingerprint(model))
+        self._homes.clear()
+        for replica in self._replicas:
+            replica.episodes = 0
+        if self._written is not None:
+            shutil.rmtree(self._written, ignore_errors=True)
+        self._written = written
+
+    async def _send(self, version: int, model: Any, folder: Path | None) -> None:
+        if self._sync == "disk":
+            await self._each(lambda replica: replica.call("cuda_agent_load", folder=str(folder)))
+        elif self._sync == "nccl":
+            try:
+                await self._broadcast.send(self._alive(), model)
+            except Fault:  # whoever died took the group along; the others may still take part in a new one
+                for replica in self._alive():
+                    if not await replica.healthy():
+                        self._bury(replica, EngineError("lost while weights were broadcast"))
+                await self._broadcast.send(self._alive(), model)
+        else:
+            name = f"{self._salt}-{version}-{uuid.uuid4().hex[:8]}"
+
+            async def exchange(replica: Replica) -> None:
+                await replica.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+                for old in [model["id"] for model in (await replica.ask("/v1/models"))["data"]]:
+                    if old.startswith(self._salt) and old != name:
+                        await replica.ask("/v1/unload_lora_adapter", {"lora_name": old})
+
+            await self._each(exchange)
+            self._adapter = name
+
+    async def _prove(self, replica: Replica, model: Any, before: list[Any]) -> None:
+        """Raises ``EngineError`` unless the replica computes with the weights of ``model``."""
+        prompt = _probe_prompt(model)
+        params = SamplingParams(PROBE_SAMPLED, seed=1, temperature=PROBE_TEMPERATURE)
+        served_name = self._adapter or replica.model
+        choice = await replica.complete(prompt, params, served_name, uuid.uuid4().hex, prompt_logprobs=0)
+        ids = choice["token_ids"]
+        try:
+            entries = zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)
+            served = [float(entry[str(token)]["logprob"]) for entry, token in entries]
+        except (KeyError, TypeError, ValueError) as error:
+            raise Fault(f"no log-probabilities of the prompt: {type(error).__name__} {error}") from error
+        trainer, wanted = await self.compute(lambda: _fingerprint(model))
+        sampled = await self.compute(lambda: _logprobs(model, [*prompt, *ids], PROBE_TEMPERATURE)[-len(ids) :])
+        difference = _distance(choice["logprobs"]["token_logprobs"], sampled) / len(ids)
+        tolerance = PROBE_TOLERANCE.get(replica.dtype, PROBE_TOLERANCE_LOW)
+        if not difference <= tolerance:
+            raise EngineError(
+                f"{replica.url} does not serve the weights it was given: log-probabilities of its samples differ from "
+                f"the trainer's by {difference:.2e} on average (allowed: {tolerance})"
+            )
+        off = _distance(served, wanted)
+        if self._old is not None and self._old[0] != trainer:
+            moved = _distance(wanted, self._old[1])
+            if _distance(served, self._old[1]) < off and moved > 4 * replica.noise:
+                raise EngineError(f"{replica.url} still serves the weights before these: its probe is off by {off:.2e}")
+            if before and self._sync != "lora" and before == await replica.call("cuda_agent_weights"):
+                raise EngineError(f"{replica.url} has not changed its weights, and the trainer has")
+        replica.noise = off
+
+    async def _each(self, action: Callable[[Replica], Awaitable[Any]]) -> None:
+        """Does it with every living server.  One that fails is out, unless it was the last."""
+
+        async def one(replica: Replica) -> None:
+            try:
+                await action(replica)
+            except Fault as error:
+                self._bury(replica, error)
+
+        await asyncio.gather(*(one(replica) for replica in self._alive()))
+        self._alive()
+
+
+def _put_first(policy: Path, shared: Path) -> None:
+    """Gives servers that wait for it (``vllm_pool``) something to start with; what is there already stays."""
+    if (shared / FIRST).exists():
+        return
+    shared.mkdir(parents=True, exist_ok=True)
+    made = shared / f"{FIRST}-{uuid.uuid4().hex[:8]}"
+    shutil.copytree(policy, made)
+    try:
+        made.rename(shared / FIRST)
+    except OSError:  # another worker's was there first
+        shutil.rmtree(made)
+
+
+async def _answers(replica: Replica) -> None:
+    """Returns when the server is up, or has had the time for it."""
+    end = time.monotonic() + START_SECONDS
+    while not await replica.healthy() and time.monotonic() < end:
+        await asyncio.sleep(1.0)
+
+
+def _probe_prompt(model: Any) -> list[int]:
+    vocab = model.config.get_text_config().vocab_size
+    return [(7919 * i + 13) % vocab for i in range(PROBE_TOKENS)]
+
+
+def _fingerprint(model: Any) -> tuple[str, list[float]]:
+    """The digest of a model's weights, and its log-probabilities of the probe's prompt."""
+    return digest(model.named_parameters()), _logprobs(model, _probe_prompt(model), 1.0)
+
+
+def _logprobs(model: Any, ids: list[int], temperature: float) -> list[float]:
+    """Of every token but the first, by the model's own forward pass."""
+    import torch
+
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([ids], device=model.device)).logits[0, :-1].float()
+    finally:
+        model.train(training)
+    wanted = torch.tensor(ids[1:], device=logits.device)[:, None]
+    values: list[float] = torch.log_softmax(logits / temperature, -1).gather(-1, wanted)[:, 0].tolist()
+    return values
+
+
+def _distance(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+@asynccontextmanager
+async def open_vllm(
+    policy: Path,
+    model: Any,
+    work: Path,
+    *,
+    servers: Sequence[str] = (),
+    replicas: int = 1,
+    sync: Sync = "disk",
+    context: int,
+    batch: int = 32,
+    threads: int = 2,
+    memory: float = 0.9,
+    lease: Path | None = None,
+) -> AsyncIterator[VllmEngine]:
+    """An engine that serves the folder ``policy``, whose weights are those of ``model``: by ``replicas`` servers of our
+    own, or by running ones, whose weights are then replaced.  ``work``: where new weights are written.
+
+    Own servers are one a GPU, where there are GPUs, with the share ``memory`` of it; else they compute on the processor
+    in float32 with ``threads`` each, and pause under ``lease``."""
+    own: list[VllmServer] = []
+    found = [Replica(url) for url in servers]
+    engine: VllmEngine | None = None
+    try:
+        if not servers:
+            devices = gpus()
+            settings: dict[str, Any] = {"batch": batch, "threads": threads, "memory": memory, "lora": sync == "lora"}
+            shape = model.config.get_text_config()
+            context = min(context, getattr(shape, "max_position_embeddings", None) or context)
+            settings |= {"context": context, "cache": cache_bytes(shape, 2 * batch * context)}
+            for index in range(replicas):
+                device = devices - 1 - index % devices if devices else None  # the trainer is on the first
+                own.append(VllmServer(policy, **settings, lease=None if devices else lease, device=device))
+            found = [Replica(f"unix:{server.socket}", server) for server in own]
+            await asyncio.gather(*(server.ready() for server in own))
+        elif shared := os.environ.get(SHARED):
+            await asyncio.to_thread(_put_first, policy, Path(shared))
+            await asyncio.gather(*(_answers(replica) for replica in found))
+        try:
+            await asyncio.gather(*(replica.greet() for replica in found))
+        except Fault as error:
+            raise EngineLost(f"a vLLM server does not answer: {error}") from error
+        engine = VllmEngine(found, policy, Path(os.environ.get(SHARED, work)) if servers else work, sync, threads)
+        if servers and sync != "lora":
+            await engine.update_from(model, 0)
+        else:
+            await engine.verify(model)
+        yield engine
+    finally:
+        if engine is not None:
+            await engine.close()
+        else:
+            await asyncio.gather(*(replica.close() for replica in found))
+        for server in own:
+            server.process.terminate()
+        for server in own:
+            server.close()

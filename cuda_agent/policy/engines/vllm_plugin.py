@@ -1,0 +1,212 @@
+"""What runs inside vLLM's own processes: a plugin, and an extension of its workers.
+
+vLLM calls ``register`` in each process by the entry point ``vllm.general_plugins``, and mixes ``WeightSync`` into its
+workers (``--worker-extension-cls``); the engine calls its methods by ``/collective_rpc``.  The environment of the
+servers needs this package beside vLLM and nothing else of what it requires: nothing but ``torch`` is imported, and
+that late.  Run as a program it becomes a server (``vllm_server``); ``vllm_pool`` is another way to one.
+
+Not here: the engine's end of a transfer (``vllm_weights``), and adapters, which vLLM loads by itself.
+"""
+
+import ctypes
+import functools
+import hashlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+LEASE = "CUDA_AGENT_ENGINE_LEASE"  # folder of the timing lease, where a stopwatch runs on the same processor
+
+STEP_TOKENS = 4096  # of prompts that start together on a processor
+WHOLE = "CUDA_AGENT_ENGINE_WHOLE"  # set for servers of ours: their processes end with the one that was started
+TRANSFER_SECONDS = 600.0  # one tensor, at most
+PIECE = 1 << 24  # elements whose digest is computed at once: a server has little memory to spare
+
+
+def register() -> None:
+    """Makes a server's weights replaceable, and lets it step aside while a time is taken.  May be called repeatedly."""
+    if WHOLE in os.environ:
+        _end_with_parent()
+    from vllm.platforms import current_platform  # type: ignore[import-not-found, unused-ignore]
+
+    if current_platform.is_cpu():
+        _keep_plain_weights()
+    if folder := os.environ.get(LEASE):
+        _work_under_lease(Path(folder))
+
+
+def _end_with_parent() -> None:
+    """vLLM's engine and workers outlive a server that is killed, and keep its memory."""
+    if parent := multiprocessing.parent_process():
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent.pid:
+            os._exit(1)
+
+
+def _keep_plain_weights() -> None:
+    """On a CPU vLLM multiplies with packed copies of the weights, which a reload does not reach: it would go on with
+    the old ones and say nothing.  Without the packing it uses PyTorch's operators on the weights themselves."""
+    from vllm import _custom_ops  # type: ignore[import-not-found, unused-ignore]
+    from vllm.model_executor.layers import utils  # type: ignore[import-not-found, unused-ignore]
+
+    _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+
+def _work_under_lease(folder: Path) -> None:
+    """Every step of a worker holds the lease as a step of the in-process engine does."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase  # type: ignore[import-not-found, unused-ignore]
+
+    from cuda_agent.lease import Lease
+
+    plain = WorkerWrapperBase.execute_model
+    if hasattr(plain, "__wrapped__"):
+        return
+    lease = functools.cache(lambda: Lease(folder))  # made in the worker's process, at its first step
+
+    @functools.wraps(plain)
+    def leased(self: Any, scheduled: Any) -> Any:
+        with lease().working():
+            return plain(self, scheduled)
+
+    WorkerWrapperBase.execute_model = leased
+
+
+class WeightSync:
+    """Methods of every worker.  They answer with dicts, which pass through vLLM's HTTP interface as they are."""
+
+    model_runner: Any
+    device: Any
+    _cuda_agent_group: Any = None
+
+    def cuda_agent_weights(self) -> dict[str, str]:
+        """What this worker computes with: a digest that changes with any weight, the element type, the device."""
+        parameters = dict(self.model_runner.get_model().named_parameters())
+        dtype = str(self.model_runner.model_config.dtype).removeprefix("torch.")
+        return {"digest": digest(parameters.items()), "dtype": dtype, "device": self.device.type}
+
+    def cuda_agent_load(self, folder: str) -> dict[str, str]:
+        """Takes the weights of a Hugging Face folder, which this worker must be able to read."""
+        self.model_runner.reload_weights(weights_path=folder)
+        return self.cuda_agent_weights()
+
+    def cuda_agent_join(self, host: str, port: int, rank: int, size: int) -> dict[str, str]:
+        """Enters the group in which weights are broadcast; ``rank`` is that of this server's first worker."""
+        from vllm.distributed import get_world_group  # type: ignore[import-not-found, unused-ignore]
+
+        store = transfer_store(host, port, size, False)
+        rank += get_world_group().rank
+        self._cuda_agent_group = transfer_group(store, host, rank, size, self.device.type)
+        return {}
+
+    def cuda_agent_receive(self, tensors: list[list[Any]]) -> dict[str, str]:
+        """Takes broadcast weights; ``tensors``: name, element type and shape of each, in the order of sending."""
+        self.model_runner.reload_weights(weights_iterator=self._received(tensors))
+        return self.cuda_agent_weights()
+
+    def _received(self, tensors: list[list[Any]]) -> Iterator[tuple[str, Any]]:
+        import torch
+
+        for name, dtype, shape in tensors:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            self._cuda_agent_group.broadcast([tensor]).wait()
+            yield name, tensor
+
+
+def transfer_store(host: str, port: int, size: int, master: bool) -> Any:
+    """Where the members of a group find each other; the trainer is the master.  Port 0: any that is free."""
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=TRANSFER_SECONDS)
+    return dist.TCPStore(host, port, size, master, timeout=limit, wait_for_workers=False)
+
+
+def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> Any:
+    """A process group beside any other that the process has: NCCL between GPUs, Gloo between CPUs.  Returns when all
+    ``size`` members are there."""
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=TRANSFER_SECONDS)
+    store = dist.PrefixStore("cuda-agent-weights", store)
+    if device == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout = limit
+    here = {"hostname": host} if host == "127.0.0.1" else {}  # elsewhere: the machine's own name
+    gloo._devices = [dist.ProcessGroupGloo.create_device(**here)]
+    return dist.ProcessGroupGloo(store, rank, size, gloo)
+
+
+def digest(parameters: Iterable[tuple[str, Any]]) -> str:
+    """Changes when any weight does: over the names of all tensors, the sums of their bits read as integers, and those
+    of the products of neighbours.  Such sums are exact, and so the same on every processor."""
+    import torch
+
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+    def sums(tensor: Any) -> tuple[int, int]:
+        bits = tensor.detach().contiguous().view(integers[tensor.element_size()]).flatten()
+        products = 0
+        for piece in bits.split(PIECE):
+            mixed = piece ^ (piece >> 4 * tensor.element_size())  # round numbers end in zeros; products would keep them
+            products += int((mixed[1:] * mixed[:-1]).sum(dtype=torch.int64))
+        return int(bits.sum(dtype=torch.int64)), products
+
+    text = "".join(f"{name} {sums(tensor)}\n" for name, tensor in sorted(parameters, key=lambda p: p[0]))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def served(
+    policy: Path, name: str, context: int, batch: int, *, memory: float | None, cache: int, rank: int | None
+) -> list[str]:
+    """What vLLM's server is told, but for where it listens.  ``name``: under which it serves the folder ``policy``.
+    ``memory``: share of a GPU's; none: it computes on the processor, with ``cache`` bytes for keys and values.
+    ``rank``: of the largest adapter that it may be given."""
+    command = ["--model", str(policy), "--served-model-name", name]
+    command += ["--max-model-len", str(context), "--max-num-seqs", str(batch)]
+    command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    command += ["--worker-extension-cls", "cuda_agent.policy.engines.vllm_plugin.WeightSync"]
+    command += ["--uvicorn-log-level", "warning"]
+    if memory is not None:
+        command += ["--gpu-memory-utilization", str(memory)]
+    else:  # compiling takes longer there than it saves
+        command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(cache)]
+        # A prompt in pieces would have vLLM wind back the request's random numbers, and it dies: PyTorch cannot do
+        # that on a processor.
+        command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, STEP_TOKENS))]
+    return command if rank is None else [*command, "--enable-lora", "--max-lora-rank", str(rank)]
+
+
+def cache_bytes(shape: Any, tokens: int) -> int:
+    """Keys and values of ``tokens`` in float32, rounded up to what a small model's server starts with.  ``shape``: a
+    model's configuration."""
+    head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    return max(64 << 20, int(2 * 4 * tokens * shape.num_hidden_layers * heads * head))
+
+
+def on_processor(environment: dict[str, str], lib: Path, threads: int) -> dict[str, str]:
+    """The environment of a server that computes with ``threads`` of the processor; ``lib``: the folder of that name in
+    vLLM's virtual environment."""
+    made = environment | {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    made.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would overrule what ``served`` says
+    openmp = lib / "libiomp5.so"  # which vLLM's operators are linked to
+    return made | {"LD_PRELOAD": str(openmp)} if openmp.exists() else made
+
+
+def _serve(parent: int, arguments: list[str]) -> None:
+    """Asks for a signal at the parent's end, then becomes vLLM's server."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() == parent:
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *arguments])
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), sys.argv[2:])

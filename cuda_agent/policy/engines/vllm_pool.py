@@ -1,0 +1,66 @@
+"""A vLLM server of a run's pool on a cluster: it waits for the run's first policy, then becomes vLLM's server.
+
+    python3 -P -m cuda_agent.policy.engines.vllm_pool FOLDER --context 4096 --batch 32 ...
+
+A pool stands before the run has a policy.  The first stage that wants an engine puts one into ``FOLDER/policy``, whole
+or not at all, and gives the server the weights that it is to serve, as every later stage does.  Each start has a name
+of its own for what it serves: a server that was started again refuses the requests of before, and does not answer them
+by the weights of its start.
+
+Like ``vllm_plugin`` it imports nothing of what the package requires.  Not here: replacing weights, and where they come
+from (``vllm``); the pool's walls (``pipeline.engines``).
+"""
+
+import argparse
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from cuda_agent.policy.engines.vllm_plugin import cache_bytes, on_processor, served
+
+FIRST = "policy"  # the folder in the shared one that a server starts with
+
+
+def command(policy: Path, port: int, context: int, batch: int, memory: float, gpus: int) -> list[str]:
+    """What follows the interpreter: vLLM's server for the policy in this folder, on ``gpus`` GPUs; 0: the processor."""
+    shape = SimpleNamespace(**json.loads((policy / "config.json").read_text()))
+    context = min(context, getattr(shape, "max_position_embeddings", None) or context)
+    share = memory if gpus else None
+    cache = cache_bytes(shape, 2 * batch * context)
+    name = f"policy-{secrets.token_hex(6)}"
+    line = ["-P", "-m", "vllm.entrypoints.openai.api_server", "--host", "0.0.0.0", "--port", str(port)]
+    line += served(policy, name, context, batch, memory=share, cache=cache, rank=None)
+    return [*line, "--tensor-parallel-size", str(gpus)] if gpus > 1 else line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--context", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--memory", type=float, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # the first process of a container has no default
+    policy = given.folder / FIRST
+    print(f"waiting for {policy}", flush=True)
+    while not policy.is_dir():
+        time.sleep(1.0)
+    import torch
+
+    gpus = torch.cuda.device_count()
+    line = [sys.executable, *command(policy, given.port, given.context, given.batch, given.memory, gpus)]
+    environment = dict(os.environ)
+    if not gpus:  # where PyTorch lies says where vLLM's environment is: the interpreter may be another's
+        environment = on_processor(environment, Path(torch.__file__).parents[3], given.threads)
+    os.execve(line[0], line, environment)
+
+
+if __name__ == "__main__":
+    main()

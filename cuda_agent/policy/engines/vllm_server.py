@@ -1,0 +1,147 @@
+"""A vLLM server that this process starts, on this machine, and that ends with it.
+
+It listens on a Unix socket in a folder of ours: the interface that replaces weights has no password of its own, and
+must not be an open port.  vLLM brings a PyTorch of its own choice, so it may live in another environment, whose
+interpreter the variable ``CUDA_AGENT_VLLM_PYTHON`` names; it need not have this package, which is put before it.
+
+Not here: servers that others start (``vllm.connect`` takes their addresses), several GPUs for one server.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import httpx
+
+import cuda_agent
+from cuda_agent.config import SERVED_RANK
+from cuda_agent.errors import PolicyError
+from cuda_agent.policy.engines.engine import EngineLost
+from cuda_agent.policy.engines.vllm_plugin import LEASE, WHOLE, on_processor, served
+
+PYTHON = "CUDA_AGENT_VLLM_PYTHON"
+NAME = "policy"  # under which it serves the weights
+_START_SECONDS = 900.0
+_STOP_SECONDS = 20.0
+_ENTRY_POINT = "[vllm.general_plugins]\ncuda_agent = cuda_agent.policy.engines.vllm_plugin:register\n"
+
+
+class VllmServer:
+    """Make it in a thread that lives as long as it shall, the main one: the kernel ends it with that thread.
+
+    ``policy``: the Hugging Face folder to serve.  ``device``: which GPU; none: the processor.  ``memory``: share of
+    that GPU's memory; ``cache``: bytes for keys and values on a processor.  ``lease``: folder of the timing lease, to
+    pause under it.  Raises ``PolicyError`` where vLLM is not installed."""
+
+    def __init__(
+        self,
+        policy: Path,
+        *,
+        context: int,
+        batch: int,
+        threads: int = 2,
+        memory: float = 0.9,
+        cache: int = 64 << 20,
+        lora: bool = False,
+        lease: Path | None = None,
+        device: int | None = None,
+    ) -> None:
+        self.python = interpreter()
+        self._folder = Path(tempfile.mkdtemp(prefix="vllm-"))  # 0700; a socket's path must be short
+        self.socket = self._folder / "socket"
+        self.log = self._folder / "log"
+        command = [self.python, "-P", "-m", "cuda_agent.policy.engines.vllm_plugin", str(os.getpid())]
+        command += ["--uds", str(self.socket)]
+        share, rank = memory if device is not None else None, SERVED_RANK if lora else None
+        command += served(policy, NAME, context, batch, memory=share, cache=cache, rank=rank)
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(threads, lora, lease, device),
+            )
+
+    def _environment(self, threads: int, lora: bool, lease: Path | None, device: int | None) -> dict[str, str]:
+        """This process's own, without what leads Python to this process's packages."""
+        package = self._folder / "package"
+        (package / "cuda_agent_plugin-0.dist-info").mkdir(parents=True)
+        (package / "cuda_agent_plugin-0.dist-info" / "METADATA").write_text("Name: cuda-agent-plugin\nVersion: 0\n")
+        (package / "cuda_agent_plugin-0.dist-info" / "entry_points.txt").write_text(_ENTRY_POINT)
+        (package / "cuda_agent").symlink_to(Path(cuda_agent.__file__).parent.resolve())
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        environment |= {
+            "PYTHONPATH": str(package),
+            WHOLE: "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if lora:
+            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        if lease is not None:
+            environment[LEASE] = str(lease)
+        if device is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = _visible(device)
+        else:
+            environment = on_processor(environment, Path(self.python).parent.parent / "lib", threads)
+        return environment
+
+    async def ready(self) -> None:
+        """Returns when it answers.  ``EngineLost`` with the end of its log when it has ended, or takes too long."""
+        transport = httpx.AsyncHTTPTransport(uds=str(self.socket))
+        async with httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=5.0) as client:
+            for _ in range(int(_START_SECONDS / 0.25)):
+                if self.process.poll() is not None:
+                    raise EngineLost(f"vLLM ended with code {self.process.returncode} at its start:\n{self.tail()}")
+                try:
+                    if (await client.get("/health")).status_code == 200:
+                        return
+                except httpx.HTTPError:
+                    pass
+                await asyncio.sleep(0.25)
+        raise EngineLost(f"vLLM did not answer within {_START_SECONDS:.0f} s:\n{self.tail()}")
+
+    def tail(self, lines: int = 25) -> str:
+        """The last lines that it wrote."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def close(self) -> None:
+        """Ends it and removes its folder."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def interpreter() -> str:
+    """The Python that has vLLM.  ``PolicyError`` says what to do where none has."""
+    python = os.environ.get(PYTHON, sys.executable)
+    search = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    try:
+        found = subprocess.run([python, "-c", search], env=clean, capture_output=True).returncode == 0
+    except OSError as error:
+        raise PolicyError(f"{PYTHON}={python} cannot be run: {error}") from error
+    if not found:
+        raise PolicyError(
+            f"policy.engine=vllm, and {python} has no vLLM: install it (docs/engines.md), or name the interpreter of "
+            f"an environment that has it in {PYTHON}, or running servers in policy.vllm.servers"
+        )
+    return python
+
+
+def _visible(device: int) -> str:
+    """The ``device``-th of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names it."""
+    mine = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return mine.split(",")[device] if mine else str(device)

@@ -1,0 +1,131 @@
+"""How new weights reach vLLM: by a folder on disk, by a LoRA adapter, or broadcast.
+
+Each way is one function of the replicas and what they shall serve; pausing, deaths and verification are ``vllm``'s.
+Broadcast takes NCCL between GPUs and Gloo between CPUs, in a process group of its own beside any other.
+
+Not here: what the workers do with them (``vllm_plugin``), and trainers of several processes, whose weights must be
+gathered before they are sent.
+"""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from cuda_agent.errors import PolicyError
+from cuda_agent.policy.engines.broadcast import address_towards, send
+from cuda_agent.policy.engines.engine import EngineError
+from cuda_agent.policy.engines.vllm_plugin import TRANSFER_SECONDS, transfer_group, transfer_store
+from cuda_agent.policy.lora import adapters, merge_adapter, merged_parameters, save_adapter, save_merged
+from cuda_agent.policy.model import load_model
+
+
+class Worker(Protocol):
+    """A server, as a transfer sees it."""
+
+    url: str
+    workers: int  # processes that hold weights
+    dtype: str
+    device: str
+
+    async def call(self, method: str, **arguments: Any) -> list[Any]:
+        """Calls a method in each worker and returns their answers."""
+        ...
+
+
+class Broadcast:
+    """The trainer's end.  The group lasts as long as its members do."""
+
+    def __init__(self) -> None:
+        self._group: Any = None
+        self._members: list[Worker] = []
+
+    async def send(self, replicas: Sequence[Worker], model: Any) -> None:
+        """Gives the model's parameters to all ``replicas``.  A failure of any is everyone's: it ends the group, and the
+        next call makes another."""
+        device = model.device.type
+        if others := sorted({replica.device for replica in replicas} - {device}):
+            raise EngineError(
+                f"a model on {device} cannot be broadcast to servers on {', '.join(others)}: sync=disk can"
+            )
+        try:
+            if self._members != list(replicas):
+                await self._join(replicas, device)
+            parameters = list(merged_parameters(model))
+            dtype = replicas[0].dtype
+            tensors = [[name, dtype, list(tensor.shape)] for name, tensor in parameters]
+            await _together(
+                lambda: send(self._group, parameters, str(model.device), dtype),
+                [replica.call("cuda_agent_receive", tensors=tensors) for replica in replicas],
+            )
+        except BaseException:
+            self._group, self._members = None, []
+            raise
+
+    async def _join(self, replicas: Sequence[Worker], device: str) -> None:
+        size = 1 + sum(replica.workers for replica in replicas)
+        host = address_towards(urlsplit(replica.url).hostname for replica in replicas)
+        store = transfer_store(host, 0, size, True)
+        group: list[Any] = []
+        calls, rank = [], 1
+        for replica in replicas:
+            calls.append(replica.call("cuda_agent_join", host=host, port=store.port, rank=rank, size=size))
+            rank += replica.workers
+        await _together(lambda: group.append(transfer_group(store, host, 0, size, device)), calls)
+        self._group, self._members = group[0], list(replicas)
+
+
+async def _together(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) -> None:
+    """Runs the collective ``work`` in a thread beside the calls that make the others take part.  When a call fails the
+    collective may never end: the thread is then left behind."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result(None) if error is None else done.set_exception(
+                EngineError(f"weights could not be broadcast: {error}")
+            )
+
+    def run() -> None:
+        error: BaseException | None = None
+        try:
+            work()
+        except BaseException as caught:
+            error = caught
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, error)
+
+    threading.Thread(target=run, name="broadcast", daemon=True).start()
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        async with asyncio.timeout(TRANSFER_SECONDS):
+            await asyncio.gather(*tasks)
+            await done
+    except TimeoutError:
+        raise EngineError(f"weights were not broadcast within {TRANSFER_SECONDS:.0f} s") from None
+    finally:
+        for task in tasks:
+            task.cancel()
+        done.cancel()
+
+
+def save_weights(model: Any, folder: Path, adapter: bool) -> None:
+    """Writes what ``disk`` or ``lora`` loads.  ``PolicyError`` where a model has no adapter."""
+    if not adapter:
+        save_merged(model, folder)
+    elif not adapters(model):
+        raise PolicyError("policy.vllm.sync=lora serves adapters, and what is trained has none: set lora.rank")
+    else:
+        save_adapter(model, folder)
+
+
+def load_served(folder: Path, base: Path | None) -> Any:
+    """The model of a folder; of an adapter's folder, the model ``base`` with the adapter merged in."""
+    if base is None:
+        return load_model(folder)
+    model = load_model(base)
+    merge_adapter(model, folder)
+    return model

@@ -1,0 +1,125 @@
+"""PPO: the loop of ``warmup`` and ``agentic``, the same wherever episodes are played and learnt from.
+
+Not covered: the update itself (``training.recipes``) and the runtimes (``runtime``, ``ray.runtime``).
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from functools import partial
+from typing import Any
+
+from cuda_agent.config import Ppo
+from cuda_agent.context import StageContext
+from cuda_agent.errors import TryAgain
+from cuda_agent.policy.episode import Episode
+from cuda_agent.rl.rollouts import Kind, draw
+from cuda_agent.rl.runtime import LearnerLost, MakeCritic, Played, Result, Runtime, open_local
+from cuda_agent.tasks.io import read_tasks
+from cuda_agent.training.critic import Critic
+
+LOSSES = 3  # of the trainer in one step, until the stage gives up
+
+
+def _open_runtime(
+    ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
+) -> AbstractAsyncContextManager[Runtime]:
+    if ctx.config.runtime == "local":
+        return open_local(ctx, settings, kind, make_critic)
+    from cuda_agent.rl.ray.runtime import open_ray_runtime  # Ray is an optional package
+
+    return open_ray_runtime(ctx, settings, kind, make_critic)
+
+
+async def improve(ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic) -> tuple[Any, Any, Critic]:
+    """PPO: play a batch, learn from it, serve what was learnt; checkpointed after every step.
+
+    Returns (model, tokenizer, critic)."""
+    config = ctx.config
+    staleness = config.ray.staleness if config.runtime == "ray" else 0
+    tasks = [task for task in read_tasks(ctx.inputs["tasks"]) if task.split == "train"]
+    async with _open_runtime(ctx, settings, kind, make_critic) as runtime:
+
+        async def play(step: int) -> Played:
+            return await runtime.play(step, draw(tasks, settings.batch // settings.samples, config.seed, step))
+
+        async def learn(step: int, played: Played, began: float) -> None:
+            episodes = [episode for episode in played.episodes if oldest(episode) >= step - staleness]
+            metrics = await runtime.learn(step, episodes) | played.metrics
+            metrics["stale"] = float(len(played.episodes) - len(episodes))
+            await runtime.serve(step + 1)
+            sampled = sum(sum(episode.mask) for episode in episodes)
+            rates = {
+                "rollout_seconds": played.seconds,
+                "step_seconds": time.monotonic() - began,
+                "sampled_tokens_per_second": sampled / played.seconds,
+                "episodes_per_second": len(episodes) / played.seconds,
+            }
+            ctx.tracker.log(step, metrics | {"token_age": mean_age(episodes, step)} | rates)
+            ctx.tracker.progress(step + 1, settings.steps, reward=metrics.get("reward", 0.0))
+            await runtime.save(step + 1)
+
+        start = await runtime.restore()
+        await runtime.serve(start)
+        began = time.monotonic()
+        async with aclosing(played_ahead(play, range(start, settings.steps), staleness)) as batches:
+            async for step, played in batches:
+                await _in_spite_of_losses(ctx, runtime, step, partial(learn, step, played, began))
+                began = time.monotonic()
+                if ctx.should_stop() and step + 1 < settings.steps:
+                    raise TryAgain(f"stopped after step {step + 1} of {settings.steps}")
+        return await _in_spite_of_losses(ctx, runtime, settings.steps, runtime.result)
+
+
+async def played_ahead(
+    play: Callable[[int], Awaitable[Played]], steps: range, staleness: int
+) -> AsyncGenerator[tuple[int, Played], None]:
+    """(step, what was played for it) in order.  While the caller learns from one, the next ``staleness`` are played,
+    one after the other; none of them begins before the caller has learnt from the step that is that far back."""
+    under_way: deque[asyncio.Task[Played]] = deque()
+
+    async def play_after(before: asyncio.Task[Played] | None, step: int) -> Played:
+        if before is not None:
+            await asyncio.wait([before])
+        return await play(step)
+
+    try:
+        for step in steps:
+            for later in steps[step - steps.start + len(under_way) : step - steps.start + staleness + 1]:
+                before = under_way[-1] if under_way else None
+                under_way.append(asyncio.create_task(play_after(before, later)))
+            yield step, await under_way.popleft()
+    finally:
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+
+
+async def _in_spite_of_losses(
+    ctx: StageContext, runtime: Runtime, step: int, job: Callable[[], Awaitable[Result]]
+) -> Result:
+    """``job``, which begins where checkpoint ``step`` ends, and once more from there when the trainer is lost."""
+    for attempt in range(LOSSES):
+        try:
+            if attempt and (found := await runtime.restore()) != step:
+                raise TryAgain(f"the newest sound checkpoint is of step {found}, and step {step} is under way")
+            return await job()
+        except LearnerLost as lost:
+            ctx.tracker.note(f"step {step}: {lost}")
+    raise TryAgain(f"the trainer was lost {LOSSES} times in step {step}")
+
+
+def oldest(episode: Episode) -> float:
+    """The first version of the weights that sampled a token of it."""
+    return min(
+        (version for version, mask in zip(episode.versions, episode.mask, strict=True) if mask), default=math.inf
+    )
+
+
+def mean_age(episodes: Sequence[Episode], step: int) -> float:
+    """In steps, over all sampled tokens."""
+    ages = [step - v for e in episodes for v, mask in zip(e.versions, e.mask, strict=True) if mask]
+    return sum(ages) / max(len(ages), 1)

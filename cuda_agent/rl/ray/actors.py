@@ -1,0 +1,253 @@
+"""What runs in Ray's actors: a rollout worker, which plays episodes with an engine and a sandbox of its own, the
+trainer, and the ranks of one of the machines that it is spread over.  Plain classes, of which
+``ray_players`` and ``ray_trainer`` make actors.
+
+What they are given and give back travels as bytes, lines and arrays, so they need no folder in common with the stage:
+inputs as {path: bytes}, checkpoints part by part, episodes in their wire form, weights as {name: array}, or broadcast,
+with a digest that must hold after they were loaded.
+"""
+
+import asyncio
+import ctypes
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from cuda_agent.config import Ppo
+from cuda_agent.context import Site
+from cuda_agent.errors import BadConfiguration
+from cuda_agent.machine import gpus
+from cuda_agent.policy.engines.broadcast import Form, Member, Weights, forms_of, load_weights, place, weights_of
+from cuda_agent.policy.engines.vllm_plugin import digest
+from cuda_agent.policy.episode import from_line, to_line
+from cuda_agent.policy.lora import merged_parameters
+from cuda_agent.policy.model import load_model
+from cuda_agent.rl.ray.ranks import SpreadRanks
+from cuda_agent.rl.ray.transfer import Files, Part, keep, parts, unpack
+from cuda_agent.rl.rollouts import Budget, Job, Kind, Rollouts, open_rollouts
+from cuda_agent.rl.runtime import Learner
+from cuda_agent.rl.trainers import shared_training
+from cuda_agent.sandbox.jail.scratch import make_folder, remove
+from cuda_agent.training.ranks import Ranks
+
+
+class RolloutWorker:
+    """Plays episodes.  ``site`` knows the stage's cache, which is used where this machine has the place for it; folders
+    of ``inputs`` are unpacked here."""
+
+    def __init__(self, site: Site, budget: Budget, inputs: Mapping[str, Files]) -> None:
+        _end_with_parent()
+        self._stack = AsyncExitStack()
+        self._site = _settle(site, inputs, self._stack)
+        self._budget = budget
+        self._rollouts: Rollouts | None = None
+        self._playing: dict[int, asyncio.Task[Any]] = {}
+        self._member: Member | None = None
+        self._received: Weights | None = None  # and not served yet
+
+    async def open(self) -> int:
+        """Opens engine and sandbox; the process id."""
+        self._rollouts = await self._stack.enter_async_context(
+            open_rollouts(self._site, self._site.inputs["policy"], self._budget)
+        )
+        return os.getpid()
+
+    async def play(self, jobs: Sequence[Job], kind: Kind) -> AsyncIterator[str]:
+        """The episodes of ``jobs`` as they finish, until ``stop``."""
+        assert self._rollouts is not None, "open comes first"
+        finished: asyncio.Queue[str | None] = asyncio.Queue()
+        playing = asyncio.create_task(
+            self._rollouts.play(jobs, kind, lambda episode: finished.put_nowait(to_line(episode)))
+        )
+        playing.add_done_callback(lambda task: finished.put_nowait(None))
+        self._playing[id(playing)] = playing
+        try:
+            while (line := await finished.get()) is not None:
+                yield line
+            if not playing.cancelled():
+                playing.result()  # what went wrong
+        finally:
+            playing.cancel()
+            del self._playing[id(playing)]
+
+    async def stop(self) -> None:
+        """Ends all that is being played."""
+        for playing in self._playing.values():
+            playing.cancel()
+
+    def place(self) -> str:
+        assert self._rollouts is not None, "open comes first"
+        return place(self._rollouts.model.device)
+
+    async def join(self, host: str, port: int, rank: int, size: int, device: str) -> None:
+        """Takes part in broadcasts from now on.  ``TransferError``, as from ``receive``."""
+        if self._member is not None:
+            self._member.leave()
+        self._member = await asyncio.to_thread(Member, host, port, rank, size, device)
+
+    async def receive(self, forms: Sequence[Form]) -> None:
+        """Takes weights that are broadcast, beside those that it plays with."""
+        assert self._member is not None, "join comes first"
+        self._received = await asyncio.to_thread(self._member.receive, forms)
+
+    async def serve(self, version: int, weights: Weights | None, expected: str) -> None:
+        """Plays with these weights, or with those that it received, from now on; turns under way finish on the old
+        ones.  ``EngineError`` when the model that was made of them has another digest than the trainer's."""
+        assert self._rollouts is not None, "open comes first"
+        rollouts = self._rollouts
+        given, self._received = weights or self._received, None
+        assert given is not None, "receive comes first"
+        await rollouts.engine.compute(lambda: load_weights(rollouts.model, given, expected))
+        await rollouts.engine.update_from(rollouts.model, version)
+
+    async def close(self) -> None:
+        await self.stop()
+        await self._stack.aclose()
+
+
+class Trainer:
+    """Learns.  ``make_critic`` is given the unpacked ``inputs``; ``hosts``: the ``RankHost``s that it leads; none
+    where its ranks are on its own machine."""
+
+    def __init__(self, site: Site, settings: Ppo, inputs: Mapping[str, Files], make_critic: Any, hosts: Any) -> None:
+        _end_with_parent()
+        self._stack = ExitStack()
+        self._site = _settle(site, inputs, self._stack)
+        self._settings, self._make_critic, self._hosts = settings, make_critic, hosts
+        self._coming = self._site.work / "checkpoint"
+        self._learner: Any = None
+        self._member: Member | None = None
+
+    def open(self) -> None:
+        if self._hosts:
+            site = replace(self._site, ranks=SpreadRanks(self._hosts, self._site))
+        else:
+            site = self._stack.enter_context(shared_training(self._site))
+        self._learner = Learner(site, self._settings, load_model(site.inputs["policy"]), self._make_critic(site.inputs))
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def update(self, step: int, lines: Sequence[str]) -> dict[str, float]:
+        metrics: dict[str, float] = self._learner.update(step, [from_line(line) for line in lines])
+        return metrics
+
+    def weights(self, expected: str | None = None) -> Weights | None:
+        """Nothing when their digest is not the ``expected``: it has learnt since."""
+        model = self._learner.actor.model
+        if expected is not None and digest(merged_parameters(model)) != expected:
+            return None
+        return weights_of(model)
+
+    def digest(self) -> str:
+        return digest(merged_parameters(self._learner.actor.model))
+
+    def forms(self) -> list[Form]:
+        return forms_of(self._learner.actor.model)
+
+    def place(self) -> str:
+        """Where its weights can be sent from: they are brought to its GPU, where it has one."""
+        import torch
+
+        return place(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def join(self, host: str, port: int, rank: int, size: int, device: str) -> None:
+        """As a rollout worker's.  It sends."""
+        if self._member is not None:
+            self._member.leave()
+        self._member = Member(host, port, rank, size, device)
+
+    def send(self) -> None:
+        assert self._member is not None, "join comes first"
+        self._member.send(merged_parameters(self._learner.actor.model))
+
+    def critic(self) -> Weights:
+        return weights_of(self._learner.critic.model)
+
+    def save(self) -> Iterator[Part]:
+        with TemporaryDirectory(dir=self._coming.parent) as folder:
+            self._learner.save(Path(folder))
+            yield from parts(Path(folder))
+
+    def keep(self, part: Part) -> None:
+        """Of the checkpoint that is going to be loaded."""
+        keep(part, self._coming)
+
+    def load(self) -> None:
+        try:
+            self._learner.load(self._coming)
+        finally:
+            shutil.rmtree(self._coming, ignore_errors=True)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class RankHost:
+    """The ranks of one machine, for whoever leads those of all; see ``training.ranks.Ranks``."""
+
+    def __init__(self) -> None:
+        _end_with_parent()
+        self._home = make_folder("actor")
+        self._home.chmod(0o700)
+        self._coming, self._going = self._home / "coming", self._home / "going"
+        self._ranks: Any = None
+
+    def start(self, count: int, settings: Mapping[str, Any]) -> None:
+        if settings["device"] == "cuda" and (here := gpus()) < count:
+            raise BadConfiguration(f"training.ranks: {count} on GPUs of each machine, and one has {here}")
+        self._ranks = Ranks(count, **settings)
+
+    def place(self, name: str, model: Any, options: dict[str, Any]) -> None:
+        self._ranks.place(name, model, options)
+
+    def call(self, method: str, arguments: Sequence[Any]) -> Any:
+        return self._ranks.call(method, *arguments)
+
+    def save(self, trainer: Any) -> None:
+        """Writes this machine's part of a checkpoint, which ``saved`` gives."""
+        shutil.rmtree(self._going, ignore_errors=True)
+        self._going.mkdir()
+        self._ranks.save(trainer, self._going)
+
+    def saved(self) -> Iterator[Part]:
+        yield from parts(self._going)
+        shutil.rmtree(self._going)
+
+    def keep(self, part: Part) -> None:
+        """Of the checkpoint that is going to be loaded."""
+        keep(part, self._coming)
+
+    def load(self, name: str) -> tuple[int, float]:
+        try:
+            found: tuple[int, float] = self._ranks.load(name, self._coming)
+            return found
+        finally:
+            shutil.rmtree(self._coming, ignore_errors=True)
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+        remove(self._home)
+
+
+def _settle(site: Site, inputs: Mapping[str, Files], stack: ExitStack | AsyncExitStack) -> Site:
+    """``site`` with folders of this process's own, which go when ``stack`` is closed."""
+    home = make_folder("actor")
+    home.chmod(0o700)
+    stack.callback(remove, home)
+    for name, files in inputs.items():
+        unpack(files, home / name)
+    (home / "work").mkdir()
+    return replace(site, inputs={name: home / name for name in inputs}, work=home / "work")
+
+
+def _end_with_parent() -> None:
+    """Ray's workers outlive a raylet that is killed by seconds, and would go on computing."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG

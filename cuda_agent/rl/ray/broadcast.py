@@ -1,0 +1,86 @@
+"""The trainer and the rollout workers of Ray as the members of one group, and broadcasts among them, led from here.
+
+The stage's process holds the meeting, ends it when a member is gone or takes too long, and makes another when its
+members change.
+
+Not here: the group and what travels (``policy.broadcast``), who is given what when (``ray_runtime``).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from cuda_agent.policy.engines.broadcast import Form, Meeting, TransferError, common_device
+from cuda_agent.policy.engines.vllm_plugin import TRANSFER_SECONDS
+
+ENDING_SECONDS = 30.0  # in which a member that lives answers that its group was ended
+Errors = list[Exception | None]  # of the members, in their order
+
+
+class Circle:
+    """``host``: this machine's address as the members see it."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._meeting: Meeting | None = None
+        self._members: list[Any] = []
+
+    def end(self) -> None:
+        if self._meeting is not None:
+            self._meeting.end()
+        self._meeting, self._members = None, []
+
+    async def transfer(self, trainer: Any, workers: Sequence[Any], forms: Sequence[Form]) -> Errors:
+        """Has the trainer's parameters in all workers, which keep them until they are told to serve them.  When one
+        fails all do: its own error says what happened to it, ``TransferError`` that it took part in vain, and
+        ``TimeoutError`` that it did not even hear of the end."""
+        errors = await self._join([trainer, *workers])
+        if not any(errors):
+            errors = await self._together(
+                [trainer.send.remote(), *(worker.receive.remote(forms) for worker in workers)]
+            )
+        if any(errors):
+            self.end()
+        return errors
+
+    async def _join(self, members: list[Any]) -> Errors:
+        if members == self._members:
+            return [None] * len(members)
+        self.end()
+        places: list[str] = []
+        errors = await self._together([member.place.remote() for member in members], places)
+        if any(errors):
+            return errors
+        self._meeting = meeting = Meeting(self._host)
+        device, size = common_device(places), len(members)
+        joined = [m.join.remote(meeting.host, meeting.port, rank, size, device) for rank, m in enumerate(members)]
+        errors = await self._together(joined)
+        self._members = members
+        return errors
+
+    async def _together(self, calls: Sequence[Awaitable[Any]], results: list[Any] | None = None) -> Errors:
+        """Waits for all of them, after the first failure not for long; their ``results`` where none failed."""
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        try:
+            _, pending = await asyncio.wait(tasks, timeout=TRANSFER_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+            if pending:
+                if self._meeting is not None:
+                    self._meeting.end()
+                await asyncio.wait(pending, timeout=ENDING_SECONDS)
+            errors = [_error(task) for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+        if results is not None and not any(errors):
+            results += [task.result() for task in tasks]
+        return errors
+
+
+def _error(task: "asyncio.Future[Any]") -> Exception | None:
+    if not task.done() or task.cancelled():
+        return TimeoutError("it hangs in a broadcast")
+    error = task.exception()
+    cause = getattr(error, "cause", None)  # what was raised in the actor
+    found = cause if isinstance(cause, TransferError) else error
+    assert found is None or isinstance(found, Exception)
+    return found

@@ -1,0 +1,104 @@
+"""A Ray to work in: one of the stage's own on this machine, which ends with it, or one that is running.
+
+A Ray of its own listens on 127.0.0.1 alone, under a token that nobody else can read, keeps its files in a private
+folder, and has no dashboard.  However the stage ends, the kernel ends most of Ray's processes with it, and a watcher
+(``ray_watch``) the others, and removes the folder.
+
+Not here: what runs in it (``ray_players``, ``ray_runtime``, ``ray_actors``); the walls around a Ray that others run
+(docs/cluster.md).
+"""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.errors import BadConfiguration, TryAgain
+from cuda_agent.rl.ray import watch
+from cuda_agent.sandbox.jail.scratch import make_folder, sweep
+
+STORE_BYTES = 128 << 20  # of Ray's object store, at least; what does not fit goes to the disk
+STARTS = 3
+_HERE = "127.0.0.1"
+_TOKEN = secrets.token_hex(32)  # one a process: Ray reads it once
+
+
+@contextmanager
+def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> Iterator[None]:
+    """Connects this process, from its main thread, to the Ray at ``address``, or to a new one with ``cpus`` and
+    ``gpus`` to give away.  ``TryAgain`` when there is none, ``BadConfiguration`` where Ray is not installed."""
+    if find_spec("ray") is None:
+        raise BadConfiguration("runtime=ray needs Ray: pip install '.[ray]'")
+    signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    folder = make_folder("ray") if address is None else None
+    settings = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # an actor without a GPU of Ray's sees what this process sees
+    }
+    if folder is not None:
+        folder.chmod(0o700)
+        (folder / "token").write_text(_TOKEN)
+        settings |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else it takes another address of this machine for 127.0.0.1
+        }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    import ray
+
+    where: dict[str, Any] = {"address": address}
+    watcher: subprocess.Popen[bytes] | None = None
+    if folder is not None:
+        program = [sys.executable, "-I", "-S", str(Path(watch.__file__)), str(folder)]
+        watcher = subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True)
+        where = {
+            "address": "local",
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "object_store_memory": max(STORE_BYTES, store_bytes),
+            "include_dashboard": False,
+            "_node_ip_address": _HERE,
+            "_temp_dir": str(folder),
+        }
+    try:
+        for attempt in range(STARTS):
+            try:
+                ray.init(**where, namespace=f"cuda-agent-{secrets.token_hex(4)}", configure_logging=False)
+                break
+            except Exception as error:  # on a busy machine a plain one: it gives a node 30 seconds, whatever is set
+                ray.shutdown()
+                if attempt + 1 == STARTS:
+                    raise TryAgain(f"Ray ({address or 'of this stage'}) does not start: {error}") from error
+        if threading.current_thread() is threading.main_thread():  # importing Ray takes SIGTERM for itself
+            for number, handler in signals.items():
+                signal.signal(number, handler)
+        yield
+    finally:
+        ray.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        if watcher is not None:
+            watcher.communicate()
+        sweep()  # what killed actors left
+
+
+def on_bundle(group: Any, bundle: int, cpus: float, gpus: float) -> dict[str, Any]:
+    """Options of an actor on this bundle of a placement group.  It is never made anew by Ray."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    return {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": strategy}
+
+
+def unless_born_dead(error: Exception) -> None:
+    """An actor that could not be made would not be made the next time either."""
+    if getattr(error, "actor_init_failed", False):
+        raise RuntimeError(f"an actor could not be made: {error}") from error

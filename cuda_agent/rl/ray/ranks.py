@@ -1,0 +1,96 @@
+"""Ranks of the trainer on several machines: on each an actor that holds those of that machine, led from here.
+
+The ranks of all machines are one group of torch's, whose members meet at an address of the leader's.  A call goes to
+every machine at once.  What a checkpoint consists of travels in parts, so that nobody holds more than a few of them in
+memory: from each machine's ranks into the leader's folder, and from there to every machine.
+
+Not here: who makes the actors (``ray_trainer``), what they are (``ray_actors``), and what a rank computes
+(``training``).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from cuda_agent.context import Site
+from cuda_agent.policy.engines.broadcast import Meeting
+from cuda_agent.rl.ray.transfer import keep, parts
+from cuda_agent.training.distributed import Named, TrainerLost
+from cuda_agent.training.ranks import GRACE_SECONDS
+
+STREAM = {"num_returns": "streaming", "_generator_backpressure_num_objects": 4}  # parts made before one is taken
+
+
+class SpreadRanks:
+    """See ``training.ranks.Group``.  The ranks of ``training`` are dealt out evenly to ``hosts``, the actors."""
+
+    def __init__(self, hosts: Sequence[Any], site: Site) -> None:
+        import ray
+
+        self._ray, self._hosts = ray, list(hosts)
+        self._meeting = Meeting(ray.util.get_node_ip_address())
+        training, each = site.config.training, site.config.training.ranks // len(hosts)
+        settings = {
+            "device": training.device,
+            "threads": max(1, site.config.policy.threads // each),
+            "lease": site.cache / "lease",
+            "world": training.ranks,
+            "address": f"{self._meeting.host}:{self._meeting.port}",
+        }
+        self._all(lambda number, host: host.start.remote(each, settings | {"first": number * each}))
+
+    def place(self, name: str, model: Any, options: dict[str, Any]) -> None:
+        given = self._ray.put(model)  # once, for all
+        self._all(lambda _, host: host.place.remote(name, given, options))
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        given = self._ray.put(arguments)
+        return self._all(lambda _, host: host.call.remote(method, given))[0]
+
+    def save(self, trainer: Named, folder: Path) -> None:
+        self._all(lambda _, host: host.save.remote(trainer))
+        for host in self._hosts:
+            try:
+                for reference in host.saved.options(**STREAM).remote():
+                    keep(self._ray.get(reference), folder)
+            except self._ray.exceptions.RayActorError as error:
+                raise TrainerLost("a machine of the trainer's ranks is gone, in save") from error
+
+    def load(self, name: str, folder: Path) -> tuple[int, float]:
+        for part in parts(folder):
+            given = self._ray.put(part)
+            self._all(lambda _, host, given=given: host.keep.remote(given))
+        return cast(tuple[int, float], self._all(lambda _, host: host.load.remote(name))[0])
+
+    def _all(self, call: Callable[..., Any]) -> list[Any]:
+        """What ``call(number, host)`` gives for every host.  What all of them raise is raised, and ``TrainerLost`` when
+        one of them is gone, has lost a rank, or does not follow when others fail."""
+        calls = [call(number, host) for number, host in enumerate(self._hosts)]
+        pending, deadline = list(calls), None
+        values: dict[Any, Any] = {}
+        errors: list[Exception] = []
+        lost: list[Exception] = []
+        while pending:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready, pending = self._ray.wait(pending, num_returns=1, timeout=left)
+            if not ready:
+                break
+            try:
+                values[ready[0]] = self._ray.get(ready[0])
+                continue
+            except self._ray.exceptions.RayTaskError as error:
+                cause = error.cause if isinstance(error.cause, Exception) else error
+                (lost if isinstance(cause, TrainerLost) else errors).append(cause)
+            except self._ray.exceptions.RayActorError as error:
+                lost.append(error)
+            if lost:
+                break
+            deadline = deadline or time.monotonic() + GRACE_SECONDS
+        if lost:
+            raise TrainerLost(f"a machine of the trainer's ranks is gone: {lost[0]}") from lost[0]
+        if errors and len(errors) == len(calls):
+            raise errors[0]
+        if errors:
+            raise TrainerLost(f"ranks of the trainer do not follow the others: {errors[0]}") from errors[0]
+        return [values[reference] for reference in calls]

@@ -1,0 +1,142 @@
+"""The runtime of Ray's actors for a stage that learns: rollout workers and a trainer, placed together.
+
+The trainer, when it is lost, begins anew from the newest checkpoint.  Weights go from it to the workers once a step,
+through Ray's object store or by a broadcast; a worker that comes late is given the newest, as is one that a broadcast
+did not reach.
+
+Not here: the loop (``learning``), the workers (``ray_players``) and the trainer's actor (``ray_trainer``) as the stage
+sees them, what the actors do (``ray_actors``), and a broadcast's group (``ray_broadcast``).
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.config import Ppo
+from cuda_agent.context import Site, StageContext
+from cuda_agent.policy.engines.broadcast import TransferError
+from cuda_agent.policy.episode import Episode
+from cuda_agent.rl.ray.broadcast import Circle
+from cuda_agent.rl.ray.players import Harvest, RayPlayers, Served, end_actors, open_places
+from cuda_agent.rl.ray.trainer import RemoteTrainer
+from cuda_agent.rl.rollouts import Kind, episodes_of
+from cuda_agent.rl.runtime import MakeCritic, Played, budget_of
+from cuda_agent.tasks.task import Task
+from cuda_agent.training.critic import Critic
+
+BROADCASTS = 2  # of the same weights, each to those that are left; then they go through the object store
+
+
+class RayRuntime:
+    """See ``learning.Runtime``.  Its methods, ``play`` excepted, are called one after the other."""
+
+    def __init__(self, ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic, group: Any) -> None:
+        import ray
+
+        self._ray = ray
+        self._ctx, self._settings, self._kind = ctx, settings, kind
+        site = Site(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
+        self._trainer = RemoteTrainer(ctx, site, settings, make_critic, group)
+        self._players = RayPlayers(ctx, budget_of(ctx, settings), group, ctx.config.ray.trainers, self._with_weights)
+        self._circle = Circle(ray.util.get_node_ip_address())
+
+    async def play(self, step: int, tasks: Sequence[Task]) -> Played:
+        began = time.monotonic()
+        samples = self._settings.samples
+        extra = math.ceil(self._ctx.config.ray.oversample * samples)
+        jobs = episodes_of(tasks, samples + extra, f"{self._ctx.name}/{step}")
+        harvest = Harvest(jobs, tasks, samples)
+        lost = await self._players.reap(harvest, jobs, self._kind)
+        metrics = {"cut": float(harvest.cut), "workers_lost": float(lost)}
+        return Played(harvest.episodes(), time.monotonic() - began, metrics)
+
+    async def learn(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
+        return await self._trainer.learn(step, episodes)
+
+    async def save(self, step: int) -> None:
+        await self._trainer.save(step)
+
+    async def restore(self) -> int:
+        return await self._trainer.restore()
+
+    async def result(self) -> tuple[Any, Any, Critic]:
+        return await self._trainer.result()
+
+    # ---------------------------------------------------------------------------------------------------------- weights
+
+    async def serve(self, version: int) -> None:
+        digest = await self._trainer.of(self._trainer.actor.digest.remote())
+        for worker in self._players.workers:
+            worker.received = False
+        served = Served(version, digest, None)
+        broadcast = self._ctx.config.ray.sync == "broadcast" and await self._broadcast()
+        if not broadcast or any(not worker.received for worker in self._players.living):
+            served = served._replace(weights=self._trainer.actor.weights.remote())  # ours, should it be lost
+            await self._trainer.of(self._trainer.actor.digest.remote())  # it has made them
+        await self._players.serve(served)
+
+    async def _with_weights(self, served: Served) -> Served | None:
+        """``served`` with its weights; none when the trainer has learnt since, or is gone, and will serve others."""
+        if served.weights is not None or self._trainer.actor is None:
+            return served if served.weights is not None else None
+        weights = self._trainer.actor.weights.remote(served.digest)
+        try:
+            return None if await weights is None else served._replace(weights=weights)
+        except self._ray.exceptions.RayError:
+            return None
+
+    async def _broadcast(self) -> bool:
+        """Whether all workers that lived when it began have received the trainer's weights; else none has."""
+        forms = await self._trainer.of(self._trainer.actor.forms.remote())
+        for _ in range(BROADCASTS):
+            workers = self._players.living
+            if not workers:
+                return True
+            actors = [worker.actor for worker in workers]
+            ours, *errors = await self._circle.transfer(self._trainer.actor, actors, forms)
+            for worker, actor, error in zip(workers, actors, errors, strict=True):
+                if error is not None and not isinstance(error, TransferError):
+                    self._players.lose(worker, actor, error)
+            if isinstance(ours, TimeoutError):
+                raise self._trainer.lost(ours)
+            if ours is not None and not isinstance(ours, TransferError):
+                await self._trainer.of(_raised(ours))
+            if ours is None and not any(errors):
+                for worker in workers:
+                    worker.received = True
+                return True
+            said = [str(error) for error in (ours, *errors) if error is not None]
+            self._ctx.tracker.note(f"weights could not be broadcast to {len(workers)} rollout workers: {said[0][:200]}")
+        return False
+
+    # ------------------------------------------------------------------------------------------------------- both kinds
+
+    async def open(self) -> None:
+        """Begins with all of its actors at once; returns when the workers can play."""
+        await asyncio.gather(self._trainer.open(), self._players.open())
+
+    async def close(self) -> None:
+        self._circle.end()
+        await asyncio.gather(self._players.close(), end_actors(self._trainer.actors))
+
+
+@asynccontextmanager
+async def open_ray_runtime(
+    ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
+) -> AsyncIterator[RayRuntime]:
+    """As ``ray_players.open_places``."""
+    async with open_places(ctx, ctx.config.ray.trainers) as group:
+        runtime = RayRuntime(ctx, settings, kind, make_critic, group)
+        try:
+            await runtime.open()
+            yield runtime
+        finally:
+            await runtime.close()
+
+
+async def _raised(error: Exception) -> None:
+    raise error

@@ -1,0 +1,120 @@
+"""The trainer of Ray's runtime, seen from the stage: an actor, with ranks on its own machine or led by it on several.
+
+When it is lost it begins anew from the newest checkpoint, on the same places.  Checkpoints come from it and go to it in
+parts, so that nobody needs the memory for one.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from cuda_agent.config import Ppo
+from cuda_agent.context import Site, StageContext
+from cuda_agent.policy.engines.broadcast import load_weights
+from cuda_agent.policy.episode import Episode, to_line
+from cuda_agent.policy.model import load_policy
+from cuda_agent.rl.ray.actors import RankHost, Trainer
+from cuda_agent.rl.ray.cluster import on_bundle, unless_born_dead
+from cuda_agent.rl.ray.ranks import STREAM
+from cuda_agent.rl.ray.transfer import keep, pack, parts
+from cuda_agent.rl.runtime import LearnerLost, MakeCritic
+from cuda_agent.training.critic import Critic
+from cuda_agent.training.distributed import TrainerLost
+
+Result = TypeVar("Result")
+
+
+class RemoteTrainer:
+    """On the first bundles of ``group``, one a machine.  ``actor`` has the methods of ``ray_actors.Trainer``; what they
+    give is asked for through ``of``.  Nothing is there before ``open``, and after ``lost``."""
+
+    def __init__(self, ctx: StageContext, site: Site, settings: Ppo, make_critic: MakeCritic, group: Any) -> None:
+        import ray
+
+        self._ray = ray
+        self._ctx, self._site, self._settings, self._make_critic = ctx, site, settings, make_critic
+        self._group, self._places = group, ctx.config.ray
+        self._inputs = ray.put({name: pack(ctx.inputs[name]) for name in ("policy", "critic") if name in ctx.inputs})
+        self.actor: Any = None
+        self._hosts: list[Any] = []  # of its ranks, where these are on several machines
+
+    @property
+    def actors(self) -> list[Any]:
+        return [actor for actor in (self.actor, *self._hosts) if actor is not None]
+
+    async def open(self) -> None:
+        """With ranks on several machines: one that computes nothing itself, on the first of them."""
+        places, spread = self._places, self._places.trainers > 1
+        cpus, gpus = places.trainer_cpus, places.trainer_gpus
+        if spread:
+            host = self._ray.remote(cast(Any, RankHost))
+            where = [on_bundle(self._group, number, cpus, gpus) for number in range(places.trainers)]
+            self._hosts = [host.options(**options).remote() for options in where]
+            cpus, gpus = 0.0, 0.0
+        actor = self._ray.remote(cast(Any, Trainer)).options(**on_bundle(self._group, 0, cpus, gpus))
+        self.actor = actor.remote(self._site, self._settings, self._inputs, self._make_critic, self._hosts)
+        await self.of(self.actor.open.remote())
+
+    async def of(self, reference: Awaitable[Result]) -> Result:
+        """What a method gives.  ``LearnerLost`` when the trainer is gone, or a rank of it; what else is raised there,
+        as it was."""
+        try:
+            return await reference
+        except self._ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)  # what was raised in the actor
+            if isinstance(error, self._ray.exceptions.RayTaskError) and not isinstance(cause, TrainerLost):
+                raise (cause if isinstance(cause, Exception) else error) from error
+            unless_born_dead(error)
+            raise self.lost(error) from error
+
+    def lost(self, error: Exception) -> LearnerLost:
+        """Ends what is left of it."""
+        for actor in self.actors:
+            self._ray.kill(actor)
+        self.actor, self._hosts = None, []
+        return LearnerLost(f"the trainer was lost ({type(error).__name__})")
+
+    async def learn(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
+        lines = [to_line(episode) for episode in episodes]
+        metrics: dict[str, float] = await self.of(self.actor.update.remote(step, lines))
+        return metrics
+
+    async def save(self, step: int) -> None:
+        with tempfile.TemporaryDirectory(dir=self._ctx.work) as name:
+            whole = Path(name) / "checkpoint"
+            await self.of(self._receive(whole))
+            self._ctx.checkpoints.save(step, lambda folder: _move(whole, folder))
+
+    async def _receive(self, folder: Path) -> None:
+        async for reference in self.actor.save.options(**STREAM).remote():
+            keep(await reference, folder)
+
+    async def restore(self) -> int:
+        """The step of the newest checkpoint, with which it goes on; 0 where there is none."""
+        if self.actor is None:
+            await self.open()
+        with tempfile.TemporaryDirectory(dir=self._ctx.work) as name:
+            whole = Path(name) / "checkpoint"
+            step = self._ctx.checkpoints.load(lambda folder: _move(folder, whole))
+            if step is not None:
+                for part in parts(whole):
+                    await self.of(self.actor.keep.remote(part))
+                await self.of(self.actor.load.remote())
+        return step or 0
+
+    async def result(self) -> tuple[Any, Any, Critic]:
+        """(model, tokenizer, critic) in this process."""
+        model, tokenizer = load_policy(self._ctx.inputs["policy"])
+        critic = self._make_critic(self._ctx.inputs)
+        load_weights(model, await self.of(self.actor.weights.remote()))
+        load_weights(critic, await self.of(self.actor.critic.remote()))
+        return model, tokenizer, critic
+
+
+def _move(folder: Path, into: Path) -> None:
+    """All that is in ``folder``; ``into`` is made where it is not there."""
+    into.mkdir(exist_ok=True)
+    for path in folder.iterdir():
+        shutil.move(path, into / path.name)

@@ -1,0 +1,36 @@
+"""Folders as messages: whole for small inputs, in parts for checkpoints, so that memory holds a few parts at a time."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+Files = dict[str, bytes]  # of a folder, by path
+Part = tuple[str, bytes]  # a file's path in the folder, and the next bytes of its content
+PART_BYTES = 64 << 20
+
+
+def parts(folder: Path) -> Iterator[Part]:
+    """The files of a folder, so that ``keep`` can make them again, in order; of an empty one there is nothing."""
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        with open(path, "rb") as file:
+            content = file.read(PART_BYTES)
+            yield name, content
+            while content := file.read(PART_BYTES):
+                yield name, content
+
+
+def keep(part: Part, folder: Path) -> None:
+    name, content = part
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        file.write(content)
+
+
+def pack(folder: Path) -> Files:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def unpack(files: Files, folder: Path) -> None:
+    for part in files.items():
+        keep(part, folder)

@@ -1,0 +1,192 @@
+"""Rollouts: what every stage that plays a policy shares — opening its engine and its sandbox, and playing a batch of
+episodes with seeds that depend on the configuration alone.
+
+Not here: training (``learning``), scoring (``scores``), what an episode is (``agent.loop``), and the same in Ray's
+actors (``ray_players``).
+"""
+
+import hashlib
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from cuda_agent.agent.loop import Sandbox, Settings, run_episode, run_many, run_single
+from cuda_agent.config import Config
+from cuda_agent.context import Site
+from cuda_agent.errors import BadConfiguration, TryAgain
+from cuda_agent.lease import Lease
+from cuda_agent.machine import gpus
+from cuda_agent.policy.chat import Chat
+from cuda_agent.policy.engines.engine import EngineLost
+from cuda_agent.policy.engines.local import LocalEngine
+from cuda_agent.policy.engines.scripted import ScriptedEngine
+from cuda_agent.policy.engines.vllm import VllmEngine, open_vllm
+from cuda_agent.policy.episode import Episode
+from cuda_agent.policy.model import load_policy
+from cuda_agent.rl.scripted import Script
+from cuda_agent.sandbox.client import open_sandbox
+from cuda_agent.tasks.io import read_tasks
+from cuda_agent.tasks.task import Task
+
+Kind = Literal["single", "agent"]
+Style = Literal["compact", "full"]
+Job = tuple[Task, str]  # an episode to play, and its id, which decides its seed
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Of an episode; ``context`` in tokens."""
+
+    turns: int
+    context: int
+    temperature: float
+
+
+class Players(Protocol):
+    """Who plays episodes: ``Rollouts`` in this process, or others."""
+
+    async def play(self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = ...) -> list[Episode]:
+        """The episodes of ``jobs`` in their order; ``on_done`` gets each as soon as it is finished."""
+        ...
+
+
+@dataclass
+class Rollouts:
+    """A policy that is being played.  ``model`` is the one to train; ``engine`` serves a copy of its weights and is
+    given new ones by ``engine.update_from(model, version)``."""
+
+    model: Any
+    tokenizer: Any
+    engine: LocalEngine | VllmEngine | ScriptedEngine
+    chat: Chat
+    sandbox: Sandbox
+    settings: Settings
+    seed: int
+    concurrency: int
+    lockstep: bool
+
+    async def play(
+        self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = lambda episode: None
+    ) -> list[Episode]:
+        """As ``Players.play``."""
+        run = run_single if kind == "single" else run_episode
+
+        async def play_one(task: Task, name: str) -> Episode:
+            seed = seed_of(self.seed, name)
+            episode = await run(task, self.engine, self.chat, self.sandbox, self.settings, seed, name)
+            on_done(episode)
+            return episode
+
+        return await run_many([partial(play_one, *job) for job in jobs], self.concurrency, lockstep=self.lockstep)
+
+
+def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
+    """``samples`` episodes a task, in the order of ``tasks``, with the ids ``label/task/sample``."""
+    return [(task, f"{label}/{task.name}/{sample}") for task in tasks for sample in range(samples)]
+
+
+@asynccontextmanager
+async def open_rollouts(ctx: Site, policy: Path, budget: Budget) -> AsyncIterator[Rollouts]:
+    """Opens the policy in folder ``policy`` with its engine, and the sandbox."""
+    import torch
+
+    config = ctx.config
+    torch.set_num_threads(1)  # of this thread, which computes nothing much: ``LocalEngine.compute`` says why
+    lockstep = config.sandbox.clock == "model"
+    model, tokenizer = load_policy(policy)
+    if config.policy.engine == "local" and config.policy.device == "cuda":
+        if not gpus():
+            raise BadConfiguration("policy.device is cuda, and this machine has no GPU that PyTorch can use")
+        model.to("cuda")  # where a broadcast finds it, too
+    style: Style = "compact" if config.policy.base is None else "full"
+    settings = episode_settings(config, style, **asdict(budget))
+    chat = Chat(tokenizer, style)
+    async with (
+        open_sandbox(config.sandbox, ctx.cache) as sandbox,
+        _open_engine(ctx, policy, model, chat) as engine,
+    ):
+        yield Rollouts(
+            model,
+            tokenizer,
+            engine,
+            chat,
+            sandbox,
+            settings,
+            config.seed,
+            config.agent.concurrency,
+            lockstep,
+        )
+
+
+@asynccontextmanager
+async def _open_engine(
+    ctx: Site, folder: Path, model: Any, chat: Chat
+) -> AsyncIterator[LocalEngine | VllmEngine | ScriptedEngine]:
+    """The engine that the configuration names, serving ``model``, which came from ``folder``."""
+    policy = ctx.config.policy
+    if policy.engine == "vllm":
+        try:
+            async with open_vllm(
+                folder,
+                model,
+                ctx.work,
+                servers=policy.vllm.servers,
+                replicas=policy.vllm.replicas,
+                sync=policy.vllm.sync,
+                context=policy.context,
+                batch=policy.engine_batch,
+                threads=policy.threads,
+                memory=policy.vllm.gpu_memory,
+                lease=ctx.cache / "lease",
+            ) as served:
+                yield served
+        except EngineLost as error:
+            raise TryAgain(str(error)) from error
+        return
+    engine: LocalEngine | ScriptedEngine
+    if policy.engine == "scripted":
+        engine = ScriptedEngine(Script(chat, read_tasks(ctx.inputs["tasks"])), chat.tokenizer, model)
+    else:
+        lease = Lease(ctx.cache / "lease")
+        engine = LocalEngine(
+            model, policy.threads, policy.engine_batch, lease, device=policy.device, dtype=policy.dtype
+        )
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def episode_settings(config: Config, style: Style, *, turns: int, context: int, temperature: float) -> Settings:
+    """The configuration as the agent loop wants it."""
+    return Settings(
+        lane=config.sandbox.lane,
+        style=style,
+        device=config.sandbox.device,
+        turns=turns,
+        turn_tokens=config.agent.turn_tokens,
+        tool_tokens=config.agent.tool_tokens,
+        context=context,
+        temperature=temperature,
+        deadline_seconds=config.agent.deadline_seconds,
+    )
+
+
+def seed_of(seed: int, name: str) -> int:
+    """A 63-bit seed for ``name`` under the run's seed."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
+
+
+def draw(tasks: Sequence[Task], count: int, seed: int, step: int) -> list[Task]:
+    """The tasks of one training step: epochs of shuffled tasks cut into pieces of ``count``, so every task is seen
+    equally often; a function of (seed, step) alone."""
+    drawn: list[Task] = []
+    for position in range(step * count, (step + 1) * count):
+        epoch, index = divmod(position, len(tasks))
+        order = random.Random(f"{seed}/{epoch}").sample(range(len(tasks)), len(tasks))
+        drawn.append(tasks[order[index]])
+    return drawn

@@ -1,0 +1,54 @@
+"""Rounds of episodes for ``collect`` and ``evaluate-*``: one episode a task, checkpointed after each round."""
+
+import time
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Literal
+
+from cuda_agent.context import StageContext
+from cuda_agent.errors import TryAgain
+from cuda_agent.policy.episode import EPISODES, Episode, read_episodes, write_episodes
+from cuda_agent.rl.rollouts import Budget, Players, episodes_of, open_rollouts
+from cuda_agent.tasks.io import read_tasks
+from cuda_agent.tasks.task import Task
+from cuda_agent.training.recipes import episode_metrics
+
+
+def _open_players(ctx: StageContext, budget: Budget) -> AbstractAsyncContextManager[Players]:
+    if ctx.config.runtime == "local":
+        return open_rollouts(ctx, ctx.inputs["policy"], budget)
+    from cuda_agent.rl.ray.players import open_players
+
+    return open_players(ctx, budget)
+
+
+async def play_rounds(
+    ctx: StageContext, split: Literal["train", "heldout"], rounds: int, *, turns: int, temperature: float
+) -> tuple[list[Task], list[Episode]]:
+    """Plays the policy of ``ctx`` in the agent loop on its tasks of ``split``, ``rounds`` times one episode a task,
+    with a checkpoint after each round.  Returns the tasks and all episodes."""
+    tasks = [task for task in read_tasks(ctx.inputs["tasks"]) if task.split == split]
+    episodes: list[Episode] = []
+    start = ctx.checkpoints.load(lambda folder: episodes.extend(read_episodes(folder / EPISODES))) or 0
+
+    def save(folder: Path) -> None:
+        write_episodes(folder / EPISODES, episodes)
+
+    done = len(episodes)
+
+    def show(episode: Episode) -> None:
+        nonlocal done
+        done += 1
+        ctx.tracker.progress(done, rounds * len(tasks), unit="episodes")
+
+    async with _open_players(ctx, Budget(turns, ctx.config.policy.context, temperature)) as players:
+        for number in range(start, rounds):
+            began = time.monotonic()
+            played = await players.play(episodes_of(tasks, 1, f"{split}/{number}"), "agent", show)
+            episodes += played
+            rate = len(played) / (time.monotonic() - began)
+            ctx.tracker.log(number, episode_metrics(played) | {"episodes_per_second": rate})
+            ctx.checkpoints.save(number + 1, save)
+            if ctx.should_stop() and number + 1 < rounds:
+                raise TryAgain(f"stopped after round {number + 1} of {rounds}")
+    return tasks, episodes

@@ -1,0 +1,103 @@
+"""Trainers as the configuration asks for them, and imitation with checkpoints: what every stage that trains shares.
+
+Imports neither the sandbox nor Ray.  Not covered: the algorithms (``training``) and reinforcement learning (``ppo``).
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal, TypeVar, cast
+
+from cuda_agent.context import Site, StageContext
+from cuda_agent.errors import BadConfiguration, TryAgain
+from cuda_agent.lease import Lease
+from cuda_agent.machine import gpus
+from cuda_agent.policy.lora import attach
+from cuda_agent.training.critic import Critic
+from cuda_agent.training.distributed import DistributedTrainer, TrainerLost
+from cuda_agent.training.memory import AUTO_TOKENS, ROW_TOKENS
+from cuda_agent.training.packing import Tokens
+from cuda_agent.training.ranks import Ranks
+from cuda_agent.training.recipes import sft
+from cuda_agent.training.trainer import Trainer
+
+COST = 0.05  # a supervised step is checkpointed when that takes at most this share of the time since the last one
+
+
+def make_trainer(
+    ctx: Site,
+    model: Any,
+    *,
+    row_tokens: int,
+    longest: int,
+    max_grad_norm: float = 1.0,
+    precision: Literal["fp32", "auto"] = "fp32",
+    scratch: bool = False,
+) -> Trainer:
+    """``longest``: tokens of the longest sequence, which must fit into a row.  ``precision`` "auto" is for imitation;
+    PPO needs the very log-probabilities of the engine.  ``scratch``: Muon, with which a new model gets as far on half
+    the tokens (measured: docs/lab-notebook.md).  Others may train adapters instead (``lora``)."""
+    import torch
+
+    torch.set_num_threads(ctx.config.policy.threads)
+    if not scratch and (lora := ctx.config.lora).rank:
+        trunk = model.trunk if isinstance(model, Critic) else model
+        attach(trunk, lora.rank, lora.alpha, lora.targets, ctx.config.seed)
+    row_tokens = max(min(row_tokens, ROW_TOKENS), longest)
+    checkpointing = ctx.config.training.checkpointing
+    options: dict[str, Any] = {
+        "row_tokens": row_tokens,
+        "max_grad_norm": max_grad_norm,
+        "weight_decay": 0.1 if scratch else 0.0,
+        "optimizer": "muon" if scratch else "adamw",
+        "precision": precision,
+        "gradient_checkpointing": checkpointing == "on" or (checkpointing == "auto" and row_tokens > AUTO_TOKENS),
+        "compile": ctx.config.training.compile,
+    }
+    if ctx.ranks is not None:
+        name = "critic" if isinstance(model, Critic) else "policy"
+        options["share"] = ctx.config.training.share
+        return cast(Trainer, DistributedTrainer(ctx.ranks, name, model, **options))
+    return Trainer(model, lease=Lease(ctx.cache / "lease"), **options)
+
+
+Place = TypeVar("Place", bound=Site)
+
+
+@contextmanager
+def shared_training(ctx: Place) -> Iterator[Place]:
+    """A context whose trainers run on the ranks that ``training`` asks for; the same where that is this process.  A
+    rank that dies ends the stage with TryAgain."""
+    settings, threads = ctx.config.training, ctx.config.policy.threads
+    if settings.ranks == 1 and settings.device == "cpu":
+        yield ctx
+        return
+    if settings.device == "cuda" and (here := gpus()) < settings.ranks:
+        raise BadConfiguration(f"training.ranks: {settings.ranks} on GPUs, and this machine has {here}")
+    each = max(1, threads // settings.ranks)
+    with Ranks(settings.ranks, device=settings.device, threads=each, lease=ctx.cache / "lease") as ranks:
+        try:
+            yield replace(ctx, ranks=ranks)
+        except TrainerLost as error:
+            raise TryAgain(str(error)) from error
+
+
+def imitate(ctx: StageContext, trainer: Trainer, sequences: Sequence[Tokens], **settings: Any) -> None:
+    """Supervised training on ``sequences`` from the newest checkpoint on (``settings`` are
+    those of ``training.recipes.sft``): logs, shows progress, checkpoints, stops when asked."""
+    ctx.checkpoints.load(trainer.load)
+    saved = time.monotonic()
+    cost = 0.0
+    for metrics in sft(trainer, sequences, seed=ctx.config.seed, **settings):
+        fraction = metrics.pop("progress")
+        ctx.tracker.log(trainer.step, metrics)
+        ctx.tracker.progress(round(1000 * fraction), 1000, unit="‰", tokens_per_second=metrics["tokens_per_second"])
+        stopping = ctx.should_stop()
+        if stopping or cost <= COST * (time.monotonic() - saved):
+            began = time.monotonic()
+            ctx.checkpoints.save(trainer.step, trainer.save)
+            saved = time.monotonic()
+            cost = saved - began
+        if stopping:
+            raise TryAgain(f"stopped after step {trainer.step}")

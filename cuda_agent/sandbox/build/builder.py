@@ -1,0 +1,468 @@
+"""The builder: C++ sources to a shared library and CUDA sources to a cubin, in the jail, cached by content.
+
+The key of a build is its sources, the flags, the compiler's version and the processor or GPU.  A header of a few common
+standard headers is precompiled once: most of a small kernel's build time is spent in ``<cmath>`` and ``<algorithm>``.
+A kernel for the CPU is first built in a fast way: by a compiler started ahead (``compiler``), without the special
+functions of ``<cmath>`` and without the C++ library, which hardly a kernel needs.  What fails there is built again in
+the full way, whose word counts.
+The compiler runs with limits on time, memory, processes and files; what it says is cut to the first errors, each with
+its source line.  CUDA sources are compiled by NVRTC (``nvrtc``),
+which needs no GPU.  Not covered: whether what is built does anything sensible.
+"""
+
+import asyncio
+import contextlib
+import errno
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cuda_agent.lease import Lease
+from cuda_agent.sandbox.build import nvrtc
+from cuda_agent.sandbox.jail import jail
+from cuda_agent.sandbox.build.compiler import Ahead, Compiler, Waiting
+from cuda_agent.machine import processor
+from cuda_agent.sandbox.wire import printable
+
+FLAGS = ("-O3", "-march=native", "-ffast-math", "-std=c++17", "-fPIC", "-pthread", "-fopenmp-simd")
+_DIAGNOSTICS = ("-fmax-errors=3", "-fdiagnostics-color=never", "-fno-diagnostics-show-option", "-ftemplate-depth=256")
+_PRELUDE = "".join(f"#include <{name}>\n" for name in ("cmath", "algorithm", "cstdint", "cstring", "limits"))
+# Its inline functions make the compiler instantiate templates in every build, half of a small kernel's time.
+_LEAN_PRELUDE = "#define _GLIBCXX_BITS_SPECFUN_H 1\n" + _PRELUDE
+_LEAN_LINK = ("-nodefaultlibs", "-fno-use-linker-plugin", "-lm", "-lc", "-lgcc")  # half of the linker's time, too
+_NVRTC = Path(nvrtc.__file__)  # started as a program of its own
+_LIBRARY_MB = 64
+_MESSAGE_LENGTH = 1200
+_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)  # no author's fault
+_KILLED = "Killed signal terminated program"
+
+
+class BuildError(Exception):
+    """The sources do not build; the message is the compiler's, cut to what helps.  Where the machine is at fault, such
+    as a full disk, an ``OSError`` is raised instead."""
+
+
+class _TooLong(BuildError):
+    """It does not end within its limit."""
+
+
+class _Killed(BuildError):
+    """The compiler was killed: by its limit of processor time, by the system, or by an operator."""
+
+
+class CompilerMissing(RuntimeError):
+    """There is no C++ compiler, or it does not work inside the jail."""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    compiler: str
+    version: str
+    processor: str
+    includes: str = ""  # folder of the precompiled prelude
+    lean: str = ""  # and of the lean one
+
+    @property
+    def identity(self) -> str:
+        return f"{self.version}|{self.processor}|{' '.join(FLAGS)}"
+
+
+def find_toolchain(compiler: str = "g++") -> Toolchain:
+    """Raises ``CompilerMissing``."""
+    path = shutil.which(compiler)
+    if path is None:
+        raise CompilerMissing(f"no C++ compiler: {compiler!r} is not on PATH")
+    version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()[0]
+    return Toolchain(path, version, processor())
+
+
+@dataclass(frozen=True)
+class Nvrtc:
+    library: str
+    includes: list[str]  # folders of CUDA's headers
+    identity: str
+
+
+@functools.cache
+def find_nvrtc() -> Nvrtc:
+    """The newest NVRTC of this machine: that of the installed packages, else that of a toolkit.  Raises
+    ``CompilerMissing``."""
+    packages = _packages()
+    homes = [home for place in packages for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
+    homes += [place / "cuda_nvrtc" for place in packages] + [Path("/usr/local/cuda")]
+    for home in homes:
+        for library in sorted(home.glob("lib*/libnvrtc.so.*")):
+            includes = [home / "include", *(p / "cuda_runtime" / "include" for p in packages)]
+            digest = hashlib.sha256(_NVRTC.read_bytes()).hexdigest()[:8]
+            version = f"{library.name}, {library.resolve().stat().st_size} bytes, {digest}"
+            return Nvrtc(str(library), [str(folder) for folder in includes if folder.is_dir()], version)
+    raise CompilerMissing("no CUDA compiler: libnvrtc is neither in the installed packages nor in /usr/local/cuda")
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    compiler: str
+    includes: list[str]
+    places: list[str]  # of the runtime's libraries, where nvcc does not know them
+    identity: str
+
+    def libraries(self, name: str) -> list[str]:
+        """The files of one of the vendor's libraries, for the linker."""
+        places = [*_packages(), Path("/usr/local/cuda/lib64"), Path("/usr/lib/x86_64-linux-gnu")]
+        found = [path for place in places for path in sorted(place.glob(f"**/lib{name}.so*"))]
+        if not found:
+            raise CompilerMissing(f"lib{name} is not installed")
+        return [str(found[0])]
+
+
+@functools.cache
+def find_nvcc() -> Nvcc:
+    """Raises ``CompilerMissing``."""
+    homes = [home for place in _packages() for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
+    compilers = [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc", *(str(home / "bin" / "nvcc") for home in homes)]
+    for compiler in compilers:
+        if compiler and os.access(compiler, os.X_OK):
+            said = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout.splitlines()
+            includes = [place / "cudnn" / "include" for place in _packages()]
+            places = []
+            if compiler.startswith(tuple(map(str, _packages()))):
+                includes += [home / "include" for home in homes]
+                places = [str(home / "lib") for home in homes]
+            return Nvcc(compiler, [str(f) for f in includes if f.is_dir()], places, " ".join(said[-2:]))
+    raise CompilerMissing("no nvcc: neither on PATH, nor in /usr/local/cuda, nor in the installed packages")
+
+
+def _packages() -> list[Path]:
+    """Where pip puts what NVIDIA publishes."""
+    found = importlib.util.find_spec("nvidia")
+    return [Path(place) for place in found.submodule_search_locations or []] if found else []
+
+
+_OUR_SECONDS = 120.0  # for what is not a solution: headers that are precompiled once, our own runtime
+
+
+class Builder:
+    """``folder``: the cache.  ``scratch``: a folder that jailed users can reach.  At most ``parallel`` builds run.
+    ``lease``: None where builds do not disturb who takes a time, as on a GPU."""
+
+    def __init__(
+        self, folder: Path, scratch: Path, lease: Path | None, seconds: float, memory_mb: int, parallel: int = 2
+    ) -> None:
+        self._folder = folder
+        self._scratch = scratch
+        self._lease = lease
+        self._seconds = seconds
+        self._memory_mb = memory_mb
+        self._slots = asyncio.Semaphore(parallel)
+        self._under_way: dict[str, asyncio.Future[Path]] = {}
+        self._toolchain: Toolchain | None = None
+        self._preparing = asyncio.Lock()
+        self._ahead: Ahead | None = Ahead(self._start_ahead)
+
+    def close(self) -> None:
+        """End the compiler that waits for a source."""
+        if self._ahead:
+            self._ahead.close()
+
+    async def toolchain(self) -> Toolchain:
+        """The compiler, with the preludes precompiled."""
+        async with self._preparing:
+            if self._toolchain is None:
+                found = await asyncio.to_thread(find_toolchain)
+                homes = [await self._precompiled(found, text) for text in (_PRELUDE, _LEAN_PRELUDE)]
+                self._toolchain = Toolchain(found.compiler, found.version, found.processor, *map(str, homes))
+            return self._toolchain
+
+    async def _precompiled(self, tools: Toolchain, prelude: str) -> Path:
+        key = hashlib.sha256(f"{tools.identity}|{tools.compiler}|{prelude}".encode()).hexdigest()[:32]
+        home = self._folder / "prelude" / key
+        if not (home / "prelude.h.gch").exists():
+            command = [tools.compiler, *FLAGS, "-x", "c++-header", "prelude.h", "-o", "prelude.h.gch"]
+            products = "prelude.h", "prelude.h.gch"
+            await self._compile(command, {"prelude.h": prelude}, products, home, (), _OUR_SECONDS)
+        return home
+
+    async def library(
+        self, files: Mapping[str, str], units: Sequence[str], extra: Sequence[str] = (), ours: bool = False
+    ) -> Path:
+        """The shared library of ``units``, some of ``files`` (the others may be included).  ``ours``: no solution,
+        whose limit of time it does not have.  Raises ``BuildError``."""
+        tools = await self.toolchain()
+        command = [
+            tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,
+            "-shared", "-Wl,--no-undefined", "-o", "library.so",
+        ]  # fmt: skip
+        parts = [tools.identity, *units, *extra]
+        unit = units[0] if len(units) == 1 and not extra and not ours else ""
+        seconds = _OUR_SECONDS if ours else self._seconds
+        built = await self._built(parts, command, files, ("library.so",), (tools.includes,), unit, seconds)
+        return built / "library.so"
+
+    async def kernels(
+        self, files: Mapping[str, str], unit: str, expressions: Sequence[str], architecture: str
+    ) -> tuple[Path, dict[str, str]]:
+        """The cubin of a CUDA source that needs no host code, and the names in it that ``expressions`` (such as
+        ``scale<float, 4>`` or ``&table``) became.  Needs no GPU.  Raises ``BuildError`` or ``CompilerMissing``."""
+        tools = find_nvrtc()
+        request = {"library": tools.library, "includes": tools.includes, "architecture": architecture, "unit": unit}
+        command = [sys.executable, "-I", "-S", str(_NVRTC), json.dumps(request | {"expressions": list(expressions)})]
+        parts = [tools.identity, architecture, unit, *expressions]
+        read = (str(Path(tools.library).parent), *tools.includes, str(_NVRTC))
+        folder = await self._built(parts, command, files, ("kernels.cubin", "names.json"), read)
+        return folder / "kernels.cubin", json.loads((folder / "names.json").read_text())
+
+    async def extension(
+        self,
+        files: Mapping[str, str],
+        units: Sequence[str],
+        architecture: str,
+        libraries: Sequence[str],
+        extra: Sequence[str] = (),
+    ) -> Path:
+        """The shared library of CUDA and C++ ``units``, by nvcc.  ``libraries``: cublas, cudnn.  Needs no GPU.  Raises
+        ``BuildError`` or ``CompilerMissing``."""
+        tools = find_nvcc()
+        defined = ["-DCUDA_EXTENSION_ON_CUDA", *(["-DCUDA_EXTENSION_USES_CUBLAS"] if "cublas" in libraries else [])]
+        code = architecture.removeprefix("sm_")
+        command = [
+            tools.compiler, "-gencode", f"arch=compute_{code},code=sm_{code}", "-O3", "--use_fast_math", "-std=c++20",
+            "--threads", "2", "-Xcompiler", "-fPIC,-O3,-fmax-errors=3", *defined, *extra,
+            *(f"-I{folder}" for folder in tools.includes), *(f"-L{folder}" for folder in tools.places),
+            *units, "-shared", "-o", "library.so",
+            *(f"-Xlinker={path}" for name in libraries for path in tools.libraries(name)),  # nvcc refuses lib*.so.13
+        ]  # fmt: skip
+        parts = [tools.identity, architecture, *units, *extra, *libraries]
+        return (await self._built(parts, command, files, ("library.so",), ())) / "library.so"
+
+    async def _built(
+        self,
+        parts: Sequence[str],
+        command: list[str],
+        files: Mapping[str, str],
+        products: tuple[str, ...],
+        read: tuple[str, ...],
+        unit: str = "",
+        seconds: float = 0.0,
+    ) -> Path:
+        """The folder of ``products``, from the cache or made by ``command``; the same build under way is awaited.
+        ``unit``: the one that can be built in the fast way.  ``seconds``: the limit, where it is not a solution's."""
+        seconds = seconds or self._seconds
+        content = [*parts, *(f"{name}\0{files[name]}" for name in sorted(files))]
+        key = hashlib.sha256("\0\0".join(content).encode(errors="surrogatepass")).hexdigest()
+        done, failed = self._folder / key[:2] / key, self._folder / key[:2] / f"{key}.error"
+        if done.exists():
+            return done
+        if failed.exists():
+            raise BuildError(failed.read_text())
+        if key in self._under_way:
+            return await asyncio.shield(self._under_way[key])
+        future: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
+        self._under_way[key] = future
+        try:
+            if not (unit and await self._compiled_ahead(unit, files, products, done)):
+                try:
+                    await self._compile(command, files, products, done, read, seconds)
+                except _Killed:  # perhaps not by its own doing: once more
+                    await self._compile(command, files, products, done, read, seconds)
+            future.set_result(done)
+            return done
+        except BaseException as error:
+            if isinstance(error, BuildError) and not isinstance(error, _Killed) and "limit" not in str(error):
+                with contextlib.suppress(OSError):
+                    failed.parent.mkdir(parents=True, exist_ok=True)
+                    failed.write_text(str(error))
+            future.set_exception(error if isinstance(error, Exception) else BuildError("the build was interrupted"))
+            future.exception()
+            raise
+        finally:
+            del self._under_way[key]
+
+    async def _compile(
+        self,
+        command: list[str],
+        files: Mapping[str, str],
+        products: Sequence[str],
+        target: Path,
+        read: Sequence[str],
+        seconds: float,
+    ) -> None:
+        """Run the compiler on ``files`` and move ``products`` to ``target``, whole or not at all."""
+        async with self._slots:
+            work = Path(tempfile.mkdtemp(prefix="build-", dir=self._scratch))
+            try:
+                write_files(work, files)
+                await asyncio.to_thread(self._run, command, work, read, seconds)
+                _keep(work, products, target)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _beside_timing(self) -> Iterator[None]:
+        """Where kernels run on the processor, nobody takes a time meanwhile."""
+        if self._lease is None:
+            yield
+            return
+        with contextlib.closing(Lease(self._lease)) as lease, lease.working():
+            yield
+
+    def _run(self, command: list[str], work: Path, read: Sequence[str], seconds: float) -> None:
+        with self._beside_timing():
+            self._finish(Compiler(self._policy(work, read, seconds), command, work), work, seconds)
+
+    async def _compiled_ahead(self, unit: str, files: Mapping[str, str], products: Sequence[str], target: Path) -> bool:
+        """Build ``unit`` by the compiler that waits for it; whether that worked."""
+        if not self._ahead:
+            return False
+        async with self._slots:
+            try:
+                await asyncio.to_thread(self._run_ahead, self._ahead, unit, files, products, target)
+            except _TooLong:
+                raise
+            except (BuildError, OSError):  # the full way knows better, and says it better
+                return False
+            return True
+
+    def _run_ahead(
+        self, ahead: Ahead, unit: str, files: Mapping[str, str], products: Sequence[str], target: Path
+    ) -> None:
+        waiting = ahead.take()
+        try:
+            write_files(waiting.work, files)
+            with self._beside_timing():
+                waiting.go(unit)
+                ahead.start()  # now, while nothing is timed: what is built will be, soon
+                self._finish(waiting, waiting.work, self._seconds)
+            _keep(waiting.work, products, target)
+        finally:
+            waiting.discard()
+
+    def _start_ahead(self) -> Waiting:
+        tools = self._toolchain
+        assert tools
+        command = [
+            tools.compiler, *FLAGS, *_DIAGNOSTICS, "-pipe", "-shared", "-Wl,--no-undefined", "-o", "library.so",
+        ]  # fmt: skip
+        work = Path(tempfile.mkdtemp(prefix="build-", dir=self._scratch))
+        try:
+            with self._beside_timing():
+                return Waiting(
+                    self._policy(work, (tools.lean,), self._seconds),
+                    command,
+                    work,
+                    f"{tools.lean}/prelude.h",
+                    _LEAN_LINK,
+                )
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+
+    def _policy(self, work: Path, read: Sequence[str], seconds: float) -> jail.Policy:
+        return jail.Policy(
+            read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix, *read),
+            write=(str(work),),
+            execute=(*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix),
+            memory_mb=self._memory_mb,
+            file_mb=_LIBRARY_MB,
+            cpu_seconds=int(seconds) + 1,
+            read_any=True,
+        )
+
+    def _finish(self, compiler: Compiler, work: Path, seconds: float) -> None:
+        try:
+            status, errors = compiler.finish(seconds)
+        except TimeoutError:
+            raise _TooLong(f"the build exceeds its limit of {seconds:g} s") from None
+        if status != 0 and shutil.disk_usage(work).free < _LIBRARY_MB << 20:
+            raise OSError(errno.ENOSPC, "too little space left for a build", str(work))
+        if status == -signal.SIGKILL or (status != 0 and _KILLED in errors):
+            raise _Killed(first_errors(errors))
+        if status != 0:
+            raise BuildError(first_errors(errors))
+
+
+def _keep(work: Path, products: Sequence[str], target: Path) -> None:
+    """``products`` of ``work`` become ``target``, whole or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staged = Path(tempfile.mkdtemp(dir=target.parent))
+    try:
+        for name in products:
+            _take(work / name, staged / name)
+        os.replace(staged, target)
+    except BaseException as error:
+        shutil.rmtree(staged, ignore_errors=True)
+        if not (isinstance(error, OSError) and target.exists()):  # else another process was first
+            raise
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """An author's files into an empty folder.  Raises ``BuildError`` for a name that is none."""
+    for name, text in files.items():
+        path = folder / name
+        if (path.is_absolute() and not path.is_relative_to(folder)) or ".." in Path(name).parts:
+            raise BuildError(f"{printable(name)}: a path must stay inside the work folder")
+        if name.startswith(("-", "@")):
+            raise BuildError(f"{printable(name)}: to the compiler this is an option and not a file")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        except (OSError, ValueError) as error:  # a name too long, a file that is also a folder, half a character
+            if getattr(error, "errno", None) in _OURS:
+                raise
+            reason = error.strerror if isinstance(error, OSError) else "not a possible name or text"
+            raise BuildError(f"{printable(name[:200])}: cannot be written: {reason}") from None
+
+
+def _take(source: Path, target: Path) -> None:
+    """Copy what the jailed compiler made; never follow a link it may have left."""
+    try:
+        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        raise BuildError("the compiler left no library") from None
+    with os.fdopen(descriptor, "rb") as file:
+        content = file.read(_LIBRARY_MB << 20)
+    with open(target, "wb") as copy:
+        copy.write(content)
+
+
+_ERROR = re.compile(
+    r"^(?P<where>[^\s:(][^:(]*((:\d+)+|\(\d+\)))?:? ?(catastrophic |fatal )?error( #[\w-]+)?: (?P<what>.*)$"
+)
+
+
+def has_errors(text: str) -> bool:
+    """Whether a compiler's errors are among these lines."""
+    return any(_ERROR.match(line) or "undefined reference to" in line for line in text.splitlines())
+
+
+def first_errors(text: str) -> str:
+    """The compiler's first errors, each with its source line; notes, carets and instantiation chains are left out."""
+    lines = text.splitlines()
+    kept: list[str] = []
+    for number, line in enumerate(lines):
+        if match := _ERROR.match(line):
+            where = match["where"] or ""
+            kept.append(f"{where}: error: {match['what']}" if where else f"error: {match['what']}")
+            for following in lines[number + 1 : number + 3]:
+                if source := re.match(r"^\s+(\d+ \|)?\s*(?P<code>[^\s^].*)$", following):
+                    kept.append("    " + source["code"].strip())
+                    break
+        elif match := re.search(r"undefined reference to .*", line):
+            kept.append(f"error: {match[0]}")
+        if len(kept) >= 6:
+            break
+    if not kept:
+        if "Cannot allocate memory" in text or "out of memory" in text or "bad_alloc" in text or "Killed" in text:
+            return "the build exceeds its limit of memory"
+        kept = [line for line in lines if line.strip()][-3:] or ["the compiler failed without a message"]
+    return "\n".join(map(printable, kept))[:_MESSAGE_LENGTH]

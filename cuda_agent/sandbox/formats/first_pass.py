@@ -1,0 +1,348 @@
+"""The first pass of the python lane: a solution that brings its own compilers runs once where it may start programs.
+
+A source that names ``load_inline``, Triton, ``torch.compile`` and their like, or that the locked pass refused a
+program, is run once in a jailed worker: constructor and forward, on inputs that the task draws in that very process.
+It may start programs and write one folder.  When it and all that it started are dead, what it left there is copied,
+plain files only, and stays in the cache; the locked pass reads it at the same address and starts nothing (``passes``).
+
+Trusted, and imports neither task nor solution.  What the folder holds is hostile: nobody but the jailed candidate ever
+loads it.  While somebody takes a time, the pass stands still.  Not covered: a device that the pass leaves sick; build
+servers, which know no task and so make no first pass.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.lease import Lease
+from cuda_agent.machine import processor
+from cuda_agent.sandbox.build import builder
+from cuda_agent.sandbox.jail import cgroups, jail, scratch
+from cuda_agent.sandbox.jail.descendants import descendants
+from cuda_agent.sandbox.jail.processes import NotStarted, WarmParent, Worker, WorkerDied, WorkerError, warm_parent
+from cuda_agent.sandbox.wire import NO_PROGRAMS, Status, Verdict, printable
+from cuda_agent.tasks.task import Task
+
+_ASKS = re.compile(r"\b(load_inline|cpp_extension|triton|_inductor)\b|\btorch\s*\.\s*compile\b|\bimport\s+compile\b")
+_MEMORY_MB = 4096  # of all its processes together: one nvcc with torch's headers takes half of it
+_FILE_MB, _FOLDER_MB, _MOST_FILES = 256, 512, 4096
+_MOST_DEPTH = 16
+_LOOK, _BREATH = 0.3, 1.0  # seconds: between looks at memory and folder; between pauses for those who take a time
+_VERSION = 1
+_IMPORTS = ("cuda_agent.sandbox.worker.compiling",)  # of the warm parent
+
+
+class FirstPassFailed(Exception):
+    """The solution's fault, with the status it gets."""
+
+    def __init__(self, status: Status, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a first pass left, and the environment in which it finds it again."""
+
+    folder: str
+    environment: dict[str, str]
+
+
+def asks(code: str) -> bool:
+    """Whether a source names a compiler of its own."""
+    return _ASKS.search(code) is not None
+
+
+def was_refused(verdict: Verdict) -> bool:
+    """Whether the locked pass ended because it may start no program, before anything was checked."""
+    return verdict.status != "ok" and not verdict.checks and not verdict.samples and NO_PROGRAMS in verdict.message
+
+
+class FirstPass:
+    """``folder``: of the cache.  ``scratch``: a folder that jailed users can reach.  At most ``parallel`` run."""
+
+    def __init__(
+        self, folder: Path, scratch: Path, lease: Path, device: str, threads: int, seconds: float, parallel: int = 2
+    ) -> None:
+        self._folder = folder
+        self._scratch = scratch
+        self._lease = lease
+        self._device = device
+        self._threads = threads
+        self._seconds = seconds
+        self._slots = asyncio.Semaphore(parallel)
+        self._parent: WarmParent | None = None
+        self._starting = threading.Lock()
+
+    async def __call__(self, task: Task, files: Mapping[str, str], architecture: str = "") -> Place:
+        """From the cache, or made now.  Raises ``FirstPassFailed``; ``OSError`` where the machine is at fault."""
+        async with self._slots:
+            return await asyncio.to_thread(self._cached, task, dict(files), architecture)
+
+    def _cached(self, task: Task, files: dict[str, str], architecture: str) -> Place:
+        environment = _toolchain(architecture)
+        versions = [_VERSION, importlib.metadata.version("torch"), sys.version, processor(), self._threads]
+        parts = [versions, self._device, architecture, sorted(environment.items()), task.digest, sorted(files.items())]
+        name = hashlib.sha256(json.dumps([*parts, str(self._folder)]).encode(errors="surrogatepass")).hexdigest()
+        folder = self._folder / name[:2] / name
+        done = folder.with_suffix(".done")
+        place = Place(str(folder), environment | _folders(folder))
+        if not done.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with open(folder.with_suffix(".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the same solution in another job, or of another process
+                if not done.exists():
+                    self._make(folder, place, task, files)
+                    done.touch()
+        return place
+
+    def _make(self, folder: Path, place: Place, task: Task, files: dict[str, str]) -> None:
+        scratch.remove(folder)
+        folder.mkdir()
+        try:
+            try:
+                builder.write_files(folder, {name: text for name, text in files.items() if name != "model_new.py"})
+            except builder.BuildError as error:
+                raise FirstPassFailed("build_error", str(error)) from None
+            request = {"task": task.code, "code": files["model_new.py"]}
+            try:
+                self._run(folder, place, request)
+            except FirstPassFailed as failure:
+                if failure.status != "crash" or not isinstance(failure.__cause__, WorkerDied):
+                    raise
+                if failure.__cause__.reason != "killed":
+                    raise
+                self._run(folder, place, request)  # perhaps not by its own doing: once more
+            _freeze(folder)
+        except BaseException:
+            scratch.remove(folder)
+            raise
+
+    def _run(self, folder: Path, place: Place, request: dict[str, Any]) -> None:
+        home = Path(tempfile.mkdtemp(prefix="worker-", dir=self._scratch))
+        policy = jail.Policy(
+            read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix),
+            write=(str(folder), str(home)),
+            execute=(*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix),
+            memory_mb=2 * _MEMORY_MB if self._device == "cpu" else 0,  # virtual, of one process
+            processes=256,
+            file_mb=_FILE_MB,
+            cpu_seconds=int(self._seconds * self._threads) + 60,
+            one_group=True,
+            read_any=True,
+        )
+        options = {
+            "role": "first_pass", "threads": self._threads, "folder": str(folder), "device": self._device,
+            # gcc asks whether its temporary folder can be reached without privileges; a cache may be in a closed home
+            "environment": place.environment | {"TMPDIR": str(home)},
+        }  # fmt: skip
+        worker: Worker | None = None
+        with _working(self._lease) as pause:
+            try:
+                watch = _watch((folder, home), pause)
+                worker = Worker(self._warm(), options, policy, _MEMORY_MB, home, cgroups.find(), watch)
+                worker.wait_started()
+                worker.seconds = self._seconds
+                answer = worker.call("F", request)
+            except (NotStarted, ConnectionError, ValueError) as lost:
+                self.close()
+                raise OSError(f"the first pass did not start: {lost}") from None
+            except WorkerDied as death:
+                status: Status = "timeout" if death.reason == "timeout" else "crash"
+                raise FirstPassFailed(status, f"the solution, while it compiled, {death}") from death
+            except WorkerError as error:
+                raise FirstPassFailed("build_error", str(error)) from None
+            finally:
+                if worker:
+                    with contextlib.suppress(ConnectionError):  # its parent is gone, and it with it
+                        worker.kill()
+                scratch.remove(home)
+        if answer is not None:
+            raise FirstPassFailed("build_error", _explained(answer, folder))
+
+    def _warm(self) -> WarmParent:
+        with self._starting:
+            if self._parent is None:
+                parent = warm_parent(self._threads, self._scratch / "first-pass.log", _IMPORTS)
+                parent.wait_ready()
+                self._parent = parent
+            return self._parent
+
+    def close(self) -> None:
+        with self._starting:
+            if self._parent:
+                self._parent.close()
+            self._parent = None
+
+
+# ------------------------------------------------------------------------------------------------------- environments
+
+
+def _folders(folder: Path) -> dict[str, str]:
+    """Where compilers that live in Python keep what they made.  Addresses are part of what they look up."""
+    return {
+        "HOME": str(folder), "TMPDIR": str(folder), "TORCH_EXTENSIONS_DIR": f"{folder}/extensions",
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_HOME": str(folder),
+        "TRITON_CACHE_DIR": f"{folder}/triton", "LIBRARY_PATH": f"{folder}/{_LINKS}",
+    }  # fmt: skip
+
+
+_LINKS = "links"
+
+
+def _toolchain(architecture: str) -> dict[str, str]:
+    """Where programs are, and for what they compile."""
+    found = {
+        "PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "MAX_JOBS": "2",
+    }  # fmt: skip
+    with contextlib.suppress(builder.CompilerMissing):
+        home = Path(builder.find_nvcc().compiler).resolve().parents[1]
+        found |= {"CUDA_HOME": str(home), "PATH": f"{home}/bin:{found['PATH']}"}
+    if architecture:
+        code = architecture.removeprefix("sm_")
+        digits = code.rstrip("af")
+        found["TORCH_CUDA_ARCH_LIST"] = f"{digits[:-1]}.{digits[-1]}{code[len(digits) :]}"
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ watching
+
+
+@contextlib.contextmanager
+def _working(folder: Path) -> Iterator[Callable[[], None]]:
+    """The lease of those who work; the function gives it back for a moment, to whoever waits to take a time."""
+    lease = Lease(folder)
+    with contextlib.closing(lease), contextlib.ExitStack() as held:
+        held.enter_context(lease.working())
+
+        def pause() -> None:
+            held.close()
+            held.enter_context(lease.working())
+
+        yield pause
+
+
+def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[Worker], str]:
+    """What the watchdog calls: names what is used too much."""
+    looked = breathed = time.monotonic()
+
+    def overrun(worker: Worker) -> str:
+        nonlocal looked, breathed
+        now = time.monotonic()
+        if now - breathed > _BREATH:
+            _signal_group(worker, signal.SIGSTOP)
+            pause()
+            _signal_group(worker, signal.SIGCONT)
+            breathed = time.monotonic()
+        if now - looked > _LOOK:
+            looked = now
+            if sum(map(_private_bytes, descendants(worker.pid))) > _MEMORY_MB << 20:
+                return "memory"
+            if any(map(too_much, folders)):
+                return "disk"
+        return ""
+
+    return overrun
+
+
+def _signal_group(worker: Worker, number: int) -> None:
+    with contextlib.suppress(OSError):  # it is in its own group soon after its start
+        os.killpg(worker.pid, number)
+
+
+def _private_bytes(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            fields = file.read().split()
+    except OSError:
+        return 0
+    return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+# ------------------------------------------------------------------------------------------- folders of hostile content
+
+
+def _entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
+    """All that lies below, folders before what they hold, with the depth; links are not followed."""
+    unread = [(str(folder), 1)]
+    while unread:
+        path, depth = unread.pop()
+        with os.scandir(path) as listed:
+            for entry in listed:
+                yield entry, depth
+                if entry.is_dir(follow_symlinks=False):
+                    unread.append((entry.path, depth + 1))
+
+
+def too_much(folder: Path) -> str:
+    """What a first pass may not leave: too many files, too large, too deep.  Empty where all is well."""
+    count = size = 0
+    try:
+        for entry, depth in _entries(folder):
+            count += 1
+            with contextlib.suppress(FileNotFoundError):  # a compiler's temporary file
+                found = entry.stat(follow_symlinks=False)
+                size += max(found.st_blocks * 512, found.st_size)  # a copy has no holes
+            if depth > _MOST_DEPTH:
+                return f"folders {depth} deep, {_MOST_DEPTH} are possible"
+            if count > _MOST_FILES:
+                return f"more than {_MOST_FILES} files"
+            if size > _FOLDER_MB << 20:
+                return f"more than {_FOLDER_MB} MB"
+    except FileNotFoundError:  # a compiler's temporary folder
+        return ""
+    except OSError as error:
+        return str(error.strerror)
+    return ""
+
+
+def _freeze(folder: Path) -> None:
+    """Replace the folder by a copy of its plain files, which belongs to us.  Nobody else has it open any more."""
+    if what := too_much(folder):
+        raise FirstPassFailed("build_error", f"the solution left {what} where it compiled")
+    staged = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        staged.chmod(0o755)
+        for entry, _ in _entries(folder):
+            target = staged / os.path.relpath(entry.path, folder)
+            if entry.is_dir(follow_symlinks=False):
+                target.mkdir()
+                target.chmod(0o755)
+            elif entry.is_file(follow_symlinks=False):
+                _copy(entry.path, target)
+    except BaseException:
+        scratch.remove(staged)
+        raise
+    scratch.remove(folder)
+    os.rename(staged, folder)
+
+
+def _copy(source: str, target: Path) -> None:
+    descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file, open(target, "wb") as copy:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            shutil.copyfileobj(file, copy)
+    target.chmod(0o644)
+
+
+def _explained(answer: Any, folder: Path) -> str:
+    """The compiler's first errors; else what the solution raised."""
+    said = answer if isinstance(answer, dict) else {}
+    log, error = (str(said.get(key, "")).replace(f"{folder}/", "") for key in ("log", "error"))
+    return builder.first_errors(log) if builder.has_errors(log) else printable(error)[:1200]

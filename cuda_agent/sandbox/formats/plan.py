@@ -1,0 +1,278 @@
+"""The plan lane: reading ``plan.json``, and turning it into a program for the executor.
+
+``compile_plan`` is pure: it checks the plan against the task's shapes, evaluates every integer expression, and writes
+the source through which the executor reaches the kernels: on ``cpu`` a C++ trampoline, on ``cuda`` a translation unit
+that also tells the types of their arguments.  Errors name the node.  Nothing is built or run here, and the keys that
+only ``cuda`` has (block, shared memory, cluster, cooperative launches) are refused on the CPU.  Library nodes are read
+by ``library``.
+"""
+
+import json
+import re
+import struct
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from cuda_agent.sandbox.formats import library_nodes
+from cuda_agent.sandbox.formats.expressions import Buffer, PlanError, evaluate
+from cuda_agent.sandbox.judge.buffers import byte_count
+from cuda_agent.sandbox.wire import TaskSpec, Tensor
+
+_C_TYPES = {
+    "float32": "float", "float64": "double", "float16": "unsigned short", "bfloat16": "unsigned short", "int64": "long",
+    "int32": "int", "int16": "short", "int8": "signed char", "uint8": "unsigned char", "bool": "bool",
+    "complex64": "float", "complex128": "double",
+}  # fmt: skip
+DTYPES = frozenset(_C_TYPES)
+_FORMATS = {
+    "float32": "f",
+    "float64": "d",
+    "int64": "q",
+    "int32": "i",
+    "int16": "h",
+    "int8": "b",
+    "uint8": "B",
+    "bool": "B",
+}
+WORKSPACE_DTYPES = frozenset(_FORMATS)
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*\s*(<[\w\s,:.+-]*>)?")
+_MOST_NODES, _MOST_BLOCKS, _MOST_WORKSPACE = 256, 1 << 24, 1 << 30
+_MOST_GRID, _MOST_BLOCK, _MOST_THREADS = ((1 << 31) - 1, 65535, 65535), (1024, 1024, 64), 1024
+
+# What the launcher must know of a kernel's arguments, from the compiler: one letter each.
+_SIGNATURES = """
+template <class T> struct plan_code { static constexpr char value = '?'; };
+template <class T> struct plan_code<T*> { static constexpr char value = 'p'; };
+#define PLAN_CODE(type, letter) template <> struct plan_code<type> { static constexpr char value = letter; };
+PLAN_CODE(float, 'f') PLAN_CODE(double, 'd') PLAN_CODE(bool, 'B')
+PLAN_CODE(int, 'i') PLAN_CODE(unsigned, 'I') PLAN_CODE(long, 'q') PLAN_CODE(unsigned long, 'Q')
+PLAN_CODE(long long, 'q') PLAN_CODE(unsigned long long, 'Q') PLAN_CODE(short, 'h') PLAN_CODE(unsigned short, 'H')
+PLAN_CODE(char, 'b') PLAN_CODE(signed char, 'b') PLAN_CODE(unsigned char, 'B')
+template <class F> struct plan_signature;
+template <class... A> struct plan_signature<void(A...)> {
+  char codes[sizeof...(A) + 1] = {plan_code<A>::value..., 0};  // an argument a letter
+};
+"""
+
+
+@dataclass
+class Program:
+    """What the executor runs.  Buffers are named ``in:0``, ``out:0``, ``w:0`` (by position) and ``ws:name``."""
+
+    nodes: list[dict[str, Any]] = field(default_factory=list)
+    workspaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # bytes, and a pattern as hex
+    source: str = ""  # what is compiled; empty when there is no kernel
+    expressions: list[str] = field(default_factory=list)  # cuda: the kernels, and what tells their arguments' types
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if key not in ("source", "expressions")}
+
+
+def compile_plan(files: dict[str, str], spec: TaskSpec, device: str = "cpu") -> Program:
+    """The program of ``files["plan.json"]`` for a task with these shapes.  Raises ``PlanError``."""
+    if "plan.json" not in files:
+        raise PlanError("there is no plan.json")
+    try:
+        plan = json.loads(files["plan.json"])
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"plan.json is not JSON: {error}") from None
+    _object(plan, "plan.json", {"nodes"}, {"nodes", "workspaces", "guards"})
+    names = _names(spec)
+    program = Program()
+    for name, item in _object(plan.get("workspaces", {}), "workspaces").items():
+        names[name] = _workspace(name, item, names, program)
+    for index, guard in enumerate(_list(plan.get("guards", []), "guards")):
+        if not evaluate(guard, names, f"guards[{index}]"):
+            raise PlanError(f"guards[{index}]: {guard!r} does not hold for this task's shapes")
+    nodes = _list(plan["nodes"], "nodes")
+    if not 0 < len(nodes) <= _MOST_NODES:
+        raise PlanError(f"nodes: 1 to {_MOST_NODES} are possible, not {len(nodes)}")
+    sources: list[str] = []
+    calls: list[str] = []
+    for index, node in enumerate(nodes):
+        where = f"nodes[{index}]"
+        if isinstance(node, dict) and "memset" in node:
+            program.nodes.append(_memset(node, where, names))
+        elif isinstance(node, dict) and "library" in node:
+            program.nodes.append(library_nodes.describe(node, where, names, device))
+        else:
+            describe = _function if device == "cpu" else _kernel
+            item, call = describe(node, where, names, files, index)
+            program.nodes.append(item)
+            calls.append(call)
+            if node["kernel"] not in sources:
+                sources.append(node["kernel"])
+    written = {name for node in program.nodes for name in _buffers(node)}
+    for index in range(len(spec.outputs)):
+        if f"out:{index}" not in written:
+            raise PlanError(f"no node uses out{index}")
+    if calls:
+        head = "".join(f'#include "{path}"\n' for path in sources) + (_SIGNATURES if device == "cuda" else "")
+        program.source = head + "\n".join(calls) + "\n"
+    if device == "cuda":
+        kernels = [node for node in program.nodes if "symbol" in node]
+        program.expressions = sorted({name for node in kernels for name in (node["symbol"], f"&{node['codes']}")})
+    return program
+
+
+def _buffers(node: dict[str, Any]) -> list[str]:
+    if "memset" in node:
+        return [node["memset"]]
+    if "library" in node:
+        return [node["writes"]]
+    return [a["buffer"] for a in node["args"] if "buffer" in a]
+
+
+def _names(spec: TaskSpec) -> dict[str, Any]:
+    """What expressions and arguments may name: buffers and plain numbers."""
+    names: dict[str, Any] = {}
+
+    def leaves(arguments: Any) -> list[Any]:
+        return [leaf for a in arguments for leaf in (leaves(a) if isinstance(a, list) else [a])]
+
+    for index, leaf in enumerate(leaves(spec.arguments)):
+        if "tensor" in leaf:
+            names[f"in{index}"] = Buffer(f"in:{leaf['tensor']}", spec.inputs[leaf["tensor"]])
+        elif isinstance(leaf["value"], int | float):
+            names[f"in{index}"] = leaf["value"]
+    for index, tensor in enumerate(spec.outputs):
+        names[f"out{index}"] = Buffer(f"out:{index}", tensor)
+    for index, (name, tensor) in enumerate(spec.weights.items()):
+        names[f"w:{name}"] = Buffer(f"w:{index}", tensor)
+    for index, item in enumerate(spec.init):
+        if isinstance(item.get("value"), int | float):
+            names[f"init{index}"] = item["value"]
+    return names
+
+
+def _workspace(name: str, item: Any, names: dict[str, Any], program: Program) -> Buffer:
+    where = f"workspaces.{name}"
+    if not name.isidentifier() or re.fullmatch(r"(in|out|init)\d+", name):
+        raise PlanError(f"{where}: not a name for a workspace")
+    _object(item, where, {"size"}, {"size", "dtype", "init"})
+    dtype = item.get("dtype", "float32")
+    if dtype not in _FORMATS:
+        raise PlanError(f"{where}.dtype: {dtype!r} is none of {', '.join(_FORMATS)}")
+    size = evaluate(item["size"], names, f"{where}.size")
+    buffer = Buffer(f"ws:{name}", Tensor((size,), dtype))
+    if size < 0 or byte_count(buffer.tensor) > _MOST_WORKSPACE:
+        raise PlanError(f"{where}.size: {size} elements are not possible")
+    try:
+        pattern = struct.pack("<" + _FORMATS[dtype], item.get("init", 0))
+    except (struct.error, OverflowError):
+        raise PlanError(f"{where}.init: {item.get('init')!r} is no {dtype}") from None
+    program.workspaces[name] = {"bytes": byte_count(buffer.tensor), "pattern": pattern.hex()}
+    return buffer
+
+
+def _memset(node: dict[str, Any], where: str, names: dict[str, Any]) -> dict[str, Any]:
+    _object(node, where, {"memset"}, {"memset", "value"})
+    buffer = names.get(node["memset"]) if isinstance(node["memset"], str) else None
+    if not isinstance(buffer, Buffer) or buffer.name.startswith(("in:", "w:")):
+        raise PlanError(f"{where}.memset: {node['memset']!r} is no output and no workspace")
+    value = node.get("value", 0)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 255:
+        raise PlanError(f"{where}.value: a byte from 0 to 255, not {value!r}")
+    return {"memset": buffer.name, "bytes": byte_count(buffer.tensor), "value": value}
+
+
+def _function(
+    node: Any, where: str, names: dict[str, Any], files: dict[str, str], index: int
+) -> tuple[dict[str, Any], str]:
+    """A kernel node on cpu, and the C++ that calls its function."""
+    _object(node, where, {"kernel", "function"}, {"kernel", "function", "grid", "args"})
+    function = _named_function(node, where, files)
+    grid = evaluate(node.get("grid", 1), names, f"{where}.grid")
+    if not 0 < grid <= _MOST_BLOCKS:
+        raise PlanError(f"{where}.grid: 1 to {_MOST_BLOCKS} blocks are possible, not {grid}")
+    arguments = _arguments(node, where, names)
+    spelled = ["block", "grid"]
+    for position, argument in enumerate(arguments):
+        kind = f"{_C_TYPES[argument.pop('dtype')]}*)" if "buffer" in argument else ""
+        cell = f"a[{position}]"
+        spelled.append(f"({kind}{cell}" if kind else f"*({'double' if 'float' in argument else 'long'}*){cell}")
+    call = (
+        f'#line 1 "plan.json {where}"\n'
+        f'extern "C" void node{index}(long block, long grid, void** a) {{ {function}({", ".join(spelled)}); }}'
+    )
+    return {"symbol": f"node{index}", "function": function, "grid": grid, "args": arguments}, call
+
+
+def _kernel(
+    node: Any, where: str, names: dict[str, Any], files: dict[str, str], index: int
+) -> tuple[dict[str, Any], str]:
+    """A kernel node on cuda, and the source that tells the types of its arguments."""
+    known = {"kernel", "function", "grid", "block", "shared", "cluster", "cooperative", "args"}
+    _object(node, where, {"kernel", "function"}, known)
+    function = _named_function(node, where, files)
+    block = _extents(node.get("block", 256), names, f"{where}.block", _MOST_BLOCK)
+    if block[0] * block[1] * block[2] > _MOST_THREADS:
+        raise PlanError(f"{where}.block: {block} are more than {_MOST_THREADS} threads")
+    shared = evaluate(node.get("shared", 0), names, f"{where}.shared")
+    if not 0 <= shared <= 1 << 20:
+        raise PlanError(f"{where}.shared: {shared} bytes of shared memory are not possible")
+    if not isinstance(node.get("cooperative", False), bool):
+        raise PlanError(f"{where}.cooperative: true or false")
+    arguments = _arguments(node, where, names)
+    for argument in arguments:
+        argument.pop("dtype", None)
+    item = {
+        "symbol": function, "codes": f"plan_codes_{index}", "block": block, "shared": shared, "args": arguments,
+        "grid": _extents(node.get("grid", 1), names, f"{where}.grid", _MOST_GRID),
+        "cluster": _extents(node["cluster"], names, f"{where}.cluster", (16, 16, 16)) if "cluster" in node else [],
+        "cooperative": node.get("cooperative", False),
+    }  # fmt: skip
+    told = (
+        f'#line 1 "plan.json {where}"\nextern "C" __device__ plan_signature<decltype({function})> {item["codes"]}{{}};'
+    )
+    return item, told
+
+
+def _named_function(node: dict[str, Any], where: str, files: dict[str, str]) -> str:
+    path, function = node["kernel"], node["function"]
+    if not isinstance(path, str) or path not in files:
+        raise PlanError(f"{where}.kernel: there is no file {path!r}")
+    if not isinstance(function, str) or not _FUNCTION.fullmatch(function):
+        raise PlanError(f"{where}.function: {function!r} is no name of a function")
+    return function
+
+
+def _extents(value: Any, names: dict[str, Any], where: str, most: tuple[int, int, int]) -> list[int]:
+    """One to three numbers, as x, y, z."""
+    parts = value if isinstance(value, list) else [value]
+    if not 1 <= len(parts) <= 3:
+        raise PlanError(f"{where}: one to three numbers")
+    extents = [evaluate(part, names, where) for part in parts] + [1] * (3 - len(parts))
+    if not all(0 < extent <= limit for extent, limit in zip(extents, most, strict=True)):
+        raise PlanError(f"{where}: 1 to {', '.join(map(str, most))} are possible, not {extents}")
+    return extents
+
+
+def _arguments(node: dict[str, Any], where: str, names: dict[str, Any]) -> list[dict[str, Any]]:
+    """Buffers with their dtype, or plain numbers."""
+    arguments: list[dict[str, Any]] = []
+    for position, argument in enumerate(_list(node.get("args", []), f"{where}.args")):
+        value = names.get(argument) if isinstance(argument, str) else None
+        if isinstance(value, Buffer):
+            arguments.append({"buffer": value.name, "dtype": value.tensor.dtype})
+        elif isinstance(value, float) or isinstance(argument, float):
+            arguments.append({"float": value if isinstance(value, float) else argument})
+        else:
+            arguments.append({"int": evaluate(argument, names, f"{where}.args[{position}]")})
+    return arguments
+
+
+def _object(value: Any, where: str, needed: set[str] | None = None, known: set[str] | None = None) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise PlanError(f"{where}: an object is expected, not {json.dumps(value)[:60]}")
+    for key in sorted((needed or set()) - value.keys()):
+        raise PlanError(f"{where}: {key!r} is missing")
+    for key in sorted(value.keys() - (known if known is not None else value.keys())):
+        raise PlanError(f"{where}: {key!r} is unknown; there are {', '.join(sorted(known or ()))}")
+    return value
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise PlanError(f"{where}: a list is expected, not {json.dumps(value)[:60]}")
+    return value

@@ -1,0 +1,100 @@
+"""Comparing a candidate's outputs with the oracle's: pure functions on NumPy arrays.
+
+The tolerance is absolute and relative, as published, except that its absolute part shrinks with the magnitude of the
+expected values: an output of a few millionths is not matched by zeros.  Integers and booleans must be equal.  Shapes
+and dtypes need no check: the buffers have the task's.
+"""
+
+from collections.abc import Sequence
+
+import numpy
+
+from cuda_agent.sandbox.judge.buffers import Array
+from cuda_agent.sandbox.wire import Tensor
+
+_CHUNK = 1 << 16  # values compared at a time: they stay in a processor's cache
+
+
+def mismatch(
+    expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
+) -> tuple[str, float]:
+    """What is wrong with ``actual`` (empty: nothing), and the largest absolute difference among finite values.  A value
+    may be off by ``tolerance`` times its magnitude plus the values' typical magnitude, of which at most ``cap``
+    counts."""
+    largest = 0.0
+    for index, (want, have, tensor) in enumerate(zip(expected, actual, tensors, strict=True)):
+        message, difference = _compare(
+            real(want, tensor.dtype).ravel(), real(have, tensor.dtype).ravel(), tolerance, cap
+        )
+        largest = max(largest, difference)
+        if message:
+            return f"output {index}{list(tensor.shape)}: {message}", largest
+    return "", largest
+
+
+def real(values: Array, dtype: str) -> Array:
+    """Raw buffer values as numbers that NumPy can compare."""
+    if dtype == "bfloat16":
+        return (values.astype(numpy.uint32) << 16).view(numpy.float32)
+    if dtype in ("complex64", "complex128"):
+        return values.view(values.real.dtype)
+    return values
+
+
+def _compare(want: Array, have: Array, tolerance: float, cap: float) -> tuple[str, float]:
+    if want.dtype.kind in "iu":
+        wrong = numpy.flatnonzero(want != have)
+        if not wrong.size:
+            return "", 0.0
+        first = int(wrong[0])
+        difference = float(numpy.abs(want[wrong].astype(numpy.float64) - have[wrong].astype(numpy.float64)).max())
+        return (
+            f"{wrong.size} of {want.size} values differ, first at {first}: {have[first]} instead of {want[first]}",
+            difference,
+        )
+    wide = numpy.float32 if want.dtype.itemsize <= 4 else numpy.float64
+    with numpy.errstate(all="ignore"):
+        scale = min(cap, _typical(want))
+        largest, wrong_count, first_wrong = 0.0, 0, -1
+        for start in range(0, want.size, _CHUNK):
+            w = want[start : start + _CHUNK].astype(wide, copy=False)
+            h = have[start : start + _CHUNK].astype(wide, copy=False)
+            off: Array = numpy.subtract(w, h)
+            numpy.abs(off, out=off)
+            most = float(off.max(initial=0))
+            if most <= tolerance * scale:  # the usual case: so it is for every value, and all are finite
+                largest = max(largest, most)
+                continue
+            good = numpy.isfinite(off) & (off <= tolerance * scale + tolerance * numpy.abs(w))
+            if not good.all():
+                special = ~numpy.isfinite(w) | ~numpy.isfinite(h)
+                good = numpy.where(special, (w == h) | (numpy.isnan(w) & numpy.isnan(h)), good)
+                off = numpy.where(special, 0, off)
+                bad = numpy.flatnonzero(~good)
+                if bad.size and first_wrong < 0:
+                    first_wrong = start + int(bad[0])
+                wrong_count += bad.size
+            largest = max(largest, float(off.max(initial=0, where=numpy.isfinite(off))))
+    if wrong_count:
+        return (
+            f"{wrong_count} of {want.size} values are off by more than the tolerance {tolerance:g}, "
+            f"first at {first_wrong}: {have[first_wrong]:.6g} instead of {want[first_wrong]:.6g}"
+        ), largest
+    return "", largest
+
+
+def _typical(want: Array) -> float:
+    """The root mean square of the finite values; 1 where there are none."""
+    squares, count = 0.0, 0
+    for start in range(0, want.size, _CHUNK):
+        part = want[start : start + _CHUNK]
+        finite = numpy.isfinite(part)
+        part = part.astype(numpy.float64) if finite.all() else part[finite].astype(numpy.float64)
+        squares += float(numpy.dot(part, part))
+        count += part.size
+    return float(numpy.sqrt(squares / count)) if count else 1.0
+
+
+def same(first: Sequence[Array], second: Sequence[Array]) -> bool:
+    """Bit for bit."""
+    return all(a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True))

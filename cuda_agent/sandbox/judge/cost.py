@@ -1,0 +1,54 @@
+"""The model clock: a deterministic cost in place of a time, for tests and drills (``sandbox.clock=model``).
+
+It rewards what usually makes kernels fast (fewer passes over memory, fewer operators, blocks for every thread, vector
+hints), so that learning has something to learn from, and it is a pure function of task and solution.  It predicts no
+real time.
+"""
+
+import re
+from typing import Any
+
+from cuda_agent.sandbox.judge.buffers import byte_count
+from cuda_agent.sandbox.wire import TaskSpec
+
+_CALL, _BYTES_PER_SECOND = 2e-6, 1e10  # of one operator, and of one pass over memory with one thread
+
+
+def eager(operators: int, touched: int, threads: int) -> float:
+    """Seconds of ``operators`` that together read and write ``touched`` bytes."""
+    return _CALL * operators + touched / (_BYTES_PER_SECOND * threads)
+
+
+def compiled(spec: TaskSpec, operators: int, touched: int, threads: int) -> float:
+    """Fused: the unavoidable bytes, and a quarter of the rest."""
+    least = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs))
+    return _CALL * (1 + operators / 4) + (least + max(0, touched - least) / 4) / (_BYTES_PER_SECOND * threads)
+
+
+def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads: int) -> float:
+    """Seconds of a plan: every node touches the buffers it names, on as many threads as it has blocks for."""
+    sizes = {f"in:{i}": byte_count(t) for i, t in enumerate(spec.inputs)}
+    sizes |= {f"out:{i}": byte_count(t) for i, t in enumerate(spec.outputs)}
+    sizes |= {f"w:{i}": byte_count(t) for i, t in enumerate(spec.weights.values())}
+    sizes |= {f"ws:{name}": item["bytes"] for name, item in program["workspaces"].items()}
+    hint = 1.0 if any(re.search(r"#pragma|restrict", text) for text in files.values()) else 1.1
+    total = 0.0
+    for node in program["nodes"]:
+        if "memset" in node:
+            total += _CALL / 2 + node["bytes"] / (_BYTES_PER_SECOND * threads)
+            continue
+        if "library" in node:
+            used = {item["buffer"] for item in node["tensors"].values()}
+            total += _CALL + sum(sizes[name] for name in used) / (_BYTES_PER_SECOND * threads)
+            continue
+        used = {a["buffer"] for a in node["args"] if "buffer" in a}
+        workers = min(threads, node["grid"])
+        total += _CALL + node["grid"] * 1e-8 + hint * sum(sizes[name] for name in used) / (_BYTES_PER_SECOND * workers)
+    return total
+
+
+def extension(spec: TaskSpec, files: dict[str, str], threads: int) -> float:
+    """Seconds of an extension: one pass, and a call for each exported function."""
+    least = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs, *spec.weights.values()))
+    calls = sum(len(re.findall(r"REGISTER_BINDING", text)) for text in files.values())
+    return _CALL * (2 + calls) + least / (_BYTES_PER_SECOND * threads)

@@ -1,0 +1,254 @@
+"""Memory and comparisons on the GPU: the counterpart of ``host`` (``buffers`` and ``check``), in the judge's context.
+
+Areas are made here and exported by descriptor; a worker maps inputs and weights read-only, so that a write to them
+faults the worker alone, and this context and its data stay intact.  What a worker wrote is copied to memory of the
+judge's own before it is looked at.  Comparisons run on the device (``check.cu``), with the rules of ``check``.
+
+``open_judge`` comes first.  One device, one thread.
+"""
+
+import ctypes
+import math
+import secrets
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from cuda_agent.sandbox import driver
+from cuda_agent.sandbox.judge.buffers import Layout, byte_count
+from cuda_agent.sandbox.wire import TaskSpec, Tensor
+
+_BLOCK = 256
+_POOL_BYTES = 8 << 30
+_REAL = {
+    "complex64": ("float32", 2),
+    "complex128": ("float64", 2),
+    "bool": ("uint8", 1),
+}  # compared as so many of these
+_NUMBERS = {
+    "float32": "f", "float64": "d", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b", "uint8": "B",
+}  # fmt: skip
+_FOUND = struct.Struct("QQd")
+
+__all__ = [
+    "Array",
+    "Buffers",
+    "constant",
+    "distance",
+    "flush",
+    "healthy",
+    "mismatch",
+    "open_judge",
+    "pool_bytes",
+    "same",
+]
+
+
+class Array:
+    """Bytes of the judge's own device memory.  Freed memory is kept for the next array of the same size: the driver's
+    own allocation waits for the device."""
+
+    _idle: ClassVar[dict[int, list[int]]] = {}
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        idle = self._idle.get(size)
+        self.address = idle.pop() if idle else driver.allocate(size)
+
+    def __del__(self) -> None:
+        self._idle.setdefault(self.size, []).append(self.address)
+
+
+def _copied(address: int, size: int) -> Array:
+    array = Array(size)
+    driver.copy(array.address, address, size)
+    return array
+
+
+class Buffers(Layout):
+    """Both areas of one worker, as ``buffers.Buffers``."""
+
+    def __init__(self, spec: TaskSpec, slots: int, values: bool = False, fixed: bool = False) -> None:
+        super().__init__(spec, slots, values, fixed)
+        self._inputs = driver.Shared(self.in_size)
+        self._outputs = driver.Shared(self.out_size)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [self._inputs.size, self._outputs.size]
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [self._inputs.descriptor, self._outputs.descriptor]
+
+    def fill(self, slot: int, inputs: Sequence[Array]) -> None:
+        """New values for the inputs, poison in the outputs; done when it returns."""
+        for offset, tensor, values in zip(self.slots[slot].inputs, self.spec.inputs, inputs, strict=True):
+            driver.copy(self._inputs.address + offset, values.address, byte_count(tensor))
+        word = int.from_bytes(bytes(0x60 + secrets.randbelow(16) for _ in range(4)), "little")
+        for offset, tensor in zip(self.slots[slot].outputs, self.spec.outputs, strict=True):
+            driver.fill_words(self._outputs.address + offset, word, -(-byte_count(tensor) // 4))
+        driver.synchronize()
+
+    def outputs(self, slot: int) -> list[Array]:
+        """A copy of what the worker wrote."""
+        return self.values(self.slots[slot].outputs, self.spec.outputs)
+
+    def set_weights(self, weights: Sequence[Array]) -> None:
+        for offset, values in zip(self.weights, weights, strict=True):
+            driver.copy(self._inputs.address + offset, values.address, values.size)
+
+    def values(self, offsets: Sequence[int], tensors: Sequence[Tensor]) -> list[Array]:
+        copies = [_copied(self._outputs.address + o, byte_count(t)) for o, t in zip(offsets, tensors, strict=True)]
+        driver.synchronize()
+        return copies
+
+    def close(self) -> None:
+        driver.synchronize()
+        self._inputs.close()
+        self._outputs.close()
+
+
+class _Judge:
+    """The kernels, where results are written, and what flushes the cache."""
+
+    def __init__(self, image: bytes) -> None:
+        self.module = driver.Module(image)
+        self.found = driver.allocate(_FOUND.size)
+        self.sums = driver.allocate(16)
+        self.flush_bytes = 2 * driver.l2_bytes()
+        self.flushed = driver.allocate(self.flush_bytes)
+
+    def run(self, name: str, count: int, *arguments: object) -> None:
+        blocks = max(1, min(-(-count // (4 * _BLOCK)), 2048))
+        driver.Launch(self.module.function(name), (blocks, 1, 1), (_BLOCK, 1, 1), arguments)()
+
+    def clear(self) -> None:
+        driver.write(self.found, _FOUND.pack(0, (1 << 64) - 1, 0.0))
+        driver.fill_words(self.sums, 0, 4)
+
+    def answer(self) -> tuple[int, int, float]:
+        wrong, first, largest = _FOUND.unpack(driver.read(self.found, _FOUND.size))
+        return wrong, first, largest
+
+
+_judge: _Judge | None = None
+
+
+def open_judge(kernels: Path) -> None:
+    """Open the device in this process and load the built ``check.cu``.  ``driver.NoDevice`` when there is none."""
+    global _judge
+    driver.open_device()
+    _judge = _Judge(kernels.read_bytes())
+
+
+def _ours() -> _Judge:
+    assert _judge, "open_judge comes first"
+    return _judge
+
+
+def pool_bytes() -> int:
+    """Most memory for one task's pool of inputs."""
+    return min(_POOL_BYTES, driver.memory_bytes() // 16)
+
+
+def flush() -> None:
+    """Rewrite twice the L2 cache, kept lines and all: what the next call reads comes from memory."""
+    driver.forget_persisting_lines()
+    driver.fill_bytes(_ours().flushed, secrets.randbelow(256), _ours().flush_bytes)
+    driver.synchronize()
+
+
+def healthy() -> bool:
+    """Whether a comparison with a known answer comes out right: memory, a launch and a copy back."""
+    ones, twos, tensors = Array(4096), Array(4096), [Tensor((1024,), "float32")]
+    for array, word in ((ones, 0x3F800000), (twos, 0x40000000)):
+        driver.fill_words(array.address, word, 1024)
+    driver.synchronize()
+    return not mismatch([ones], [ones], tensors, 0.1)[0] and bool(mismatch([ones], [twos], tensors, 0.1)[0])
+
+
+def mismatch(
+    expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
+) -> tuple[str, float]:
+    """What is wrong with ``actual`` (empty: nothing), and the largest absolute difference among finite values."""
+    largest = 0.0
+    for index, (want, have, tensor) in enumerate(zip(expected, actual, tensors, strict=True)):
+        message, difference = _compare(want, have, tensor, tolerance, cap)
+        largest = max(largest, difference)
+        if message:
+            return f"output {index}{list(tensor.shape)}: {message}", largest
+    return "", largest
+
+
+def _compare(want: Array, have: Array, tensor: Tensor, tolerance: float, cap: float) -> tuple[str, float]:
+    judge, (dtype, count) = _ours(), _real(tensor)
+    if not count:
+        return "", 0.0
+    judge.clear()
+    pointers, n = (ctypes.c_uint64(want.address), ctypes.c_uint64(have.address)), ctypes.c_longlong(count)
+    sums = ctypes.c_uint64(judge.sums)
+    floating = dtype.startswith(("float", "bfloat"))
+    if floating:
+        judge.run(f"moments_{dtype}", count, pointers[0], n, sums)
+    limits = ctypes.c_double(tolerance), ctypes.c_double(cap)
+    judge.run(f"check_{dtype}", count, *pointers, n, *limits, sums, ctypes.c_uint64(judge.found))
+    wrong, first, largest = judge.answer()
+    if not wrong:
+        return "", largest
+    values = f"first at {first}: {_number(have, dtype, first):.6g} instead of {_number(want, dtype, first):.6g}"
+    if floating:
+        return f"{wrong} of {count} values are off by more than the tolerance {tolerance:g}, {values}", largest
+    return f"{wrong} of {count} values differ, {values}", largest
+
+
+def _real(tensor: Tensor) -> tuple[str, int]:
+    dtype, parts = _REAL.get(tensor.dtype, (tensor.dtype, 1))
+    return dtype, parts * math.prod(tensor.shape)
+
+
+def _number(array: Array, dtype: str, index: int) -> float:
+    if dtype == "bfloat16":
+        return float(struct.unpack("<f", b"\0\0" + driver.read(array.address + 2 * index, 2))[0])
+    size = struct.calcsize(_NUMBERS[dtype])
+    return float(struct.unpack("<" + _NUMBERS[dtype], driver.read(array.address + size * index, size))[0])
+
+
+def same(first: Sequence[Array], second: Sequence[Array]) -> bool:
+    """Bit for bit."""
+    for one, other in zip(first, second, strict=True):
+        judge, n = _ours(), ctypes.c_longlong(one.size)
+        if not one.size:
+            continue
+        judge.clear()
+        pointers = ctypes.c_uint64(one.address), ctypes.c_uint64(other.address)
+        nothing = ctypes.c_double(0), ctypes.c_double(0), ctypes.c_uint64(judge.sums)
+        judge.run("check_uint8", one.size, *pointers, n, *nothing, ctypes.c_uint64(judge.found))
+        if judge.answer()[0]:
+            return False
+    return True
+
+
+def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
+    """Sums of squares: of the difference, and of the exact values (float64).  Nothing for other than floating types."""
+    if not tensor.dtype.startswith(("float", "bfloat")) or not have.size:
+        return 0.0, 0.0
+    judge, (dtype, count) = _ours(), _real(tensor)
+    judge.clear()
+    pointers = ctypes.c_uint64(have.address), ctypes.c_uint64(exact.address)
+    judge.run(f"distance_{dtype}", count, *pointers, ctypes.c_longlong(count), ctypes.c_uint64(judge.sums))
+    off, norm = struct.unpack("dd", driver.read(judge.sums, 16))
+    return off, norm
+
+
+def constant(values: Array, tensor: Tensor) -> bool:
+    """One value only (outputs of one number are not judged by this), or nothing finite."""
+    judge, (dtype, count) = _ours(), _real(tensor)
+    if not count:
+        return False
+    judge.clear()
+    pointer, n = ctypes.c_uint64(values.address), ctypes.c_longlong(count)
+    judge.run(f"varied_{dtype}", count, pointer, n, ctypes.c_uint64(judge.found))
+    others, _, finite = judge.answer()
+    return not finite or (count > 1 and not others)

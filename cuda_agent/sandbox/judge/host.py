@@ -1,0 +1,40 @@
+"""Memory and comparisons on the CPU: what ``device`` is on the GPU."""
+
+import numpy
+
+from cuda_agent.sandbox.judge.buffers import Array, Buffers
+from cuda_agent.sandbox.judge.check import mismatch, real, same
+from cuda_agent.sandbox.wire import Tensor
+
+__all__ = ["Array", "Buffers", "constant", "distance", "flush", "healthy", "mismatch", "pool_bytes", "same"]
+
+
+def pool_bytes() -> int:
+    """Most memory for one task's pool of inputs."""
+    return 48 << 20
+
+
+def flush() -> None:
+    """Nothing: the judge's own filling and comparing leave little of a call in a processor's caches."""
+
+
+def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
+    """Sums of squares: of the difference, and of the exact values (float64).  Nothing for other than floating types."""
+    if not tensor.dtype.startswith(("float", "bfloat")):
+        return 0.0, 0.0
+    off = real(have, tensor.dtype).astype(numpy.float64).ravel() - exact.ravel()
+    return float(numpy.dot(off, off)), float(numpy.dot(exact.ravel(), exact.ravel()))
+
+
+def healthy() -> bool:
+    """Whether a comparison with a known answer comes out right."""
+    ones, tensors = numpy.ones(1024, numpy.float32), [Tensor((1024,), "float32")]
+    return not mismatch([ones], [ones], tensors, 0.1)[0] and bool(mismatch([ones], [2 * ones], tensors, 0.1)[0])
+
+
+def constant(values: Array, tensor: Tensor) -> bool:
+    """One value only (outputs of one number are not judged by this), or nothing finite."""
+    flat = real(values, tensor.dtype).ravel()
+    if flat.dtype.kind == "f" and flat.size and not numpy.isfinite(flat).any():
+        return True
+    return flat.size > 1 and bool((flat == flat[0]).all())

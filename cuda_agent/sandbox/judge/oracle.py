@@ -1,0 +1,232 @@
+"""The oracle: a reference worker of one task, asked by the judge for values, outputs, times and counts.
+
+Also what judge and workers are set up with (``Settings``), and how a worker's times are taken.  Not covered:
+candidates, and what is kept of a task between them (``prepared``).
+"""
+
+import math
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cuda_agent.errors import TaskError
+from cuda_agent.sandbox import driver
+from cuda_agent.sandbox.jail.processes import Worker, WorkerDied, WorkerError
+from cuda_agent.sandbox.judge import device as gpu_memory
+from cuda_agent.sandbox.judge import host as cpu_memory
+from cuda_agent.sandbox.judge.buffers import DTYPES, byte_count
+from cuda_agent.sandbox.wire import TaskSpec, span
+
+_COMPILE_SECONDS = 300.0  # of a large model, with nothing cached, on a busy machine
+_OPENING_SECONDS = 10.0  # at least, for a task: what it imports may come from a cold disk
+Views = list[list[int] | None]  # of outputs: strides of one that the reference gives as a view
+_FLOATING = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What judge and pool need of the configuration, and where they may put things."""
+
+    threads: int
+    checks: int
+    tolerance: float
+    timed_calls: int
+    run_seconds: float
+    memory_mb: int
+    clock: str
+    required_walls: tuple[str, ...]
+    cache: str  # survives; only trusted processes write it
+    scratch: str  # private folders of workers
+    lease: str
+    device: str = "cpu"
+    kernels: str = ""  # the built check.cu (cuda)
+    identity: str = ""  # of the GPU and its driver: what a time depends on
+
+
+def memory_of(device: str) -> Any:
+    """The module that keeps and compares the bytes of this device."""
+    return gpu_memory if device == "cuda" else cpu_memory
+
+
+def seconds_of_call(device: str, wall: float, told: Any) -> float:
+    """On the CPU what passed here.  On a GPU the device's own time, which the worker tells: never more than what passed
+    here, and no nonsense."""
+    if device == "cpu":
+        return wall
+    match told:
+        case [float(seconds), float(host)] if 0 < seconds <= wall and 0 < host <= wall:
+            return seconds
+    raise WorkerError(f"the device's clock says {str(told)[:60]} of a call that took {wall:.6f} s")
+
+
+def net(seconds: float, empty: float) -> float:
+    """A time without the empty call.  What is left is at least a tenth: more than that the clock cannot resolve, and a
+    time near zero must not come out of noise."""
+    return max(seconds - empty, seconds / 10)
+
+
+class TaskKilled(TaskError):
+    """Its worker was killed by nobody here.  That may be the task's doing, or anybody else's."""
+
+
+class Oracle:
+    """A reference worker of one task, which it owns, and its buffers.  Every failure of the task is a ``TaskError``."""
+
+    def __init__(self, worker: Worker, code: str, weights_seed: int, settings: Settings) -> None:
+        self.worker = worker
+        self._limit = settings.run_seconds
+        self._host = math.inf
+        self._buffers: Any = None
+        self._exact: Any = None
+        self._device, self._memory = settings.device, memory_of(settings.device)
+        try:
+            self._open(code, weights_seed, settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, code: str, weights_seed: int, settings: Settings) -> None:
+        answer = self._ask("T", {"code": code, "seed": weights_seed}, least=_OPENING_SECONDS)
+        try:
+            self.spec = TaskSpec.from_json(answer)
+            tensors = (*self.spec.inputs, *self.spec.outputs, *self.spec.weights.values())
+            foreign = {t.dtype for t in tensors} - DTYPES.keys()
+            size = 0 if foreign else sum(byte_count(t) for t in tensors)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise TaskError("the task answered nonsense") from None
+        if foreign:
+            raise TaskError(f"the task has tensors of {', '.join(sorted(foreign))}, which are not supported here")
+        if settings.device == "cpu" and size > settings.memory_mb << 20:
+            raise TaskError(f"the task's tensors take {size >> 20} MB, more than the limit of {settings.memory_mb} MB")
+        try:
+            self._buffers = self._memory.Buffers(self.spec, slots=2, values=True, fixed=settings.clock == "model")
+        except driver.DriverError:
+            raise TaskError(f"the task's tensors take {size >> 20} MB, more than the device has left") from None
+        buffers = self._buffers
+        layout = {"layout": buffers.layout, "values": buffers.value_inputs, "weights": buffers.value_weights}
+        layout["sizes"] = buffers.sizes
+        self._ask("M", layout, fds=buffers.descriptors)
+        self.weights = buffers.values(buffers.value_weights, list(self.spec.weights.values()))
+
+    @property
+    def alive(self) -> bool:
+        return self.worker.alive
+
+    def inputs(self, seed: int, kind: str = "normal") -> list[Any] | None:
+        """Values under this seed; None when the task's inputs have none of this kind."""
+        if not self._ask("G", {"seed": seed, "kind": kind}):
+            return None
+        assert self._buffers
+        copies: list[Any] = self._buffers.values(self._buffers.value_inputs, self.spec.inputs)
+        return copies
+
+    def outputs(self, inputs: list[Any]) -> list[Any]:
+        assert self._buffers
+        self._buffers.fill(0, inputs)
+        self._ask("R", slot=0)
+        return self._buffers.outputs(0)
+
+    def seconds(self, inputs: list[Any], null: bool = False) -> float:
+        """One timed call (``null``: of nothing), buffers refilled before the clock starts."""
+        assert self._buffers
+        slot = secrets.randbelow(2)
+        self.worker.stop()
+        self._buffers.fill(slot, inputs)
+        self._memory.flush()
+        self.worker.seconds = self._limit
+        with _of_the_task():
+            wall, told = self.worker.timed("N" if null else "R", slot)
+            seconds = seconds_of_call(self._device, wall, told)
+        if told:
+            self._host = min(self._host, told[1])
+        return seconds
+
+    def host_seconds(self, inputs: list[Any]) -> float:
+        """In how much time its host enqueues a call on the GPU, at best."""
+        for _ in range(3 if self._host == math.inf else 0):  # first calls start libraries
+            self.seconds(inputs)
+        return self._host
+
+    def precision(self, name: str) -> None:
+        """How matrix products compute from here on: default, fp32, tf32, bf16."""
+        self._ask("P", {"precision": name})
+
+    def exact(self, inputs: list[Any]) -> list[Any] | None:
+        """Outputs computed in double precision (float64 in place of every floating dtype); None when those or eager's
+        own (``outputs`` came before, with the same inputs) are not finite.  ``TaskError`` when the model cannot."""
+        assert self._buffers
+        if self._exact is None:
+            wide = [replace(t, dtype="float64") if t.dtype in _FLOATING else t for t in self.spec.outputs]
+            spec = replace(self.spec, inputs=(), outputs=tuple(wide), weights={})
+            self._exact = buffers = self._memory.Buffers(spec, slots=1)
+            body = {"spec": spec.to_json(), "layout": buffers.layout, "sizes": buffers.sizes}
+            self._ask("E", body, fds=buffers.descriptors)
+        self._buffers.fill(0, inputs)
+        if not self._ask("X", slot=0):
+            return None
+        outputs: list[Any] = self._exact.outputs(0)
+        return outputs
+
+    def compile(self, inputs: list[Any], known: str, mode: str = "") -> None:
+        """Calls are the compiled model's from here on.  ``WorkerError`` when torch.compile fails."""
+        assert self._buffers
+        self._buffers.fill(0, inputs)
+        self.worker.seconds = _COMPILE_SECONDS
+        self.worker.call("C", {"known": known, "mode": mode}, slot=0)
+
+    def count(self, inputs: list[Any]) -> tuple[int, int]:
+        """Operators of one call and the bytes they touch."""
+        assert self._buffers
+        self._buffers.fill(0, inputs)
+        answer = self._ask("O", slot=0)
+        return int(answer["operators"]), int(answer["bytes"])
+
+    def account(self, inputs: list[Any]) -> tuple[int, int, Views]:
+        """Operations of one call (0: not known), the bytes that it writes for its outputs, and which are views."""
+        assert self._buffers
+        self._buffers.fill(0, inputs)
+        answer = self._ask("A", slot=0)
+        most = sum(byte_count(t) for t in self.spec.outputs)
+        try:
+            return max(0, int(answer["flops"])), min(max(0, int(answer["written"])), most), views(answer, self.spec)
+        except (KeyError, TypeError, ValueError) as error:  # the task's own process says so
+            raise TaskError(f"the task gave no account of a call: {error}") from None
+
+    def _ask(self, kind: str, body: Any = None, slot: int = 0, fds: list[int] | None = None, least: float = 0.0) -> Any:
+        self.worker.seconds = max(self._limit, least)
+        with _of_the_task():
+            return self.worker.call(kind, body, slot, fds or ())
+
+    def close(self) -> None:
+        self.worker.kill()
+        for buffers in (self._buffers, self._exact):
+            if buffers:
+                buffers.close()
+
+
+def views(answer: Any, spec: TaskSpec) -> Views:
+    """What a worker tells of its ``views``, as far as copies of that form can be made: strides of one whose elements
+    lie within the memory of all inputs and weights, no strides of one whose elements share memory (a solution may copy
+    it from anywhere), ``None`` of any other, as if it had been written.  ``ValueError``, ``TypeError`` for nonsense."""
+    room = sum(byte_count(tensor) for tensor in (*spec.inputs, *spec.weights.values()))
+    found: Views = []
+    for strides, tensor in zip(answer["views"], spec.outputs, strict=True):
+        if strides is not None:
+            if not all(type(stride) is int and stride >= 0 for stride in strides):
+                raise ValueError(f"strides {strides!r}")
+            reach, count = span(tensor.shape, strides), math.prod(tensor.shape)
+            strides = [] if reach < count else strides if reach * byte_count(tensor) <= room * count else None
+        found.append(strides)
+    return found
+
+
+@contextmanager
+def _of_the_task() -> Iterator[None]:
+    try:
+        yield
+    except WorkerError as error:
+        raise TaskError(str(error)) from None
+    except WorkerDied as death:
+        raise (TaskKilled if death.reason == "killed" else TaskError)(f"the task {death}") from None

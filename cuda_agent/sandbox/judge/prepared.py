@@ -1,0 +1,311 @@
+"""A prepared task: its reference worker, a rotating secret pool of inputs with the oracle's outputs, and its baselines.
+
+A candidate pays only for itself: spec, weights, pool and baselines are here already.  The judge chooses every seed; the
+reference worker only turns seeds into values.  Under the model clock seeds and pool are fixed, so that two runs agree
+bit for bit.  Not covered: candidates.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import math
+import os
+import secrets
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.errors import TaskError
+from cuda_agent.machine import processor
+from cuda_agent.sandbox import driver
+from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError, taking_turns
+from cuda_agent.sandbox.judge import cost, cross_check, roofline
+from cuda_agent.sandbox.judge.buffers import byte_count
+from cuda_agent.sandbox.judge.oracle import Oracle, Views, memory_of, net
+from cuda_agent.sandbox.judge.workshop import Workshop
+
+_CLOCK = 3  # of what is measured: a baseline taken in another way is none
+_BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # of one round: whichever comes first
+_EMPTY_CALLS = (4, 1)  # the first time, and later
+_FEW_TIMED = 4  # calls of a candidate that differs clearly
+_BASELINE_ROUNDS, _STEADY = 3, 0.05  # another round when calls differ by more than this (median deviation)
+_CAREFUL_ROUNDS = 12  # at most, until the two best agree
+
+
+@dataclass
+class Entry:
+    index: int
+    inputs: list[Any]  # the judge's own copies: arrays of ``host`` or ``device``
+    outputs: list[Any]
+    exact: list[Any] | None = None  # outputs in double precision (strict mode)
+
+
+@dataclass
+class Baselines:
+    """Seconds per call, medians; ``None`` where they were not measured."""
+
+    eager: float | None = None
+    compile: float | None = None
+    compile_error: str = ""
+    compile_tried: bool = False
+    strict: dict[str, dict[str, Any]] = field(default_factory=dict)  # see ``strict.yardstick``
+    flops: int | None = None  # of one call of the reference; 0: not known
+    written: int | None = None  # bytes that it writes for its outputs
+    views: Views | None = None  # which of them it does not write
+
+
+def baselines_file(cache: str, digest: str, torch: str, threads: int, identity: str) -> Path:
+    """Where the baselines of a task are kept; its name is made of everything that they depend on."""
+    key = json.dumps([digest, _CLOCK, torch, processor(), threads, identity])
+    return Path(cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+
+class Prepared:
+    """One task, ready for candidates."""
+
+    def __init__(self, code: str, digest: str, workshop: Workshop) -> None:
+        settings = workshop.settings
+        self._fixed = settings.clock == "model"
+        self._secret = digest.encode() if self._fixed else secrets.token_bytes(16)
+        self.settings = settings
+        self.memory = memory_of(settings.device)
+        self._fresh = 0
+        self._inexact = False  # the model does not run in double precision
+        self._workshop = workshop
+        self._code = code
+        self._digest = digest
+        self._lease = workshop.lease
+        with self._lease.working():
+            self.oracle = Oracle(workshop.reference(), code, self.weights_seed, settings)
+        self.spec = self.oracle.spec
+        size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs))
+        calls = settings.checks + settings.timed_calls + (cross_check.CALLS if settings.device == "cuda" else 0)
+        self._pool: list[Entry | None] = [None] * max(2, min(calls, self.memory.pool_bytes() // max(1, size)))
+        self.base = 0
+        self._empty = math.inf
+        self.empty_candidate: dict[str, float] = {}  # the same of candidates, by lane
+        self.baselines = self._load()
+        self.peaks = roofline.Peaks()
+
+    @property
+    def weights_seed(self) -> int:
+        """The random numbers that the model is built with; no inputs come of it."""
+        return self._seed(-1)
+
+    @property
+    def pool_size(self) -> int:
+        return len(self._pool)
+
+    def rotate(self, used: int) -> None:
+        """Retire one entry: the next evaluation sees a new one, which is made now.  ``used``: how many the last one
+        saw."""
+        if not self._fixed:
+            self.base += 1
+            if 0 < used <= self.pool_size and self.oracle.alive:
+                with contextlib.suppress(TaskError, driver.DriverError):  # whoever needs it finds out
+                    self.entry(self.base + used - 1)
+
+    def entry(self, index: int, timing: bool = False) -> Entry:
+        """Inputs and oracle outputs number ``index``; made when the pool does not hold them.  ``timing``: the caller
+        holds the timing lease."""
+        place = index % len(self._pool)
+        entry = self._pool[place]
+        if entry is None or entry.index != index:
+            with contextlib.nullcontext() if timing else self._lease.working():
+                inputs = self.oracle.inputs(self._seed(index))
+                assert inputs is not None
+                entry = self._pool[place] = Entry(index, inputs, self.oracle.outputs(inputs))
+        return entry
+
+    def fresh(self, kind: str) -> Entry | None:
+        """Inputs of a kind that nobody has seen, with eager's outputs and the exact ones; None when the task has no
+        such inputs, or nothing finite comes of them."""
+        self._fresh += 1
+        with self._lease.working():
+            inputs = self.oracle.inputs(self._seed(-1 - self._fresh), kind)
+            if inputs is None:
+                return None
+            outputs = self.oracle.outputs(inputs)
+            exact = None
+            if not self._inexact:
+                try:
+                    exact = self.oracle.exact(inputs)
+                except TaskError:
+                    self._inexact = True
+        return Entry(-1, inputs, outputs, exact) if exact is not None or kind == "normal" else None
+
+    def outputs_at(self, inputs: list[Any], precision: str) -> list[Any]:
+        """Eager's outputs at another precision than the task's own."""
+        with self._lease.working():
+            self.oracle.precision(precision)
+            try:
+                return self.oracle.outputs(inputs)
+            finally:
+                if self.oracle.alive:
+                    self.oracle.precision("default")
+
+    def compiled(self, mode: str, precision: str) -> Oracle:
+        """A reference whose calls are compiled.  The caller closes it.  ``WorkerError`` when torch.compile fails."""
+        inputs = self.entry(self.base).inputs
+        worker, known = self._workshop.compiler()
+        with self._lease.working():
+            oracle = Oracle(worker, self._code, self.weights_seed, self.settings)
+            try:
+                oracle.precision(precision)
+                oracle.compile(inputs, known, mode)
+            except BaseException:
+                oracle.close()
+                raise
+        return oracle
+
+    def _seed(self, index: int) -> int:
+        return int.from_bytes(hmac.digest(self._secret, str(index).encode(), "sha256")[:7])
+
+    def measured(self, mode: str) -> bool:
+        """Whether there are all baselines that a verdict needs, or they cost nothing."""
+        return self._fixed or (self.baselines.compile_tried and (mode != "strict" or bool(self.baselines.strict)))
+
+    def measure(self, compile: bool) -> None:
+        """Fill in the baselines that are missing; with the model clock they are costs."""
+        if self._fixed:
+            counts = self.oracle.count(self.entry(0).inputs)
+            self.baselines.eager = cost.eager(*counts, self.settings.threads)
+            self.baselines.compile = cost.compiled(self.spec, *counts, self.settings.threads)
+            self.baselines.compile_tried = True
+            return
+        if compile and not self.baselines.compile_tried:
+            self._measure_compile()
+            self.save()
+            for index in range(min(self.pool_size, self.settings.checks + _FEW_TIMED)):
+                self.entry(self.base + index)  # what most candidates need, so that the first one does not wait for it
+        elif self.baselines.eager is None:
+            self.baselines.eager = self.medians(self.oracle)[0]
+            self.save()
+        if compile and self.baselines.views is None:
+            self._account()
+            self.save()
+        if not self.peaks.bytes_per_second:
+            self.peaks = self._peaks()
+
+    def _account(self) -> None:
+        base = self.baselines
+        try:
+            base.flops, base.written, base.views = self.oracle.account(self.entry(self.base).inputs)
+        except TaskError:
+            if not self.oracle.alive:
+                raise
+            base.flops, base.written, base.views = 0, 0, []  # a model that does not run under observation
+
+    def _peaks(self, again: bool = False) -> roofline.Peaks:
+        if self.settings.device == "cuda":
+            return roofline.of_gpu()
+        key = f"{processor()}-{self.settings.threads}"
+        file = Path(self.settings.cache) / "peaks" / f"{key}.json"
+        return roofline.of_cpu(self.settings.threads, file, self._lease.timing, again)
+
+    def too_fast(self, seconds: float) -> str:
+        """What is wrong with the time of a solution that writes what the reference writes (empty: nothing)."""
+        base = self.baselines
+        numbers = seconds, base.eager or 0.0, base.written or 0
+        if doubt := roofline.too_fast(*numbers, self.peaks):
+            self.peaks = self._peaks(again=True)  # what is measured may have been measured on a busy machine
+            doubt = roofline.too_fast(*numbers, self.peaks)
+        return doubt
+
+    @property
+    def views(self) -> Views:
+        """See ``oracle.views``.  Where that is not known no output is one."""
+        known = self.baselines.views
+        return known if known and len(known) == len(self.spec.outputs) else [None] * len(self.spec.outputs)
+
+    def _measure_compile(self) -> None:
+        for last in (False, True):
+            try:
+                oracle = self.compiled("", "default")
+            except (WorkerError, WorkerDied) as error:
+                if isinstance(error, WorkerDied) and error.reason == "killed" and not last:
+                    continue  # the answer is kept for good: whoever killed it does not decide it
+                self.baselines.compile_error = f"torch.compile: {error}"
+                if self.baselines.eager is None:
+                    self.baselines.eager = self.medians(self.oracle)[0]
+            else:
+                self.baselines.eager, self.baselines.compile = self.medians(self.oracle, oracle)
+                oracle.close()
+            break
+        self.baselines.compile_tried = True
+
+    def empty_call(self, oracle: Oracle, inputs: list[Any]) -> float:
+        """Seconds of a reference call that computes nothing.  The least ever seen: on a busy machine an empty call may
+        take long, and what is subtracted from a time must never be more than what was really in it."""
+        if self.settings.device == "cuda":
+            return 0.0  # the device's clock runs during the call only
+        calls = _EMPTY_CALLS[self._empty < math.inf]
+        self._empty = min(self._empty, *(oracle.seconds(inputs, null=True) for _ in range(calls)))
+        return self._empty
+
+    def medians(self, *oracles: Oracle, careful: bool = False) -> list[float]:
+        """Median seconds of one call of each reference, interleaved, the empty call subtracted: of each its best round,
+        since other work on the machine only ever makes calls slower, and must not stay in the cache.  ``careful``:
+        until two rounds of each agree."""
+        entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
+        rounds: list[list[float]] = []
+
+        def seconds(oracle: Oracle, inputs: list[Any]) -> float:
+            turn(oracle.worker)
+            return oracle.seconds(inputs)
+
+        workers = [oracle.worker for oracle in oracles if self.settings.device == "cpu"]
+        with self._lease.timing(), taking_turns(*workers) as turn:
+            empty = float("inf")
+            for oracle in oracles:
+                for inputs in entries[:2]:
+                    seconds(oracle, inputs)
+                empty = min(empty, self.empty_call(oracle, entries[0]))
+            for _ in range(_CAREFUL_ROUNDS if careful else _BASELINE_ROUNDS):
+                rows: list[list[float]] = []
+                end = time.monotonic() + _BASELINE_SECONDS
+                while len(rows) < 3 or (len(rows) < _BASELINE_CALLS and time.monotonic() < end):
+                    rows.append([seconds(oracle, entries[len(rows) % len(entries)]) for oracle in oracles])
+                columns = list(zip(*rows, strict=True))
+                rounds.append([statistics.median(column) for column in columns])
+                if all(map(_agree, zip(*rounds, strict=True)) if careful else map(_steady, columns)):
+                    break
+        return [net(min(column), empty) for column in zip(*rounds, strict=True)]
+
+    def _file(self) -> Path:
+        settings = self.settings
+        return baselines_file(settings.cache, self._digest, self._workshop.torch, settings.threads, settings.identity)
+
+    def _load(self) -> Baselines:
+        if self._fixed:
+            return Baselines()
+        try:
+            return Baselines(**json.loads(self._file().read_text()))
+        except (OSError, ValueError, TypeError):
+            return Baselines()
+
+    def save(self) -> None:
+        file = self._file()
+        with contextlib.suppress(OSError):  # a full disk, say: they are measured again then
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+                json.dump(vars(self.baselines), new)
+            os.replace(new.name, file)
+
+    def close(self) -> None:
+        self.oracle.close()
+
+
+def _steady(calls: Sequence[float]) -> bool:
+    middle = statistics.median(calls)
+    return statistics.median(abs(seconds - middle) for seconds in calls) < _STEADY * middle
+
+
+def _agree(rounds: Sequence[float]) -> bool:
+    best, *others = sorted(rounds)
+    return bool(others) and others[0] <= (1 + _STEADY) * best

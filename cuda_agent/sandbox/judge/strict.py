@@ -1,0 +1,150 @@
+"""Strict mode: a number for people, where quick mode is a training reward.
+
+A solution is checked on inputs of many kinds, and its error against the model in double precision is set beside
+eager's own; it is timed until the speed-up's interval is narrow; and its time is set beside eager and ``torch.compile``
+at every precision, so that a gain that is only a rougher arithmetic shows as one.
+
+The yardstick of a task (baselines, eager's errors) is measured once and kept with its baselines.  Not covered: inputs
+that are not contiguous (no lane ever sees any), training mode, gradients.
+"""
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+
+from cuda_agent.errors import TaskError
+from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError
+from cuda_agent.sandbox.judge.prepared import Entry, Prepared
+from cuda_agent.sandbox.wire import KINDS, baseline
+
+_INPUTS = 10  # at least so many; normal ones fill up where kinds are not possible
+_PRECISIONS = {"cpu": ("fp32",), "cuda": ("fp32", "tf32", "bf16")}
+_MODES = {"compile": "", "max_autotune": "max-autotune-no-cudagraphs"}
+_TIMED = ("fp32", "tf32")  # precisions for which compiled baselines are measured
+_AS_GOOD = 4.0  # times eager's own error that a solution may have where that is more than the tolerance allows
+_PAIRS, _SECONDS = (12, 400), 5.0  # of timed calls: at least, at most, and for how long
+_NARROW = 0.02  # width of the speed-up's interval, relative
+_RESAMPLES = 400
+
+
+def yardstick(prepared: Prepared) -> dict[str, dict[str, Any]]:
+    """Of a task: ``seconds`` of every baseline, relative ``errors`` of eager by precision, ``failed`` baselines.  Made
+    when the cache does not have it."""
+    if not prepared.baselines.strict:
+        prepared.baselines.strict = _measure(prepared)
+        prepared.save()
+    return prepared.baselines.strict
+
+
+def _measure(prepared: Prepared) -> dict[str, dict[str, Any]]:
+    oracle, device = prepared.oracle, prepared.settings.device
+    found: dict[str, dict[str, Any]] = {"seconds": {}, "errors": {}, "failed": {}}
+    entry = prepared.fresh("normal")
+    assert entry
+    for precision in _PRECISIONS[device]:
+        oracle.precision(precision)
+        if entry.exact is not None:
+            found["errors"][precision] = error(prepared, oracle.outputs(entry.inputs), entry.exact)
+            if precision != "fp32" and found["errors"][precision] == found["errors"]["fp32"]:
+                del found["errors"][precision]  # nothing in this task depends on it
+                continue
+        eager = baseline("eager", precision)
+        found["seconds"][eager] = prepared.medians(oracle, careful=True)[0]
+        for name, mode in _MODES.items() if precision in _TIMED else ():
+            label = baseline(name, precision)
+            try:
+                compiled = prepared.compiled(mode, precision)
+            except (WorkerError, WorkerDied, TaskError) as failure:
+                found["failed"][label] = str(failure)[:300]
+                continue
+            found["seconds"][eager], found["seconds"][label] = prepared.medians(oracle, compiled, careful=True)
+            compiled.close()
+    oracle.precision("default")
+    return found
+
+
+def error(prepared: Prepared, have: Sequence[Any], exact: Sequence[Any]) -> float:
+    """Relative error in the 2-norm, over all floating outputs."""
+    squares = [prepared.memory.distance(h, e, t) for h, e, t in zip(have, exact, prepared.spec.outputs, strict=True)]
+    off, norm = sum(s[0] for s in squares), sum(s[1] for s in squares)
+    return math.sqrt(off / norm) if norm > 0 else math.sqrt(off)
+
+
+def check(prepared: Prepared, call: Callable[[Any, str], list[Any]], tolerance: float) -> tuple[dict[str, Any], str]:
+    """Check a candidate (``call`` runs it) on inputs of every kind.  Gives what there is to say, and what is wrong
+    (empty: nothing)."""
+    said: dict[str, Any] = {"kinds": {}, "skipped": [], "error": 0.0, "eager_error": 0.0, "repeatable": True}
+    count = 0
+    for number, kind in enumerate(itertools.chain(KINDS, itertools.repeat("normal"))):
+        if number >= len(KINDS) and count >= _INPUTS:
+            break
+        entry = prepared.fresh(kind)
+        if entry is None:
+            said["skipped"].append(kind)
+            continue
+        count += 1
+        outputs = call(entry, f"on inputs of the kind {kind!r}")
+        message, _ = prepared.memory.mismatch(entry.outputs, outputs, prepared.spec.outputs, tolerance, math.inf)
+        mine = eagers = None
+        if entry.exact is not None:
+            mine, eagers = error(prepared, outputs, entry.exact), error(prepared, entry.outputs, entry.exact)
+            said["error"], said["eager_error"] = max(said["error"], mine), max(said["eager_error"], eagers)
+        if message and not (mine is not None and _as_good_as_eager(prepared, entry, mine)):
+            return said, f"inputs of the kind {kind!r}: {message}"
+        said["kinds"][kind] = mine
+        if kind == "normal" and number == 0:
+            again = call(entry, "a second time on the same inputs")
+            said["repeatable"] = prepared.memory.same(outputs, again)
+    said["inputs"] = count
+    return said, ""
+
+
+def _as_good_as_eager(prepared: Prepared, entry: Entry, mine: float) -> bool:
+    """Whether eager, at one of the precisions that have baselines, is about as far from the exact outputs: some inputs
+    leave little of a result but cancellation."""
+    for precision in _PRECISIONS[prepared.settings.device]:
+        if precision in _TIMED:
+            eagers = error(prepared, prepared.outputs_at(entry.inputs, precision), entry.exact or [])
+            if mine <= _AS_GOOD * eagers:
+                return True
+    return False
+
+
+def precision_of(own: float, errors: dict[str, float]) -> str:
+    """The most exact arithmetic that explains a relative error on normal inputs; empty when nothing was measured."""
+    if not errors:
+        return ""
+    for name, eagers in errors.items():  # from the most exact one
+        if own <= 2 * eagers + 1e-7:
+            return name
+    return f"below {list(errors)[-1]}"
+
+
+def time_pairs(candidate: Callable[[], float], eager: Callable[[], float]) -> tuple[list[float], list[float]]:
+    """Seconds of the candidate and of eager, in turn, until the interval of their ratio is narrow or time is up."""
+    mine: list[float] = []
+    anchors: list[float] = []
+    end = time.monotonic() + _SECONDS
+    while len(mine) < _PAIRS[0] or (len(mine) < _PAIRS[1] and time.monotonic() < end):
+        mine.append(candidate())
+        anchors.append(eager())
+        if len(mine) >= _PAIRS[0] and len(mine) % 4 == 0:
+            low, high = interval(mine, anchors)
+            if high - low < _NARROW * statistics.median(anchors) / statistics.median(mine):
+                break
+    return mine, anchors
+
+
+def interval(mine: Sequence[float], eager: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the ratio of medians, by resampling the pairs."""
+    generator = numpy.random.default_rng(0)
+    rows = numpy.array([mine, eager])
+    picks = generator.integers(0, rows.shape[1], (_RESAMPLES, rows.shape[1]))
+    ratios = numpy.median(rows[1][picks], axis=1) / numpy.median(rows[0][picks], axis=1)
+    low, high = numpy.quantile(ratios, (0.025, 0.975))
+    return float(low), float(high)

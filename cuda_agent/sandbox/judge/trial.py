@@ -1,0 +1,470 @@
+"""One trial: a candidate's worker, checked on secret inputs and then timed, and what ends it.
+
+A candidate is checked on fresh secret inputs first; then it is timed by this process's own clock, from the request to
+the answer and minus the empty call (measured before the candidate is loaded), interleaved with an eager anchor.  Every
+call, timed or not, has inputs of its own and its outputs checked: there is no call that a candidate could recognise
+and leave out.  Only here and in ``judge`` is a status decided.
+"""
+
+import contextlib
+import math
+import secrets
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.errors import TaskError
+from cuda_agent.sandbox import driver
+from cuda_agent.sandbox.jail.processes import NotStarted, Worker, WorkerDied, WorkerError, taking_turns
+from cuda_agent.sandbox.judge import cost, legality, strict
+from cuda_agent.sandbox.judge.buffers import byte_count
+from cuda_agent.sandbox.judge.cross_check import LONGEST_CHAIN, CrossCheck
+from cuda_agent.sandbox.judge.oracle import net, seconds_of_call
+from cuda_agent.sandbox.judge.prepared import Entry, Prepared
+from cuda_agent.sandbox.judge.workshop import Workshop
+from cuda_agent.sandbox.wire import Verdict, baseline
+
+_SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
+_NULL_CALLS = (7, 2)  # of the first worker of a task and lane, and of a later one
+_FEWEST_TIMED = {"cpu": 4, "cuda": 20}  # calls on a GPU cost little beside the start of its worker
+_ENOUGH_SECONDS = 0.2
+_OBSERVE_SECONDS = 5.0  # for one observed call, the profiler's start included
+_AUDIT = 2  # times the tolerance: who was right in every check is not to stumble over one value among many calls
+_DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
+_FINDING_SECONDS = 30.0  # more for a solution that compiled: torch.compile traces it again to find what it made
+_ALONE_CALLS, _BESIDE = 3, 1.03  # of eager without the candidate, and how much longer it may take beside it
+_FILES = ("runtime", "library", "image")  # of what is loaded
+_STATUS = {
+    "timeout": "timeout", "crash": "crash", "memory": "crash", "threads": "crash", "protocol": "crash",
+    "processes": "crash", "killed": "crash",
+}  # fmt: skip
+
+
+class Refused(Exception):
+    """Ends a trial: the candidate's fault.  ``doubtful``: or it may be another's; then it gets a second trial."""
+
+    def __init__(self, status: Any, message: str, doubtful: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.doubtful = doubtful
+
+
+class Trial:
+    """One candidate worker, from start to the last timed call."""
+
+    def __init__(self, workshop: Workshop, prepared: Prepared, request: dict[str, Any], verdict: Verdict) -> None:
+        self._settings = workshop.settings
+        self._lease = workshop.lease
+        self._workshop = workshop
+        self._memory = prepared.memory
+        self._prepared = prepared
+        self._request = request
+        self._verdict = verdict
+        self._next = prepared.base
+        self._fixed = self._settings.clock == "model"
+        self._null = 0.0
+        self._cross: CrossCheck | None = None  # on a GPU, in the lanes whose host code is not ours
+        self._anchor: float | None = None  # eager's median beside the candidate, where that counts
+        self._worker: Worker | None = None
+        self._loaded = False
+        spec = prepared.spec
+        size = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs))
+        slots = 3 if size <= _SLOTS_BYTES[self._settings.device] else 2
+        if self._settings.device == "cuda" and request["lane"] != "plan":
+            slots = min(max(2, 3 * _SLOTS_BYTES["cuda"] // max(1, size)), LONGEST_CHAIN)
+        spare = {"spare": workshop.areas} if self._settings.device == "cpu" else {}
+        self._buffers = self._memory.Buffers(spec, slots=slots, fixed=self._fixed, **spare)
+        self._buffers.set_weights(prepared.oracle.weights)
+        self._seen: list[list[Any]] = []  # outputs of earlier calls: a later call must not give them again
+
+    def run(self, timed: bool) -> None:
+        """Start, check and, if ``timed``, time.  Raises ``Refused``."""
+        strictly = self._verdict.mode == "strict"
+        self.start()
+        if strictly:
+            self.strict()
+        else:
+            self.check()
+        if timed and self._fixed:
+            self._verdict.seconds = self.cost()
+        elif timed and strictly:
+            self.strict_time()
+        elif timed:
+            self.time()
+        if timed:
+            said = self._verdict.strict or {}
+            peaks, spec = self._prepared.peaks, self._prepared.spec
+            self._verdict.peak_flops = peaks.operations_for(spec, said.get("precision", ""))
+            self.observe()
+            self.eager_alone()
+
+    def start(self) -> None:
+        """Fork, time the empty call, load."""
+        begin = time.perf_counter()
+        request = self._request
+        with self._lease.working(), self._judged():
+            self._open()
+        if self._settings.clock == "real" and self._settings.device == "cpu":
+            known, lane = self._prepared.empty_candidate, request["lane"]
+            inputs = self._prepared.entry(self._next).inputs
+            with self._lease.timing(), self._judged():
+                least = min(self._timed(inputs, kind="N")[0] for _ in range(_NULL_CALLS[lane in known]))
+            self._null = known[lane] = min(least, known.get(lane, least))
+        if self._settings.device == "cuda" and request["lane"] != "plan":
+            inputs = self._prepared.entry(self._next).inputs
+            with self._lease.timing(), self._judged():
+                host = self._prepared.oracle.host_seconds(inputs)
+                slots = len(self._buffers.slots)
+                self._cross = CrossCheck(slots, lambda *chain: self._chained("Z", *chain)[0], host)
+        self._loaded = True
+        try:
+            with self._lease.working(), self._judged("while it was loaded"):
+                self._load()
+        except WorkerError as error:
+            raise Refused("build_error", str(error)) from None
+        self._verdict.phases["start"] = time.perf_counter() - begin
+
+    def _open(self, profiler: bool = False) -> None:
+        """A worker, and its buffers, before anything of the solution's."""
+        request, buffers = self._request, self._buffers
+        place, workshop = request["load"].get("place"), self._workshop
+        self._worker = worker = workshop.locked(place, profiler) if place else workshop.candidate(profiler)
+        worker.seconds = self._settings.run_seconds + (_FINDING_SECONDS if place else 0.0)
+        options = {
+            "lane": request["lane"],
+            "spec": buffers.spec.to_json(),
+            "layout": buffers.layout,
+            "weights": buffers.weights,
+            "sizes": buffers.sizes,
+            "views": self._prepared.views,
+        }
+        worker.call("B", options, fds=buffers.descriptors)
+
+    def _load(self) -> None:
+        worker, load = self._worker, self._request["load"]
+        assert worker
+        files = {name: worker.hand_over(Path(load[name]), name) for name in _FILES if load.get(name)}
+        worker.call("L", load | files | {"seed": self._prepared.weights_seed})
+
+    def check(self) -> None:
+        begin = time.perf_counter()
+        for number in range(self._settings.checks):
+            entry = self._take()
+            with self._lease.working():
+                outputs = self._call(entry.inputs, f"in check {number + 1}")
+                self._compare(entry, outputs, f"check {number + 1} of {self._settings.checks}")
+            self._verdict.checks += 1
+        self._verdict.phases["check"] = time.perf_counter() - begin
+
+    def strict(self) -> None:
+        """Check on inputs of many kinds, with errors against double precision."""
+        begin = time.perf_counter()
+        prepared, verdict = self._prepared, self._verdict
+
+        def call(entry: Entry, when: str) -> list[Any]:
+            with self._lease.working():
+                return self._call(entry.inputs, when)
+
+        verdict.strict, wrong = strict.check(prepared, call, self._settings.tolerance)
+        if wrong:
+            raise Refused("wrong", wrong)
+        verdict.checks = verdict.strict["inputs"]
+        verdict.phases["check"] = time.perf_counter() - begin
+
+    def strict_time(self) -> None:
+        """Time in turn with eager, in single precision, until the speed-up's interval is narrow."""
+        prepared, verdict = self._prepared, self._verdict
+        yard = strict.yardstick(prepared)
+        begin = time.perf_counter()
+        assert self._worker and verdict.strict
+        oracle = prepared.oracle
+        oracle.precision("fp32")
+        alternating = (self._worker, oracle.worker) if self._settings.device == "cpu" else ()
+        with self._lease.timing(), taking_turns(*alternating) as turn:
+            turn(oracle.worker)
+            first = prepared.entry(prepared.base, timing=True)
+            empty = prepared.empty_call(oracle, first.inputs)
+
+            def candidate() -> float:
+                entry = self._take(timing=True)
+                assert self._worker
+                turn(self._worker)
+                with self._judged("in a timed call"):
+                    seconds, outputs = self._timed(entry.inputs)
+                self._compare(entry, outputs, "an audit of a timed call", audit=True)
+                turn(oracle.worker)
+                return net(seconds, self._null)
+
+            def eager() -> float:
+                return net(oracle.seconds(first.inputs), empty)
+
+            try:
+                verdict.samples, anchors = strict.time_pairs(candidate, eager)
+                verdict.seconds = self._believed(statistics.median(verdict.samples))
+            finally:
+                if oracle.alive:
+                    oracle.precision("default")
+        self._anchor = verdict.eager_seconds = statistics.median(anchors)
+        drift = verdict.eager_seconds / yard["seconds"][baseline("eager", "fp32")]
+        baselines = {name: seconds * drift for name, seconds in yard["seconds"].items()}
+        verdict.compile_seconds = baselines.get(baseline("compile", "fp32"))
+        own = verdict.strict["kinds"].get("normal")
+        verdict.strict |= {
+            "baselines": baselines,
+            "failed": yard["failed"],
+            "interval": strict.interval(verdict.samples, anchors),
+            "eager_errors": yard["errors"],
+            "precision": strict.precision_of(own, yard["errors"]) if own is not None else "",
+        }
+        verdict.phases["time"] = time.perf_counter() - begin
+
+    def _believed(self, told: float) -> float:
+        """Raises ``Refused`` when the judge's own clock, or what the device can move, does not allow a median that the
+        device's clock gave.  Under the lease."""
+        seconds, doubt = told, ""
+        if self._cross:
+            with self._judged("in a timed call"):
+                seconds, doubt = self._cross.believe(told, self._chain)
+        if not doubt and self._request["lane"] != "plan":
+            doubt = self._prepared.too_fast(seconds)
+        if doubt:
+            raise Refused("cheat", doubt)
+        return seconds
+
+    def observe(self) -> None:
+        """Fill in what ran, by one more call or two after all that counts: a failure changes nothing else.  Quick mode
+        asks for it where the static rules found something."""
+        request, verdict = self._request, self._verdict
+        plan, strict_mode = request["lane"] == "plan", verdict.mode == "strict"
+        nodes = request["load"]["nodes"] if plan else []
+        if plan and (self._fixed or not strict_mode):
+            verdict.ran = legality.of_plan(nodes)
+            return
+        if not strict_mode and not request.get("observe"):
+            return
+        begin = time.perf_counter()
+        told, missing = self._observed("O")
+        if plan:
+            verdict.ran = legality.of_plan(nodes, told)
+        else:
+            library = b""
+            with contextlib.suppress(OSError):
+                library = Path(request["load"].get("library") or "").read_bytes()
+            kernels: Any = None
+            if strict_mode and self._settings.device == "cuda" and not missing:
+                kernels, missing = self._profiled()
+            ran = legality.of_call([kernels, told], request["files"].values(), library)
+            if self._fixed:  # a share is a time, and so is their order
+                ran = sorted((replace(r, share=None) for r in ran), key=lambda r: (r.name, r.kind))
+            verdict.ran = ran
+            verdict.advice += legality.advice(verdict.ran, verdict.lane)
+        if missing:
+            verdict.advice.append(f"not observed: {missing}"[:300])
+        verdict.phases["observe"] = time.perf_counter() - begin
+
+    def _profiled(self) -> tuple[Any, str]:
+        """The kernels of one call, in a worker of its own: torch's profiler must be ready before the walls close."""
+        self.end()
+        try:
+            with self._lease.working():
+                self._open(profiler=True)
+                self._load()
+        except (WorkerDied, WorkerError, NotStarted) as error:
+            return None, str(error)
+        _, missing = self._observed("K", first=True)
+        return (None, missing) if missing else self._observed("K")
+
+    def _observed(self, kind: str, first: bool = False) -> tuple[Any, str]:
+        """What the worker tells of one more call, and why it tells nothing.  ``first``: it still prepares things."""
+        worker = self._worker
+        if worker is None or not worker.alive:
+            return None, "the solution has ended"
+        try:
+            entry = self._take()
+            worker.stop()
+            slot = secrets.randbelow(len(self._buffers.slots))
+            self._buffers.fill(slot, entry.inputs)
+            if not first:
+                worker.seconds = min(self._settings.run_seconds, _OBSERVE_SECONDS)
+            with self._lease.working():
+                told = worker.call(kind, slot=slot)
+                outputs = self._buffers.outputs(slot)
+            tensors = self._prepared.spec.outputs
+            wrong = self._memory.mismatch(entry.outputs, outputs, tensors, self._settings.tolerance)[0]
+        except (WorkerDied, WorkerError, TaskError, driver.DriverError) as error:
+            return None, str(error)
+        return (None, f"another answer while it was observed: {wrong}") if wrong else (told, "")
+
+    def cost(self) -> float:
+        request, spec, threads = self._request, self._prepared.spec, self._settings.threads
+        if request["lane"] == "plan":
+            return cost.plan(request["load"], spec, request["files"], threads)
+        return cost.extension(spec, request["files"], threads)
+
+    def time(self) -> None:
+        """Time as few calls as tell whether the candidate is 5 % faster, against an interleaved eager anchor."""
+        begin = time.perf_counter()
+        prepared, verdict = self._prepared, self._verdict
+        fewest = _FEWEST_TIMED[self._settings.device]
+        first = prepared.entry(prepared.base).inputs
+        eager: list[float] = []
+        assert self._worker
+        candidate, reference = self._worker, prepared.oracle.worker
+        alternating = (candidate, reference) if self._settings.device == "cpu" else ()
+        with self._lease.timing(), taking_turns(*alternating) as turn:
+            turn(reference)
+            empty = prepared.empty_call(prepared.oracle, first)
+            prepared.oracle.seconds(first)
+            for number in range(self._settings.timed_calls):
+                entry = self._take(timing=True)
+                turn(candidate)
+                with self._judged("in a timed call"):
+                    seconds, outputs = self._timed(entry.inputs)
+                self._compare(entry, outputs, "an audit of a timed call", audit=True)
+                verdict.samples.append(net(seconds, self._null))
+                turn(reference)
+                if number % 2 == 0:
+                    eager.append(net(prepared.oracle.seconds(entry.inputs), empty))
+                if time.perf_counter() - begin > _ENOUGH_SECONDS:
+                    fewest = min(fewest, _FEWEST_TIMED["cpu"])  # slow calls differ by less
+                if number + 1 >= fewest and self._clear(verdict.samples, eager):
+                    break
+            verdict.seconds = self._believed(statistics.median(verdict.samples))
+            baseline = prepared.baselines.eager or 0.0
+            if baseline and abs(statistics.median(eager) / baseline - 1) > _DRIFT:
+                for _ in range(2):
+                    eager.append(net(prepared.oracle.seconds(first), empty))
+                self._anchor = statistics.median(eager)
+                drift = self._anchor / baseline
+                verdict.eager_seconds = baseline * drift
+                if verdict.compile_seconds is not None:
+                    verdict.compile_seconds *= drift
+        verdict.phases["time"] = time.perf_counter() - begin
+
+    def eager_alone(self) -> None:
+        """On a GPU, where eager's time beside the candidate counts: eager again once the candidate is gone, and with it
+        whatever it left running, since a stopped process does not stop its kernels.  The last step."""
+        if self._settings.device == "cpu" or self._anchor is None:
+            return
+        self.end()
+        begin = time.perf_counter()
+        verdict, oracle = self._verdict, self._prepared.oracle
+        inputs = self._prepared.entry(self._prepared.base).inputs
+        with self._lease.timing():
+            if verdict.strict:
+                oracle.precision("fp32")
+            try:
+                alone = statistics.median(oracle.seconds(inputs) for _ in range(_ALONE_CALLS))
+            finally:
+                if verdict.strict and oracle.alive:
+                    oracle.precision("default")
+        share = min(1.0, _BESIDE * alone / self._anchor)
+        verdict.eager_seconds = share * (verdict.eager_seconds or self._anchor)
+        if verdict.compile_seconds is not None:
+            verdict.compile_seconds *= share
+        if verdict.strict:
+            for name, seconds in verdict.strict["baselines"].items():
+                verdict.strict["baselines"][name] = share * seconds
+            verdict.strict["interval"] = [share * bound for bound in verdict.strict["interval"]]
+        verdict.phases["time"] += time.perf_counter() - begin
+
+    def _clear(self, samples: Sequence[float], eager: Sequence[float]) -> bool:
+        """Whether more calls could still change what is more than 5 % faster than what."""
+        mine, anchor = statistics.median(samples), statistics.median(eager)
+        spread = statistics.median(abs(s - mine) for s in samples) / mine
+        spread += statistics.median(abs(s - anchor) for s in eager) / anchor
+        base = self._prepared.baselines
+        rivals = [anchor]
+        if base.compile is not None and base.eager:
+            rivals.append(base.compile * anchor / base.eager)
+        return all(abs(mine / (0.95 * rival) - 1) > 0.03 + 2 * spread for rival in rivals)
+
+    # ------------------------------------------------------------------------------------------------------------ calls
+
+    def _take(self, timing: bool = False) -> Entry:
+        """The next inputs that this candidate has not seen.  ``timing``: the lease is held already."""
+        entry = self._prepared.entry(self._next, timing)
+        self._next += 1
+        return entry
+
+    def _timed(self, inputs: Sequence[Any], kind: str = "R") -> tuple[float, list[Any]]:
+        assert self._worker
+        slot = secrets.randbelow(len(self._buffers.slots))
+        self._worker.stop()
+        self._buffers.fill(slot, inputs)
+        self._memory.flush()
+        wall, told = self._worker.timed(kind, slot, self._cross.delay if self._cross else 0)
+        outputs = self._buffers.outputs(slot)
+        if self._cross:
+            self._cross.heard(told[1])
+        return seconds_of_call(self._settings.device, wall, told), outputs
+
+    def _chain(self, count: int, delay: int) -> tuple[float, float]:
+        """A chain of calls on inputs of their own, each one checked: seconds of the wall and of the host."""
+        entries = [self._take(timing=True) for _ in range(count)]
+        assert self._worker
+        self._worker.stop()
+        for slot, entry in enumerate(entries):
+            self._buffers.fill(slot, entry.inputs)
+        wall, host, outputs = self._chained("C", count, delay)
+        for entry, own in zip(entries, outputs, strict=True):
+            self._compare(entry, own, "an audit of a timed call", audit=True)
+        return wall, host
+
+    def _chained(self, kind: str, count: int, delay: int) -> tuple[float, float, list[list[Any]]]:
+        """Seconds from the request until the outputs are copied, of the host while it enqueued; and the outputs."""
+        assert self._worker
+        self._worker.stop()
+        self._memory.flush()
+        begin = time.perf_counter()
+        wall, told = self._worker.timed(kind, count, delay)
+        seconds_of_call(self._settings.device, wall, told)  # no nonsense
+        outputs = [self._buffers.outputs(slot) for slot in range(count)]
+        return time.perf_counter() - begin, told[1], outputs
+
+    def _call(self, inputs: Sequence[Any], when: str) -> list[Any]:
+        with self._judged(when):
+            return self._timed(inputs)[1]
+
+    @contextlib.contextmanager
+    def _judged(self, when: str = "") -> Any:
+        try:
+            yield
+        except WorkerDied as death:
+            if not self._loaded:  # nothing untrusted has run in it
+                raise Refused("infra", f"a worker {death} before the solution was loaded", doubtful=True) from None
+            killed = death.reason == "killed"  # by the system, by an operator, or by itself
+            raise Refused(_STATUS[death.reason], f"the solution {death} {when}".strip(), killed) from None
+        except WorkerError as error:
+            if when == "while it was loaded":
+                raise
+            if not self._loaded:
+                raise Refused("infra", f"a worker, before the solution was loaded: {error}", doubtful=True) from None
+            raise Refused("cheat" if error.cheat else "crash", f"{error} {when}".strip()) from None
+
+    def _compare(self, entry: Entry, outputs: list[Any], when: str, audit: bool = False) -> None:
+        prepared, verdict = self._prepared, self._verdict
+        cap = math.inf if verdict.mode == "strict" else 1.0
+        tolerance, tensors = self._settings.tolerance * (_AUDIT if audit else 1), prepared.spec.outputs
+        message, error = self._memory.mismatch(entry.outputs, outputs, tensors, tolerance, cap)
+        verdict.max_error = max(error, verdict.max_error or 0.0)
+        if message:
+            stale = any(self._memory.same(outputs, earlier) for earlier in self._seen)
+            if stale or audit:
+                what = "the outputs of an earlier call were given again" if stale else "the outputs are wrong"
+                raise Refused("cheat", f"{when}: {what}: {message}")
+            raise Refused("wrong", f"{when}: {message}")
+        if len(self._seen) < 2:
+            self._seen.append(outputs)
+
+    def end(self) -> None:
+        if self._worker:
+            self._worker.kill()
+
+    def close(self) -> None:
+        self.end()
+        self._buffers.close()
+        self._prepared.rotate(self._next - self._prepared.base)

@@ -1,0 +1,183 @@
+"""The workshop: starts jailed workers, and keeps one candidate's worker started in advance."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.lease import Lease
+from cuda_agent.machine import processor
+from cuda_agent.sandbox.jail import cgroups, jail
+from cuda_agent.sandbox.jail.processes import NotStarted, WarmParent, Worker, WorkerDied, WorkerError, warm_parent
+from cuda_agent.sandbox.judge import buffers
+from cuda_agent.sandbox.judge.oracle import Oracle, Settings
+
+_COMPILING = "cuda_agent.sandbox.worker.compiling"  # imported by the warm parent of compiling workers, never here
+
+_WARM_UP = """
+import torch
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return torch.relu(x) + 1
+def get_inputs():
+    return [torch.randn(64, 64)]
+def get_init_inputs():
+    return []
+"""
+
+
+class Workshop:
+    """Starts jailed workers: keeps the warm parents and the private folders."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.lease = Lease(Path(settings.lease))  # one for all that its judge does, in one thread
+        self._log = Path(settings.scratch) / "workers.log"
+        self._groups = cgroups.find()
+        self._plain = warm_parent(settings.threads, self._log)
+        self._compiling: WarmParent | None = None
+        self._ready = False
+        self._spare: Worker | None = None
+        self.areas = buffers.Spare()  # on a processor
+
+    @property
+    def torch(self) -> str:
+        if not self._ready:
+            self._plain.wait_ready()
+            self._ready = True
+        return self._plain.torch
+
+    def candidate(self, profiler: bool = False) -> Worker:
+        """A single-use worker that can write nothing but the outputs it is given later, and read its own folder.
+        ``profiler``: torch's sees its kernels; nobody should time them then."""
+        spare, self._spare = (None, self._spare) if profiler else (self._spare, None)
+        if spare is not None and spare.alive:
+            with contextlib.suppress(NotStarted):  # it died while nobody watched
+                spare.wait_started()
+                return spare
+        worker = self._start_candidate(profiler=profiler)
+        worker.wait_started()
+        return worker
+
+    def start_spare(self) -> None:
+        """Begin to start the next candidate's worker, for which nobody waits now."""
+        if self._spare is None or not self._spare.alive:
+            self._spare = self._start_candidate()
+
+    def _start_candidate(self, **more: Any) -> Worker:
+        assert self.torch
+        home = self._home()
+        home.chmod(0o755)
+        policy = jail.Policy(read=(str(home),), file_mb=0)
+        return self._start(self._plain, {"role": "candidate", **more}, policy, home, self._candidate_seconds())
+
+    def _candidate_seconds(self) -> int:
+        return int(self.settings.run_seconds * self.settings.threads * 4) + 60
+
+    def reference(self) -> Worker:
+        """A worker for one task, with a small private folder: libraries make their cache folders when imported."""
+        assert self.torch
+        home = self._home()
+        worker = self._start(self._plain, {"role": "reference"}, jail.Policy(write=(str(home),), file_mb=16), home)
+        worker.wait_started()
+        return worker
+
+    def compiler(self) -> tuple[Worker, str]:
+        """A reference worker that may run the C++ compiler, and the folder of what the warm-up found out."""
+        self._parent_that_compiles()
+        known = str(self._known())
+        return self._start_compiler(self._home(), (known,)), known
+
+    def locked(self, place: dict[str, Any], profiler: bool = False) -> Worker:
+        """A candidate's worker that also reads what the solution's first pass left, and starts no program either."""
+        parent, home = self._parent_that_compiles(), self._home()
+        policy = jail.Policy(read=(str(home), place["folder"]), file_mb=0)
+        options = {
+            "role": "candidate", "folder": place["folder"], "environment": place["environment"], "profiler": profiler
+        }  # fmt: skip
+        worker = self._start(parent, options, policy, home, self._candidate_seconds())
+        worker.wait_started()
+        return worker
+
+    def _parent_that_compiles(self) -> WarmParent:
+        if self._compiling is None:
+            assert self.torch  # ready
+            self._compiling = self._plain.branch((_COMPILING,))
+            self._compiling.wait_ready()
+        return self._compiling
+
+    def _start_compiler(self, home: Path, read: tuple[str, ...] = ()) -> Worker:
+        assert self._compiling
+        execute = (*jail.SYSTEM_EXECUTE, *jail.PYTHON)
+        policy = jail.Policy(read=read, write=(str(home),), execute=execute, file_mb=256, one_group=True)
+        worker = self._start(self._compiling, {"role": "reference"}, policy, home)
+        worker.wait_started()
+        return worker
+
+    def _home(self) -> Path:
+        return Path(tempfile.mkdtemp(prefix="worker-", dir=self.settings.scratch))
+
+    def _start(
+        self,
+        parent: WarmParent,
+        options: dict[str, Any],
+        policy: jail.Policy,
+        home: Path,
+        cpu_seconds: int = 1 << 20,
+    ) -> Worker:
+        settings = self.settings
+        policy = replace(
+            policy,
+            read=(*jail.SYSTEM_READ, *jail.PYTHON, *policy.read),
+            # Virtual (what is really used is the watchdog's business); the CUDA driver maps more than any limit.
+            memory_mb=2 * settings.memory_mb if settings.device == "cpu" else 0,
+            cpu_seconds=cpu_seconds,
+            read_any=True,
+        )
+        folder = str(home)
+        environment = {
+            "TMPDIR": folder, "HOME": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            "TRITON_HOME": folder, "TRITON_CACHE_DIR": f"{folder}/triton",
+        }  # fmt: skip
+        options = {
+            "threads": settings.threads, "folder": folder, "environment": environment, "device": settings.device
+        } | options  # fmt: skip
+        return Worker(parent, options, policy, settings.memory_mb, home, self._groups)
+
+    def _known(self) -> Path:
+        """What compiling workers share, made by a trusted warm-up when this machine's cache has none."""
+        key = hashlib.sha256(f"{self.torch}|{processor()}|{sys.version}".encode()).hexdigest()[:32]
+        known = Path(self.settings.cache) / "inductor" / key
+        if known.exists():
+            return known
+        known.parent.mkdir(parents=True, exist_ok=True)
+        with open(known.parent / f"{key}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two judges start at the same time; one of them does it
+            if known.exists():
+                return known
+            home = self._home()
+            oracle = Oracle(self._start_compiler(home), _WARM_UP, 0, self.settings)
+            with contextlib.suppress(WorkerError, WorkerDied):  # compiling fails here: then it will for the task
+                oracle.compile(oracle.inputs(0) or [], "")
+            staged = Path(tempfile.mkdtemp(dir=known.parent))
+            if (home / "headers").exists():
+                shutil.copytree(home / "headers", staged / "headers")
+            facts = home / "facts.json"
+            (staged / "facts.json").write_text(facts.read_text() if facts.exists() else '{"isa": {}, "header": {}}')
+            oracle.close()
+            os.replace(staged, known)
+        return known
+
+    def close(self) -> None:
+        self.areas.close()
+        if self._spare:
+            self._spare.kill()
+        if self._compiling:
+            self._compiling.close()
+        self._plain.close()

@@ -1,0 +1,290 @@
+"""What may be sent to the service: the shape and the limits of every request, and how a refusal looks.
+
+A request is JSON of at most ``BODY_BYTES``; unknown keys, wrong types, text that is no Unicode, odd file names and deep
+nesting are refused here, before anything looks at them.  The limits keep one request inside one frame to the judge
+(``wire.FRAME_LIMIT``) even when every character is escaped.  Not covered: what a solution or a task says, which is the
+sandbox's to judge.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from cuda_agent.config import Sandbox
+from cuda_agent.errors import ConfigError
+from cuda_agent.sandbox.formats.plan import DTYPES
+from cuda_agent.sandbox.wire import Lane, Mode, Solution, TaskSpec
+from cuda_agent.tasks.task import Task
+
+BODY_BYTES = 8 << 20  # of one request, as it is sent
+TASK_BYTES = 512 << 10
+SOLUTION_BYTES = 1 << 20  # of all files together
+MOST_FILES, MOST_NAME, MOST_DEPTH = 200, 200, 12
+NESTING = 16  # of a tool's arguments
+PRIORITIES = 100
+_NAME = re.compile(r"[^\x00-\x1f\x7f/\\]+(/[^\x00-\x1f\x7f/\\]+)*")
+
+# What must agree between those who ask and those who answer: a verdict under other settings is another verdict.
+AGREED = (
+    "device", "clock", "threads", "checks", "tolerance", "timed_calls", "build_seconds", "run_seconds", "memory_mb",
+)  # fmt: skip
+
+
+class ServiceError(Exception):
+    """A refusal, as it is sent: ``kind`` is for programs, ``where`` names the part of the request."""
+
+    def __init__(self, status: int, kind: str, message: str, where: str = "", retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.where, self.retry_after = status, kind, where, retry_after
+
+    def to_json(self) -> dict[str, Any]:
+        error = {"kind": self.kind, "message": str(self)}
+        return {"error": error | ({"where": self.where} if self.where else {})}
+
+
+def _text(limit: int) -> Any:
+    def check(text: str) -> str:
+        if len(text.encode()) > limit:
+            raise ValueError(f"more than {limit} bytes")
+        return text
+
+    return Annotated[str, AfterValidator(check)]
+
+
+def file_name(name: str) -> str:
+    """A relative path that stays inside its folder.  Raises ``ValueError``."""
+    name.encode()
+    parts = name.split("/")
+    if len(name) > MOST_NAME or len(parts) > MOST_DEPTH:
+        raise ValueError(f"the file name {name[:40]!r}... is too long or too deep")
+    if not _NAME.fullmatch(name) or any(part in (".", "..") for part in parts):
+        raise ValueError(f"{name[:80]!r} is no name of a file inside the folder")
+    return name
+
+
+def _files(files: dict[str, str]) -> dict[str, str]:
+    if len(files) > MOST_FILES:
+        raise ValueError(f"more than {MOST_FILES} files")
+    if sum(len(text.encode()) for text in files.values()) > SOLUTION_BYTES:
+        raise ValueError(f"the files have more than {SOLUTION_BYTES} bytes")
+    for name in files:
+        file_name(name)
+    return files
+
+
+Files = Annotated[dict[str, str], AfterValidator(_files)]
+Priority = Annotated[int, Field(ge=-PRIORITIES, le=PRIORITIES, description="the highest goes first")]
+
+
+def _shallow(value: Any, depth: int = NESTING) -> Any:
+    if depth == 0:
+        raise ValueError(f"nested deeper than {NESTING}")
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for part in parts:
+        _shallow(part, depth - 1)
+    return value
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class TaskBody(Body):
+    """A task: ``model.py`` as text."""
+
+    code: _text(TASK_BYTES)  # type: ignore[valid-type]
+    name: _text(MOST_NAME) = "task"  # type: ignore[valid-type]
+
+    def task(self) -> Task:
+        return Task(self.name, self.code, (), "service")
+
+
+class SolutionBody(Body):
+    """A solution: its lane, and its files by path."""
+
+    lane: Lane
+    files: Files
+
+    def solution(self) -> Solution:
+        return Solution(self.lane, self.files)
+
+
+class Request(Body):
+    """What every job has.  ``settings``: refuse unless the server has these values, such as ``{"clock": "real"}``."""
+
+    priority: Priority = 0
+    settings: dict[str, str | int | float] = Field({}, max_length=len(AGREED))
+
+    def key(self) -> str:
+        """Names the content of the request, whoever sends it and however urgent it is."""
+        content = self.model_dump(exclude={"priority", "settings"})
+        content.get("task", {}).pop("name", None)
+        text = json.dumps([type(self).__name__, content], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class Evaluate(Request):
+    kind: Literal["evaluate"] = "evaluate"
+    task: TaskBody
+    solution: SolutionBody
+    mode: Mode = "quick"
+
+
+class Probe(Request):
+    kind: Literal["probe"] = "probe"
+    task: TaskBody
+    compile: bool = True
+
+
+class Spec(Request):
+    kind: Literal["spec"] = "spec"
+    task: TaskBody
+
+
+class Build(Request):
+    """Build a solution for a task of which only the spec is known, as ``spec`` gave it."""
+
+    kind: Literal["build"] = "build"
+    solution: SolutionBody
+    spec: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _is_spec(self) -> "Build":
+        _shallow(self.spec)
+        try:
+            spec = _SPEC.validate_python(self.spec)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"spec.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        known = len(spec.inputs)
+        tensors = (*spec.inputs, *spec.outputs, *spec.weights.values())
+        if not all(tensor.dtype in DTYPES and all(extent >= 0 for extent in tensor.shape) for tensor in tensors):
+            raise ValueError("spec: a tensor that cannot be")
+        if not (all(_is_argument(a, known) for a in spec.arguments) and all(isinstance(i, dict) for i in spec.init)):
+            raise ValueError("spec: arguments and init are not as the service gives them")
+        return self
+
+    def task_spec(self) -> TaskSpec:
+        return _SPEC.validate_python(self.spec)
+
+
+_SPEC = TypeAdapter(TaskSpec)
+
+
+def _kind_of(body: Any) -> str:
+    return str(body.get("kind", "evaluate")) if isinstance(body, dict) else "evaluate"
+
+
+Submission = Annotated[
+    Annotated[Evaluate, Tag("evaluate")]
+    | Annotated[Probe, Tag("probe")]
+    | Annotated[Spec, Tag("spec")]
+    | Annotated[Build, Tag("build")],
+    Discriminator(_kind_of, custom_error_type="kind", custom_error_message="kind: evaluate, probe, spec or build"),
+]
+
+
+def _is_argument(item: Any, tensors: int) -> bool:
+    """``{"tensor": index}``, ``{"value": plain}`` or a list of those."""
+    if isinstance(item, list):
+        return all(_is_argument(part, tensors) for part in item)
+    if not isinstance(item, dict) or not item.keys() & {"tensor", "value"}:
+        return False
+    return "tensor" not in item or (isinstance(item["tensor"], int) and 0 <= item["tensor"] < tensors)
+
+
+class OpenWorkspace(Body):
+    """A new work folder; ``protected`` names files at its top that keep their content."""
+
+    files: Files
+    protected: list[str] = Field([], max_length=MOST_FILES)
+
+    @model_validator(mode="after")
+    def _at_the_top(self) -> "OpenWorkspace":
+        for name in self.protected:
+            if "/" in file_name(name):
+                raise ValueError("only files at the top of the folder can be protected")
+        return self
+
+
+class Call(Body):
+    """A tool call."""
+
+    tool: str = Field(max_length=100)
+    arguments: Annotated[dict[str, Any], AfterValidator(_shallow)] = {}
+
+
+class Answer(Body):
+    """What a command (compile, verify or profile) prints, and whether it failed."""
+
+    text: _text(SOLUTION_BYTES)  # type: ignore[valid-type]
+    error: bool = False
+
+
+def dumps(value: Any) -> bytes:
+    """JSON that everybody reads: ASCII, because a solution may hold half of a surrogate pair, and null for what is not
+    finite, such as an error beyond the range of its type."""
+    try:
+        return json.dumps(value, allow_nan=False).encode()
+    except ValueError:
+        return json.dumps(_finite(value)).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def agree(asked: dict[str, str | int | float], config: Sandbox) -> None:
+    """Raises ``ServiceError`` where the server's settings are not those that are asked for."""
+    for name, value in asked.items():
+        if name not in AGREED:
+            raise ServiceError(422, "malformed", f"{name[:40]!r} is none of {', '.join(AGREED)}", "settings")
+        if (here := getattr(config, name)) != value:
+            raise ServiceError(
+                409, "settings", f"sandbox.{name} is {here} on this server, {str(value)[:40]} was asked for"
+            )
+
+
+def malformed(error: Any) -> ServiceError:
+    """The first mistake that pydantic found, without quoting what was sent."""
+    location = [str(part)[:60] for part in error["loc"]]
+    while location and location[0] in ("body", "evaluate", "probe", "spec", "build"):
+        location.pop(0)
+    return ServiceError(422, "malformed", str(error["msg"])[:300], ".".join(location)[:200])
+
+
+def read_token(config: Sandbox, environment: Mapping[str, str]) -> str | None:
+    """The token of ``token_file``, else of the variable ``token_env``; ``None`` when neither is there.  Raises
+    ``ConfigError``."""
+    if config.token_file is not None:
+        try:
+            token = Path(config.token_file).read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"sandbox.token_file: {config.token_file}: {error.strerror}") from None
+    else:
+        token = environment.get(config.token_env, "").strip()
+        if not token:
+            return None
+    if len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError("The sandbox's token must have at least 16 printable ASCII characters without spaces.")
+    return token

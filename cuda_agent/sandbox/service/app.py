@@ -1,0 +1,410 @@
+"""The service over HTTP: routes, the token, limits of size, and a server that drains on SIGTERM.
+
+Every refusal is JSON, ``{"error": {"kind", "message", "where"}}``, with Retry-After where waiting helps.  Nothing but
+the two health routes answers without the token, and no body is read before it was shown.
+
+Not covered: TLS (something in front of it, or a network that needs none), users and their shares: one token is one
+trust domain.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import hmac
+import logging
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import uvicorn
+from fastapi import Depends, FastAPI, Header, Query, Response
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cuda_agent.config import WHERE_JUDGED, Sandbox
+from cuda_agent.errors import ConfigError
+from cuda_agent.sandbox.local import LocalSandbox
+from cuda_agent.sandbox.protocol import (
+    BODY_BYTES,
+    Answer,
+    Build,
+    Call,
+    Evaluate,
+    OpenWorkspace,
+    Probe,
+    Request,
+    ServiceError,
+    Spec,
+    Submission,
+    dumps,
+    malformed,
+    read_token,
+)
+from cuda_agent.sandbox.service.jobs import Job, seconds
+from cuda_agent.sandbox.service.service import Limits, Role, Service
+from cuda_agent.sandbox.wire import ToolResult
+
+OPEN = ("/healthz", "/readyz")  # routes that ask for no token
+LONGEST_POLL = 60.0
+Poll = Annotated[float, Query(ge=0, le=LONGEST_POLL, allow_inf_nan=False, description="seconds to wait for its end")]
+Owner = Annotated[str, Header(alias="X-Workspace-Owner", max_length=100)]
+_log = logging.getLogger("cuda_agent.sandbox")
+
+
+class Gate:
+    """Outermost: the token first, then the size of the body, counted while it arrives."""
+
+    def __init__(self, app: ASGIApp, token: str | None, service: Service) -> None:
+        self._app, self._service = app, service
+        self._expected = None if token is None else f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        shown = headers.get(b"authorization", b"")
+        asks = (
+            scope["path"] not in (*OPEN, "/metrics") if self._service.limits.open_metrics else scope["path"] not in OPEN
+        )
+        if self._expected and asks and not hmac.compare_digest(shown, self._expected):
+            self._service.metrics.add("rejected_total", reason="token")
+            await refusal(ServiceError(401, "token", "the token is missing or wrong"))(scope, receive, send)
+            return
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or len(length) > 12 or int(length) > BODY_BYTES:
+            await self._too_large(scope, receive, send)
+            return
+        left = BODY_BYTES
+        begun = False
+
+        async def counted() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise _TooLarge
+            return message
+
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, counted, watched)
+        except _TooLarge:
+            if not begun:
+                await self._too_large(scope, receive, send)
+
+    async def _too_large(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._service.metrics.add("rejected_total", reason="size")
+        error = ServiceError(413, "too_large", f"a request may have {BODY_BYTES} bytes")
+        await refusal(error)(scope, receive, send)
+
+
+class _TooLarge(BaseException):
+    """Passes through handlers that catch exceptions."""
+
+
+def refusal(error: ServiceError) -> JSONResponse:
+    headers = {} if error.retry_after is None else {"Retry-After": seconds(error.retry_after)}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Json(error.to_json(), error.status, headers)
+
+
+class Json(JSONResponse):
+    def render(self, content: Any) -> bytes:
+        return dumps(content)
+
+
+class Lines(Response):
+    """A stream of JSON lines; when whoever reads it goes, its source is closed."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, source: AsyncIterator[dict[str, Any]]) -> None:
+        super().__init__(None)
+        del self.headers["content-length"]
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.create_task(self._send(send))
+        leaving = asyncio.create_task(gone(receive))
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sending, leaving):
+                task.cancel()
+            outcomes = await asyncio.gather(sending, leaving, return_exceptions=True)
+        if isinstance(outcomes[0], Exception) and not isinstance(outcomes[0], OSError):
+            raise outcomes[0]
+
+    async def _send(self, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for line in self._source:
+                body = dumps(line) + b"\n"
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await self._source.aclose()  # type: ignore[attr-defined]
+
+
+async def gone(receive: Receive) -> None:
+    """Returns when the other side has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def body_size(http: HttpRequest) -> int:
+    return len(await http.body())
+
+
+Size = Annotated[int, Depends(body_size)]
+
+
+def make_app(service: Service, token: str | None) -> ASGIApp:
+    """The routes around ``service``."""
+    app = FastAPI(
+        title="cuda-agent sandbox",
+        description=__doc__,
+        version="1",
+        default_response_class=Json,
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+    )
+
+    @app.exception_handler(ServiceError)
+    async def refused(_: HttpRequest, error: ServiceError) -> Response:
+        return refusal(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: HttpRequest, error: RequestValidationError) -> Response:
+        service.metrics.add("rejected_total", reason="malformed")
+        return refusal(malformed(error.errors()[0]))
+
+    @app.exception_handler(HTTPException)
+    async def other(_: HttpRequest, error: HTTPException) -> Response:
+        service.metrics.add("rejected_total", reason="malformed")
+        kind = {404: "unknown", 405: "method"}.get(error.status_code, "malformed")
+        return refusal(ServiceError(error.status_code, kind, str(error.detail)))
+
+    # ------------------------------------------------------------------------------------------------ health, metrics
+
+    @app.get("/healthz", response_class=PlainTextResponse)
+    async def healthz() -> str:
+        """Alive."""
+        return "ok\n"
+
+    @app.get("/readyz", response_class=PlainTextResponse)
+    async def readyz() -> Response:
+        """Ready: the walls are proven and the compiler works; otherwise 503, and what is missing."""
+        if reason := "draining" if service.draining else service.unready:
+            return PlainTextResponse(reason + "\n", 503, {"Retry-After": "5"})
+        return PlainTextResponse("ready\n")
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(service.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/about", response_model=None)
+    async def about() -> dict[str, Any]:
+        """Roles, limits, and the settings that verdicts are made under."""
+        return {
+            "roles": service.roles,
+            "sandbox": service.sandbox.config.model_dump(mode="json", exclude=set(WHERE_JUDGED)),
+            "judges": service.sandbox.judges,
+            "queued": service.queue.queued,
+            "running": service.queue.running,
+            "workspaces": len(service.rooms),
+        }
+
+    # ------------------------------------------------------------------------------------------------------------ jobs
+
+    def shown(job: Job) -> dict[str, Any]:
+        place = {"position": service.queue.position(job)} if job.state == "queued" else {}
+        return job.to_json() | place
+
+    def found(id: str) -> Job:
+        if (job := service.queue.find(id)) is None:
+            raise ServiceError(404, "unknown", "there is no such job, or it is long over")
+        return job
+
+    @app.post("/v1/jobs", status_code=202, response_model=None)
+    async def submit(http: HttpRequest, request: Submission, size: Size, wait: Poll = 0.0) -> dict[str, Any]:
+        """Queue an evaluation, a probe, a spec or a build; the same content is the same job.  Whoever hangs up before
+        the answer takes the submission back."""
+        job = service.submit(request, size)
+        if wait and not await until(http, service.wait(job, wait)):
+            service.cancel(job)
+        return shown(job)
+
+    @app.get("/v1/jobs/{id}", response_model=None)
+    async def poll(http: HttpRequest, id: str, wait: Poll = 0.0) -> dict[str, Any]:
+        """The job, with its result or error once it is over."""
+        job = found(id)
+        await until(http, service.wait(job, wait))
+        return shown(job)
+
+    @app.get("/v1/jobs/{id}/events", response_model=None)
+    async def events(id: str) -> Response:
+        """What happens to the job, a JSON line each; the last one holds the job."""
+        return Lines(service.events(found(id)))
+
+    @app.delete("/v1/jobs/{id}", response_model=None)
+    async def cancel(id: str) -> dict[str, Any]:
+        """Take one submission back; with the last one the job is cancelled."""
+        service.cancel(job := found(id))
+        return job.to_json()
+
+    async def at_once(http: HttpRequest, request: Request, size: int) -> dict[str, Any]:
+        """Submit and wait; whoever hangs up takes the submission back."""
+        job = service.submit(request, size)
+        if not await until(http, service.wait(job, None)):
+            service.cancel(job)
+        if job.result is not None:
+            return job.result
+        error = job.error or {"kind": "cancelled", "message": "the job was cancelled"}
+        status = {"task": 422, "cancelled": 409}.get(error["kind"], 503)
+        raise ServiceError(status, error["kind"], error["message"], retry_after=5.0 if status == 503 else None)
+
+    @app.post("/v1/evaluate", response_model=None)
+    async def evaluate(http: HttpRequest, request: Evaluate, size: Size) -> dict[str, Any]:
+        """The verdict of a solution, when it is there."""
+        return await at_once(http, request, size)
+
+    @app.post("/v1/probe", response_model=None)
+    async def probe(http: HttpRequest, request: Probe, size: Size) -> dict[str, Any]:
+        """What running a task without a solution shows."""
+        return await at_once(http, request, size)
+
+    @app.post("/v1/spec", response_model=None)
+    async def spec(http: HttpRequest, request: Spec, size: Size) -> dict[str, Any]:
+        """Shapes, dtypes and plain values of a task."""
+        return await at_once(http, request, size)
+
+    @app.post("/v1/build", response_model=None)
+    async def build(http: HttpRequest, request: Build, size: Size) -> dict[str, Any]:
+        """Build a solution and leave it in the cache; ``ok``, or what the compiler says."""
+        return await at_once(http, request, size)
+
+    # ------------------------------------------------------------------------------------------------------ workspaces
+
+    @app.post("/v1/workspaces", status_code=201, response_model=None)
+    async def open_workspace(request: OpenWorkspace) -> dict[str, Any]:
+        """A work folder; every later request of it needs ``owner`` in the header X-Workspace-Owner."""
+        service.admit("workspace")
+        try:
+            opened = await service.rooms.open(request.files, request.protected)
+        except ServiceError as error:
+            service.metrics.add("rejected_total", reason="workspaces")
+            raise error
+        return {"id": opened.id, "owner": opened.owner, "idle_seconds": service.limits.idle_seconds}
+
+    @app.post("/v1/workspaces/{id}/calls", response_model=None)
+    async def call(id: str, request: Call, owner: Owner = "") -> Response:
+        """Call a tool; the answer is a stream of JSON lines (docs/service.md)."""
+        return Lines(service.rooms.call(service.rooms.find(id, owner), request.tool, request.arguments))
+
+    @app.post("/v1/workspaces/{id}/answers/{number}", response_model=None)
+    async def answer(id: str, number: int, request: Answer, owner: Owner = "") -> dict[str, Any]:
+        """Answer a command that the stream of a call asked for."""
+        service.rooms.answer(service.rooms.find(id, owner), number, ToolResult(request.text, request.error))
+        return {}
+
+    @app.get("/v1/workspaces/{id}/files", response_model=None)
+    async def files(id: str, owner: Owner = "") -> dict[str, Any]:
+        """The folder's text files."""
+        return {"files": await service.rooms.files(service.rooms.find(id, owner))}
+
+    @app.delete("/v1/workspaces/{id}", response_model=None)
+    async def close_workspace(id: str, owner: Owner = "") -> dict[str, Any]:
+        """End the workspace."""
+        await service.rooms.close(service.rooms.find(id, owner))
+        return {}
+
+    return Gate(app, token, service)
+
+
+async def until(http: HttpRequest, done: Coroutine[Any, Any, None]) -> bool:
+    """Await ``done`` and give true, unless the other side hangs up before."""
+    work, leaving = asyncio.create_task(done), asyncio.create_task(gone(http.receive))
+    try:
+        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (work, leaving):
+            task.cancel()
+        await asyncio.gather(work, leaving, return_exceptions=True)
+    return not work.cancelled()
+
+
+# ---------------------------------------------------------------------------------------------------------- the server
+
+
+class _Server(uvicorn.Server):
+    """Drains before it stops listening; a second signal stops it at once."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._drain: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self._loop.call_soon_threadsafe(self._begin)
+
+    async def end_when_worn(self) -> None:
+        await self._service.worn.wait()
+        _log.info("worn: ends for a fresh process")
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._drain is not None:
+            self._drain.cancel()
+            self._service.sandbox.kill()
+            self.should_exit = True
+            return
+        self._drain = asyncio.create_task(self._service.drain())
+        self._drain.add_done_callback(lambda _: setattr(self, "should_exit", True))
+
+
+async def serve(config: Sandbox, cache: Path, roles: tuple[Role, ...], limits: Limits, host: str, port: int) -> None:
+    """Serve until SIGTERM, then drain.  Takes the token out of this process's environment.  Raises ``ConfigError``,
+    ``SandboxUnready``."""
+    token = read_token(config, os.environ)
+    os.environ.pop(config.token_env, None)
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody of the same user reads what it was started with
+    if token is None and host != "127.0.0.1":
+        print(f"no token is configured: listening on 127.0.0.1 only, not on {host}", file=sys.stderr, flush=True)
+        host = "127.0.0.1"
+    async with LocalSandbox(config, cache) as sandbox, Service(sandbox, roles, limits) as service:
+        settings = uvicorn.Config(
+            make_app(service, token), host=host, port=port, log_level="warning", access_log=False, lifespan="off",
+            server_header=False, timeout_keep_alive=75, timeout_graceful_shutdown=5, backlog=2048, ws="none",
+            h11_max_incomplete_event_size=64 << 10,
+        )  # fmt: skip
+        server = _Server(settings, service)
+        with contextlib.ExitStack() as closing:
+            try:
+                listening = closing.enter_context(settings.bind_socket())
+            except SystemExit:
+                raise ConfigError(f"cannot listen on {host}:{port}: is something else there?") from None
+            listening.set_inheritable(False)
+            # Those it accepts inherit it; without it every answer waits 40 ms for the delayed acknowledgement.
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            listening.listen(settings.backlog)  # who connects from now on waits: accepting begins a little later
+            print(f"listening on http://{host}:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
+            wearing = asyncio.create_task(server.end_when_worn())
+            await server.serve(sockets=[listening])
+            wearing.cancel()
+    _log.info("drained")

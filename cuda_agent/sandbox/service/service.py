@@ -1,0 +1,291 @@
+"""The sandbox as a service: a ``LocalSandbox`` behind a queue, for as long as its walls are proven.
+
+``Service`` knows nothing of HTTP (``service_app`` does): it takes requests, hands the sandbox no more than it can use
+at once, so that what waits keeps its order, counts what happens, and drains.  A verdict is asked for by content:
+whoever asks for the same one joins.  That only one thing is timed at once is the judges' and the lease's doing.
+
+Not covered: keeping the queue over a restart (clients bring their work elsewhere), and sharing one queue by servers.
+"""
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cuda_agent.errors import SandboxUnready, TaskError
+from cuda_agent.sandbox.jail import jail
+from cuda_agent.sandbox.local import LocalSandbox
+from cuda_agent.sandbox.protocol import Build, Evaluate, Probe, Request, ServiceError, Spec, agree
+from cuda_agent.sandbox.service.jobs import Full, Job, Queue
+from cuda_agent.sandbox.service.metrics import Metrics
+from cuda_agent.sandbox.service.workspaces import Rooms
+from cuda_agent.sandbox.wire import ToolResult, Verdict
+from cuda_agent.sandbox.workspace.client import WorkspaceLost
+
+Role = Literal["workspace", "build", "evaluate"]
+ROLES: tuple[Role, ...] = ("workspace", "build", "evaluate")
+_AT_ONCE = 2  # jobs that a place can use: one is judged while the next one is built
+_AGAIN_SECONDS = 5.0  # between two attempts to become ready, and how often unused workspaces are looked for
+_log = logging.getLogger("cuda_agent.sandbox")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one service."""
+
+    queue: int = 256  # jobs that wait
+    workspaces: int = 64
+    idle_seconds: float = 600.0  # until a workspace that nobody uses is closed
+    drain_seconds: float = 60.0  # for running work, after SIGTERM
+    recycle_after: int = 0  # verdicts after which the process ends, so that a fresh one takes its place; 0: never
+    recycle_on_cheat: bool = False  # end after a cheat as well
+    open_metrics: bool = False  # /metrics asks for no token
+
+
+class Service:
+    """An async context manager around an open sandbox."""
+
+    def __init__(self, sandbox: LocalSandbox, roles: tuple[Role, ...], limits: Limits) -> None:
+        self.sandbox, self.roles, self.limits = sandbox, roles, limits
+        self.rooms = Rooms(sandbox, limits.workspaces, limits.idle_seconds)
+        self.metrics = _metrics()
+        self.unready = "starting: the walls are not proven yet"  # empty: ready
+        self.draining = False
+        self.worn = asyncio.Event()  # it has judged enough, or a cheat: time for a fresh process
+        self._verdicts = 0
+        self._waiting: dict[str, list[asyncio.Future[None]]] = defaultdict(list)
+        places: dict[Hashable, int] = {judge: _AT_ONCE for judge in range(sandbox.judges)}
+        self.queue = Queue(places | {"build": _AT_ONCE}, limits.queue, changed=self._wake)
+        self._work: set[asyncio.Task[None]] = set()
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Service":
+        self._keeper = asyncio.create_task(self._keep())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._keeper is not None
+        self._keeper.cancel()
+        for task in self._work:
+            task.cancel()
+        await asyncio.gather(self._keeper, *self._work, return_exceptions=True)
+        await self.rooms.close_all()
+
+    # -------------------------------------------------------------------------------------------------------- readiness
+
+    async def _keep(self) -> None:
+        """Becomes ready, and again after a loss; closes workspaces that nobody uses."""
+        while True:
+            try:
+                if self.unready:
+                    await self.prove()
+                self.metrics.add("workspaces_idle_total", await self.rooms.sweep())
+            except Exception:  # one workspace that cannot be closed must not end all of this
+                _log.exception("while looking after the service")
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def prove(self) -> None:
+        """Attack the walls and try the compiler, as far as the roles need them; ``unready`` says what is missing."""
+        try:
+            if "evaluate" in self.roles:
+                await self.sandbox.ready()
+            else:
+                with tempfile.TemporaryDirectory() as folder:
+                    Path(folder).chmod(0o755)
+                    walls = tuple(self.sandbox.config.required_walls)
+                    await asyncio.to_thread(jail.prove, walls, Path(folder))
+                if "build" in self.roles:
+                    await self.sandbox.prove_compiler()
+            if "workspace" in self.roles:
+                async with self.sandbox.workspace({}, frozenset(), _nothing):
+                    pass
+        except (SandboxUnready, jail.JailError, WorkspaceLost) as error:
+            self.unready = str(error)
+            _log.error("not ready: %s", error)
+        except Exception as error:
+            self.unready = f"{type(error).__name__}: {error}"
+            _log.exception("not ready")
+        else:
+            if self.unready:
+                _log.info("ready: %s", ", ".join(self.roles))
+            self.unready = ""
+
+    def admit(self, role: Role) -> None:
+        """Raises ``ServiceError`` unless new work of this role is taken."""
+        if role not in self.roles:
+            raise ServiceError(404, "role", f"this server has no role {role} (it has {', '.join(self.roles)})")
+        if self.draining:
+            raise ServiceError(503, "draining", "this server is going away", retry_after=5.0)
+        if self.unready:
+            raise ServiceError(503, "unready", self.unready, retry_after=_AGAIN_SECONDS)
+
+    # ------------------------------------------------------------------------------------------------------------- jobs
+
+    def submit(self, request: Request, size: int) -> Job:
+        """Queue a request, or join the one of the same content.  ``size``: its bytes.  Raises ``ServiceError``."""
+        self.admit("build" if isinstance(request, Build) else "evaluate")
+        agree(request.settings, self.sandbox.config)
+        place: Hashable = "build"
+        if isinstance(request, Evaluate | Probe | Spec):
+            place = self.sandbox.judge_of(request.task.task())
+        kind = request.kind  # type: ignore[attr-defined]
+        try:
+            job, new = self.queue.submit(request.key(), kind, place, request.priority, size, request, time.time())
+        except Full as full:
+            self.metrics.add("rejected_total", reason="full")
+            raise ServiceError(429, "full", str(full), retry_after=full.retry_after) from None
+        self.metrics.add("submitted_total", kind=kind, new=str(new).lower())
+        self._dispatch()
+        return job
+
+    async def wait(self, job: Job, seconds: float | None) -> None:
+        """Until the job is over, or for so many seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not job.over:
+                    await self._change(job)
+
+    async def events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
+        """What happens to the job, from its beginning; the last one holds the job."""
+        shown = 0
+        while True:
+            while shown < len(job.events):
+                shown += 1
+                yield job.events[shown - 1] | ({"job": job.to_json()} if job.over and shown == len(job.events) else {})
+            if job.over:
+                return
+            await self._change(job)
+
+    def cancel(self, job: Job) -> None:
+        self.queue.cancel(job, time.time())
+
+    async def _change(self, job: Job) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[job.id].append(future)
+        try:
+            await future
+        finally:
+            if future in (waiting := self._waiting.get(job.id, [])):
+                waiting.remove(future)
+
+    def _wake(self, job: Job) -> None:
+        for future in self._waiting.pop(job.id, []):
+            if not future.done():
+                future.set_result(None)
+
+    def _dispatch(self) -> None:
+        while not self.draining and (job := self.queue.take(time.time())):
+            task = asyncio.create_task(self._run(job))
+            self._work.add(task)
+            task.add_done_callback(self._work.discard)
+
+    async def _run(self, job: Job) -> None:
+        result: dict[str, Any] | None = None
+        error: dict[str, str] | None = {"kind": "infra", "message": "the service was stopped"}
+        request = job.request
+        try:
+            result = await self._answer(request)
+            error = None
+        except TaskError as wrong:
+            error = {"kind": "task", "message": str(wrong)}
+        except SandboxUnready as missing:
+            error = {"kind": "unready", "message": str(missing)}
+            await self.prove()
+        except Exception as fault:
+            _log.exception("job %s", job.id)
+            error = {"kind": "infra", "message": f"the service failed: {type(fault).__name__}"}
+        finally:
+            self.queue.finish(job, time.time(), result, error)
+            self._count(job, error)
+            self._dispatch()
+
+    async def _answer(self, request: Request) -> dict[str, Any]:
+        match request:
+            case Evaluate():
+                verdict = await self.sandbox.evaluate(request.task.task(), request.solution.solution(), request.mode)
+                self._count_verdict(verdict)
+                return verdict.to_json()
+            case Probe():
+                return (await self.sandbox.probe(request.task.task(), request.compile)).to_json()
+            case Spec():
+                return (await self.sandbox.spec(request.task.task())).to_json()
+            case Build():
+                message = await self.sandbox.build(request.solution.solution(), request.task_spec())
+                return {"status": "build_error" if message else "ok", "message": message}
+        raise AssertionError
+
+    def _count(self, job: Job, error: dict[str, str] | None) -> None:
+        assert job.started is not None and job.ended is not None
+        self.metrics.observe("phase_seconds", job.started - job.submitted, kind=job.kind, phase="queue")
+        self.metrics.observe("phase_seconds", job.ended - job.started, kind=job.kind, phase="run")
+        if error and error["kind"] in ("infra", "unready"):
+            self.metrics.add("infra_faults_total")
+
+    def _count_verdict(self, verdict: Verdict) -> None:
+        self.metrics.add("verdicts_total", status=verdict.status, lane=verdict.lane)
+        if verdict.status == "infra":
+            self.metrics.add("infra_faults_total")
+        if not verdict.cached:
+            self._verdicts += 1
+            cheated = verdict.status == "cheat" and self.limits.recycle_on_cheat
+            if cheated or self._verdicts == self.limits.recycle_after:
+                self.worn.set()
+            for phase, seconds in verdict.phases.items():
+                self.metrics.observe("phase_seconds", seconds, kind="evaluate", phase=phase)
+
+    def metrics_text(self) -> str:
+        for name, value in {
+            "queue_length": self.queue.queued, "running": self.queue.running, "workspaces": len(self.rooms),
+            "ready": not self.unready, "draining": self.draining, "room_in_seconds": self.queue.room_in(),
+        }.items():  # fmt: skip
+            self.metrics.set(name, float(value))
+        return self.metrics.text()
+
+    # ------------------------------------------------------------------------------------------------------------ drain
+
+    async def drain(self) -> None:
+        """No new work; what is queued is handed back, running jobs and open workspaces may finish, up to the limit."""
+        self.draining = True
+        self.queue.hand_back(time.time(), "draining", "the server is going away; bring it to another one")
+        _log.info("draining: %d running, %d workspaces", self.queue.running, len(self.rooms))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.limits.drain_seconds):
+                while self.queue.running or len(self.rooms):
+                    await asyncio.sleep(0.05)
+        if self._work:
+            _log.warning("%d jobs were cut off after %g s", len(self._work), self.limits.drain_seconds)
+            for task in self._work:
+                task.cancel()
+            self.sandbox.kill()
+
+
+async def _nothing(name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
+    return ToolResult("", error=True)
+
+
+def _metrics() -> Metrics:
+    metrics = Metrics("cuda_agent_sandbox")
+    for name, kind, text in (
+        ("ready", "gauge", "1 when the walls are proven and the compiler works"),
+        ("draining", "gauge", "1 after SIGTERM"),
+        ("queue_length", "gauge", "Jobs that wait."),
+        ("running", "gauge", "Jobs handed to the sandbox."),
+        ("room_in_seconds", "gauge", "What Retry-After would say now."),
+        ("workspaces", "gauge", "Open workspaces."),
+        ("workspaces_idle_total", "counter", "Workspaces closed because nobody used them."),
+        ("submitted_total", "counter", "Submissions, and whether they made a new job."),
+        ("verdicts_total", "counter", "Verdicts given by the sandbox."),
+        ("rejected_total", "counter", "Requests refused before they became work."),
+        ("infra_faults_total", "counter", "Faults of ours."),
+        ("phase_seconds", "histogram", "Seconds that jobs spent, by phase; queue and run are the service's own."),
+    ):
+        metrics.describe(name, kind, text)
+    for name in ("infra_faults_total", "workspaces_idle_total"):
+        metrics.add(name, 0.0)
+    return metrics

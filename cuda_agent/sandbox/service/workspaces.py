@@ -1,0 +1,174 @@
+"""Work folders over the network: which are open, whose they are, and a tool call as a stream of lines.
+
+The answer to a call is a stream: ``{"command": ...}`` asks whoever called to compile, verify or profile (answered by
+``answer``), ``{"alive": true}`` shows that the service is still there, and the last line is ``{"result": ...}`` or
+``{"lost": ...}``.  A stream that is broken off leaves the folder in the middle of something: it is closed.
+
+Not covered: the folder and its tools (``workspace``), and HTTP (``service_app``).
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from cuda_agent.sandbox.local import LocalSandbox
+from cuda_agent.sandbox.protocol import ServiceError
+from cuda_agent.sandbox.wire import ToolResult
+from cuda_agent.sandbox.workspace.client import Workspace, WorkspaceLost
+
+HEARTBEAT = 5.0  # seconds without another line
+_LOOK_AGAIN = 2.0  # when one is closed nobody knows; asking is cheap
+_LONGEST_CALL = 3600.0  # a call that waits this long for an answer is nobody's
+_log = logging.getLogger("cuda_agent.sandbox")
+
+Line = dict[str, Any]
+
+
+@dataclass
+class Room:
+    """One open workspace."""
+
+    id: str
+    owner: str
+    used: float
+    closing: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    workspace: Workspace | None = None
+    busy: bool = False
+    lines: asyncio.Queue[Line | None] = field(default_factory=asyncio.Queue)
+    asked: dict[int, asyncio.Future[ToolResult]] = field(default_factory=dict)
+    questions: int = 0
+
+    async def ask(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
+        """A command of the folder's shell: its question goes out on the stream of the call."""
+        self.questions += 1
+        number, answer = self.questions, asyncio.get_running_loop().create_future()
+        self.asked[number] = answer
+        self.lines.put_nowait({"command": {"number": number, "name": name, "argv": argv, "files": files}})
+        try:
+            return await answer
+        finally:
+            del self.asked[number]
+
+
+class Rooms:
+    """All open workspaces of a service: at most ``most``, closed when nobody used them for ``idle_seconds``."""
+
+    def __init__(self, sandbox: LocalSandbox, most: int, idle_seconds: float) -> None:
+        self._sandbox, self._most, self._idle = sandbox, most, idle_seconds
+        self._rooms: dict[str, Room] = {}
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    async def open(self, files: dict[str, str], protected: list[str]) -> Room:
+        """Raises ``ServiceError``."""
+        if len(self._rooms) >= self._most:
+            raise ServiceError(429, "full", f"all {self._most} workspaces are taken", retry_after=_LOOK_AGAIN)
+        room = Room(secrets.token_hex(12), secrets.token_urlsafe(24), time.monotonic())
+        self._rooms[room.id] = room
+        try:
+            opened = self._sandbox.workspace(files, frozenset(protected), room.ask)
+            room.workspace = await room.closing.enter_async_context(opened)
+        except WorkspaceLost as lost:
+            raise ServiceError(503, "infra", f"the workspace could not be opened: {lost}", retry_after=1.0) from None
+        finally:
+            if room.workspace is None:
+                await self.close(room)
+        return room
+
+    def find(self, id: str, owner: str) -> Room:
+        """Raises ``ServiceError``: that it is not yours and that it is not there look the same."""
+        room = self._rooms.get(id)
+        mine = hmac.compare_digest((room.owner if room else "").encode(), owner.encode("utf-8", "replace"))
+        if room is None or not mine or room.workspace is None:
+            raise ServiceError(404, "unknown", "there is no such workspace of this owner")
+        room.used = time.monotonic()
+        return room
+
+    def call(self, room: Room, tool: str, arguments: dict[str, Any]) -> AsyncIterator[Line]:
+        """Starts the call; the lines of its answer.  Raises ``ServiceError``."""
+        self._take(room)
+        return self._lines(room, tool, arguments)
+
+    async def _lines(self, room: Room, tool: str, arguments: dict[str, Any]) -> AsyncIterator[Line]:
+        assert room.workspace is not None
+        work = asyncio.create_task(room.workspace.call(tool, arguments))
+        work.add_done_callback(lambda _: room.lines.put_nowait(None))
+        whole = False
+        try:
+            while True:
+                try:
+                    line = await asyncio.wait_for(room.lines.get(), HEARTBEAT)
+                except TimeoutError:
+                    yield {"alive": True}
+                    continue
+                if line is None:
+                    break
+                yield line
+            last = self._outcome(work)
+            whole = "result" in last
+            yield last
+        finally:
+            room.busy, room.used = False, time.monotonic()
+            if not whole:
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+                await self.close(room)
+
+    def _outcome(self, work: "asyncio.Task[ToolResult]") -> Line:
+        try:
+            return {"result": asdict(work.result())}
+        except WorkspaceLost as lost:
+            return {"lost": str(lost)}
+        except Exception as error:  # what a hostile workspace sent could not be read
+            _log.exception("a workspace answered nonsense")
+            return {"lost": f"the workspace answered nonsense: {type(error).__name__}"}
+
+    def answer(self, room: Room, number: int, result: ToolResult) -> None:
+        """Raises ``ServiceError``."""
+        future = room.asked.get(number)
+        if future is None or future.done():
+            raise ServiceError(404, "unknown", f"nobody asked question {number}")
+        future.set_result(result)
+
+    async def files(self, room: Room) -> dict[str, str]:
+        """Raises ``ServiceError``."""
+        self._take(room)
+        assert room.workspace is not None
+        try:
+            return await room.workspace.files()
+        except WorkspaceLost as lost:
+            await self.close(room)
+            raise ServiceError(410, "lost", str(lost)) from None
+        finally:
+            room.busy = False
+
+    def _take(self, room: Room) -> None:
+        if room.busy:
+            raise ServiceError(409, "busy", "a call of this workspace is under way")
+        room.busy, room.lines = True, asyncio.Queue()
+
+    async def close(self, room: Room) -> None:
+        self._rooms.pop(room.id, None)
+        await room.closing.aclose()
+
+    async def close_all(self) -> None:
+        await asyncio.gather(*(self.close(room) for room in list(self._rooms.values())), return_exceptions=True)
+
+    async def sweep(self) -> int:
+        """Close what nobody uses; how many that were."""
+        now = time.monotonic()
+        unused = [
+            room
+            for room in self._rooms.values()
+            if room.workspace is not None and now - room.used > (_LONGEST_CALL if room.busy else self._idle)
+        ]
+        for room in unused:
+            await self.close(room)
+        return len(unused)

@@ -1,0 +1,192 @@
+"""The Python module ``cuda_extension`` inside a candidate worker: calls into the library of the work folder.
+
+The counterpart of ``binding_registry.h``, whose structure ``Value`` it mirrors.  It also holds the published rule that
+``ModelNew.forward`` may create and reshape tensors but must compute with the extension: a check in the candidate's own
+interpreter, so advisory against a determined cheat.
+"""
+
+import ctypes
+import math
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from cuda_agent.sandbox.wire import ALLOWED
+from cuda_agent.sandbox.worker.slots import store
+
+_MOST_DIMS, _MOST_RESULTS, _MOST_ARGUMENTS = 8, 8, 32
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)  # fmt: skip
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+class _Value(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_long), ("integer", ctypes.c_long), ("number", ctypes.c_double), ("data", ctypes.c_void_p),
+        ("dims", ctypes.c_long), ("dtype", ctypes.c_long), ("handle", ctypes.c_long),
+        ("sizes", ctypes.c_long * _MOST_DIMS), ("strides", ctypes.c_long * _MOST_DIMS),
+    ]  # fmt: skip
+
+
+_Allocate = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Value))
+
+
+class _Argument(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("standard", _Value)]
+
+
+class _Entry(ctypes.Structure):
+    pass
+
+
+_Call = ctypes.CFUNCTYPE(
+    ctypes.c_long, ctypes.c_void_p, _Allocate, ctypes.POINTER(_Value), ctypes.c_long, ctypes.POINTER(_Value),
+    ctypes.c_char_p,
+)  # fmt: skip
+_Entry._fields_ = [
+    ("name", ctypes.c_char_p), ("call", _Call), ("function", ctypes.c_void_p), ("count", ctypes.c_long),
+    ("named", ctypes.c_long), ("arguments", _Argument * _MOST_ARGUMENTS), ("next", ctypes.POINTER(_Entry)),
+]  # fmt: skip
+
+
+class Outputs:
+    """Lets an extension write its outputs where the judge looks, so that nothing has to be copied while time is taken:
+    a tensor that will be an output gets the output's memory.  Which one that will be is known from the call before; it
+    has the same place in the order of allocations."""
+
+    def __init__(self, targets: list[list[torch.Tensor]], device: str = "cpu") -> None:
+        self._targets = targets
+        self._device = device
+        self._slot = 0
+        self._made: list[int] = []  # addresses, in the order of this call's allocations
+        self._wanted: dict[int, int] = {}  # place in that order -> output
+        self.watch: Callable[[str, str, float], None] | None = None  # told of every call of the extension
+
+    def begin(self, slot: int) -> None:
+        self._slot = slot
+        self._made.clear()
+
+    def empty(self, sizes: list[int], dtype: torch.dtype) -> torch.Tensor:
+        index = self._wanted.get(len(self._made))
+        target = None if index is None else self._targets[self._slot][index]
+        if target is not None and target.dtype == dtype and target.numel() == math.prod(sizes):
+            tensor = target.view(sizes)
+        else:
+            tensor = torch.empty(sizes, dtype=dtype, device=self._device)
+        self._made.append(tensor.data_ptr())
+        return tensor
+
+    def store(self, results: list[torch.Tensor]) -> None:
+        targets = self._targets[self._slot]
+        places = [t.data_ptr() for t in targets]
+        for index, (result, place) in enumerate(zip(results, places, strict=False)):
+            if result.data_ptr() != place and result.data_ptr() in places:
+                results[index] = result.clone()  # it lies in another output, which comes first
+        self._wanted = {
+            self._made.index(result.data_ptr()): index
+            for index, result in enumerate(results)
+            if result.numel() and result.data_ptr() in self._made
+        }
+        store(results, targets)
+
+
+def load_module(library: str, outputs: Outputs) -> types.ModuleType:
+    """The module: whatever the library's sources registered when it was loaded."""
+    handle = ctypes.CDLL(library)
+    handle.cuda_extension_entries.restype = ctypes.POINTER(_Entry)
+    module = types.ModuleType("cuda_extension")
+    entry = handle.cuda_extension_entries()
+    while entry:
+        name = entry.contents.name.decode()
+        setattr(module, name, _function(entry.contents, name, outputs))
+        entry = entry.contents.next
+    return module
+
+
+def _function(entry: _Entry, name: str, outputs: Outputs) -> Callable[..., Any]:
+    native, function, count = entry.call, entry.function, entry.count
+    names = [entry.arguments[i].name.decode() for i in range(entry.named)]
+    standard = {names[i]: _plain(entry.arguments[i].standard) for i in range(entry.named)}
+    live: list[torch.Tensor] = []  # arguments and allocations of the call under way, by handle
+
+    def allocate(pointer: Any) -> None:
+        value = pointer.contents
+        tensor = outputs.empty(value.sizes[: value.dims], _DTYPES[value.dtype])
+        value.data, value.handle = tensor.data_ptr(), len(live)
+        live.append(tensor)
+
+    allocator = _Allocate(allocate)
+    message = ctypes.create_string_buffer(256)
+    results = (_Value * _MOST_RESULTS)()
+
+    def call(*given: Any, **named: Any) -> Any:
+        arguments = _complete(name, given, named, names, standard, count)
+        live.clear()
+        values = (_Value * max(1, len(arguments)))()
+        for value, argument in zip(values, arguments, strict=False):
+            if isinstance(argument, torch.Tensor):
+                if argument.dim() > _MOST_DIMS or argument.dtype not in _CODES:
+                    raise TypeError(f"{name}: a {argument.dtype} tensor of {argument.dim()} dimensions")
+                value.kind, value.data, value.dims = 1, argument.data_ptr(), argument.dim()
+                value.dtype, value.handle = _CODES[argument.dtype], len(live)
+                value.sizes[: value.dims], value.strides[: value.dims] = argument.shape, argument.stride()
+                live.append(argument)
+            elif isinstance(argument, int):
+                value.kind, value.integer = 2, int(argument)
+            elif isinstance(argument, float):
+                value.kind, value.number = 3, argument
+            elif argument is not None:
+                raise TypeError(f"{name}: an argument of type {type(argument).__name__}")
+        begin = time.perf_counter() if outputs.watch else 0.0
+        made = native(function, allocator, values, len(arguments), results, message)
+        if outputs.watch:
+            outputs.watch(name, "own", time.perf_counter() - begin)
+        if made < 0:
+            raise RuntimeError(message.value.decode(errors="replace"))
+        found = [live[results[i].handle] for i in range(made)]
+        return None if not found else found[0] if made == 1 else tuple(found)
+
+    call.__name__ = name
+    return call
+
+
+def _plain(value: _Value) -> Any:
+    """A default as Python's; ``...`` when there is none."""
+    return {2: value.integer, 3: value.number}.get(value.kind, ...)
+
+
+def _complete(
+    name: str, given: tuple[Any, ...], named: dict[str, Any], names: list[str], standard: dict[str, Any], count: int
+) -> list[Any]:
+    """The arguments in order, with those that were given by name or left to their defaults."""
+    arguments = list(given)
+    for wanted in names[len(given) :]:
+        value = named.pop(wanted, standard[wanted])
+        if value is ...:
+            raise TypeError(f"{name}: the argument {wanted} is missing")
+        arguments.append(value)
+    if named:
+        raise TypeError(f"{name}: there is no argument {next(iter(named))}")
+    if len(arguments) != count:
+        raise TypeError(f"{name}: wrong number of arguments: {len(arguments)} instead of {count}")
+    return arguments
+
+
+class OnlyTheExtension(TorchFunctionMode):
+    """Refuses torch's operators, as the published rules do; tensors may be created, viewed and looked at."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ not in ALLOWED:
+            name = resolve_name(func) or func.__name__
+            raise Cheat(f"ModelNew.forward calls {name}: computing is the extension's part")
+        return func(*args, **(kwargs or {}))
+
+
+class Cheat(Exception):
+    """The rules are broken."""

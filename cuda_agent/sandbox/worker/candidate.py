@@ -1,0 +1,223 @@
+"""The candidate worker: runs one solution, in any lane, and dies."""
+
+import contextlib
+import ctypes
+import itertools
+import socket
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuda_agent.sandbox.wire import Frame
+from cuda_agent.sandbox.worker import library_nodes, observe
+from cuda_agent.sandbox.worker.binding import OnlyTheExtension, Outputs, load_module
+from cuda_agent.sandbox.worker.replay import play_back
+from cuda_agent.sandbox.worker.serving import Worker, build_model
+from cuda_agent.sandbox.worker.slots import Slots, flatten, map_memory, owned, rebuild, store, zeros
+
+
+class Candidate(Worker):
+    """Runs one solution.  It is started before anybody knows which one: first come the buffers (``B``), then the empty
+    call may be timed, and then the solution is loaded (``L``)."""
+
+    def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
+        super().__init__(channel, options, fds)
+        self._commands = {"B": self.take_buffers}
+
+    def take_buffers(self, frame: Frame) -> None:
+        self._options = options = self._options | frame.body
+        self._slots = Slots(
+            options["spec"], options["layout"], options["weights"], frame.fds, options["sizes"], options["device"]
+        )
+        # On the CPU the empty call's time is subtracted, so it holds nothing that a solution could leave out, such as
+        # copying outputs to their place.  On a GPU empty chains go into a bound that must not be too high: they do it.
+        self._commands = {"Z": self.empty_chain} if options["device"] == "cuda" else {"N": lambda frame: None}
+        self._commands["L"] = self.load_plan if options["lane"] == "plan" else self.load_model
+
+    def empty_chain(self, frame: Frame) -> Any:
+        """Of outputs that are views for the reference, one costs what it costs to copy."""
+        slots = [self._slots.output_tensors(slot) for slot in range(frame.slot)]
+        views = self._options["views"]
+        results = [[zeros(*pair) for pair in zip(targets, views, strict=True)] for targets in slots]
+
+        def enqueue() -> None:
+            for targets, found in zip(slots, results, strict=True):
+                store(found, targets)
+
+        return self._finished(enqueue, frame)
+
+    def _finished(self, enqueue: Callable[[], None], frame: Frame) -> Any:
+        """The times of a chain of ``frame.slot`` calls, once the device is through with it."""
+        times = self._clocked(enqueue, frame.extra)[1]
+        torch.cuda.synchronize()
+        return times
+
+    def load_plan(self, frame: Frame) -> None:
+        if self._options["device"] == "cuda":
+            from cuda_agent.sandbox.worker import gpu
+
+            run = gpu.bind_plan(frame.body, self._slots)
+        else:
+            run = bind_plan(frame.body, self._slots, self._options["threads"])
+        self._commands["R"] = lambda call: self._clocked(lambda: run(call.slot))[1]
+        steps = run.steps  # type: ignore[attr-defined]
+        self._commands["O"] = lambda call: observe.seconds_of(steps[call.slot], self._options["device"])
+
+    def load_model(self, frame: Frame) -> None:
+        """``ModelNew`` of the extension lane, with its library and the rule to compute with it alone; or of the python
+        lane, free to use torch.  Built with the random numbers that built the reference, and given its weights."""
+        spec, restricted = self._options["spec"], self._options["lane"] == "extension"
+        numbers = range(len(self._slots.layout))
+        given = [rebuild(spec["arguments"], self._slots.input_tensors(slot)) for slot in numbers]
+        outputs = Outputs([self._slots.output_tensors(slot) for slot in numbers], self._options["device"])
+        if restricted:
+            sys.modules["cuda_extension"] = load_module(frame.body["library"], outputs)
+        if frame.body.get("place"):
+            play_back(Path(frame.body["place"]["folder"]))
+        torch.manual_seed(frame.body["seed"])
+        model = build_model(frame.body["code"], [item["value"] for item in spec["init"]], self._options["device"])
+        weights = self._slots.weight_tensors()
+        rule = OnlyTheExtension if restricted else contextlib.nullcontext
+        given_places, views = self._slots.given, self._options["views"]
+        if restricted or model.state_dict().keys() == weights.keys():  # KernelBench's own solutions may rename them
+            model.load_state_dict(weights, strict=True)
+
+        def run(call: Frame) -> Any:
+            outputs.begin(call.slot)
+            with rule():
+                results, times = self._clocked(lambda: answer(call.slot), call.extra)
+            outputs.store(flatten(results))
+            if self._options["device"] == "cuda":
+                torch.cuda.synchronize()
+            return times
+
+        def answer(slot: int) -> Any:
+            """On a GPU outputs are copied after the clock has stopped: a view of something would cost nothing there,
+            and so it may where the reference's is one."""
+            results = model(*given[slot])
+            if self._options["device"] == "cpu":
+                return results
+            with torch._C.DisableTorchFunction():  # the rule is for the solution
+                found = flatten(results)
+                return [
+                    owned(result, given_places) if view is None else result
+                    for result, view in itertools.zip_longest(found, views[: len(found)])
+                ]
+
+        def observed(call: Frame, watch: Callable[[Callable[..., Any]], Any]) -> Any:
+            """One call in the hands of ``watch``."""
+            results: list[Any] = []
+
+            def watched(seen: observe.Operators | None = None) -> None:
+                outputs.watch = seen.add if seen else None
+                with rule():
+                    results.append(model(*given[call.slot]))
+
+            outputs.begin(call.slot)
+            try:
+                told = watch(watched)
+            finally:
+                outputs.watch = None
+            outputs.store(flatten(results[0]))
+            if self._options["device"] == "cuda":
+                torch.cuda.synchronize()
+            return told
+
+        def enqueue(count: int) -> None:
+            for slot in range(count):
+                outputs.begin(slot)
+                with rule():
+                    results = answer(slot)
+                outputs.store(flatten(results))
+
+        self._commands["R"] = run
+        self._commands["C"] = lambda call: self._finished(lambda: enqueue(call.slot), call)
+        self._commands["O"] = lambda call: observed(call, lambda it: observe.operators(it, self._options["device"]))
+        self._commands["K"] = lambda call: observed(call, observe.kernels)
+
+
+class _Node(ctypes.Structure):
+    """Mirrors ``struct node`` of runtime.cpp: a kernel, or a memset when ``kernel`` is null."""
+
+    _fields_ = [
+        ("kernel", ctypes.c_void_p), ("grid", ctypes.c_long), ("args", ctypes.c_void_p),
+        ("target", ctypes.c_void_p), ("bytes", ctypes.c_long), ("value", ctypes.c_int),
+    ]  # fmt: skip
+
+
+def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[int], None]:
+    """Load the libraries and resolve the program's arguments to addresses, once a slot.  ``program`` is
+    ``plan.Program`` as JSON.  A scalar argument is an 8-byte cell; a buffer argument is its address."""
+    runtime = ctypes.CDLL(program["runtime"])
+    library = ctypes.CDLL(program["library"]) if program["library"] else None
+    keep: list[Any] = []
+    workspaces: dict[str, int] = {}
+    for name, workspace in program["workspaces"].items():
+        workspaces[name] = map_memory(-1, max(workspace["bytes"], 1), writable=True)
+        if workspace["pattern"].strip("0"):
+            pattern = bytes.fromhex(workspace["pattern"])
+            content = pattern * (workspace["bytes"] // len(pattern))
+            ctypes.memmove(workspaces[name], content, len(content))
+
+    def bind(slot: int) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
+        """Kernels and memsets that follow each other are one call of the executor, a library node is its own; and
+        beside them each node alone."""
+
+        def address(buffer: str) -> int:
+            return slots.address(slot, buffer, workspaces)
+
+        steps: list[Callable[[], Any]] = []
+        each: list[Callable[[], Any]] = []
+        for ours, items in itertools.groupby(program["nodes"], lambda item: "library" not in item):
+            if ours:
+                nodes = executor_nodes(list(items), address)
+                keep.append(nodes)
+                begin, size = ctypes.addressof(nodes), ctypes.sizeof(_Node)
+                steps.append(partial(execute, begin, len(nodes)))
+                each += [partial(execute, begin + size * index, 1) for index in range(len(nodes))]
+            else:
+                products = [library_nodes.bind(item, partial(tensor_of, address), "cpu") for item in items]
+                steps += products
+                each += products
+        return steps, each
+
+    def tensor_of(address: Callable[[str], int], item: dict[str, Any]) -> torch.Tensor:
+        return slots.tensor(address(item["buffer"]), item)
+
+    def executor_nodes(items: list[dict[str, Any]], address: Callable[[str], int]) -> Any:
+        nodes = (_Node * len(items))()
+        for node, item in zip(nodes, items, strict=True):
+            if "memset" in item:
+                node.target, node.bytes, node.value = address(item["memset"]), item["bytes"], item["value"]
+                continue
+            pointers = (ctypes.c_void_p * max(1, len(item["args"])))()
+            for position, argument in enumerate(item["args"]):
+                if "buffer" in argument:
+                    pointers[position] = address(argument["buffer"])
+                else:
+                    kind = ctypes.c_double if "float" in argument else ctypes.c_long
+                    cell = kind(argument.get("float", argument.get("int", 0)))
+                    keep.append(cell)
+                    pointers[position] = ctypes.addressof(cell)
+            keep.append(pointers)
+            node.kernel = ctypes.cast(getattr(library, item["symbol"]), ctypes.c_void_p).value
+            node.grid, node.args = item["grid"], ctypes.addressof(pointers)
+        return nodes
+
+    execute = runtime.run
+    execute.argtypes = [ctypes.c_void_p, ctypes.c_long]
+    execute.restype = None
+    bound = [bind(slot) for slot in range(len(slots.layout))]
+    runtime.start(ctypes.c_long(threads))
+
+    def run(slot: int) -> None:
+        for step in bound[slot][0]:
+            step()
+
+    run.keep = keep  # type: ignore[attr-defined]
+    run.steps = [each for _, each in bound]  # type: ignore[attr-defined]
+    return run

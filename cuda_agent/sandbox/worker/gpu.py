@@ -1,0 +1,131 @@
+"""A worker's side of the GPU: its context, the device's clock, and the executor of plans.
+
+A plan holds no host code: what runs here is ours, so the events that time a plan can be believed.  In the other lanes
+the solution shares this process with them, and they are hints that the judge checks from outside.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuda_agent.sandbox import driver
+from cuda_agent.sandbox.wire import DELAY_UNIT
+from cuda_agent.sandbox.worker import library_nodes
+from cuda_agent.sandbox.worker.slots import Slots
+
+_CYCLES = 1.9e9  # a second of the delay kernel, about
+_HEAD_START, _LONGEST_DELAY = 2e-5, 2e-2  # seconds
+_CELLS = {
+    "f": ctypes.c_float, "d": ctypes.c_double, "i": ctypes.c_int32, "I": ctypes.c_uint32, "q": ctypes.c_int64,
+    "Q": ctypes.c_uint64, "h": ctypes.c_int16, "H": ctypes.c_uint16, "b": ctypes.c_int8, "B": ctypes.c_uint8,
+}  # fmt: skip
+
+
+def open_gpu() -> None:
+    """Make this process's context, and load what the clock needs, before the walls close."""
+    torch.cuda.init()
+    torch.zeros(1, device="cuda")
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
+
+
+class DeviceClock:
+    """Times a call between two events of the device.  A kernel that only waits goes first, for as long as the host
+    needs to enqueue the call: the device then never waits for the host between the events.  The judge may say how long
+    (``extra``, in units of ``crosscheck``); else it is what earlier calls took."""
+
+    def __init__(self) -> None:
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+        self._host = 0.0
+
+    def __call__(self, call: Callable[[], Any], extra: int = 0) -> tuple[Any, tuple[float, float]]:
+        """What it returns, and seconds: of the device in the call, of the host while it enqueued the call."""
+        delay = extra * DELAY_UNIT or min(1.5 * self._host + _HEAD_START, _LONGEST_DELAY)
+        torch.cuda._sleep(int(delay * _CYCLES))
+        begin = time.perf_counter()
+        self._start.record()
+        result = call()
+        self._end.record()
+        host = time.perf_counter() - begin
+        self._host = max(host, 0.7 * self._host)
+        torch.cuda.synchronize()
+        return result, (self._start.elapsed_time(self._end) / 1e3, host)
+
+
+def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
+    """Load the kernels and resolve the program's arguments, once a slot.  ``program`` is ``plan.Program`` as JSON with
+    the built ``image`` and the ``names`` that its expressions became."""
+    module = driver.Module(Path(program["image"]).read_bytes()) if program["image"] else None
+    workspaces: dict[str, torch.Tensor] = {}
+    for name, workspace in program["workspaces"].items():
+        memory = torch.zeros(max(workspace["bytes"], 1), dtype=torch.uint8, device="cuda")
+        pattern = bytes.fromhex(workspace["pattern"])
+        if any(pattern) and workspace["bytes"]:
+            word = torch.tensor(list(pattern), dtype=torch.uint8, device="cuda")
+            memory.view(-1, len(pattern)).copy_(word)
+        workspaces[name] = memory
+    places = {name: memory.data_ptr() for name, memory in workspaces.items()}
+    functions: list[tuple[ctypes.c_void_p | None, str]] = []
+    for node in program["nodes"]:
+        if "symbol" not in node:
+            functions.append((None, ""))
+            continue
+        assert module
+        if node["shared"] > driver.shared_memory_limit():
+            limit = driver.shared_memory_limit()
+            raise ValueError(f"{node['symbol']}: {node['shared']} bytes of shared memory, a block has at most {limit}")
+        wide = node["cluster"] and node["cluster"][0] * node["cluster"][1] * node["cluster"][2] > 8
+        function = module.function(program["names"][node["symbol"]], node["shared"], bool(wide))
+        codes = module.constant(program["names"][f"&{node['codes']}"]).split(b"\0")[0].decode()
+        functions.append((function, codes))
+
+    def bind(slot: int) -> list[Callable[[], Any]]:
+        def address(buffer: str) -> int:
+            return slots.address(slot, buffer, places)
+
+        steps: list[Callable[[], Any]] = []
+        for node, (function, codes) in zip(program["nodes"], functions, strict=True):
+            if "memset" in node:
+                steps.append(partial(driver.fill_bytes, address(node["memset"]), node["value"], node["bytes"]))
+            elif "library" in node:
+                steps.append(library_nodes.bind(node, lambda item: slots.tensor(address(item["buffer"]), item), "cuda"))
+            else:
+                assert function
+                cells = _arguments(node, codes, address)
+                shape = node["grid"], node["block"], cells, node["shared"], node["cluster"], node["cooperative"]
+                steps.append(driver.Launch(function, *shape))
+        return steps
+
+    bound = [bind(slot) for slot in range(len(slots.layout))]
+
+    def run(slot: int) -> None:
+        for step in bound[slot]:
+            step()
+
+    run.steps, run.keep = bound, workspaces  # type: ignore[attr-defined]
+    return run
+
+
+def _arguments(node: dict[str, Any], codes: str, address: Callable[[str], int]) -> list[Any]:
+    """One ctypes value for each argument, of the type that the compiler saw."""
+    if len(codes) != len(node["args"]):
+        raise TypeError(f"{node['symbol']} takes {len(codes)} arguments, the plan gives {len(node['args'])}")
+    cells: list[Any] = []
+    for position, (code, argument) in enumerate(zip(codes, node["args"], strict=True)):
+        if "buffer" in argument:
+            if code != "p":
+                raise TypeError(f"{node['symbol']}: argument {position} is no pointer, the plan gives a buffer")
+            cells.append(ctypes.c_uint64(address(argument["buffer"])))
+            continue
+        if code not in _CELLS:
+            what = "a pointer" if code == "p" else "of a type that a plan cannot give"
+            raise TypeError(f"{node['symbol']}: argument {position} is {what}, the plan gives a number")
+        value = argument.get("float", argument.get("int"))
+        cells.append(_CELLS[code](value if code in "fd" else int(value)))
+    return cells

@@ -1,0 +1,149 @@
+"""The untrusted side: the warm parent and the workers it forks.
+
+``python -m cuda_agent.sandbox.worker.main FD`` is the warm parent: it imports torch, starts no thread, runs no tensor
+operation, and forks a worker for every request of the judge, or another warm parent, which imports more.  A worker
+closes the jail around itself and then serves the judge over one socket: a *reference* worker (``reference``) runs the
+task and may live on; a *candidate* worker (``candidate``) runs one solution and dies; a *first pass* (``passes``) runs
+one that compiles, and answers no judge.
+Tensors cross in shared memory that the judge made (``slots``); inputs map read-only.
+
+Nothing a worker says is believed: seeds, buffers, clock and verdict are the judge's.  This side imports nothing of the
+package but its wire format, the jail and its own modules.
+"""
+
+# ruff: noqa: E402
+import gc
+
+gc.disable()  # until all is imported: what is imported stays, and looking whether it may go is a tenth of the start
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from cuda_agent.sandbox.jail import jail
+from cuda_agent.sandbox.jail.descendants import descendants
+from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
+from cuda_agent.sandbox.worker import gpu, observe
+from cuda_agent.sandbox.worker.candidate import Candidate
+from cuda_agent.sandbox.worker.reference import Reference
+from cuda_agent.sandbox.worker.replay import FirstPass
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def main() -> None:
+    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+
+
+def _serve(control: socket.socket, imports: Sequence[str]) -> None:
+    """A warm parent, until its judge is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a dead worker leaves comes here
+    gc.disable()
+    for name in imports:
+        __import__(name)
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    threads = len(os.listdir("/proc/self/task"))
+    send_frame(control, "=", {"threads": threads, "torch": torch.__version__})
+    children: set[int] = set()
+    while True:
+        try:
+            frame = receive_frame(control, max_fds=8)
+        except ConnectionError:
+            for pid in children:
+                with contextlib.suppress(OSError):  # it has no group of its own
+                    os.killpg(pid, signal.SIGKILL)
+            _bury(set())
+            return
+        if frame.kind in "FB":
+            parent, pid = os.getpid(), os.fork()
+            if pid == 0 and frame.kind == "B":
+                control.close()
+                return _serve(socket.socket(fileno=frame.fds[0]), frame.body["imports"])
+            if pid == 0:
+                control.detach()
+                _child(frame, parent)
+            children.add(pid)
+            for descriptor in frame.fds:
+                os.close(descriptor)
+            send_frame(control, "=", {"pid": pid})
+        elif frame.kind == "W":
+            _, status = os.waitpid(frame.body["pid"], 0)
+            children.discard(frame.body["pid"])
+            _bury(children)
+            send_frame(control, "=", {"status": os.waitstatus_to_exitcode(status)})
+
+
+def _bury(living: set[int]) -> None:
+    """End the processes that dead workers left (those that compile may start some).  All are stopped before any is
+    killed: the rest of a fork bomb would go on otherwise."""
+    seen: set[int] = set()
+    while found := descendants(os.getpid(), living):
+        standing = found <= seen
+        seen |= found
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if standing else signal.SIGSTOP)
+        for pid in found if standing else ():
+            with contextlib.suppress(ChildProcessError):  # the next generation comes here when this one is gone
+                os.waitpid(pid, 0)
+
+
+def _child(frame: Frame, parent: int) -> None:
+    """A freshly forked worker; never returns."""
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        options = frame.body
+        null = os.open("/dev/null", os.O_RDWR)
+        keep = sorted((*frame.fds, null))
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+        low = 3
+        for descriptor in (*keep, 4096):
+            os.closerange(low, descriptor)
+            low = descriptor + 1
+        os.chdir(options["folder"])
+        os.environ.update(options["environment"])
+        tempfile.tempdir = options["folder"]  # libraries ask for one, even where nothing can be written
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        if options["device"] == "cuda":
+            gpu.open_gpu()  # the driver writes below /proc while it starts, which the walls forbid
+            if options.get("profiler"):  # it opens the device's files
+                os.environ["KINETO_LOG_LEVEL"] = "5"  # it would warn of a trace without the host's part
+                with contextlib.suppress(RuntimeError):  # not allowed on this machine: an observed call will say so
+                    observe.kernels(lambda: torch.zeros(1, device="cuda"))
+        policy = jail.Policy.from_json(options["policy"])
+        if policy.one_group:
+            os.setpgid(0, 0)
+        jail.enter(policy)  # which changes the user, and sets the signal of the parent's death anew
+        if os.getppid() != parent:
+            os._exit(70)  # it died before there was a signal
+        os.dup2(null, 2)
+        os.close(null)  # until here a fault is ours, and goes to the log
+        channel = socket.socket(fileno=frame.fds[0])
+        send_frame(channel, "=")
+        torch.set_num_threads(options["threads"])
+        torch.set_grad_enabled(False)
+        serve = {"reference": Reference, "candidate": Candidate, "first_pass": FirstPass}[options["role"]]
+        serve(channel, options, frame.fds[1:]).serve()
+    except ConnectionError:
+        pass
+    except BaseException:
+        traceback.print_exc()
+        os._exit(70)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

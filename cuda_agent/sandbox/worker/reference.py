@@ -1,0 +1,210 @@
+"""The reference worker: runs a task's ``Model`` and ``get_inputs`` under the judge's seeds."""
+
+import contextlib
+import copy
+import os
+import random
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch.overrides import TorchFunctionMode
+
+from cuda_agent.sandbox.wire import Frame
+from cuda_agent.sandbox.worker import observe
+from cuda_agent.sandbox.worker.input_kinds import vary
+from cuda_agent.sandbox.worker.serving import Worker, run_module
+from cuda_agent.sandbox.worker.slots import Slots, argument_of, describe, flatten, is_plain, rebuild, store
+
+
+class Reference(Worker):
+    """Runs the task."""
+
+    def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
+        super().__init__(channel, options, fds)
+        self._commands = {
+            "T": self.load, "M": self.map, "G": self.generate, "R": self.run, "N": self.null, "C": self.compile,
+            "O": self.count, "P": self.precision, "E": self.map_exact, "X": self.exact, "A": self.account,
+        }  # fmt: skip
+        self._last: list[torch.Tensor] = []
+        self._device: str = options["device"]
+        self._autocast = False
+        self._double: torch.nn.Module | None = None
+
+    def load(self, frame: Frame) -> dict[str, Any]:
+        """Import the task, build its model, run it once on inputs of its own; answers with its spec."""
+        torch.manual_seed(frame.body["seed"])
+        module = run_module("task", frame.body["code"], "model.py")
+        for name in ("Model", "get_inputs", "get_init_inputs"):
+            if not hasattr(module, name):
+                raise AttributeError(f"the task defines no {name}")
+        init = module.get_init_inputs()
+        if not isinstance(init, list | tuple):
+            raise TypeError("get_init_inputs() must give a list")
+        self._model = module.Model(*init)
+        if not isinstance(self._model, torch.nn.Module):
+            raise TypeError("Model is no torch.nn.Module")
+        self._model.eval().to(self._device)
+        self._call: Callable[..., Any] = self._model
+        self._get_inputs = module.get_inputs
+        tensors: list[torch.Tensor] = []
+        self._arguments = self._draw(tensors)
+        given = [t.clone() for t in tensors]
+        versions = [t._version for t in given]
+        outputs = flatten(self._model(*rebuild(self._arguments, given)))
+        if versions != [t._version for t in given]:
+            raise ValueError("forward() changes its inputs in place, which a task may not")
+        if not outputs:
+            raise TypeError("forward() gives no tensor")
+        self._state = {k: v for k, v in self._model.state_dict().items() if isinstance(v, torch.Tensor)}
+        self._spec: dict[str, Any] = {
+            "inputs": [describe(t) for t in tensors],
+            "outputs": [describe(t) for t in outputs],
+            "weights": {name: describe(t) for name, t in self._state.items()},
+            "arguments": self._arguments,
+            "init": [{"value": v} if is_plain(v) else {"opaque": type(v).__name__} for v in init],
+            "parameter_count": sum(p.numel() for p in self._model.parameters()),
+        }
+        return self._spec
+
+    def _draw(self, tensors: list[torch.Tensor]) -> list[Any]:
+        with torch.device(self._device):  # tensors are made where they are used, which is much faster than moving them
+            values = self._get_inputs()
+        if not isinstance(values, list | tuple):
+            raise TypeError("get_inputs() must give a list")
+        arguments = [argument_of(value, tensors) for value in values]
+        for index, tensor in enumerate(tensors):
+            if tensor.layout != torch.strided or tensor.is_quantized:
+                raise TypeError("get_inputs() gives a sparse or quantized tensor")
+            tensors[index] = tensor.detach().to(self._device).contiguous().resolve_conj().resolve_neg()
+        return arguments
+
+    def map(self, frame: Frame) -> None:
+        """Take the buffers; answers once the weights are written to the first output slot region named for them."""
+        self._slots = Slots(self._spec, frame.body["layout"], [], frame.fds, frame.body["sizes"], self._device)
+        self._values = frame.body["values"]
+        self._weights = frame.body["weights"]
+        base = self._slots.written
+        for offset, tensor in zip(self._weights, self._state.values(), strict=True):
+            self._slots.tensor(base + offset, describe(tensor)).copy_(tensor)
+        self._settle()
+
+    def generate(self, frame: Frame) -> bool:
+        """Fresh inputs under the judge's seed, written where the judge copies them from.  False: none of this kind."""
+        seed = frame.body["seed"]
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed & 0xFFFFFFFF)  # a state that forks share would be known to candidates
+        tensors: list[torch.Tensor] = []
+        self._draw(tensors)
+        varied = vary(tensors, frame.body.get("kind", "normal"))
+        if varied is None:
+            return False
+        tensors = varied
+        base = self._slots.written
+        places = zip(self._values, self._spec["inputs"], strict=True)
+        store(tensors, [self._slots.tensor(base + offset, tensor) for offset, tensor in places])
+        self._settle()
+        return True
+
+    def run(self, frame: Frame) -> Any:
+        arguments = rebuild(self._arguments, self._slots.input_tensors(frame.slot))
+        with torch.autocast(self._device, torch.bfloat16, enabled=self._autocast):
+            results, times = self._clocked(lambda: self._call(*arguments))
+        self._last = flatten(results)
+        targets = self._slots.output_tensors(frame.slot)
+        if self._autocast:
+            self._last = [result.to(target.dtype) for result, target in zip(self._last, targets, strict=True)]
+        store(self._last, targets)
+        self._settle()
+        return times
+
+    def _settle(self) -> None:
+        """The judge copies what was written as soon as it has the answer."""
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def null(self, frame: Frame) -> None:
+        """Everything that ``run`` does but the call: what the clock subtracts."""
+        rebuild(self._arguments, self._slots.input_tensors(frame.slot))
+        if not self._last:
+            self._last = [torch.zeros_like(t) for t in self._slots.output_tensors(frame.slot)]
+        store(self._last, self._slots.output_tensors(frame.slot))
+
+    def compile(self, frame: Frame) -> None:
+        """From here on ``run`` calls the compiled model.  ``known``: where a warm-up left its answers, if it did."""
+        from cuda_agent.sandbox.worker import compiling
+
+        home = Path(os.environ["TMPDIR"])
+        with contextlib.suppress(AttributeError):
+            if frame.body["known"]:
+                compiling.use(Path(frame.body["known"]), home)
+            else:
+                compiling.record(home)
+        self._call = torch.compile(self._model, mode=frame.body.get("mode") or None)
+        self.run(frame)
+
+    def precision(self, frame: Frame) -> None:
+        """How matrix products and convolutions compute from here on: default (PyTorch's), fp32, tf32, bf16."""
+        wanted = frame.body["precision"]
+        torch.backends.cuda.matmul.allow_tf32 = wanted == "tf32"
+        torch.backends.cudnn.allow_tf32 = wanted in ("tf32", "default")
+        self._autocast = wanted == "bf16"
+
+    def map_exact(self, frame: Frame) -> None:
+        """Take the buffer of exact outputs."""
+        body = frame.body
+        self._exact = Slots(body["spec"], body["layout"], [], frame.fds, body["sizes"], self._device)
+        self._double = copy.deepcopy(self._model).double()
+
+    def exact(self, frame: Frame) -> bool:
+        """The model in double precision on the inputs of a slot.  False: eager's own outputs are not finite there."""
+        assert self._double
+        given = [t.double() if t.is_floating_point() else t for t in self._slots.input_tensors(frame.slot)]
+        results = flatten(self._double(*rebuild(self._arguments, given)))
+        targets = self._exact.output_tensors(0)
+        store([result.to(target.dtype) for result, target in zip(results, targets, strict=True)], targets)
+        finite = all(bool(torch.isfinite(t).all()) for t in (*self._last, *targets) if t.is_floating_point())
+        self._settle()
+        return finite
+
+    def account(self, frame: Frame) -> dict[str, Any]:
+        """Operations of one call (0: not known), the bytes that it must write for its outputs, and which of them are
+        views."""
+        given = self._slots.input_tensors(frame.slot)
+        flops, answer = observe.flops(lambda: self._model(*rebuild(self._arguments, given)))
+        results, memory = flatten(answer), [*given, *self._state.values()]
+        return {
+            "flops": flops,
+            "written": observe.written_bytes(results, memory),
+            "views": observe.views(results, memory),
+        }
+
+    def count(self, frame: Frame) -> dict[str, int]:
+        """Operators of one forward pass and the bytes they touch, for the model clock."""
+        total = {"operators": 0, "bytes": 0}
+
+        class Counter(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = func(*args, **(kwargs or {}))
+                seen = [t for t in _leaves((*args, *(kwargs or {}).values(), result)) if isinstance(t, torch.Tensor)]
+                if isinstance(result, torch.Tensor) and result._base is None:  # a view costs nothing
+                    total["operators"] += 1
+                    total["bytes"] += sum(t.numel() * t.element_size() for t in seen)
+                return result
+
+        arguments = rebuild(self._arguments, self._slots.input_tensors(frame.slot))
+        with Counter():
+            self._model(*arguments)
+        return total
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value

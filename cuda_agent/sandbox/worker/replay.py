@@ -1,0 +1,180 @@
+"""The worker's side of the two passes of a solution that compiles: the first runs programs, the second plays them back.
+
+``FirstPass`` serves the first: it runs the solution once on inputs of the task, and notes what every program answered.
+``play_back`` readies the second, which may start none: a program that ran before seems to run again and answers the
+same, and what it made lies where it was left.  So ``load_inline`` asks ninja again, hears that all is built, and
+imports; Triton and TorchInductor find what they compiled.  Locks are not taken, since nobody can write there.
+
+The notes come from the solution's own process and are its own business: nothing here is a wall.
+"""
+
+import contextlib
+import errno
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuda_agent.sandbox.wire import NO_PROGRAMS, Frame
+from cuda_agent.sandbox.worker.serving import Worker, build_model, explain, run_module
+from cuda_agent.sandbox.worker.slots import argument_of, flatten, rebuild
+
+_NOTES = "programs.json"
+_LOG = 1 << 18  # characters of an error that are told
+_RealPopen = subprocess.Popen
+
+
+class FirstPass(Worker):
+    """Runs a solution where it may compile.  Answers nothing, or how it failed."""
+
+    def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
+        super().__init__(channel, options, fds)
+        self._commands = {"F": self.run}
+
+    def run(self, frame: Frame) -> dict[str, str] | None:
+        place, device = Path(self._options["folder"]), self._options["device"]
+        with contextlib.suppress(OSError):  # compilers may have every processor
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        _settle()
+        _link_libraries(place / "links")
+        notes: dict[str, Any] = {}
+        _note_programs(notes)
+        try:
+            task = run_module("task", frame.body["task"], "model.py")
+            init = task.get_init_inputs()
+            with torch.device(device):
+                values = task.get_inputs()
+            tensors: list[torch.Tensor] = []
+            arguments = [argument_of(value, tensors) for value in values]
+            given = [tensor.detach().to(device).contiguous().resolve_conj().resolve_neg() for tensor in tensors]
+            model = build_model(frame.body["code"], list(init), device)
+            flatten(model(*rebuild(arguments, given)))
+            if device == "cuda":
+                torch.cuda.synchronize()
+        except MemoryError:
+            return {"error": "out of memory", "log": ""}
+        except BaseException as error:
+            return {"error": explain(error), "log": _messages(error)[-_LOG:]}
+        (place / _NOTES).write_text(json.dumps(notes))
+        return None
+
+
+def _messages(error: BaseException) -> str:
+    """Of the error and of what caused it: compilers' messages may be anywhere in the chain."""
+    parts, seen = [], set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        seen.add(id(at))
+        parts.append(str(at))
+        at = at.__cause__ or at.__context__
+    return "\n".join(reversed(parts))
+
+
+def _settle() -> None:
+    """What both passes need, so that the second looks up what the first one stored."""
+    if (extensions := sys.modules.get("torch.utils.cpp_extension")) is not None:  # it looked before CUDA_HOME was set
+        extensions.CUDA_HOME = os.environ.get("CUDA_HOME")  # type: ignore[attr-defined]
+    import torch._inductor.config as config
+
+    config.cpp_cache_precompile_headers = False  # it takes longer than one graph, and lies in a random folder
+
+
+def _link_libraries(links: Path) -> None:
+    """The packages of NVIDIA have the runtime's libraries with a version in their names only, which no linker finds."""
+    home = os.environ.get("CUDA_HOME", "")
+    links.mkdir(exist_ok=True)
+    for library in sorted(Path(home, "lib").glob("lib*.so.*")) if home else []:
+        with contextlib.suppress(FileExistsError):
+            os.symlink(library, links / f"{library.name.partition('.so.')[0]}.so")
+
+
+def _key(arguments: Any, folder: Any) -> str:
+    listed = arguments if isinstance(arguments, str | bytes | os.PathLike) else list(arguments)
+    return json.dumps([listed, folder or os.getcwd()], default=os.fsdecode)
+
+
+def _note_programs(notes: dict[str, Any]) -> None:
+    """From here on, keep what programs answer in ``notes``: by arguments and folder, exit code and both outputs."""
+
+    class Noting(_RealPopen):  # type: ignore[type-arg]
+        def __init__(self, args: Any, *more: Any, **options: Any) -> None:
+            self._key = _key(args, options.get("cwd"))
+            super().__init__(args, *more, **options)
+
+        def communicate(self, *more: Any, **options: Any) -> Any:
+            outputs = super().communicate(*more, **options)
+            told = [o.decode(errors="replace") if isinstance(o, bytes) else o for o in outputs]
+            notes[self._key] = [self.returncode, *told]
+            return outputs
+
+        def wait(self, *more: Any, **options: Any) -> int:
+            code = super().wait(*more, **options)
+            notes.setdefault(self._key, [code, None, None])
+            return code
+
+    subprocess.Popen = Noting  # type: ignore[misc]
+
+
+def play_back(place: Path) -> None:
+    """From here on, programs answer what they answered in the first pass, and others may not be started."""
+    _settle()
+    notes = json.loads((place / _NOTES).read_text())
+
+    class Played(_RealPopen):  # type: ignore[type-arg]
+        def __init__(self, args: Any, *more: Any, **options: Any) -> None:
+            self._child_created = False  # what the real one's end looks at
+            self.args, self.pid = args, 0
+            found = notes.get(_key(args, options.get("cwd")))
+            if found is None:
+                name = args if isinstance(args, str | bytes) else next(iter(args), "")
+                raise PermissionError(errno.EPERM, f"{NO_PROGRAMS}, and in the first pass it was not: {name!r}")
+            self.returncode = found[0]
+            words = ("text", "universal_newlines", "encoding", "errors")
+            self._text = any(options.get(word) for word in words)
+            wanted = [options.get(name) == subprocess.PIPE for name in ("stdout", "stderr")]
+            self._told = [self._as_asked(o or "") if w else None for o, w in zip(found[1:], wanted, strict=True)]
+            self.stdin, self.stdout, self.stderr = None, *map(self._stream, self._told)
+
+        def _as_asked(self, output: str) -> str | bytes:
+            return output if self._text else output.encode()
+
+        def _stream(self, output: str | bytes | None) -> Any:
+            if output is None:
+                return None
+            return io.StringIO(output) if isinstance(output, str) else io.BytesIO(output)
+
+        def communicate(self, *_: Any, **__: Any) -> Any:
+            return tuple(self._told)
+
+        def wait(self, *_: Any, **__: Any) -> int:
+            return int(self.returncode)
+
+        def poll(self) -> int:
+            return int(self.returncode)
+
+    subprocess.Popen = Played  # type: ignore[misc]
+    _take_no_locks()
+
+
+def _take_no_locks() -> None:
+    """Lock files cannot be opened for writing, and this process is alone."""
+    import filelock
+    from torch.utils.file_baton import FileBaton
+
+    def acquire(self: Any) -> None:
+        self._context.lock_file_fd = os.open(os.devnull, os.O_RDWR)
+
+    def release(self: Any) -> None:
+        os.close(self._context.lock_file_fd)
+        self._context.lock_file_fd = None
+
+    filelock.UnixFileLock._acquire = acquire  # type: ignore[method-assign]
+    filelock.UnixFileLock._release = release  # type: ignore[method-assign]
+    FileBaton.try_acquire = lambda self: True  # type: ignore[method-assign]
+    FileBaton.release = lambda self: None  # type: ignore[method-assign]

@@ -1,0 +1,105 @@
+"""How a worker serves the judge, one frame in, one frame out; how untrusted Python is run and its errors are told."""
+
+import linecache
+import os
+import socket
+import subprocess
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cuda_agent.sandbox import driver
+from cuda_agent.sandbox.wire import NO_PROGRAMS, Frame, receive_frame, send_frame
+
+_SOURCES = ("model.py", "model_new.py")  # names under which untrusted Python runs
+
+
+class Worker:
+    """Serves the judge: one frame in, one frame out.  ``=`` is a good answer, ``!`` an error with its message."""
+
+    def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
+        self._channel = channel
+        self._options = options
+        self._fds = fds
+        self._commands: dict[str, Callable[[Frame], Any]] = {}
+        self._clocked: Callable[..., tuple[Any, Any]] = _unclocked
+        if options["device"] == "cuda":
+            from cuda_agent.sandbox.worker.gpu import DeviceClock
+
+            self._clocked = DeviceClock()
+
+    def serve(self) -> None:
+        while True:
+            frame = receive_frame(self._channel, max_fds=4)
+            try:
+                answer = self._commands[frame.kind](frame)
+            except MemoryError:
+                send_frame(self._channel, "!", {"message": "out of memory"})
+            except BaseException as error:
+                message = explain(error)
+                send_frame(self._channel, "!", {"message": message, "cheat": type(error).__name__ == "Cheat"})
+            else:
+                send_frame(self._channel, "=", answer)
+
+
+def _unclocked(call: Callable[[], Any], extra: int = 0) -> tuple[Any, None]:
+    """On the CPU the judge's clock is the only one."""
+    return call(), None
+
+
+def explain(error: BaseException) -> str:
+    """Type and first line of the message, with the last line of the untrusted source that took part."""
+    if isinstance(error, driver.DriverError):
+        return driver.explain(error)
+    code = getattr(error, "error_code", None)  # of torch's own report of an error of the driver
+    if isinstance(code, int) and driver.explain_code(code):
+        return driver.explain_code(code)
+    lines = [str(line) for line in str(error).strip().splitlines() if line.strip()]
+    where = ""
+    for entry in traceback.extract_tb(error.__traceback__):
+        if entry.filename in _SOURCES:
+            where = f" ({entry.filename} line {entry.lineno})"
+    if isinstance(error, SyntaxError) and error.filename:
+        where = f" ({os.path.basename(error.filename)} line {error.lineno})"
+        lines = [error.msg]
+    message = lines[0] if lines else ""
+    if message.endswith(":") and len(lines) > 1:
+        message += f" {lines[-1].strip()}"  # compilers show the place first, and what is wrong last
+    if message.startswith("[enforce fail at") or "DefaultCPUAllocator" in message:
+        message = "out of memory: " + message.rpartition("DefaultCPUAllocator:")[2].strip()
+    return f"{type(error).__name__}: {message}"[:600] + where + (f"; {NO_PROGRAMS}" if _wanted_program(error) else "")
+
+
+def _wanted_program(error: BaseException | None) -> bool:
+    """Whether it came of a program that the walls did not let start."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, PermissionError) and error.__traceback__ is not None:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            if last.filename == subprocess.__file__ or last.name == "play_back":
+                return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def run_module(name: str, code: str, filename: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__file__ = filename
+    sys.modules[name] = module
+    linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)  # inspect.getsource works
+    exec(compile(code, filename, "exec"), module.__dict__)
+    return module
+
+
+def build_model(code: str, init: list[Any], device: str) -> torch.nn.Module:
+    """``ModelNew`` of a solution, on the device."""
+    module = run_module("model_new", code, "model_new.py")
+    if not hasattr(module, "ModelNew"):
+        raise AttributeError("model_new.py defines no ModelNew")
+    model: torch.nn.Module = module.ModelNew(*init).eval().to(device)
+    return model

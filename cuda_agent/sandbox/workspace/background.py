@@ -1,0 +1,187 @@
+"""Background commands of a workspace: each in the care of a keeper, a child of the workspace's process.
+
+The keeper starts the command in the shell's jail, collects what it prints, and ends it, with all that it left, when it
+is told to, when it exceeds its limits, or when the workspace is gone.  Orphans of the command come to the keeper and
+not to the workspace, which so can tell them from what a foreground command left.
+
+Not covered: compile, verify and profile, which background commands do not find; and input.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from cuda_agent.sandbox.workspace.files import Refused
+from cuda_agent.sandbox.workspace.shell import (
+    BASH,
+    PR_SET_CHILD_SUBREAPER,
+    WRAPPER,
+    Output,
+    Shell,
+    descendants,
+    drain,
+    fork,
+    prctl,
+    reap,
+    wake_on_child,
+)
+
+MOST = 4  # at once
+_TICK = 0.1  # seconds between looks at what a command uses
+_ANSWER_SECONDS = 10.0
+
+
+class Backgrounds:
+    """Those of one workspace, by the ids that the agent is given."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._channels: dict[str, tuple[int, int]] = {}  # descriptors: answers from there, requests to there
+        self._keepers: dict[str, int] = {}
+        self._started = 0
+
+    def start(self, command: str) -> str:
+        """Its id.  Raises ``Refused``."""
+        for name in [name for name, channel in self._channels.items() if self._ask(channel, "s") is None]:
+            self._forget(name)
+        running = [name for name, channel in self._channels.items() if (self._ask(channel, "s") or {}).get("running")]
+        if len(running) >= MOST:
+            raise Refused(f"{', '.join(running)} are running: at most {MOST} in the background")
+        self._started += 1
+        name = f"bg{self._started}"
+        requests, asks = os.pipe()  # the jail grants no sockets
+        answers, tells = os.pipe()
+        others = [asks, answers, *(number for channel in self._channels.values() for number in channel)]
+        pid = fork(lambda: _keep(self._shell, requests, tells, others, command))
+        os.close(requests)
+        os.close(tells)
+        self._channels[name], self._keepers[name] = (answers, asks), pid
+        self._shell.keepers.add(pid)
+        return name
+
+    def output(self, name: str) -> str:
+        """What it printed since it was asked last, and how it stands.  Raises ``Refused``."""
+        return self._told(name, "o")
+
+    def kill(self, name: str) -> str:
+        """Ends it; the rest of its output.  Raises ``Refused``."""
+        return self._told(name, "k")
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing in the background runs meanwhile: files are looked at, or a time is taken."""
+        stopped: set[int] = set()
+        for _ in range(20):
+            found = {pid for keeper in self._keepers.values() for pid in descendants(keeper)} - stopped
+            if not found:
+                break
+            stopped |= found
+            _signal(found, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            _signal(stopped, signal.SIGCONT)
+
+    def _told(self, name: str, kind: str) -> str:
+        if name not in self._channels:
+            known = ", ".join(self._channels) or "none"
+            raise Refused(f"there is no background command {name[:20]!r} (there are: {known})")
+        answer = self._ask(self._channels[name], kind)
+        if answer is None:
+            self._forget(name)
+            return "[it is gone]"
+        text = str(answer["text"]).rstrip("\n")
+        return "\n".join(filter(None, [text, f"[{answer['state']}]"]))
+
+    @staticmethod
+    def _ask(channel: tuple[int, int], kind: str) -> dict[str, Any] | None:
+        """``None`` when the keeper is gone."""
+        answers, asks = channel
+        said = b""
+        try:
+            os.write(asks, kind.encode())
+            while not said.endswith(b"\n"):
+                if not select.select([answers], [], [], _ANSWER_SECONDS)[0] or not (part := os.read(answers, 1 << 16)):
+                    return None
+                said += part
+            answer: dict[str, Any] = json.loads(said)
+            return answer
+        except (OSError, ValueError):
+            return None
+
+    def _forget(self, name: str) -> None:
+        for descriptor in self._channels.pop(name):
+            os.close(descriptor)
+        self._shell.keepers.discard(self._keepers.pop(name))
+
+
+def _keep(shell: Shell, requests: int, tells: int, others: list[int], command: str) -> NoReturn:
+    """The keeper: runs ``command`` and answers ``s`` (does it run?), ``o`` (output) and ``k`` (end it), a line of JSON
+    each.  ``others``: descriptors of its parent, which it must not keep open."""
+    for descriptor in others:
+        os.close(descriptor)
+    shell.client.close()
+    shell.alone = False  # its signals would reach the workspace's process
+    shell.keepers.clear()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    wake = wake_on_child()
+    out_read, out_write = os.pipe()
+    null = os.open("/dev/null", os.O_WRONLY)
+    environment = shell.environment | {"PATH": "/usr/local/bin:/usr/bin:/bin"}
+    program = [BASH, "-c", WRAPPER, "bash", shell.state, command]
+    pid = fork(lambda: shell.become(program, out_write, null, environment))
+    os.close(out_write)
+    os.set_blocking(out_read, False)
+    output, state, streams = Output(shell.limits.output_chars), "", [out_read]
+    began = time.monotonic()
+
+    def end(why: str) -> str:
+        shell.end(pid)
+        output.add(drain(out_read))
+        return why
+
+    while True:
+        watched = [requests, wake, *streams]
+        ready, _, _ = select.select(watched, [], [], _TICK if not state else None)
+        if out_read in ready:
+            said = drain(out_read)
+            output.add(said)
+            if not said:
+                streams.clear()
+        if wake in ready:
+            drain(wake)
+        code = reap().get(pid)
+        if not state and code is not None:
+            state = end(f"ended with exit code {code}")
+        elif not state:
+            elapsed = time.monotonic() - began
+            if overuse := shell.overuse(elapsed, shell.limits.background_seconds, disk=True):
+                state = end(overuse)
+        if requests in ready:
+            kind = os.read(requests, 1)
+            if not kind:  # the workspace is gone
+                shell.end(pid)
+                os._exit(0)
+            if kind == b"k" and not state:
+                state = end("killed")
+            told = {"running": not state, "text": "", "state": state or "running"}
+            if kind != b"s":
+                told["text"] = output.text()
+                output = Output(shell.limits.output_chars)
+            _write(tells, json.dumps(told).encode() + b"\n")
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _signal(pids: set[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)

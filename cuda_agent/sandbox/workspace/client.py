@@ -1,0 +1,228 @@
+"""The client's side of workspaces: opens them, calls their tools, answers what their commands ask.
+
+A workspace is one agent's folder with the tools that work in it, in a jailed process of its own
+(``workspace_worker``).  What the agent does wrong is a ``ToolResult`` with ``error``; a workspace that dies or hangs
+raises ``WorkspaceLost``, which is a fault of ours and never the candidate's.
+
+Not covered: judging (``commands`` is called back for that) and workspaces on other machines.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import shutil
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from cuda_agent.sandbox.jail import scratch
+from cuda_agent.sandbox.wire import FRAME_LIMIT, HEAD, ToolResult, send_frame
+from cuda_agent.sandbox.workspace.shell import Limits
+
+Commands = Callable[[str, list[str], dict[str, str]], Awaitable[ToolResult]]
+"""(compile, verify or profile; its arguments; the folder's files) -> what the command prints; an error exits with 1."""
+
+ARGUMENT_BYTES = 1 << 20  # of one call's arguments, as JSON
+_OPEN_SECONDS, _GRACE_SECONDS = 30.0, 20.0  # how long a start, or a call beyond its own limit, may take
+
+
+class WorkspaceLost(Exception):
+    """The workspace's process died or hangs: a fault of ours."""
+
+
+class Workspaces:
+    """The warm parent of workspaces, started by ``async with`` or with the first one, used by many at once.
+
+    Its folders lie in a folder of their own in the system's temporary directory and go with it, also when this process
+    is killed."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self._numbers = itertools.count()
+        self._lock = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+        self._folder = ""
+
+    async def __aenter__(self) -> Self:
+        await self._start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @asynccontextmanager
+    async def open(
+        self, files: Mapping[str, str], protected: frozenset[str], commands: Commands
+    ) -> "AsyncIterator[Workspace]":
+        """A workspace that holds ``files``; ``protected`` names top-level files that cannot be changed.
+
+        Raises:
+            WorkspaceLost: it could not be opened.
+        """
+        if self._process is None or self._process.returncode is not None:
+            await self._start()
+        number, control = next(self._numbers), self._control
+        assert control is not None
+        ours, theirs = socket.socketpair()
+        writer: asyncio.StreamWriter | None = None
+        try:
+            try:
+                with theirs:
+                    send_frame(control, "O", number, fds=[theirs.fileno()])
+            except OSError as error:
+                raise WorkspaceLost(f"the parent of workspaces is gone: {error}") from None
+            reader, writer = await asyncio.open_connection(sock=ours, limit=FRAME_LIMIT)
+            workspace = Workspace(reader, writer, commands, self.limits)
+            await workspace._open(files, protected)
+            yield workspace
+        finally:
+            if writer is not None:
+                writer.close()
+            else:
+                ours.close()
+            with contextlib.suppress(OSError):
+                send_frame(control, "C", number)
+
+    async def _start(self) -> None:
+        async with self._lock:
+            if self._process is not None and self._process.returncode is None:
+                return
+            await self.close()
+            self._folder = str(scratch.make_folder("workspaces"))
+            self._control, theirs = socket.socketpair()
+            package = str(Path(__file__).parents[3])
+            with theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-s", "-m", "cuda_agent.sandbox.workspace.worker"),
+                    *(str(theirs.fileno()), self._folder),
+                    env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONPATH": package},
+                    cwd="/",
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                )
+            self._control.setblocking(False)
+            try:
+                async with asyncio.timeout(_OPEN_SECONDS):
+                    if len(await asyncio.get_running_loop().sock_recv(self._control, HEAD.size)) < HEAD.size:
+                        raise WorkspaceLost("the parent of workspaces did not start")
+            except TimeoutError:
+                raise WorkspaceLost("the parent of workspaces did not start in time") from None
+            self._control.setblocking(True)
+
+    async def close(self) -> None:
+        """Ends every workspace."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            try:
+                async with asyncio.timeout(75):  # longer than it gives what it started
+                    await self._process.wait()
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+            self._process = None
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = ""
+
+
+@asynccontextmanager
+async def open_workspace(
+    files: Mapping[str, str],
+    protected: frozenset[str],
+    commands: Commands,
+    parent: Workspaces | None = None,
+    limits: Limits | None = None,
+) -> "AsyncIterator[Workspace]":
+    """One workspace, of ``parent`` or of a parent that is started for it alone."""
+    if parent is None:
+        async with Workspaces(limits) as parent, parent.open(files, protected, commands) as workspace:
+            yield workspace
+    else:
+        async with parent.open(files, protected, commands) as workspace:
+            yield workspace
+
+
+class Workspace:
+    """One open workspace.  Calls run one after the other."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, commands: Commands, limits: Limits
+    ) -> None:
+        self._reader, self._writer, self._commands, self._limits = reader, writer, commands, limits
+        self._turn = asyncio.Lock()
+        self._broken = False
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Run a tool.  Exceptions of ``commands`` come through.
+
+        Raises:
+            WorkspaceLost: the workspace died or hangs.
+        """
+        try:
+            body = {"tool": tool, "arguments": dict(arguments)}
+            if len(json.dumps(body)) > ARGUMENT_BYTES:
+                return ToolResult("error: the arguments are too large", error=True)
+        except (TypeError, ValueError, RecursionError):
+            return ToolResult("error: the arguments are not plain values", error=True)
+        async with self._turn:
+            result = await self._request("c", body)
+        return ToolResult(str(result["text"]), bool(result["error"]))
+
+    async def files(self) -> dict[str, str]:
+        """The folder's text files within the limits of ``workspace_files``; protected ones as they were given.
+
+        Raises:
+            WorkspaceLost: as ``call``.
+        """
+        async with self._turn:
+            return dict(await self._request("f", None))
+
+    async def _open(self, files: Mapping[str, str], protected: frozenset[str]) -> None:
+        opening = {"files": dict(files), "protected": sorted(protected), "limits": asdict(self._limits)}
+        await self._request("o", opening)
+
+    async def _request(self, kind: str, body: Any) -> Any:
+        if self._broken:
+            raise WorkspaceLost("the workspace was lost before")
+        self._broken = True  # until this exchange is complete
+        await self._send(kind, 0, body)
+        while True:
+            answer, slot, body = await self._receive()
+            if answer == "=":
+                self._broken = False
+                return body
+            result = await self._commands(body["name"], body["argv"], body["files"])
+            await self._send("a", slot, asdict(result))
+
+    async def _send(self, kind: str, slot: int, body: Any) -> None:
+        data = b"" if body is None else json.dumps(body).encode()
+        self._writer.write(HEAD.pack(ord(kind), slot, 0, len(data)) + data)
+        async with self._within_limits():
+            await self._writer.drain()
+
+    async def _receive(self) -> tuple[str, int, Any]:
+        async with self._within_limits():
+            kind, slot, _, length = HEAD.unpack(await self._reader.readexactly(HEAD.size))
+            body = json.loads(await self._reader.readexactly(length)) if length else None
+        return chr(kind), slot, body
+
+    @asynccontextmanager
+    async def _within_limits(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._limits.shell_seconds + _GRACE_SECONDS):
+                yield
+        except TimeoutError:
+            raise WorkspaceLost("the workspace does not answer") from None
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise WorkspaceLost(f"the workspace is gone: {type(error).__name__}") from None

@@ -1,0 +1,387 @@
+"""The shell of a workspace: runs one program after the other, each in a jail inside its worker's own, within limits.
+
+A command's output, time, memory, processes and disk are bounded, and nothing that it started outlives it.  The folder
+and the exported variables last from command to command.  ``compile``, ``verify`` and ``profile`` are small scripts on
+its PATH: they hand their request to the worker through a FIFO, the worker passes it to the client over the open call,
+and the answer returns the same way.  Everything that a shell can write to is read as if it lied.
+
+Not covered: background commands (``workspace_background``), process substitution (``<(...)`` needs ``/proc``), and
+machines whose Landlock cannot confine signals (ABI below 6), where a shell of the same user may kill its own worker.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from cuda_agent.sandbox.jail import jail
+from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
+from cuda_agent.sandbox.workspace.files import Folder, disk_use
+
+COMMANDS = ("compile", "verify", "profile")
+BASH = "/bin/bash"
+_STATE_FD = 198  # of a shell: where it leaves its folder and exported variables
+_MEMORY_TICK, _WAITING_TICK, _DISK_TICK = 0.1, 0.3, 0.5  # seconds between looks at what a command uses
+_ASKS = 20  # answered requests of one shell command
+_PATIENCE = 200  # rounds in which what forks is killed one by one, to spare background commands
+_STATE_BYTES, _REQUEST_BYTES, _ANSWER_BYTES = 32 << 10, 8 << 10, 32 << 10
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+
+# $1 restores folder and variables, $2 is the command; on the way out the state is left behind.
+WRAPPER = 'eval "$1"; trap \'{ printf "cd -- %q\\n" "$PWD"; export -p; } >&198 2>/dev/null\' EXIT; eval "$2"'
+_STUB = """#!/bin/bash
+# Asks the sandbox and prints its answer.
+reply={pipes}/$$
+mkfifo -m 600 "$reply" && exec 197<>"$reply" || exit 125
+printf '%s\\037' "$$" "${{0##*/}}" "$@" $'\\036' > {pipes}/requests
+IFS= read -r -d '' status <&197
+IFS= read -r -d '' text <&197
+printf '%s\\n' "$text"
+exit "$status"
+"""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one workspace.  A shell command's seconds do not count while compile, verify or profile is being answered."""
+
+    shell_seconds: float = 30.0
+    output_chars: int = 30_000  # of one tool's text; the middle is cut
+    memory_mb: int = 1024  # of all processes of a shell command together
+    processes: int = 64
+    disk_mb: int = 256
+    background_seconds: float = 600.0
+
+
+@dataclass
+class Outcome:
+    code: int
+    output: str
+    killed: str = ""  # why, when it was
+
+
+@dataclass
+class Output:
+    """The first and the last bytes of a stream."""
+
+    limit: int
+    head: bytearray = field(default_factory=bytearray)
+    tail: bytearray = field(default_factory=bytearray)
+    dropped: int = 0
+
+    def add(self, data: bytes) -> None:
+        room = self.limit // 2 - len(self.head)
+        self.head += data[: max(room, 0)]
+        self.tail += data[max(room, 0) :]
+        if (excess := len(self.tail) - self.limit // 2) > 0:
+            del self.tail[:excess]
+            self.dropped += excess
+
+    def text(self) -> str:
+        middle = f"\n[{self.dropped} bytes cut]\n".encode() if self.dropped else b""
+        return bytes(self.head + middle + self.tail).decode(errors="replace").replace("\0", "")
+
+
+class Shell:
+    """Runs programs one after the other, each with all it starts in a jail inside this process's own."""
+
+    def __init__(self, folder: str, limits: Limits, files: Folder, client: socket.socket) -> None:
+        self.folder, self.limits, self.files, self.client = folder, limits, files, client
+        self.state = ""  # what restores folder and variables
+        work, self.pipes = f"{folder}/work", f"{folder}/pipes"
+        self.policy = jail.Policy(
+            write=(work, f"{folder}/tmp", self.pipes),
+            execute=(*jail.SYSTEM_EXECUTE, work, f"{folder}/bin"),
+            cpu_seconds=max(1, int(limits.shell_seconds) * 2),
+        )
+        self.environment = {
+            "PATH": f"{folder}/bin:/usr/local/bin:/usr/bin:/bin",
+            "HOME": work,
+            "TMPDIR": f"{folder}/tmp",
+            "LANG": "C.UTF-8",
+        }
+        for name in COMMANDS:
+            path = f"{folder}/bin/{name}"
+            with open(path, "w") as file:
+                file.write(_STUB.format(pipes=self.pipes))
+            os.chmod(path, 0o700)
+        prctl(PR_SET_DUMPABLE, 0)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self.wake = wake_on_child()
+        self.asked = 0
+        self.alone = _signals_stay_inside()
+        self.keepers: set[int] = set()  # children that must outlive a command, with what they started
+        self.paused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # while a time may be taken
+
+    def run(self, program: list[str], seconds: float) -> Outcome:
+        """Until it ends, or is killed for what it uses.  Afterwards nothing that it started is alive."""
+        requests = self._requests()
+        out_read, out_write = os.pipe()
+        state_read, state_write = os.pipe()
+        pid = fork(lambda: self.become(program, out_write, state_write, self.environment))
+        os.close(out_write)
+        os.close(state_write)
+        for descriptor in (out_read, state_read):
+            os.set_blocking(descriptor, False)
+        output, state, request = Output(self.limits.output_chars), bytearray(), bytearray()
+        waiting: list[list[str]] = []  # requests of compile, verify, profile: the first one is being answered
+        quiet = contextlib.ExitStack()  # while one is
+        asks, used, killed, code = 0, 0.0, "", None
+        last = looked = measured = time.monotonic()
+        try:
+            streams = [self.client.fileno(), requests, self.wake, out_read, state_read]
+            while code is None:
+                ready, _, _ = select.select(streams, [], [], _WAITING_TICK if waiting else _MEMORY_TICK)
+                now = time.monotonic()
+                used, last = used + (0.0 if waiting else now - last), now
+                output.add(said := drain(out_read))
+                state += (left := drain(state_read))[: _STATE_BYTES + 1 - len(state)]
+                for stream, data in ((out_read, said), (state_read, left)):
+                    if stream in ready and not data:
+                        streams.remove(stream)  # its last writer is gone
+                if self.wake in ready:
+                    drain(self.wake)
+                code = reap().get(pid)
+                if self.client.fileno() in ready:
+                    frame = receive_frame(self.client)
+                    if frame.kind == "a" and waiting and frame.slot == self.asked % 256:
+                        self._answer(waiting.pop(0)[0], frame)
+                        self._ask(waiting)
+                        if not waiting:
+                            quiet.close()
+                for fields in _records(request, drain(requests)):
+                    asks += 1
+                    if asks > _ASKS:
+                        refusal = {"text": "too many requests in one command", "error": True}
+                        self._answer(fields[0], Frame("a", 0, refusal, []))
+                        continue
+                    waiting.append(fields)
+                    if len(waiting) == 1:
+                        quiet.enter_context(self.paused())
+                        self._ask(waiting)
+                if code is None and (used > seconds or now - looked > _MEMORY_TICK):
+                    disk = now - measured > _DISK_TICK
+                    killed, looked, measured = self.overuse(used, seconds, disk), now, now if disk else measured
+                    if killed:
+                        break
+        finally:
+            quiet.close()
+            self.end(pid)
+        output.add(drain(out_read))
+        state += drain(state_read)[: _STATE_BYTES + 1 - len(state)]
+        for descriptor in (out_read, state_read, requests):
+            os.close(descriptor)
+        if state and len(state) <= _STATE_BYTES and not killed:
+            self.state = state.decode(errors="replace").replace("\0", "")
+        return Outcome(code if code is not None else -signal.SIGKILL, output.text(), killed)
+
+    def become(self, program: list[str], out: int, state: int, environment: dict[str, str]) -> None:
+        """In a forked child: the program, in the jail of commands.  ``state``: where it leaves folder and variables."""
+        os.setsid()
+        null = os.open("/dev/null", os.O_RDONLY)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.dup2(state, _STATE_FD)
+        os.dup2(null, 0)
+        os.closerange(3, _STATE_FD)
+        os.closerange(_STATE_FD + 1, 4096)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        try:
+            os.chdir(self.files.root)
+            resource.setrlimit(resource.RLIMIT_CPU, (self.policy.cpu_seconds, self.policy.cpu_seconds))
+            jail.narrow(self.policy)
+            os.execve(program[0], program, environment)
+        except (OSError, ValueError, jail.JailError) as error:
+            os.write(2, f"{program[0]}: {error}\n".encode())
+            os._exit(126)
+
+    def overuse(self, used: float, seconds: float, disk: bool) -> str:
+        """Why the command must be killed, or nothing."""
+        if used > seconds:
+            return f"killed after {seconds:g} s"
+        pids = descendants(os.getpid())
+        if len(pids) > self.limits.processes:
+            return f"killed: more than {self.limits.processes} processes"
+        if sum(map(_resident, pids)) > self.limits.memory_mb << 20:
+            return f"killed: more than {self.limits.memory_mb} MiB of memory"
+        if disk and disk_use(self.folder, self.limits.disk_mb << 20) > self.limits.disk_mb << 20:
+            return f"killed: more than {self.limits.disk_mb} MiB on disk"
+        return ""
+
+    def end(self, pid: int) -> None:
+        """Kills all that is left of a command."""
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
+        for attempt in range(1000):
+            if self.alone and (not self.keepers or attempt > _PATIENCE):
+                with contextlib.suppress(OSError):
+                    os.kill(-1, signal.SIGKILL)  # all at once: nothing can fork faster than this
+            left = descendants(os.getpid(), self.keepers)
+            kill(left)
+            reap()
+            if not left:
+                return
+            time.sleep(0.001)
+
+    # ------------------------------------------------------------------------------------- compile, verify and profile
+
+    def _requests(self) -> int:
+        """The FIFO that stubs write to, anew: the shell before may have left anything in its place."""
+        path = f"{self.pipes}/requests"
+        for folder in (self.files.root, f"{self.folder}/tmp", self.pipes):
+            os.chmod(folder, 0o700)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, f"{self.folder}/tmp/{time.monotonic_ns()}")
+        os.mkfifo(path, 0o600)
+        return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def _ask(self, waiting: list[list[str]]) -> None:
+        if waiting:
+            _, name, *argv = waiting[0]
+            self.asked += 1
+            self.files.restore()
+            body = {"name": name, "argv": argv, "files": self.files.collect()}
+            send_frame(self.client, "?", body, slot=self.asked % 256)
+
+    def _answer(self, pid: str, frame: Frame) -> None:
+        """To the stub with this process id; if it is gone, to nobody."""
+        path = f"{self.pipes}/{pid}"
+        text = cut(frame.body["text"], _ANSWER_BYTES // 4).replace("\0", "").encode(errors="replace")
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+            try:
+                if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                    os.write(descriptor, (b"1" if frame.body["error"] else b"0") + b"\0" + text + b"\0")
+            finally:
+                os.close(descriptor)
+                os.unlink(path)
+
+
+def _records(pending: bytearray, data: bytes) -> Iterable[list[str]]:
+    """Well-formed requests: process id, command, arguments.  Anything else that a shell writes here is dropped."""
+    pending += data
+    *records, rest = bytes(pending).split(b"\x1e")
+    pending[:] = rest[-_REQUEST_BYTES:]
+    for record in records:
+        fields = record.decode(errors="replace").removeprefix("\x1f").removesuffix("\x1f").split("\x1f")
+        if len(fields) >= 2 and fields[0].isascii() and fields[0].isdigit() and fields[1] in COMMANDS:
+            yield fields[:20]
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+
+def cut(text: str, limit: int) -> str:
+    """At most about ``limit`` characters: the middle goes."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]}\n[{len(text) - limit} characters cut]\n{text[-(limit // 2) :]}"
+
+
+def wake_on_child() -> int:
+    """A descriptor that becomes readable when a child ends."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    return read
+
+
+def drain(descriptor: int) -> bytes:
+    """What can be read now, at most 1 MiB."""
+    data = bytearray()
+    while len(data) < 1 << 20:
+        try:
+            part = os.read(descriptor, 1 << 16)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EINTR):
+                break
+            raise
+        if not part:
+            break
+        data += part
+    return bytes(data)
+
+
+def reap() -> dict[int, int]:
+    """Exit codes of the children that have ended, by process id."""
+    ended = {}
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = os.waitstatus_to_exitcode(found[1])
+    return ended
+
+
+def kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _signals_stay_inside() -> bool:
+    """Whether the jail keeps this process's signals to itself and what it starts."""
+    try:
+        os.kill(os.getppid(), 0)
+    except PermissionError:
+        return jail.landlock_abi() >= 6
+    return False
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as file:
+                found += map(int, file.read().split())
+    except OSError:
+        pass
+    return found
+
+
+def descendants(pid: int, without: Collection[int] = ()) -> list[int]:
+    """All processes below ``pid``, save those ``without`` and what is below them."""
+    found = [child for child in children(pid) if child not in without]
+    for child in found:
+        found += children(child)  # grows while it is walked
+    return found
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory that a process holds."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
+
+
+def prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def fork(body: Callable[[], None]) -> int:
+    """A child that runs ``body`` and is gone."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        body()
+    except ConnectionError:
+        pass
+    except BaseException:
+        traceback.print_exc()
+        os._exit(70)
+    os._exit(0)

@@ -1,0 +1,297 @@
+"""The workspace's process: every shell and file tool of one agent runs here, inside the jail.
+
+``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent: light (no torch), one thread, it forks a
+worker for every workspace, and cleans up behind it: folder, and whatever the shell left running.  A worker closes the
+jail around itself, then serves its client over one socket: tool calls, one after the other.
+
+Not covered: the file tools (``workspace_files``), the shell (``workspace_shell``, ``workspace_background``), what
+compile, verify and profile do.
+"""
+
+import contextlib
+import gc
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from functools import partial
+from typing import Any
+
+from cuda_agent.sandbox.jail import jail
+from cuda_agent.sandbox.wire import receive_frame, send_frame
+from cuda_agent.sandbox.workspace.background import Backgrounds
+from cuda_agent.sandbox.workspace.files import Folder, Refused
+from cuda_agent.sandbox.workspace.shell import (
+    BASH,
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_DUMPABLE,
+    WRAPPER,
+    Limits,
+    Shell,
+    children,
+    cut,
+    drain,
+    fork,
+    kill,
+    prctl,
+    reap,
+    wake_on_child,
+)  # fmt: skip
+
+# ---------------------------------------------------------------------------------------------------------- warm parent
+
+
+def main() -> None:
+    """Serves ``O`` (open: a number, and a socket's descriptor) and ``C`` (close: the number) until the stream ends."""
+    control, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+    prctl(PR_SET_DUMPABLE, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    wake = wake_on_child()
+    gc.collect()
+    gc.freeze()
+    workers: dict[int, int] = {}  # number -> pid
+    helpers: set[int] = set()  # pids that remove folders
+    closed: set[int] = set()
+    send_frame(control, "=")
+    while True:
+        strays = [pid for pid in children(os.getpid()) if pid not in helpers and pid not in workers.values()]
+        kill(strays)
+        ready, _, _ = select.select([control.fileno(), wake], [], [], 0.05 if strays or closed else None)
+        if wake in ready:
+            drain(wake)
+        for pid in reap():
+            helpers.discard(pid)
+            workers = {number: worker for number, worker in workers.items() if worker != pid}
+        if control.fileno() in ready:
+            try:
+                frame = receive_frame(control, max_fds=1)
+            except ConnectionError:
+                break
+            number = int(frame.body)
+            folder = f"{root}/{number}"
+            if frame.kind == "O":
+                os.mkdir(folder, 0o700)
+                workers[number] = fork(partial(_worker, frame.fds[0], folder))
+            elif number in workers:
+                kill([workers[number]])
+                closed.add(number)
+            else:
+                closed.add(number)
+            for descriptor in frame.fds:
+                os.close(descriptor)
+        for number in closed - workers.keys():
+            closed.discard(number)
+            helpers.add(fork(partial(_remove, f"{root}/{number}")))
+    deadline = time.monotonic() + 60  # where others use the processor, what was killed takes long to end
+    while (left := children(os.getpid())) and time.monotonic() < deadline:
+        kill(left)
+        reap()
+        time.sleep(0.01)
+    _remove(root)
+
+
+def _remove(folder: str) -> None:
+    """Programs do it: a hostile tree can be deeper than Python's recursion, and its folders may be closed."""
+    for program in (["rm", "-rf", folder], ["chmod", "-R", "u+rwx", folder], ["rm", "-rf", folder]) * 3:
+        if not os.path.lexists(folder):
+            return
+        pid = os.fork()
+        if pid == 0:
+            null = os.open("/dev/null", os.O_RDWR)
+            os.dup2(null, 2)
+            with contextlib.suppress(OSError):
+                os.execv("/bin/" + program[0], program)
+            os._exit(127)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def _worker(descriptor: int, folder: str) -> None:
+    """Becomes one workspace."""
+    signal.set_wakeup_fd(-1)
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, 4096)
+    os.setsid()
+    client = socket.socket(fileno=descriptor)
+    opening = receive_frame(client).body
+    limits = Limits(**opening["limits"])
+    jail.enter(
+        jail.Policy(
+            read=(*jail.SYSTEM_READ, "/proc"),
+            write=(folder,),
+            execute=(*jail.SYSTEM_EXECUTE, folder),
+            memory_mb=limits.memory_mb,
+            processes=limits.processes,
+        )
+    )
+    os.umask(0o077)
+    for name in ("work", "tmp", "pipes", "bin"):
+        os.mkdir(f"{folder}/{name}")
+    files: dict[str, str] = opening["files"]
+    work = Folder(f"{folder}/work", {name: files.get(name) for name in opening["protected"]})
+    work.fill(files)
+    session = Session(client, folder, work, limits)
+    send_frame(client, "=")
+    session.serve()
+
+
+# -------------------------------------------------------------------------------------------------------------- session
+
+
+class Session:
+    """One workspace: answers ``c`` (a tool call) and ``f`` (the files) with ``=``; asks ``?`` and is answered ``a``."""
+
+    def __init__(self, client: socket.socket, folder: str, files: Folder, limits: Limits) -> None:
+        self.client, self.folder, self.files, self.limits = client, folder, files, limits
+        self.shell = Shell(folder, limits, files, client)
+        self.backgrounds = Backgrounds(self.shell)
+        self.shell.paused = self.backgrounds.paused
+
+    def serve(self) -> None:
+        while True:
+            frame = receive_frame(self.client)
+            if frame.kind == "c":
+                text, error = self._call(frame.body["tool"], frame.body["arguments"])
+                send_frame(self.client, "=", {"text": text, "error": error})
+            elif frame.kind == "f":
+                with self.backgrounds.paused():
+                    self.files.restore()
+                    files = self.files.collect()
+                send_frame(self.client, "=", files)
+
+    def _call(self, tool: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        try:
+            values = checked(tool, arguments)
+            if tool == "Bash":
+                return self._bash(**values)
+            if tool == "BashOutput":
+                return self._presented(self.backgrounds.output(values["id"])), False
+            if tool == "KillBash":
+                return self._presented(self.backgrounds.kill(values["id"])), False
+            if tool == "Grep":
+                return self._grep(**values), False
+            if tool == "TodoWrite":
+                return "ok", False
+            method = {"Read": "read", "Write": "write", "Edit": "edit", "MultiEdit": "multi_edit", "Glob": "glob"}[tool]
+            with self.backgrounds.paused():
+                return cut(getattr(self.files, method)(**values), self.limits.output_chars), False
+        except Refused as refused:
+            return self._presented(f"error: {refused}"), True
+        except ConnectionError:
+            raise
+        except (OSError, ValueError, RecursionError, MemoryError) as error:  # whatever a hostile folder provokes
+            return self._presented(f"error: {type(error).__name__}: {error}")[:500], True
+
+    def _bash(self, command: str, timeout: float | None = None, run_in_background: bool = False) -> tuple[str, bool]:
+        if not command.strip():
+            raise Refused("command is empty")
+        if len(command.encode(errors="replace")) > 100_000 or "\0" in command:
+            raise Refused("the command is too long or not text")
+        if run_in_background:
+            return f"started in the background as {self.backgrounds.start(command)}", False
+        seconds = min(timeout or self.limits.shell_seconds, self.limits.shell_seconds)
+        outcome = self.shell.run([BASH, "-c", WRAPPER, "bash", self.shell.state, command], seconds)
+        changed = self.files.restore()
+        notes = [outcome.killed] if outcome.killed else []
+        notes += [f"{name} is protected: its content was restored" for name in changed]
+        text = self._presented("\n".join([*filter(None, [outcome.output.rstrip("\n")]), *(f"[{n}]" for n in notes)]))
+        failed = outcome.code != 0 or bool(outcome.killed)
+        return text or (f"exit code {outcome.code}" if failed else "(no output)"), failed
+
+    def _grep(self, pattern: str, path: str = ".", glob: str | None = None) -> str:
+        base = self.files.resolve(path)
+        if ripgrep := shutil.which("rg", path="/usr/local/bin:/usr/bin:/bin"):
+            search = [ripgrep, *_RIPGREP, *([f"--glob={glob}"] if glob else []), "-e", pattern, "--", base]
+        else:
+            only = [f"--include={glob}"] if glob else []
+            search = ["/bin/grep", "-rnIHsE", "-D", "skip", *only, "-e", pattern, "--", base]
+        with self.backgrounds.paused():
+            outcome = self.shell.run(search, 5.0)
+        if outcome.killed:
+            raise Refused(outcome.killed)
+        if outcome.code > 1:
+            raise Refused(outcome.output.strip()[:500] or "the pattern cannot be used")
+        lines = sorted(line.removeprefix("./") for line in outcome.output.splitlines())
+        return self._presented("\n".join(lines)) or "(no matches)"
+
+    def _presented(self, text: str) -> str:
+        """The folder's own address is nobody's business, and differs from run to run."""
+        return text.replace(self.files.root, "~").replace(f"{self.folder}/tmp", "$TMPDIR").replace(self.folder, "~/..")
+
+
+_RIPGREP = (
+    "-nH", "--no-heading", "--color=never", "--no-config", "--no-ignore", "--no-messages", "--hidden", "--sort=path",
+)  # fmt: skip
+_STRING, _NUMBER, _INTEGER, _BOOLEAN, _EDITS, _TODOS = (
+    "text",
+    "a number",
+    "an integer",
+    "true or false",
+    "edits",
+    "todos",
+)
+_PARAMETERS: dict[str, dict[str, str]] = {  # a name that ends in "?" may be left out
+    "Bash": {"command": _STRING, "timeout?": _NUMBER, "run_in_background?": _BOOLEAN, "description?": _STRING},
+    "BashOutput": {"id": _STRING},
+    "KillBash": {"id": _STRING},
+    "Read": {"path": _STRING, "offset?": _INTEGER, "limit?": _INTEGER},
+    "Write": {"path": _STRING, "content": _STRING},
+    "Edit": {"path": _STRING, "old_string": _STRING, "new_string": _STRING, "replace_all?": _BOOLEAN},
+    "MultiEdit": {"path": _STRING, "edits": _EDITS},
+    "Glob": {"pattern": _STRING, "path?": _STRING},
+    "Grep": {"pattern": _STRING, "path?": _STRING, "glob?": _STRING},
+    "TodoWrite": {"todos": _TODOS},
+}
+
+
+def checked(tool: str, arguments: Any, parameters: dict[str, str] | None = None) -> dict[str, Any]:
+    """The arguments of a call, of the right types; ``Refused`` names what is wrong.  Text such as "3" and "true"
+    counts as the number or truth value it spells, because calls in XML carry text only."""
+    parameters = parameters or _PARAMETERS.get(tool)
+    if parameters is None:
+        raise Refused(f"there is no tool {tool[:40]!r}")
+    if not isinstance(arguments, dict):
+        raise Refused(f"{tool} needs named arguments")
+    names = {name.rstrip("?"): kind for name, kind in parameters.items()}
+    if unknown := sorted(map(str, arguments.keys() - names.keys())):
+        raise Refused(f"{tool} has no parameter {unknown[0][:40]!r}")
+    if missing := [name for name in parameters if not name.endswith("?") and name not in arguments]:
+        raise Refused(f"{tool} needs {missing[0]}")
+    values = {name: _typed(tool, name, names[name], value) for name, value in arguments.items() if value is not None}
+    values.pop("description", None)
+    return values
+
+
+def _typed(tool: str, name: str, kind: str, value: Any) -> Any:
+    wrong = Refused(f"{tool}: {name} must be {kind}")
+    if kind == _STRING:
+        if not isinstance(value, str):
+            raise wrong
+        return value
+    if kind == _BOOLEAN:
+        if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+            return value.strip().lower() == "true"
+        if not isinstance(value, bool):
+            raise wrong
+        return value
+    if kind in (_NUMBER, _INTEGER):
+        try:
+            number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else -1.0
+        except (ValueError, OverflowError):
+            number = -1.0
+        if not 0 < number < 1e9 or (kind == _INTEGER and number != int(number)):
+            raise Refused(f"{tool}: {name} must be {kind} above zero")
+        return int(number) if kind == _INTEGER else number
+    if not isinstance(value, list) or len(value) > 100:
+        raise Refused(f"{tool}: {name} must be a list")
+    if kind == _EDITS:
+        parameters = _PARAMETERS["Edit"]
+        return [checked("edit", item, {k: v for k, v in parameters.items() if k != "path"}) for item in value]
+    return [checked("todo", item, {"content": _STRING, "status": _STRING, "id?": _STRING}) for item in value]
+
+
+if __name__ == "__main__":
+    main()

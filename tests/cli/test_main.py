@@ -1,0 +1,271 @@
+"""The command line: what it prints, what it answers programs, how it ends."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from drill import table
+from typer.testing import CliRunner
+
+from cuda_agent.cli import main
+from cuda_agent.config import Config
+from cuda_agent.errors import ConfigError
+from cuda_agent.pipeline import gc, runs, screen
+from cuda_agent.pipeline.doctor import examine
+from cuda_agent.pipeline.local import StageView, run_pipeline
+from cuda_agent.storage import open_store
+from tests.agent import agent_cases
+from tests.waiting import wait_for
+
+
+def call(*arguments, **environment):
+    command = [sys.executable, "-m", "cuda_agent.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+
+
+def ask(*arguments):
+    """In this process, for what ends well."""
+    result = CliRunner().invoke(main.app, [*map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """Two finished runs that differ in one setting."""
+    folder = tmp_path_factory.mktemp("runs") / "store"
+    for epochs in (2, 3):
+        config = Config.model_validate({"run": {"store": str(folder), "mlflow": "off"}, "critic": {"epochs": epochs}})
+        outcome = run_pipeline(config, stages=table.STAGES, table=table.NAME, preload=(), pause=0.05)
+        assert outcome.code == 0
+    return folder
+
+
+def test_help_loads_nothing_heavy_and_names_every_command():
+    script = (
+        "import sys; sys.argv = ['cuda-agent', '--help']\n"
+        "from cuda_agent.cli import main as cli\n"
+        "try: cli.app()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'mlflow', 'rich', 'hydra', 'pydantic', 'pyarrow', 'numpy', 'obstore'}\n"
+        "print(heavy & set(sys.modules), file=sys.stderr)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.stderr.strip() == "set()"
+    for command in ("run", "config", "runs", "report", "diff", "evaluate", "tasks", "gc", "doctor", "benchmark"):
+        assert f"\n  {command} " in ended.stdout
+    assert "\n  stage " not in ended.stdout, "hidden"
+
+
+@pytest.mark.parametrize("command", ["run", "config", "report", "diff", "evaluate", "gc", "doctor", "benchmark"])
+def test_every_command_has_an_example(command):
+    assert "cuda-agent " + command in ask(command, "--help").split("Example")[1]
+
+
+def test_config_prints_configuration_and_schedule():
+    text = ask("config", "experiment=smoke")
+    assert "clock: model" in text and "optimizer steps" in text
+    answer = json.loads(ask("config", "experiment=paper", "--json"))
+    assert answer["schedule"]["stages"]["agentic"] == {
+        "samples": 150 * 1024,
+        "tokens": 150 * 1024 * 131072,
+        "optimizer_steps": 150,
+        "seconds": None,
+        "memory": None,
+    }
+    small = json.loads(ask("config", "experiment=smoke", "--json"))["schedule"]["stages"]
+    assert small["agentic"]["memory"] > small["rft"]["memory"] > 0 and "memory" not in small["collect"]
+
+
+@pytest.mark.parametrize("command", [["run"], ["sweep", "--on", "local", "seed=1,2"]])
+@pytest.mark.parametrize("base", ["my-model/", "/nonexist", "./mine", "~/mine", "a/b/c"])
+def test_a_base_that_is_no_folder_is_refused_before_anything_runs(tmp_path, command, base):
+    where = f"run.store={tmp_path}/store"
+    result = CliRunner().invoke(main.app, [*command, "experiment=smoke", f"policy.base='{base}'", where])
+    assert isinstance(result.exception, ConfigError) and main._exit_code(result.exception) == 78
+    assert str(result.exception) == f"policy.base: there is no folder {base} with a model"
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_base_that_is_a_folder_with_a_model_or_may_be_of_the_hub_is_taken(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for base in (f"{tmp_path}/", tmp_path, "org/name"):
+        assert f"base: {base}" in ask("config", "experiment=smoke", f"policy.base={base}")
+    elsewhere = call("config", "experiment=smoke", "policy.base=/in/the/pods")
+    assert elsewhere.returncode == 0 and "note: policy.base: there is no folder /in/the/pods" in elsewhere.stderr
+
+
+def test_runs_lists_them_oldest_first(store):
+    rows = json.loads(ask("runs", "--store", store, "--json"))
+    assert [row["status"] for row in rows] == ["done", "done"]
+    assert rows[0]["created"] <= rows[1]["created"]
+    assert rows[1]["name"] in ask("runs", "--store", store)
+
+
+def test_report_says_where_it_lies_and_gives_its_data(store):
+    page = Path(ask("report", "last", "--store", store).strip())
+    assert page.name == "index.html" and page.exists()
+    assert "config.json" in json.loads(ask("report", "last", "--store", store, "--json"))
+
+
+def test_an_unknown_run_is_answered_with_those_there_are(store):
+    ended = call("report", "nosuch", "--store", store)
+    assert ended.returncode == 78 and "no such run" in ended.stderr and "Traceback" not in ended.stderr
+    assert runs.list_runs(open_store(store))[0].name in ended.stderr
+
+
+def test_diff_names_the_setting_and_what_followed_from_it(store):
+    one, other = (run.name for run in runs.list_runs(open_store(store)))
+    found = json.loads(ask("diff", one, other, "--store", store, "--json"))
+    assert found["config"] == {"critic.epochs": [2, 3]}
+    assert set(found["stages"]) <= {"report"}, "the drill's own stages are not in the graph"
+    assert "critic.epochs: 2 -> 3" in ask("diff", one, other, "--store", store)
+    assert "nothing differs" in ask("diff", one, one, "--store", store)
+
+
+def test_looking_at_a_store_that_is_not_there_makes_none(tmp_path):
+    ended = call("runs", "--store", tmp_path / "none")
+    assert ended.returncode == 75 and "no store" in ended.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_gc_removes_what_no_kept_run_needs_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(gc, "YOUNG", -1.0)
+    folder = tmp_path / "store"
+
+    def run(epochs):
+        config = Config.model_validate({"run": {"store": str(folder), "mlflow": "off"}, "critic": {"epochs": epochs}})
+        return run_pipeline(config, stages=table.STAGES, table=table.NAME, preload=(), pause=0.05)
+
+    first, second = run(2), run(3)
+    store = open_store(folder)
+    store.put("cas/" + "0" * 64, b"nobody's")
+    store.put("checkpoints/train/old/00000001-a.json", b"{}")
+    plan = gc.plan(store, keep=1)
+    assert plan.runs == [first.run]
+    gc.collect(store, plan)
+    assert [r.name for r in runs.list_runs(store)] == [second.run]
+    assert not store.exists("cas/" + "0" * 64) and not store.list("checkpoints")
+    assert all(store.has_folder(d) for m in second.manifests.values() for d in [*m.outputs.values(), m.metrics])
+    again = run(3)
+    assert again.code == 0 and {n: m.outputs for n, m in again.manifests.items()} == {
+        n: m.outputs for n, m in second.manifests.items()
+    }
+    assert gc.plan(store, keep=10).keys == {}
+
+
+def test_gc_dry_run_removes_nothing(store):
+    before = open_store(store).list("")
+    assert "would be removed" in ask("gc", "--keep", "1", "--dry-run", "--store", store)
+    assert open_store(store).list("") == before
+
+
+def test_doctor_has_a_line_a_check_and_a_mend_for_what_is_missing(tmp_path):
+    checks = list(examine(str(tmp_path / "store"), "http://127.0.0.1:9"))
+    by_name = {check.name: check for check in checks}
+    assert by_name["store"].ok and by_name["python"].ok and by_name["headers"].ok
+    assert not by_name["mlflow"].ok and "run.mlflow=off" in by_name["mlflow"].mend
+    assert all(check.mend for check in checks if not check.ok)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "plan.json"),
+        ({"model_new.py": "x"}, "sandbox.lane=extension"),
+        ({"kernels/a.cpp": "x"}, "no plan.json"),
+    ],
+)
+def test_a_solution_without_the_named_files_is_refused_clearly(tmp_path, files, said):
+    task = tmp_path / "model.py"
+    task.write_text("class Model:\n    def forward(self): ...\ndef get_inputs(): ...\ndef get_init_inputs(): ...\n")
+    folder = tmp_path / "solution"
+    folder.mkdir()
+    for path, text in files.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(text)
+    ended = call("evaluate", task, folder)
+    assert ended.returncode == 78 and said in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("code", ["import (", "x = 1"])
+def test_a_task_file_that_is_none_is_refused_clearly(tmp_path, code):
+    (tmp_path / "model.py").write_text(code)
+    ended = call("evaluate", tmp_path / "model.py", tmp_path)
+    assert ended.returncode == 78 and "model.py" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_evaluate_that_is_terminated_leaves_no_temporary_folder(tmp_path):
+    temporary, solution = tmp_path / "tmp", tmp_path / "solution"
+    for folder in (temporary, solution):
+        folder.mkdir()
+    (tmp_path / "model.py").write_text(agent_cases.CODE)
+    (solution / "plan.json").write_text("{}")
+    command = [sys.executable, "-m", "cuda_agent.cli", "evaluate", tmp_path / "model.py", solution]
+    process = subprocess.Popen(
+        [*command, f"run.store={tmp_path}/store"], env=os.environ | {"TMPDIR": str(temporary)}, start_new_session=True
+    )
+    wait_for("the sandbox's folder", 60, lambda: list(temporary.glob("cuda-agent-sandbox-*/judge-0")))
+    os.killpg(process.pid, signal.SIGTERM)  # as `timeout` does
+    assert process.wait(60) == 143
+    assert not list(temporary.glob("cuda-agent-*"))
+
+
+def test_benchmark_wants_a_policy_or_an_address(tmp_path):
+    for arguments in ([], ["--base-url", "http://127.0.0.1:9/v1"], ["one", "two"]):
+        ended = call("benchmark", *arguments, "--tasks", tmp_path)
+        assert ended.returncode == 78 and "benchmark:" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_tasks_are_imported_and_shown(tmp_path):
+    code = (
+        "import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n        return torch.relu(x)\n"
+        "def get_inputs():\n    return [torch.randn(4)]\ndef get_init_inputs():\n    return []\n"
+    )
+    (tmp_path / "level1").mkdir()
+    (tmp_path / "level1" / "1_relu.py").write_text(code)
+    assert json.loads(ask("tasks", "import", tmp_path, tmp_path / "set", "--json"))["tasks"] == 1
+    (tmp_path / "level1" / "helper.py").write_text("x = 1")
+    text = ask("tasks", "import", tmp_path, tmp_path / "set")
+    assert "1 tasks in" in text and "dropped as no task: 1\n" in text and "helper.py: not a task: no class" in text
+    assert "torch.relu" in ask("tasks", "show", tmp_path / "set")
+    assert ask("tasks", "show", tmp_path / "set", "level1/1_relu") == code + "\n"
+
+
+def test_plain_lines_tell_changes_once():
+    lines = []
+    watch = screen.plain(lines.append)
+    view = StageView("train", 1.0)
+    watch("r", [view])
+    view.state, view.attempt = "running", 1
+    watch("r", [view])
+    view.notes.append("a note")
+    watch("r", [view])
+    view.state, view.seconds = "done", 65.0
+    watch("r", [view])
+    watch("r", [view])
+    assert lines == ["run r", "train: running", "train: a note", "train: done (1:05)"]
+
+
+def test_the_live_table_fits_and_shows_progress():
+    from rich.console import Console
+
+    console = Console(width=100, record=True, file=io.StringIO())
+    views = [
+        StageView(name, 1.0, state=state) for name, state in (("one", "done"), ("two", "running"), ("three", "waiting"))
+    ]
+    views[1].done, views[1].total, views[1].unit, views[1].rates = 3, 6, "steps", {"tokens_per_second": 1234.5}
+    console.print(screen._table("run-1", views, 100))
+    text = console.export_text()
+    assert "3/6 steps" in text and "1,234 tokens/s" in text and max(map(len, text.splitlines())) <= 100
+
+
+def test_a_stage_that_does_not_exist_is_named():
+    ended = call("run", "--to", "warmdown")
+    assert ended.returncode == 78 and "warmdown" in ended.stderr and "warmup" in ended.stderr
+    assert "Traceback" not in ended.stderr

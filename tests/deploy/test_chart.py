@@ -1,0 +1,550 @@
+"""The chart: it renders what its values say, refuses what they must not, and what it renders is restricted."""
+
+import json
+import re
+import shutil
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from cuda_agent.cluster.pools import PORT, ROLES
+from cuda_agent.cluster.rayjobs import can_be_spread, task_name
+from cuda_agent.deploy import chart, dashboards
+from cuda_agent.deploy.argo import errands
+from cuda_agent.deploy.chart_values import CHART_VERSION, Values
+from cuda_agent.pipeline.graph import STAGES
+from cuda_agent.sandbox.service.service import _metrics
+from tests.deploy.charts import (
+    ALONE,
+    CHART,
+    KUBERNETES,
+    WITH_OTHERS,
+    argocheck,
+    flat,
+    helm,
+    merged,
+    needs_argo,
+    needs_helm,
+    objects,
+    of_kind,
+    refusal,
+    template,
+)
+
+ARGO_KINDS = ("WorkflowTemplate", "CronWorkflow")
+OPERATORS_KINDS = ("ServiceMonitor", "PrometheusRule")
+LEAVES = {path: (default, info) for path, default, info in chart.leaves()}
+
+
+def pools(items: list[dict[str, Any]], profile: str = "cpu") -> list[dict[str, Any]]:
+    """The objects that prepare would make with this profile."""
+    (made,) = of_kind(items, "WorkflowTemplate", f"-{profile}-")
+    prepare = next(item for item in made["spec"]["templates"] if item["name"] == "prepare")
+    return json.loads(next(item["value"] for item in prepare["container"]["env"] if item["name"] == "CUDA_AGENT_POOLS"))
+
+
+def engines(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The objects that prepare would make for a run with vLLM with the profile `cpu`, where the values have any."""
+    (made,) = of_kind(items, "WorkflowTemplate", "-cpu-")
+    prepare = next(item for item in made["spec"]["templates"] if item["name"] == "prepare")
+    env = {item["name"]: item.get("value") for item in prepare["container"]["env"]}
+    return json.loads(env.get("CUDA_AGENT_ENGINE", "[]"))
+
+
+def pod_templates(items: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Name and pod spec of every pod that Kubernetes itself would make, sandboxes included."""
+    found = []
+    for item in [*items, *pools(items), *pools(items, "gpu"), *engines(items)]:
+        if item["kind"] in ("Deployment", "StatefulSet", "Job"):
+            found.append((item["metadata"]["name"], item["spec"]["template"]["spec"]))
+        if item["kind"] == "Pod":
+            found.append((item["metadata"]["name"], item["spec"]))
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- the values
+
+
+def test_every_value_is_documented():
+    for path, (_, info) in LEAVES.items():
+        assert info.description, path
+        assert isinstance(info.json_schema_extra, dict) and info.json_schema_extra["renders"], path
+    readme = (CHART / "README.md").read_text()
+    for name in Values.model_fields:
+        assert f"| `{name}" in readme
+
+
+def test_the_defaults_keep_their_own_schema():
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    jsonschema.validate(values, chart.schema())
+    assert Values.model_validate(values).model_dump(exclude={"profiles"}) == Values().model_dump(exclude={"profiles"})
+
+
+def test_the_schema_is_closed_wherever_a_name_is_ours():
+    schema = chart.schema()
+    for name, group in {"Values": schema, **schema["$defs"]}.items():
+        assert group["additionalProperties"] is False, name
+
+
+def test_the_chart_has_the_version_of_the_package():
+    facts = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert facts["version"] == facts["appVersion"] == CHART_VERSION
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        ({"storage": {}}, "storage"),
+        ({"store": {"buckets": "a"}}, "buckets"),
+        ({"profiles": {"cpu": {"gpus": 1}}}, "gpus"),
+        ({"profiles": {"cpu": {"stages": {"training": {}}}}}, "training"),
+        ({"profiles": {"cpu": {"pools": {"evaluate": {"replicas": 0}}}}}, "replicas"),
+        ({"images": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
+        ({"images": {"stage": {"digest": "sha256:12"}}}, "digest"),
+        ({"minio": {"enabled": "yes"}}, "enabled"),
+        ({"networkPolicy": {"apiServerCidrs": ["everywhere"]}}, "apiServerCidrs"),
+        ({"networkPolicy": {"apiServerPort": 0}}, "apiServerPort"),
+        ({"cron": {"config": "abc"}}, "config"),
+        ({"minio": {"persistence": {"size": "much"}}}, "size"),
+    ],
+)
+def test_the_schema_refuses_unknown_names_and_wrong_types(values, where):
+    said = refusal(merged(ALONE, values))
+    assert "values don't meet the specifications of the schema" in said and where in said
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, "store.existingSecret: name a secret"),
+        ({"minio": {"enabled": True}, "store": {"endpoint": "http://a:9"}}, "one store is enough"),
+        ({"minio": {"enabled": True}, "store": {"existingSecret": "a"}}, "store.existingSecret: with minio.enabled"),
+        (merged(ALONE, {"tracking": {"uri": "http://a:5000"}}), "one MLflow is enough"),
+        (merged(ALONE, {"mlflow": {"backendUri": "postgresql://m@db/m"}}), "needs mlflow.backendSecret"),
+        (
+            merged(ALONE, {"mlflow": {"backendUri": "postgresql://m:pass@db/m", "backendSecret": "s"}}),
+            "leave the password out",
+        ),
+        (merged(ALONE, {"cron": {"config": ""}}), "cron.config"),
+        (merged(ALONE, {"cron": {"profile": "tpu"}}), "there is no profile tpu"),
+        (merged(ALONE, {"profiles": {"Big One": {}}}), "a profile's name has at most"),
+        (merged(ALONE, {"profiles": {"doctor": {}}}), "a template of that name"),
+        (
+            merged(ALONE, {"profiles": {"cpu": {"pools": {"evaluate": {"resources": {"limits": {"cpu": None}}}}}}}),
+            "untrusted code needs a limit",
+        ),
+        (
+            merged(
+                ALONE,
+                {
+                    "sandbox": {"runtimeClassName": "gvisor"},
+                    "profiles": {
+                        "gpu": {"pools": {"evaluate": {"resources": {"limits": {"nvidia.com/mig-1g.10gb": 1}}}}}
+                    },
+                },
+            ),
+            "gVisor does not support MIG",
+        ),
+        (
+            merged(ALONE, {"profiles": {"cpu": {"stages": {"rft": {"resources": {"limits": {"cpu": "7"}}}}}}}),
+            "replaces the defaults as a whole",
+        ),
+        (merged(ALONE, {"profiles": {"cpu": {"engine": {"claim": ""}}}}), "profiles.cpu.engine.claim: weights reach"),
+        (merged(ALONE, {"profiles": {"cpu": {"parallelism": 2}}}), "share its engine's replicas"),
+        (merged(ALONE, {"profiles": {"gpu": {"parallelism": 2}}}), "the pods that the other has"),
+        (merged(ALONE, {"networkPolicy": {"apiServerCidrs": []}}), "networkPolicy.apiServerCidrs"),
+        (merged(WITH_OTHERS, {"networkPolicy": {"storeCidrs": []}}), "networkPolicy.storeCidrs"),
+        (merged(WITH_OTHERS, {"networkPolicy": {"trackingCidrs": []}}), "networkPolicy.trackingCidrs"),
+        (merged(ALONE, {"secretEnvironment": {"KEY": "sk-12345"}}), "expected secret/key, never a value"),
+    ],
+)
+def test_what_contradicts_itself_ends_with_a_sentence(values, said):
+    assert said in refusal(values)
+
+
+def changed_value(path: str) -> Any:
+    default, info = LEAVES[path]
+    extra = info.json_schema_extra
+    if isinstance(extra, dict) and "example" in extra:
+        return extra["example"]
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int):
+        return default + 1
+    assert isinstance(default, str) and default, f"{path} needs an example"
+    return f"{default}x"
+
+
+def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[str]:
+    """``Kind:path`` of every field that is not the same; of an object that is there once, its kind and a colon."""
+    one, other = ({(i["kind"], i["metadata"]["name"]): flat(i) for i in items} for items in (before, after))
+    found = {f"{kind}:" for kind, _ in one.keys() ^ other.keys()}
+    for kind, name in one.keys() ^ other.keys():
+        found |= {f"{kind}:{path}" for path in (one | other)[kind, name]}
+    for key in one.keys() & other.keys():
+        a, b = one[key], other[key]
+        # Labels hold the name that was asked for, and a random password is another one each time.
+        found |= {
+            f"{key[0]}:{path}" for path in a.keys() | b.keys() if a.get(path) != b.get(path) and key[0] != "Secret"
+        }
+    return found
+
+
+# Values that show only beside others, or only where the chart does not bring something itself.
+BESIDE: dict[str, dict[str, Any]] = {
+    "mlflow.backendUri": {"mlflow": {"backendSecret": "s"}},
+    "profiles.cpu.parallelism": {"profiles": {"cpu": {"engine": {"replicas": 0}, "ray": {"enabled": False}}}},
+    "profiles.gpu.parallelism": {"profiles": {"gpu": {"ray": {"enabled": False}}}},
+    "profiles.gpu.ray.enabled": {"profiles": {"gpu": {"parallelism": 1}}},
+    **{
+        path: {"profiles": {path.split(".")[1]: {"parallelism": 1, "engine": {"replicas": 1, "claim": "w"}}}}
+        for path in LEAVES
+        if path.startswith("profiles.") and ".engine." in path
+    },
+    "mlflow.backendSecret": {"mlflow": {"backendUri": "postgresql://a@b/c", "backendSecret": "t"}},
+}
+NOT_ALONE = {"store.existingSecret", "store.endpoint", "tracking.uri"}
+ONLY_ALONE = {"mlflow.enabled", "minio.enabled"}
+
+
+@needs_helm
+@pytest.mark.parametrize("path", LEAVES)
+def test_changing_a_value_changes_the_field_that_it_is_for(path):
+    value: Any = changed_value(path)
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    _, info = LEAVES[path]
+    assert isinstance(info.json_schema_extra, dict)
+    kind, field = str(info.json_schema_extra["renders"]).split(":", 1)
+    wanted = re.compile(f"^{kind}:.*{field}")
+    contexts = [WITH_OTHERS] if path in NOT_ALONE else [ALONE] if path in ONLY_ALONE else [ALONE, WITH_OTHERS]
+    seen: set[str] = set()
+    for context in contexts:
+        base = merged(context, BESIDE.get(path, {}))
+        if path in ONLY_ALONE:  # on in this context; what it brings must go
+            name = path.split(".")[0]
+            value = merged({name: {"enabled": False}}, {"store": {"existingSecret": "m"}} if name == "minio" else {})
+        seen |= differences(objects(base), template(merged(base, value)))
+        if any(wanted.match(item) for item in seen):
+            return
+    raise AssertionError(f"{path} changed {sorted(seen)[:20]}, not {wanted.pattern}")
+
+
+# ---------------------------------------------------------------------------------------------------------- the objects
+
+
+@needs_helm
+def test_helm_lints_strictly():
+    for values in (ALONE, WITH_OTHERS):
+        done = helm("lint", "--strict", str(CHART), "--kube-version", "1.34.0", values=values)
+        assert done.returncode == 0, done.stdout
+
+
+@needs_helm
+@pytest.mark.parametrize("version", ["1.33", "1.34", "1.35", "1.36"])
+@pytest.mark.parametrize("values", [ALONE, WITH_OTHERS], ids=["alone", "with others"])
+def test_every_object_is_one_of_this_kubernetes(version, values):
+    items = objects(values)
+    for item in [*items, *pools(items), *pools(items, "gpu"), *engines(items)]:
+        if item["kind"] not in (*ARGO_KINDS, *OPERATORS_KINDS):
+            kubernetes_validate.validate(item, version, strict=True)
+
+
+@needs_helm
+def test_a_misspelt_field_would_be_found():
+    item = of_kind(objects(ALONE), "NetworkPolicy")[0]
+    item["spec"]["podSelectors"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(item, "1.34", strict=True)
+
+
+@needs_helm
+@needs_argo
+def test_argo_accepts_what_the_chart_makes_of_its_templates():
+    for values in (ALONE, WITH_OTHERS, merged(ALONE, {"store": {"prefix": "/team/a/"}})):
+        items = objects(values)
+        assert argocheck(of_kind(items, "WorkflowTemplate") + of_kind(items, "CronWorkflow")) == []
+
+
+@needs_helm
+def test_a_template_a_profile_with_the_version_in_its_name():
+    version = CHART_VERSION.replace(".", "-")
+    names = {item["metadata"]["name"] for item in of_kind(objects(ALONE), "WorkflowTemplate")}
+    assert names == {f"r-cuda-agent-{name}-{version}" for name in ("cpu", "gpu", *errands())}
+
+
+@needs_helm
+def test_errands_have_a_runs_surroundings_and_no_webhook():
+    values = merged(ALONE, {"webhook": {"existingSecret": "w"}, "gc": {"keep": 7}})
+    items = objects(values)
+    made = {name: of_kind(items, "WorkflowTemplate", f"-{name}-[0-9]")[0] for name in errands()}
+    env = {}
+    for name, item in made.items():
+        (pod,) = item["spec"]["templates"]
+        env[name] = {entry["name"]: entry.get("value") for entry in pod["container"]["env"]}
+        assert env[name]["CUDA_AGENT_STORE"] == "s3://cuda-agent" and "CUDA_AGENT_WEBHOOK" not in env[name]
+        assert item["metadata"]["labels"]["cuda-agent.io/errand"] == name
+        assert "cuda-agent.io/profile" not in item["metadata"]["labels"]
+        assert pod["metadata"]["labels"]["app.kubernetes.io/component"] == "setup"
+    assert env["gc"]["CUDA_AGENT_KEEP"] == env["gc-plan"]["CUDA_AGENT_KEEP"] == "7"
+    assert json.loads(env["doctor"]["CUDA_AGENT_POOLS"]) == pools(items)
+    (cron,) = of_kind(items, "CronWorkflow", "-gc$")
+    assert cron["spec"]["workflowSpec"] == {"workflowTemplateRef": {"name": made["gc"]["metadata"]["name"]}}
+
+
+@needs_helm
+def test_a_value_stays_a_value():
+    """What looks like YAML, JSON or a template in a value is text in one field and nothing else."""
+    evil = 'a"}],"hostNetwork":true,"x":[{"y":"\n  privileged: true {{ .Values }} {{workflow.name}}'
+    values = merged(ALONE, {"environment": {"EVIL": evil}, "sandbox": {"environment": {"EVIL": evil}}})
+    items = template(values)
+    for item in of_kind(items, "WorkflowTemplate"):
+        for pod in item["spec"]["templates"]:
+            if "container" in pod:
+                assert {"name": "EVIL", "value": evil} in pod["container"]["env"]
+        assert "hostNetwork" not in item["spec"]
+    assert {"name": "EVIL", "value": evil} in pools(items)[-1]["spec"]["template"]["spec"]["containers"][0]["env"]
+
+
+@needs_helm
+def test_a_stages_own_place_wins_over_the_profiles():
+    own = {"resources": {"limits": {"cpu": "7", "memory": "3Gi", "ephemeral-storage": "1Gi"}}}
+    values = merged(ALONE, {"profiles": {"cpu": {"stages": {"rft": own}}}})
+    (made,) = of_kind(objects(values), "WorkflowTemplate", "-cpu-")
+    cpus = {
+        item["name"]: item["container"]["resources"]["limits"]
+        for item in made["spec"]["templates"]
+        if item["name"] in {stage.name for stage in STAGES}
+    }
+    assert cpus.pop("rft") == own["resources"]["limits"]
+    assert {limits["cpu"] for limits in cpus.values()} == {"2"}
+
+
+@needs_helm
+def test_stages_with_a_gpu_and_pools_with_a_gpu_tolerate_its_nodes():
+    items = objects(ALONE)
+    (made,) = of_kind(items, "WorkflowTemplate", "-gpu-")
+    by_name = {item["name"]: item for item in made["spec"]["templates"]}
+    assert by_name["agentic"]["container"]["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert by_name["agentic"]["tolerations"][0]["key"] == "nvidia.com/gpu"
+    assert "nvidia.com/gpu" not in by_name["report"]["container"]["resources"]["limits"]
+    by_role = {item["metadata"]["name"]: item["spec"]["template"]["spec"] for item in pools(items, "gpu")[3:]}
+    assert by_role["RUN-evaluate"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert "nvidia.com/gpu" not in json.dumps(by_role["RUN-build"])
+
+
+@needs_helm
+@pytest.mark.parametrize("values", [ALONE, WITH_OTHERS], ids=["alone", "with others"])
+def test_every_pod_is_restricted_and_limited(values):
+    items = objects(values)
+    for name, pod in pod_templates(items):
+        assert pod["automountServiceAccountToken"] is False, name
+        assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["seccompProfile"]
+        assert not any("hostPath" in volume for volume in pod.get("volumes", []))
+        for container in pod["containers"]:
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"] and security["allowPrivilegeEscalation"] is False, name
+            assert security["capabilities"] == {"drop": ["ALL"]} and security["seccompProfile"]
+            assert {"cpu", "memory", "ephemeral-storage"} <= set(container["resources"]["limits"]), name
+    for made in of_kind(items, "WorkflowTemplate"):
+        for item in made["spec"]["templates"]:
+            if "container" in item:
+                limits = item["container"]["resources"]["limits"]
+                assert {"cpu", "memory", "ephemeral-storage"} <= set(limits), item["name"]
+
+
+@needs_helm
+def test_only_prepare_finish_and_errands_have_an_account_that_may_do_anything():
+    items = objects(ALONE)
+    automounted = {i["metadata"]["name"] for i in of_kind(items, "ServiceAccount") if i["automountServiceAccountToken"]}
+    assert automounted == {f"r-cuda-agent-{name}" for name in ("operator", "collector", "ray")}
+    bound = {
+        subject["name"]: binding["roleRef"]["name"]
+        for binding in of_kind(items, "RoleBinding")
+        for subject in binding["subjects"]
+        if subject["kind"] == "ServiceAccount"
+    }
+    told = ("executor", "operator", "collector", "ray")
+    assert bound == {f"r-cuda-agent-{name}": f"r-cuda-agent-{name}" for name in told}
+    accounts = dict.fromkeys(("prepare", "finish", "doctor"), "r-cuda-agent-operator")
+    accounts |= dict.fromkeys(("gc", "gc-plan"), "r-cuda-agent-collector")
+    accounts |= {task_name(stage.name): "r-cuda-agent-ray" for stage in STAGES if can_be_spread(stage)}
+    for made in of_kind(items, "WorkflowTemplate"):
+        assert made["spec"]["serviceAccountName"] == "r-cuda-agent-stage"
+        for item in made["spec"]["templates"]:
+            assert item.get("serviceAccountName") == accounts.get(item["name"])
+
+
+@needs_helm
+def test_no_role_reads_secrets_or_takes_everything():
+    for role in of_kind(objects(ALONE), "Role"):
+        for rule in role["rules"]:
+            assert "*" not in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]]
+            if "secrets" in rule["resources"]:
+                assert set(rule["verbs"]) <= {"create", "delete"}
+            assert "pods/exec" not in rule["resources"]
+    assert not of_kind(objects(ALONE), "ClusterRole") and not of_kind(objects(ALONE), "ClusterRoleBinding")
+
+
+@needs_helm
+@pytest.mark.parametrize("values", [ALONE, WITH_OTHERS], ids=["alone", "with others"])
+def test_the_network_denies_by_default_and_sandboxes_reach_nothing(values):
+    items = objects(values)
+    (deny,) = of_kind(items, "NetworkPolicy", "default-deny")
+    assert deny["spec"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    labels = next(item for item in pools(items) if item["kind"] == "StatefulSet")["spec"]["template"]["metadata"][
+        "labels"
+    ]
+    for policy in [*of_kind(items, "NetworkPolicy"), *of_kind(pools(items), "NetworkPolicy")]:
+        if selects(policy["spec"]["podSelector"], labels):
+            assert not policy["spec"].get("egress"), policy["metadata"]["name"]
+    (own,) = of_kind(pools(items), "NetworkPolicy")
+    (rule,) = own["spec"]["ingress"]
+    assert rule["ports"] == [{"port": PORT, "protocol": "TCP"}]
+    assert rule["from"][0]["podSelector"]["matchLabels"]["workflows.argoproj.io/workflow"] == "RUN"
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    for entry in selector.get("matchExpressions", []):
+        assert entry["operator"] == "In"
+        if labels.get(entry["key"]) not in entry["values"]:
+            return False
+    return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
+
+
+@needs_helm
+def test_selectors_find_the_pods_that_they_are_for():
+    items = objects(ALONE)
+    made = [*items, *pools(items), *engines(items)]
+    pods = [item["spec"]["template"]["metadata"]["labels"] for item in made if "template" in item.get("spec", {})]
+    for item in made:
+        if item["kind"] == "Service":
+            assert any(selects({"matchLabels": item["spec"]["selector"]}, labels) for labels in pods), item["metadata"][
+                "name"
+            ]
+        if item["kind"] in ("Deployment", "StatefulSet"):
+            assert selects(item["spec"]["selector"], item["spec"]["template"]["metadata"]["labels"])
+    (workflow,) = of_kind(items, "WorkflowTemplate", "-cpu-")
+    stages = [item["metadata"]["labels"] for item in workflow["spec"]["templates"] if "container" in item]
+    for policy in of_kind(items, "NetworkPolicy"):
+        assert any(selects(policy["spec"]["podSelector"], labels) for labels in [*pods, *stages]), policy["metadata"][
+            "name"
+        ]
+
+
+@needs_helm
+def test_every_reference_to_a_secret_an_account_or_a_claim_names_something_that_is_made():
+    items = objects(ALONE)
+    made = {(item["kind"], item["metadata"]["name"]) for item in items}
+    made |= {("Secret", "RUN-sandbox"), ("Secret", "{{workflow.name}}-sandbox")}  # by prepare
+    for item in [*items, *pools(items), *pools(items, "gpu"), *engines(items)]:
+        facts = flat(item)
+        for path, value in facts.items():
+            if path.endswith("secretKeyRef.name") or path.endswith("KeySecret.name"):
+                assert ("Secret", value) in made, path
+            if path.endswith("claimName") and value != "weights":  # that one is the platform engineer's
+                assert ("PersistentVolumeClaim", value) in made, path
+            if path.endswith("erviceAccountName"):
+                assert ("ServiceAccount", value) in made, path
+            if path.endswith("artifactRepositoryRef.configMap"):
+                assert ("ConfigMap", value) in made, path
+    (token,) = of_kind(items, "Secret", "executor.service-account-token")
+    assert token["metadata"]["annotations"]["kubernetes.io/service-account.name"] == "r-cuda-agent-executor"
+
+
+@needs_helm
+def test_the_policy_admits_only_this_releases_templates():
+    (policy,) = of_kind(objects(ALONE), "ValidatingAdmissionPolicy")
+    (binding,) = of_kind(objects(ALONE), "ValidatingAdmissionPolicyBinding")
+    assert policy["spec"]["failurePolicy"] == "Fail" and binding["spec"]["validationActions"] == ["Deny"]
+    assert binding["spec"]["matchResources"]["namespaceSelector"]["matchLabels"] == {
+        "kubernetes.io/metadata.name": "ns"
+    }
+    text = json.dumps(policy["spec"]["validations"])
+    assert "^r-cuda-agent-[a-z0-9-]+$" in text and "clusterScope" in text
+
+
+@needs_helm
+def test_logs_go_to_the_store_under_the_prefix():
+    (made,) = of_kind(objects(merged(WITH_OTHERS, {"store": {"prefix": "a/b"}})), "ConfigMap", "artifacts")
+    store = json.loads(made["data"]["store"])
+    assert store["s3"]["endpoint"] == "s3.test" and store["s3"]["insecure"] is False
+    assert store["s3"]["keyFormat"] == "a/b/argo/{{workflow.name}}/{{pod.name}}"
+    assert store["s3"]["accessKeySecret"] == {"name": "s3", "key": "accesskey"}
+
+
+@needs_helm
+def test_a_later_version_restarts_no_server_whose_image_stays(tmp_path):
+    """MinIO under a run that is live: what its pods are made of says nothing of the chart's version."""
+    later = tmp_path / "chart"
+    shutil.copytree(CHART, later)
+    about = (later / "Chart.yaml").read_text()
+    (later / "Chart.yaml").write_text(about.replace(f"ersion: {CHART_VERSION}", "ersion: 9.9.9"))
+    pinned = {name: {"tag": "1"} for name in ("stage", "sandbox", "minio", "mlflow")}
+    made = []
+    for folder in (CHART, later):
+        done = helm(
+            "template", "r", str(folder), "--kube-version", KUBERNETES, values=merged(ALONE, {"images": pinned})
+        )
+        items = [item for item in yaml.safe_load_all(done.stdout) if item]
+        made.append({item["metadata"]["name"]: item for item in of_kind(items, "Deployment")})
+    before, after = made
+    assert set(before) == {"r-cuda-agent-minio", "r-cuda-agent-mlflow"}
+    for name in before:
+        assert before[name]["metadata"]["labels"] != after[name]["metadata"]["labels"]
+        assert before[name]["spec"] == after[name]["spec"]
+
+
+@needs_helm
+def test_labels_are_on_everything():
+    for item in objects(merged(ALONE, {"commonLabels": {"team": "kernels"}})):
+        labels = item["metadata"]["labels"]
+        assert labels["app.kubernetes.io/instance"] == "r" and labels["team"] == "kernels", item["metadata"]["name"]
+        assert labels["helm.sh/chart"].startswith("cuda-agent-")
+
+
+@needs_helm
+@pytest.mark.parametrize("release", ["r", "cuda-agent", "a-release-with-a-name-of-forty-letters-00"])
+def test_names_are_short_enough_for_what_is_appended(release):
+    for item in template(ALONE, release=release):
+        longest = 63 if item["kind"] in ("Service", "WorkflowTemplate") else 253
+        assert len(item["metadata"]["name"]) <= longest
+        for value in item["metadata"]["labels"].values():
+            assert len(value) <= 63
+
+
+@needs_helm
+def test_the_notes_print_the_next_commands_and_warn(tmp_path):
+    """Helm shows notes only with a cluster; here they are rendered as an object of a copy of the chart."""
+    copy = tmp_path / "chart"
+    shutil.copytree(CHART, copy)
+    text = (copy / "templates" / "NOTES.txt").read_text()
+    as_object = (
+        'apiVersion: v1\nkind: ConfigMap\nmetadata: {name: notes}\ndata: {notes: {{ include "notes" . | quote }}}\n'
+    )
+    (copy / "templates" / "notes.yaml").write_text(f'{{{{ define "notes" }}}}{text}{{{{ end }}}}\n{as_object}')
+    values = merged(ALONE, {"networkPolicy": {"enabled": False}, "admission": {"enabled": False}})
+    done = helm("template", "r", str(copy), "--namespace", "ns", "--show-only", "templates/notes.yaml", values=values)
+    assert done.returncode == 0, done.stderr
+    notes = yaml.safe_load(done.stdout)["data"]["notes"]
+    assert "kubectl label namespace ns pod-security.kubernetes.io/enforce=restricted" in notes
+    for command in ("helm test r", "cuda-agent submit", "cuda-agent watch"):
+        assert command in notes
+    assert notes.count("WARNING") == 2
+
+
+@needs_helm
+def test_all_roles_have_a_pool():
+    sets = of_kind(pools(objects(ALONE)), "StatefulSet")
+    assert [item["metadata"]["labels"]["cuda-agent.io/role"] for item in sets] == list(ROLES)
+
+
+def test_dashboard_and_alerts_ask_for_metrics_that_exist():
+    known = set(re.findall(r"# TYPE (\S+)", _metrics().text()))
+    asked = set(re.findall(r"cuda_agent_sandbox_\w+", json.dumps([dashboards.dashboard(), dashboards.alerts()])))
+    assert asked and {re.sub(r"_(sum|count|bucket)$", "", name) for name in asked} <= known

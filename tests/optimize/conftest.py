@@ -1,0 +1,1 @@
+from tests.agent.conftest import loop, sandbox  # noqa: F401

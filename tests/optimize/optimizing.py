@@ -1,0 +1,89 @@
+"""A problem, solutions of it, and runs of `optimize` against a scripted server, for the tests of its parts."""
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from chat_server import Script, Served, call, serve
+
+from cuda_agent.agent.progress import Event
+from cuda_agent.config import Sandbox
+from cuda_agent.optimize.attempt import Terms
+from cuda_agent.optimize.search import Order, Outcome, optimize
+
+MODEL = """import torch
+
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return torch.sqrt(torch.abs(x)) + 1
+
+
+def get_inputs():
+    return [torch.randn(64, 256)]
+
+
+def get_init_inputs():
+    return []
+"""
+KERNEL = """#include <cmath>
+void fused(long block, long grid, const float* x, float* y, long n) {
+  for (long i = n * block / grid; i < n * (block + 1) / grid; i++) y[i] = std::sqrt(std::fabs(x[i])) + 1.0f;
+}
+"""
+
+
+def plan(grid: int) -> str:
+    node = {"kernel": "kernels/fused.cpp", "function": "fused", "grid": grid, "args": ["in0", "out0", "in0.numel"]}
+    return json.dumps({"nodes": [node]})
+
+
+WRITE = {
+    "calls": [call("Write", path="kernels/fused.cpp", content=KERNEL), call("Write", path="plan.json", content=plan(8))]
+}
+PROFILE = {"calls": [call("Bash", command="profile")]}
+DONE = [{"text": "Nothing more is to be gained."}]
+SANDBOX = Sandbox(clock="model", memory_mb=600)
+TERMS = Terms(turns=12, context=20_000, answer_tokens=2000, target=1.01)
+
+
+class Run:
+    """One run in ``folder``, and what it told."""
+
+    def __init__(self, folder: Path, cache: Path, sandbox: Sandbox = SANDBOX) -> None:
+        self.folder, self.cache, self.sandbox, self.events = folder, cache, sandbox, list[Event]()
+        self.served: Served | None = None
+
+    def __call__(self, script: Script, *, resume: bool = False, stop_at: Any = None, **changes: Any) -> Outcome:
+        terms = {name: value for name, value in changes.items() if name in Terms.__dataclass_fields__}
+        rest = {name: value for name, value in changes.items() if name not in terms}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        source = self.folder / "model.py"
+        if not source.exists():
+            source.write_text(MODEL)
+        self.events.clear()
+
+        async def work(url: str) -> Outcome:
+            stop = asyncio.Event()
+
+            def watch(event: Event) -> None:
+                self.events.append(event)
+                if stop_at and stop_at(event):
+                    stop.set()
+
+            order = Order(**({"base_url": url, "model": "scripted", "terms": replace(TERMS, **terms)} | rest))
+            return await optimize(order, self.sandbox, self.cache, source, self.folder / "out", resume, watch, stop)
+
+        with serve(script) as self.served:
+            return asyncio.run(work(self.served.url))
+
+    def kinds(self, kind: str) -> list[Event]:
+        return [event for event in self.events if event["kind"] == kind]
+
+    def results(self) -> str:
+        """What tools and the loop answered."""
+        return "\n".join(
+            event["message"]["content"] for event in self.kinds("message") if event["message"]["role"] != "assistant"
+        )

@@ -1,0 +1,352 @@
+import asyncio
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from cuda_agent.lease import Lease
+from cuda_agent.policy.engines import native
+from cuda_agent.policy.engines.decoder import DenseDecoder, GenericDecoder, make_decoder, verify
+from cuda_agent.policy.engines.engine import SamplingParams
+from cuda_agent.policy.engines.local import EngineError, LocalEngine, draw, uniforms
+from cuda_agent.policy.model import save_policy
+
+SMALL = {"vocab_size": 90, "max_position_embeddings": 128}
+DENSE = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 1e4,
+}
+
+
+def prompts(count, seed=0, shortest=5, longest=40):
+    rng = random.Random(seed)
+    return [[rng.randrange(256) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
+
+
+def serve(engine, jobs):
+    """Completions of (prompt, params), all submitted at once."""
+
+    async def all_of_them():
+        return await asyncio.gather(*(engine.generate(prompt, params) for prompt, params in jobs))
+
+    return asyncio.run(all_of_them())
+
+
+def reference(model, prompt, ids, temperature=1.0):
+    """Log-probabilities of ``ids`` behind ``prompt`` by the model's own forward pass."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / temperature
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids)[:, None])[:, 0].numpy()
+
+
+@pytest.fixture
+def engine(policy):
+    engine = LocalEngine(policy, threads=1, batch=4)
+    yield engine
+    asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: Qwen2ForCausalLM(Qwen2Config(**DENSE, num_key_value_heads=2)),
+        lambda: LlamaForCausalLM(LlamaConfig(**DENSE, num_key_value_heads=4)),
+        lambda: LlamaForCausalLM(LlamaConfig(**DENSE, num_key_value_heads=1, rope_parameters=LLAMA3)),
+        lambda: GPT2LMHeadModel(GPT2Config(vocab_size=90, n_positions=128, n_embd=32, n_layer=2, n_head=4)),
+    ],
+    ids=["qwen2", "llama", "llama3-rope", "gpt2"],
+)
+def test_every_decoder_agrees_with_its_model(model):
+    model = model().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    decoder = make_decoder(model, 2)
+    assert isinstance(decoder, GenericDecoder if model.config.model_type == "gpt2" else DenseDecoder)
+    assert verify(decoder, model) < 1e-5
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_steps_agree_with_the_model_with_and_without_a_compiler(policy, monkeypatch, compiled):
+    if not compiled:
+        monkeypatch.setattr(native.shutil, "which", lambda name: None)
+        monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    decoder = DenseDecoder(policy, 2)
+    assert (decoder.native is not None) == compiled
+    assert verify(decoder, policy) < 1e-5
+
+
+def test_a_prompt_longer_than_the_cache_so_far_makes_it_grow(policy):
+    decoder = DenseDecoder(policy, 2)
+    decoder.cache = decoder.cache[:, :, :, :8].clone()
+    assert verify(decoder, policy) < 1e-5
+
+
+def test_logprobs_are_those_of_the_model(engine, policy):
+    jobs = [
+        (prompt, SamplingParams(max_tokens=20 + i, seed=i, temperature=temperature))
+        for i, (prompt, temperature) in enumerate(zip(prompts(10), [1.0, 0.7, 1.5] * 4, strict=False))
+    ]
+    for (prompt, params), completion in zip(jobs, serve(engine, jobs), strict=True):
+        assert len(completion.ids) == params.max_tokens and completion.finish == "length"
+        wanted = reference(policy, prompt, completion.ids, params.temperature)
+        np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-4)
+
+
+def test_greedy_takes_the_likeliest_token(engine, policy):
+    prompt = prompts(1)[0]
+    (completion,) = serve(engine, [(prompt, SamplingParams(max_tokens=12, seed=0, temperature=0.0))])
+    with torch.no_grad():
+        logits = policy(input_ids=torch.tensor([prompt + completion.ids])).logits[0, len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == completion.ids
+    np.testing.assert_allclose(completion.logprobs, reference(policy, prompt, completion.ids), atol=1e-4)
+
+
+def test_a_stop_token_ends_the_completion_and_is_part_of_it(engine):
+    prompt = prompts(1)[0]
+    (free,) = serve(engine, [(prompt, SamplingParams(max_tokens=30, seed=3))])
+    stop = free.ids[7]
+    (stopped,) = serve(engine, [(prompt, SamplingParams(max_tokens=30, seed=3, stop_ids=(stop,)))])
+    assert stopped.finish == "stop"
+    assert stopped.ids == free.ids[: free.ids.index(stop) + 1]
+
+
+def test_a_completion_does_not_depend_on_its_company(policy):
+    jobs = [(p, SamplingParams(max_tokens=10 + 5 * (i % 4), seed=i % 3)) for i, p in enumerate(prompts(12))]
+
+    def ids(batch, jobs):
+        engine = LocalEngine(policy, threads=1, batch=batch)
+        completions = serve(engine, jobs)
+        asyncio.run(engine.close())
+        return [completion.ids for completion in completions]
+
+    together = ids(6, jobs)
+    assert ids(1, jobs) == together
+    assert ids(3, jobs[::-1])[::-1] == together
+
+
+async def lockstep(engine, episodes):
+    """Episodes of several turns that wait for nothing but the engine; all ids and log-probabilities."""
+
+    async def episode(index, prompt):
+        ids, seen = list(prompt), []
+        for turn in range(3):
+            completion = await engine.generate(ids, SamplingParams(4 + (index + turn) % 7, seed=10 * index + turn))
+            ids += [*completion.ids, 7, index]
+            seen.append((completion.ids, completion.logprobs))
+        return seen
+
+    return await asyncio.gather(*(episode(i, p) for i, p in enumerate(episodes)))
+
+
+def test_two_runs_in_lockstep_are_bit_identical(policy):
+    def run():
+        engine = LocalEngine(policy, threads=1, batch=4)
+        try:
+            return asyncio.run(lockstep(engine, prompts(9))), engine.counts.steps
+        finally:
+            asyncio.run(engine.close())
+
+    assert run() == run()
+
+
+def test_later_turns_start_behind_what_was_computed(engine, policy):
+    episodes = prompts(4, shortest=20)
+    turns = asyncio.run(lockstep(engine, episodes))
+    prompt_tokens = sum(map(len, episodes))
+    later = 4 * 2 * 3  # of each later turn: the last sampled token and the two that follow it
+    assert engine.counts.prefilled == prompt_tokens + later
+    for prompt, seen in zip(episodes, turns, strict=True):
+        ids = list(prompt)
+        for sampled, logprobs in seen:
+            np.testing.assert_allclose(logprobs, reference(policy, ids, sampled), atol=1e-4)
+            ids += [*sampled, 7, episodes.index(prompt)]
+
+
+def test_samples_of_one_prompt_compute_it_once(engine, policy):
+    prompt = prompts(1, shortest=30)[0]
+    jobs = [(prompt, SamplingParams(max_tokens=8, seed=seed)) for seed in range(7)]  # more than a batch
+    completions = serve(engine, jobs)
+    assert engine.counts.prefilled <= len(prompt) + 3
+    assert len({tuple(c.ids) for c in completions}) > 1
+    for completion in completions:
+        np.testing.assert_allclose(completion.logprobs, reference(policy, prompt, completion.ids), atol=1e-4)
+
+
+def test_an_architecture_it_does_not_know_is_served_too():
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=128, n_embd=32, n_layer=2, n_head=4)).eval()
+    engine = LocalEngine(model, threads=1, batch=3)
+    turns = asyncio.run(lockstep(engine, prompts(5, shortest=10)))
+    for index, (prompt, seen) in enumerate(zip(prompts(5, shortest=10), turns, strict=True)):
+        ids = list(prompt)
+        for sampled, logprobs in seen:
+            np.testing.assert_allclose(logprobs, reference(model, ids, sampled), atol=1e-4)
+            ids += [*sampled, 7, index]
+    assert engine.counts.reused > 0
+    asyncio.run(engine.close())
+
+
+def test_noise_depends_on_seed_and_position_alone():
+    whole = uniforms(5, 0, 40)
+    for start in range(1, 9):
+        np.testing.assert_array_equal(uniforms(5, start, 20), whole[start : start + 20])
+    assert not np.array_equal(uniforms(6, 0, 40), whole)
+    assert uniforms(-1, 0, 3).shape == (3,)
+
+
+def test_draws_follow_the_distribution():
+    logits = torch.tensor([0.5, -torch.inf, 2.0, 0.0, -1.0])
+    noise = torch.from_numpy(uniforms(1, 0, 20000))
+    ids, logprobs = draw(logits.expand(20000, 5), noise, [1.0] * 20000)
+    wanted = torch.softmax(logits, -1)
+    assert torch.allclose(torch.bincount(torch.tensor(ids), minlength=5) / 20000, wanted, atol=0.015)
+    assert 1 not in ids and logprobs[0] == pytest.approx(wanted.log()[ids[0]].item(), abs=1e-6)
+
+
+def test_new_weights_are_served_from_the_next_call_on(engine, policy, tokenizer, tmp_path):
+    changed = copy.deepcopy(policy)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    save_policy(changed, tokenizer, tmp_path)
+    prompt, params = prompts(1)[0], SamplingParams(max_tokens=25, seed=0)
+
+    async def script():
+        under_way = [asyncio.ensure_future(engine.generate(prompt, params)) for _ in range(2)]
+        while not engine.counts.prefilled:  # both join the same batch
+            await asyncio.sleep(0)
+        await engine.update(1, str(tmp_path))
+        after = await engine.generate(prompt, params)
+        await engine.update_from(policy, 2)
+        return await asyncio.gather(*under_way), after, await engine.generate(prompt, params)
+
+    before, after, back = asyncio.run(script())
+    for completion, model, version in [
+        (before[0], policy, 0),
+        (before[1], policy, 0),
+        (after, changed, 1),
+        (back, policy, 2),
+    ]:
+        assert completion.version == version
+        np.testing.assert_allclose(completion.logprobs, reference(model, prompt, completion.ids), atol=1e-4)
+
+
+def test_what_waits_for_a_row_during_a_change_gets_the_new_weights(policy, tmp_path):
+    changed = copy.deepcopy(policy)
+    with torch.no_grad():
+        changed.lm_head.weight.add_(0.05 * torch.randn_like(changed.lm_head.weight))
+    engine = LocalEngine(policy, threads=1, batch=2, lease=Lease(tmp_path))
+    asked = prompts(3)
+
+    async def script():
+        with Lease(tmp_path).timing():  # holds the worker while the first two have their rows
+            jobs = [asyncio.ensure_future(engine.generate(prompt, SamplingParams(25, seed=0))) for prompt in asked]
+            while not engine.counts.prefilled:
+                await asyncio.sleep(0)
+            change = asyncio.ensure_future(engine.update_from(changed, 1))
+            await asyncio.sleep(0)
+        await change
+        return await asyncio.gather(*jobs)
+
+    completions = asyncio.run(script())
+    assert [completion.version for completion in completions] == [0, 0, 1]
+    for model, prompt, completion in zip([policy, policy, changed], asked, completions, strict=True):
+        np.testing.assert_allclose(completion.logprobs, reference(model, prompt, completion.ids), atol=1e-4)
+    asyncio.run(engine.close())
+
+
+def test_stale_weights_fail_loudly(engine, policy, monkeypatch):
+    monkeypatch.setattr(engine._decoder, "take", lambda model: True)
+    changed = copy.deepcopy(policy)
+    with torch.no_grad():
+        changed.model.layers[0].mlp.up_proj.weight.mul_(1.1)
+    with pytest.raises(EngineError, match="differ"):
+        asyncio.run(engine.update_from(changed, 1))
+    with pytest.raises(EngineError, match="failed"):
+        serve(engine, [([1], SamplingParams(max_tokens=1, seed=0))])
+
+
+def test_a_model_of_another_shape_makes_a_new_decoder(engine, policy):
+    old = engine._decoder
+    shallow = copy.deepcopy(policy)
+    shallow.model.layers = shallow.model.layers[:1]
+    asyncio.run(engine.update_from(shallow, 1))
+    assert engine._decoder is not old
+    prompt = prompts(1)[0]
+    (completion,) = serve(engine, [(prompt, SamplingParams(max_tokens=9, seed=3))])
+    np.testing.assert_allclose(completion.logprobs, reference(shallow, prompt, completion.ids), atol=1e-4)
+
+
+def test_training_the_model_in_place_does_not_leak_into_the_engine(policy):
+    model = copy.deepcopy(policy)
+    engine = LocalEngine(model, threads=1, batch=2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    prompt = prompts(1)[0]
+    (completion,) = serve(engine, [(prompt, SamplingParams(max_tokens=5, seed=0))])
+    np.testing.assert_allclose(completion.logprobs, reference(policy, prompt, completion.ids), atol=1e-4)
+    asyncio.run(engine.close())
+
+
+def test_a_cancelled_request_frees_its_row(policy, tmp_path):
+    engine = LocalEngine(policy, threads=1, batch=4, lease=Lease(tmp_path))
+
+    async def script():
+        with Lease(tmp_path).timing():  # holds the worker while all four are in the batch
+            jobs = [asyncio.ensure_future(engine.generate(p, SamplingParams(30, seed=0))) for p in prompts(4)]
+            await asyncio.sleep(0.02)
+            jobs[1].cancel()
+        done = await asyncio.gather(*jobs, return_exceptions=True)
+        return done, await engine.generate([1, 2], SamplingParams(3, seed=0))
+
+    done, after = asyncio.run(script())
+    assert [isinstance(result, asyncio.CancelledError) for result in done] == [False, True, False, False]
+    assert len(after.ids) == 3 and engine.counts.sampled < 3 * 30 + 3 + 30
+    asyncio.run(engine.close())
+
+
+def test_the_context_is_a_limit(engine):
+    (completion,) = serve(engine, [([1] * 120, SamplingParams(max_tokens=50, seed=0))])
+    assert len(completion.ids) == engine.context - 120 and completion.finish == "length"
+    with pytest.raises(ValueError, match="no room"):
+        serve(engine, [([1] * 128, SamplingParams(max_tokens=1, seed=0))])
+
+
+def test_decoding_waits_while_a_time_is_taken(policy, tmp_path):
+    engine = LocalEngine(policy, threads=1, batch=2, lease=Lease(tmp_path))
+
+    async def script():
+        job = asyncio.ensure_future(engine.generate([1, 2, 3], SamplingParams(60, seed=0)))
+        with Lease(tmp_path).timing():
+            steps = engine.counts.steps
+            await asyncio.sleep(0.05)
+            assert engine.counts.steps == steps and not job.done()
+        await job
+
+    asyncio.run(script())
+    asyncio.run(engine.close())
+
+
+def test_a_closed_engine_refuses(policy):
+    engine = LocalEngine(policy, threads=1, batch=2)
+
+    async def script():
+        job = asyncio.ensure_future(engine.generate([1], SamplingParams(100, seed=0)))
+        await asyncio.sleep(0)  # submitted; the batch is not closed yet
+        await engine.close()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate([1], SamplingParams(1, seed=0))
+
+    asyncio.run(script())

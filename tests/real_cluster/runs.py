@@ -1,0 +1,156 @@
+"""Runs on an installed release: submitted by the command line, followed by what Argo says of them.
+
+Covers the smallest run that has every stage, waiting for a stage or for a run's end, and holding a run still. Does not
+cover what comes out of a run (the tests).
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import probing
+from kubectl import Cluster, wait_for
+from release import Release
+
+from cuda_agent.cluster import submit as commands
+from cuda_agent.cluster.submit import ENDED, phase, views
+from cuda_agent.config import compose
+from cuda_agent.pipeline.local import StageView
+
+# Every stage for real, with as few evaluations as there can be: they are what takes time in pods.
+TINY = (
+    "experiment=smoke", "sandbox.clock=model", "synthesis.train=2", "synthesis.heldout=1", "synthesis.catalogue=0",
+    "bootstrap.verify=0", "warmup.batch=2", "warmup.samples=1", "collect.samples=1", "agentic.steps=1",
+    "agentic.batch=2", "agentic.samples=1", "agent.turns=3", "evaluate.turns=3",
+)  # fmt: skip
+OTHER = "agentic.actor_lr=1.5e-4"  # another run, of which only the last stages are not those of the first
+ROLES = ("workspace", "build", "evaluate")
+LONG = 2400.0  # seconds; far more than any wait here takes on a machine that does nothing else
+
+
+def submission(run: str) -> commands.Submission:
+    """What ``submit`` would send."""
+    return commands.submission(compose([*TINY, f"run.name={run}"]), "cpu", "cuda-agent")
+
+
+def submit(installed: Release, run: str, *overrides: str) -> None:
+    done = installed.command("submit", *TINY, *overrides, f"run.name={run}")
+    assert done.returncode == 0, done.stderr
+
+
+def stages(space: Cluster, workflow: str) -> dict[str, StageView]:
+    return {view.name: view for view in views(space.get("workflow", workflow))}
+
+
+def reaches(space: Cluster, workflow: str, stage: str, *states: str) -> StageView:
+    """Waits until the stage is in one of these states; raises when the run ends before."""
+
+    def look() -> StageView | None:
+        found = space.get("workflow", workflow)
+        view = next(view for view in views(found) if view.name == stage)
+        if view.state in states:
+            return view
+        assert phase(found) not in ENDED, f"{workflow} has ended with {stage} {view.state}: {said(space, workflow)}"
+        return None
+
+    return wait_for(f"{stage} of {workflow} is {states}", LONG, look)  # type: ignore[return-value]
+
+
+def ended(space: Cluster, workflow: str) -> dict[str, Any]:
+    """Waits for the run's end; its Workflow then."""
+
+    def look() -> dict[str, Any] | None:
+        found: dict[str, Any] = space.get("workflow", workflow)
+        return found if phase(found) in ENDED else None
+
+    return wait_for(f"{workflow} ends", LONG, look)  # type: ignore[return-value]
+
+
+def succeeded(space: Cluster, workflow: str) -> dict[str, Any]:
+    found = ended(space, workflow)
+    assert phase(found) == "Succeeded", said(space, workflow)
+    return found
+
+
+def suspend(space: Cluster, workflow: str, held: bool) -> None:
+    """What runs goes on to its end; nothing else begins while it is held."""
+    space.run("patch", "workflow", workflow, "--type=merge", "-p", json.dumps({"spec": {"suspend": held}}))
+
+
+def said(space: Cluster, workflow: str) -> str:
+    """What there is to read of a run that went wrong."""
+    lines = [f"{view.name}: {view.state} {view.message}" for view in stages(space, workflow).values()]
+    for pod in pods_of(space, workflow):
+        log = space.try_run("logs", pod, "-c", "main", "--tail=20").stdout
+        lines.append(f"--- {pod}\n{log}")
+    return "\n".join(lines)
+
+
+def pods_of(space: Cluster, workflow: str) -> list[str]:
+    """Names of the stages' pods that are there, oldest first."""
+    found = space.get("pods", "-l", f"workflows.argoproj.io/workflow={workflow}")["items"]
+    found.sort(key=lambda pod: pod["metadata"]["creationTimestamp"])
+    return [pod["metadata"]["name"] for pod in found]
+
+
+def pod_of(space: Cluster, workflow: str, stage: str) -> str:
+    """The running pod of a stage."""
+
+    def look() -> str:
+        for pod in space.get("pods", "-l", f"workflows.argoproj.io/workflow={workflow}")["items"]:
+            node = pod["metadata"]["annotations"]["workflows.argoproj.io/node-name"]
+            state = pod["status"].get("containerStatuses", [])
+            main = next((has for has in state if has["name"] == "main"), {})
+            if node.rsplit(".", 1)[-1].split("(")[0] == stage and "running" in main.get("state", {}):
+                return str(pod["metadata"]["name"])
+        return ""
+
+    return wait_for(f"a pod of {stage}", LONG, look)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A run that goes no further. ``from_stage``: what its first stage could reach, asked from inside of its pod."""
+
+    installed: Release
+    name: str
+    from_stage: set[str]
+    tokens: str  # what that pod has where tokens would be
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.installed.cluster
+
+    @property
+    def servers(self) -> Sequence[str]:
+        return [f"{self.name}-{role}-0" for role in ROLES]
+
+    def places(self) -> dict[str, probing.Place]:
+        """All that a pod of the namespace might try to reach."""
+        return probing.cluster_places(self.cluster) | {
+            "MinIO": probing.service_of(self.cluster, "cuda-agent-minio", 9000),
+            "MLflow": probing.service_of(self.cluster, "cuda-agent-mlflow", 5000),
+            **{
+                f"its {role}": ("tcp", probing.address_of(self.cluster, f"{self.name}-{role}-0"), 8750)
+                for role in ROLES
+            },
+        }
+
+
+@contextmanager
+def hold(installed: Release, name: str) -> Iterator[Held]:
+    space = installed.cluster
+    # A seed of its own: a first stage that the cache serves has no pod.  And long enough to be asked from inside.
+    submit(installed, name, "seed=11", "synthesis.train=40", "synthesis.max_candidates=200")
+    try:
+        pod = pod_of(space, name, "synthesis")
+        suspend(space, name, True)
+        bare = Held(installed, name, set(), "")
+        found = probing.reached(space, pod, bare.places())
+        tokens = space.try_run("exec", pod, "-c", "main", "--", "ls", "/var/run/secrets", "/run/secrets").stdout
+        yield Held(installed, name, found, tokens)
+    finally:
+        installed.command("cancel", name, "--now")  # first: what is let go would begin its next stage
+        suspend(space, name, False)

@@ -1,0 +1,147 @@
+"""A small policy, a few of the teacher's tasks, and a stage's context to learn by rewards in."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.config import Bootstrap, Config, restricted
+from cuda_agent.context import StageContext
+from cuda_agent.pipeline.checkpoints import StageCheckpoints
+from cuda_agent.pipeline.graph import STAGES
+from cuda_agent.policy.model import new_policy, save_policy, train_tokenizer
+from cuda_agent.rl.dialogues import corpus, texts
+from cuda_agent.sandbox.jail.descendants import descendants
+from cuda_agent.storage import open_store
+from cuda_agent.synthesis.family import sample_task
+from cuda_agent.tasks.io import write_tasks
+from cuda_agent.tracking import FileTracker, read_metrics
+from tests import made_once
+
+POLICY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 32, "vocab": 512, "context": 1024}
+
+
+def config(**sections: Any) -> Config:
+    values: dict[str, Any] = {
+        "policy": POLICY | {"engine": "scripted", "threads": 1},
+        "sandbox": {"clock": "model", "checks": 2, "timed_calls": 3},
+        "warmup": {"steps": 2, "batch": 4, "samples": 2, "minibatches": 2, "context": 1024},
+        "agent": {"turn_tokens": 300},
+        "collect": {"samples": 2},
+        "ray": {"staleness": 0},
+    }
+    for name, settings in sections.items():
+        values[name] = {**values.get(name, {}), **settings} if isinstance(settings, dict) else settings
+    return Config.model_validate(values)
+
+
+def make_inputs(folder: Path, **policy: Any) -> dict[str, Path]:
+    """Folders of a policy with random weights, and of tasks."""
+    inputs = {name: folder / name for name in ("policy", "tasks")}
+    for path in inputs.values():
+        path.mkdir(parents=True)
+    tokenizer = train_tokenizer(texts(corpus(Bootstrap(examples=40), 0, set())), POLICY["vocab"])
+    save_policy(new_policy(config(policy=policy).policy, tokenizer, 0), tokenizer, inputs["policy"])
+    rng = random.Random(5)
+    write_tasks(inputs["tasks"], [sample_task(rng) for _ in range(2)])
+    return inputs
+
+
+def context(folder: Path, settings: Config, inputs: dict[str, Path], name: str = "warmup") -> StageContext:
+    """What the graph gives the stage.  ``cache`` is the machine's, so what was compiled for one test is there for the
+    next."""
+    (stage,) = (stage for stage in STAGES if stage.name == name)
+    for part in ("policy", *stage.outputs, "scratch", "work"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    tracker = FileTracker(folder / "said")
+    cache = folder / "cache"
+    cache.mkdir(exist_ok=True)
+    return StageContext(
+        name=name,
+        config=restricted(settings, stage.config),
+        inputs=inputs,
+        outputs={output: folder / output for output in ("policy", *stage.outputs)},
+        work=folder / "work",
+        tracker=tracker,
+        checkpoints=StageCheckpoints(open_store(str(folder / "store")), name, "key", folder / "scratch", tracker),
+        should_stop=lambda: False,
+        cache=made_once.share(cache),
+    )
+
+
+def wait_until(true: Callable[[], Any], seconds: float = 120.0) -> Any:
+    """What ``true`` gives once it is something."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := true():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it never came")
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def of_ray(folder: Path | None = None) -> list[int]:
+    """Processes of Ray's, of the session in ``folder`` or of any, that are below this process or were."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"cuda-agent-ray-%d-" % os.getpid() in words if folder is None else str(folder).encode() in words:
+            found.append(int(entry.name))
+    return found
+
+
+def learnt(folder: Path) -> tuple[bytes, list[int], list[float]]:
+    """The final weights, the steps, and their rewards."""
+    steps = read_metrics(folder / "said" / "metrics.jsonl")
+    rewards = [values["reward"] for values in steps.values()]
+    return (folder / "policy" / "model.safetensors").read_bytes(), list(steps), rewards
+
+
+def busy(title: str, below: int | None = None) -> list[int]:
+    """Actors below this process that are at ``title``, as Ray names its processes."""
+    found = []
+    for pid in descendants(below or os.getpid()):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if words.startswith(f"ray::{title}".encode()):
+            found.append(pid)
+    return found
+
+
+class Killer(threading.Thread):
+    """Kills the first process that is at ``title``, or the first ``of`` those, once ``when`` is true."""
+
+    def __init__(self, title: str, when=lambda: True, of=lambda found: found) -> None:
+        super().__init__(daemon=True)
+        self.title, self.when, self.of, self.killed = title, when, of, []
+        self.start()
+
+    def run(self) -> None:
+        end = time.monotonic() + 300
+        while time.monotonic() < end and not self.killed:
+            if self.when() and (found := self.of(busy(self.title))):
+                os.kill(found[0], signal.SIGKILL)
+                self.killed.append(found[0])
+            time.sleep(0.001)
+
+
+def step_done(folder: Path, step: int) -> Callable[[], bool]:
+    return lambda: any(folder.glob(f"store/checkpoints/warmup/key/{step:08d}-*.json"))

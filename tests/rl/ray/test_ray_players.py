@@ -1,0 +1,148 @@
+"""Dealing episodes out to rollout workers: what is lost is played again, and nothing else.  No Ray runs."""
+
+import asyncio
+from importlib.util import find_spec
+
+import pytest
+
+from cuda_agent.errors import TryAgain
+from cuda_agent.policy.episode import Episode, to_line
+from cuda_agent.rl.ray.players import Harvest, Lost, RayPlayers, Served
+from cuda_agent.rl.rollouts import Budget, episodes_of
+from cuda_agent.tasks.task import Task
+from tests.rl.ray.ray_cases import config, context
+
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray (pip install '.[ray]')")
+TASKS = [Task(name, "", (), "torch#1") for name in ("a", "b", "c")]
+
+
+class Method:
+    """``actor.method.remote(...)``, as Ray has it."""
+
+    def __init__(self, call):
+        self.remote = call
+
+    def options(self, **options):
+        return self
+
+
+class Actor:
+    """Plays what it is given, and is lost after ``plays`` episodes."""
+
+    def __init__(self, plays=1000):
+        self.plays, self.played, self.versions = plays, [], []
+        self.open, self.stop, self.close = Method(self._nothing), Method(self._nothing), Method(self._nothing)
+        self.play, self.serve = Method(self._play), Method(self._serve)
+
+    async def _nothing(self):
+        await asyncio.sleep(0)
+
+    async def _serve(self, version, weights, digest):
+        self.versions.append((version, weights))
+
+    async def _play(self, jobs, kind):
+        for task, name in jobs:
+            await asyncio.sleep(0)
+            if len(self.played) == self.plays:
+                raise Lost("its pod is gone")
+            self.played.append(name)
+            yield self._line(task, name)
+
+    async def _line(self, task, name):
+        return to_line(Episode(name, task.name, "agent", [1], [1], [0.0], [0], [0], 1.0, "answer"))
+
+
+@pytest.fixture
+def players(tmp_path, monkeypatch, inputs):
+    """``players(actors)``: two places, in which these are put one after the other."""
+    ray = pytest.importorskip("ray")
+
+    def make(actors, newest=None):
+        left = iter(actors)
+        monkeypatch.setattr(ray, "put", lambda thing: thing)
+        monkeypatch.setattr(ray, "kill", lambda actor: None)
+        monkeypatch.setattr(ray, "remote", lambda kind: Method(lambda *arguments: next(left)))
+        ctx = context(tmp_path, config(runtime="ray"), inputs)
+        return RayPlayers(ctx, Budget(1, 64, 1.0), None, 0, newest), ctx
+
+    return make
+
+
+def run(players, *rounds):
+    """The ids that each round gave, and those that were told on the way."""
+
+    async def script():
+        await players.open()
+        told = []
+        given = [[e.id for e in await players.play(jobs, "agent", lambda e: told.append(e.id))] for jobs in rounds]
+        await players.close()
+        return given, told
+
+    return asyncio.run(script())
+
+
+@pytest.mark.parametrize("plays", [0, 1, 2])
+def test_what_a_lost_worker_had_not_given_back_is_played_by_others_and_the_rest_is_not(players, plays):
+    actors = [Actor(plays), Actor(), Actor()]
+    jobs = episodes_of(TASKS, 2, "s")
+    made, ctx = players(actors)
+    given, told = run(made, jobs, jobs)
+    assert given == 2 * [[name for _, name in jobs]]
+    assert sorted(told) == sorted(2 * [name for _, name in jobs])
+    assert sum(len(actor.played) for actor in actors) == 12 and actors[2].played
+    assert [note for note in ctx.tracker.notes() if note.startswith("rollout worker 0 was lost: its pod is gone")]
+
+
+def test_a_round_of_nothing_ends_at_once(players):
+    assert run(players([Actor(), Actor()])[0], []) == ([[]], [])
+
+
+def test_workers_that_are_lost_again_and_again_end_the_stage(players):
+    made, _ = players(Actor(plays=0) for _ in range(100))
+    with pytest.raises(
+        TryAgain, match="7 rollout workers were lost one after the other, the last one: its pod is gone"
+    ):
+        run(made, episodes_of(TASKS, 2, "s"))
+
+
+def test_what_goes_wrong_in_the_stage_itself_is_raised(players):
+    made, _ = players([Actor(), Actor()])
+
+    async def script():
+        await made.open()
+        try:
+            await made.play(episodes_of(TASKS, 1, "s"), "agent", lambda episode: 1 / 0)
+        finally:
+            await made.close()
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(script())
+
+
+def test_a_worker_that_comes_late_is_given_the_newest_weights_before_it_plays(players):
+    """The first time there is something newer already, which it waits for."""
+    asked = []
+
+    async def newest(served):
+        asked.append(served.version)
+        return served._replace(weights="weights") if len(asked) > 1 else None
+
+    actors = [Actor(plays=0), Actor(), Actor()]
+    made, _ = players(actors, newest)
+
+    async def script():
+        await made.open()
+        await made.serve(Served(1, "one", "given"))
+        jobs = episodes_of(TASKS, 1, "s")
+        harvest = Harvest(jobs, TASKS, 1)
+        assert await made.reap(harvest, jobs, "agent") == 1 and harvest.full
+        while not asked:
+            await asyncio.sleep(0)
+        await made.serve(Served(2, "two", None))
+        while len(made.living) < 2:
+            await asyncio.sleep(0)
+        await made.close()
+
+    asyncio.run(script())
+    assert asked == [1, 2] and actors[2].versions == [(2, "weights")]
+    assert actors[1].versions == [(1, "given"), (2, None)]

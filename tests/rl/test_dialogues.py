@@ -1,0 +1,118 @@
+import random
+
+import pytest
+
+from cuda_agent.agent.prompt import parse_answer
+from cuda_agent.agent.tools import TOOL_NAMES
+from cuda_agent.config import Bootstrap
+from cuda_agent.policy.chat import Chat
+from cuda_agent.policy.model import train_tokenizer
+from cuda_agent.rl.dialogues import corpus, encode, episode, one_shot, texts
+from cuda_agent.synthesis.family import combination, sample_task
+from cuda_agent.synthesis.teacher import KERNEL, PLAN
+
+
+@pytest.fixture(scope="module")
+def dialogues():
+    return corpus(Bootstrap(examples=300), 0, set())
+
+
+@pytest.fixture(scope="module")
+def chat(dialogues):
+    return Chat(train_tokenizer(texts(dialogues), 1024), "compact")
+
+
+def _assistant(dialogue):
+    return [message for message in dialogue if message["role"] == "assistant"]
+
+
+def _replayed(dialogue):
+    """The files as the tools would leave them, after every turn."""
+    files, states = {}, []
+    for turn in _assistant(dialogue):
+        for call in turn.get("tool_calls", ()):
+            arguments = call["arguments"]
+            if call["name"] == "Write":
+                files[arguments["path"]] = arguments["content"]
+            elif call["name"] == "Edit":
+                assert files[arguments["path"]].count(arguments["old_string"]) == 1
+                text = files[arguments["path"]].replace(arguments["old_string"], arguments["new_string"])
+                files[arguments["path"]] = text
+        states.append(dict(files))
+    return states
+
+
+def test_the_corpus_has_the_size_and_shares_that_were_asked_for(dialogues):
+    assert len(dialogues) == 300
+    agents = [dialogue for dialogue in dialogues if dialogue[0]["content"] == "agent"]
+    assert 0.3 < len(agents) / 300 < 0.5
+    spoilt = sum(any(turn.get("spoilt") for turn in _assistant(dialogue)) for dialogue in agents)
+    assert 0 < spoilt < len(agents) / 2
+
+
+def test_the_same_seed_gives_the_same_corpus_and_another_seed_another(dialogues):
+    assert corpus(Bootstrap(examples=20), 0, set()) == dialogues[:20]
+    assert corpus(Bootstrap(examples=20), 1, set()) != dialogues[:20]
+
+
+def test_held_out_combinations_never_occur():
+    rng = random.Random(0)
+    excluded = {combination(sample_task(rng)) for _ in range(3000)}
+    wanted = one_shot, episode
+    seen = set()
+
+    def spy(task, rng, *rest):
+        seen.add(combination(task))
+        return wanted[bool(rest)](task, rng, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cuda_agent.rl.dialogues.one_shot", spy)
+        patch.setattr("cuda_agent.rl.dialogues.episode", spy)
+        corpus(Bootstrap(examples=300), 0, excluded)
+    assert seen and not seen & excluded
+
+
+def test_a_one_shot_answer_holds_both_files():
+    rng = random.Random(1)
+    for _ in range(20):
+        assert set(parse_answer(one_shot(sample_task(rng), rng)[-1]["content"])) == {KERNEL, PLAN}
+
+
+def test_episodes_call_tools_that_exist_and_every_call_has_a_result():
+    rng = random.Random(2)
+    for repair in (False, True) * 20:
+        dialogue = episode(sample_task(rng), rng, repair)
+        for position, message in enumerate(dialogue):
+            calls = message.get("tool_calls", ())
+            assert {call["name"] for call in calls} <= TOOL_NAMES
+            following = dialogue[position + 1 : position + 2 + len(calls)]
+            assert not calls or [m["role"] for m in following] == ["tool"] * len(calls) + ["assistant"]
+        assert dialogue[-1] == {"role": "assistant", "content": "done"}
+
+
+def test_a_mistake_is_reported_mended_and_not_imitated(chat):
+    rng = random.Random(3)
+    for _ in range(20):
+        dialogue = episode(sample_task(rng), rng, repair=True)
+        first, second = _replayed(dialogue)[:2]
+        assert first != second
+        reports = [message["content"] for message in dialogue if message["role"] == "tool"]
+        assert reports[2].startswith(("verify: wrong", "build error: kernels/fused.cpp:"))
+        assert "verify: ok" in reports[3:]
+        ids, mask = encode(dialogue, chat)
+        learnt = chat.tokenizer.decode([i for i, one in zip(ids, mask, strict=True) if one])
+        assert "Edit" in learnt and first[KERNEL] not in learnt
+
+
+def test_without_mistakes_the_mask_is_the_chats(chat, dialogues):
+    for dialogue in dialogues[:60]:
+        if not any(turn.get("spoilt") for turn in _assistant(dialogue)):
+            assert encode(dialogue, chat) == chat.encode_dialogue(dialogue)
+
+
+def test_answers_and_episodes_are_short(chat, dialogues):
+    for dialogue in dialogues:
+        ids, mask = encode(dialogue, chat)
+        assert len(ids) <= 600
+        if dialogue[0]["content"] == "answer":
+            assert sum(mask) <= 150

@@ -1,0 +1,280 @@
+"""Solutions that bring their own compilers: a first pass that may start programs, a second one that finds its fruit."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cuda_agent.sandbox.build import builder
+from cuda_agent.sandbox.formats import first_pass
+from cuda_agent.sandbox.wire import Solution
+from tests.sandbox.conftest import Running, task
+
+MODEL = """
+import ctypes, json, os, socket, subprocess, sys, time
+import torch
+PREPARE
+class ModelNew(torch.nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+    def forward(self, x):
+        FORWARD
+"""
+HONEST = "return torch.relu(x) * self.scale"
+ASKS = "# triton\n"
+
+
+def solution(prepare: str = "", forward: str = HONEST, **files: str) -> Solution:
+    code = MODEL.replace("PREPARE", prepare).replace("FORWARD", forward)
+    return Solution("python", {"model_new.py": code, **files})
+
+
+def kept(running: Running) -> list[Path]:
+    """The folders that first passes left, newest last."""
+    marks = (running.sandbox.cache / "passes").glob("*/*.done")
+    return [mark.with_suffix("") for mark in sorted(marks, key=lambda mark: mark.stat().st_mtime_ns)]
+
+
+def processes_that_say(word: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if word in line:
+            found.append(line)
+    return found
+
+
+COMPILED = solution(
+    "@torch.compile\ndef chain(x, scale):\n    return torch.relu(x) * scale", "return chain(x, self.scale)"
+)
+
+
+@pytest.mark.nightly  # TorchInductor's own headers take half a minute
+def test_torch_compile_works(running: Running) -> None:
+    verdict = running.evaluate(task(), COMPILED)
+    assert (verdict.status, verdict.message, verdict.checks) == ("ok", "", 5)
+    assert (kept(running)[-1] / "inductor").is_dir()
+
+
+OWN_COMPILER = solution(
+    """
+SOURCE = 'extern "C" void chain(const float* x, float* y, long n, double s) {' \\
+    'for (long i = 0; i < n; i++) y[i] = x[i] > 0 ? x[i] * (float)s : 0; }'
+def library():
+    if not os.path.exists("chain.so"):
+        open("chain.cpp", "w").write(SOURCE)
+        command = ["g++", "-O2", "-shared", "-fPIC", "chain.cpp", "-o", "chain.so"]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    found = ctypes.CDLL(os.path.abspath("chain.so"))
+    found.chain.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_double]
+    return found
+VERSION = subprocess.check_output(["g++", "--version"])
+""",
+    """y = torch.empty_like(x)
+        library().chain(x.data_ptr(), y.data_ptr(), x.numel(), self.scale)
+        return y""",
+)
+
+
+def test_a_solution_that_was_refused_a_program_gets_a_first_pass(running: Running) -> None:
+    assert not first_pass.asks(OWN_COMPILER.files["model_new.py"])
+    verdict = running.evaluate(task(), OWN_COMPILER)
+    assert (verdict.status, verdict.message) == ("ok", "")
+    assert (kept(running)[-1] / "chain.so").is_file()
+
+
+def test_what_a_first_pass_left_is_kept_for_the_same_solution_and_task_only(running: Running) -> None:
+    before = len(kept(running))
+    counting = solution(ASKS + "open('when', 'w').write(str(time.time()))" + "\n" * 3).files["model_new.py"]
+    counting = counting.replace(
+        "open('when', 'w')", "(open('when', 'w') if os.access('.', os.W_OK) else open('/dev/null', 'w'))"
+    )
+    one = Solution("python", {"model_new.py": counting})
+    assert running.evaluate(task(), one).status == "ok"
+    place = kept(running)[-1]
+    when = (place / "when").read_text()
+    shutil.rmtree(running.sandbox.cache / "verdicts")
+    assert running.evaluate(task(), one).status == "ok"
+    assert (place / "when").read_text() == when and len(kept(running)) == before + 1
+    assert running.evaluate(task(task().code.replace("1.5", "2.5"), "other"), one).status == "ok"
+    assert len(kept(running)) == before + 2
+    mine = [entry.stat() for entry in place.rglob("*")]
+    assert all(s.st_uid == os.getuid() and not s.st_mode & 0o022 for s in mine)
+
+
+BROKEN = """
+from torch.utils.cpp_extension import load_inline
+load_inline("broken", "#error this is no program", functions=None, no_implicit_headers=True)
+"""
+
+
+@pytest.mark.skipif(shutil.which("ninja") is None, reason="load_inline needs ninja")
+def test_what_the_compiler_says_reaches_the_author(running: Running) -> None:
+    verdict = running.evaluate(task(), solution(BROKEN))
+    assert verdict.status == "build_error"
+    assert "main.cpp:1:2: error: #error this is no program" in verdict.message
+    assert str(running.sandbox.cache) not in verdict.message
+
+
+@pytest.mark.parametrize(
+    ("prepare", "forward", "status", "said"),
+    [
+        ("raise ValueError('not today')", HONEST, "build_error", "ValueError: not today (model_new.py line"),
+        ("", "return x.no_such_thing()", "build_error", "no_such_thing"),
+        ("os._exit(3)", HONEST, "crash", "while it compiled, ended itself (exit 3)"),
+        ("os.kill(os.getpid(), 11)", HONEST, "crash", "SIGSEGV"),
+        ("while True: pass", HONEST, "timeout", "did not finish in time"),
+        ("keep = bytearray(450 << 20)\ntime.sleep(5)", HONEST, "crash", "used more than 300 MB"),
+        ("subprocess.run([sys.executable, '-c', 'b = bytearray(450 << 20); import time; time.sleep(5)'])", HONEST,
+         "crash", "used more than 300 MB"),
+        ("for i in range(6000): open(f'file{i}', 'w').close()\ntime.sleep(2)", HONEST, "crash", "wrote too many"),
+        ("for i in range(3): open(f'hole{i}', 'wb').truncate(250 << 20)\ntime.sleep(2)", HONEST, "crash", "too large"),
+        ("for i in range(200): os.mkdir('d'); os.chdir('d')\ntime.sleep(2)", HONEST, "crash", "wrote too many"),
+        ("for i in range(80): subprocess.Popen(['sleep', '30'])\ntime.sleep(2)", HONEST, "crash", "processes"),
+    ],
+)  # fmt: skip
+def test_a_first_pass_that_fails_costs_its_solution_only(
+    running: Running, monkeypatch: pytest.MonkeyPatch, prepare: str, forward: str, status: str, said: str
+) -> None:
+    monkeypatch.setattr(running.sandbox._first_pass, "_seconds", 2.0 if status == "timeout" else 20.0)
+    monkeypatch.setattr(first_pass, "_MEMORY_MB", 1000 if said == "processes" else 300)
+    before = kept(running)
+    verdict = running.evaluate(task(), solution(ASKS + prepare, forward))
+    assert verdict.status == status and said in verdict.message, verdict
+    assert kept(running) == before
+    assert not list(running.sandbox._scratch.glob("worker-*"))  # type: ignore[union-attr]
+
+
+SPY = """
+def attempt(action):
+    try:
+        return bool(action())
+    except BaseException:
+        return False
+import urllib.request
+seen = {
+    "environment": list(os.environ),
+    "socket": attempt(lambda: socket.socket()),
+    "file": attempt(lambda: open(OUTSIDE).read()),
+    "file by a program": attempt(lambda: subprocess.run(["cat", OUTSIDE], capture_output=True).stdout),
+    "parent": attempt(lambda: open(f"/proc/{os.getppid()}/environ").read()),
+    "signal": attempt(lambda: os.kill(os.getppid(), 0) or True),
+    "written": attempt(lambda: open(OUTSIDE + "2", "w")),
+    "others": attempt(lambda: os.listdir(os.path.join(os.getcwd(), "..", ".."))),
+    "session": attempt(lambda: os.setsid()),
+    "user": os.getuid(),
+}
+if os.access(".", os.W_OK):
+    subprocess.Popen(["sleep", "987654"])
+    os.symlink(OUTSIDE, "link")
+    os.mkfifo("pipe")
+    json.dump(seen, open("seen", "w"))
+"""
+
+
+def test_a_first_pass_sees_and_leaves_nothing_but_its_folder(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("secret")
+    verdict = running.evaluate(task(), solution(ASKS + f"OUTSIDE = {str(tmp_path / 'file')!r}\n" + SPY))
+    assert (verdict.status, verdict.message) == ("ok", "")
+    place = kept(running)[-1]
+    seen = json.loads((place / "seen").read_text())
+    assert not any("CANARY" in name or "TOKEN" in name or "PYTEST" in name for name in seen.pop("environment"))
+    assert seen.pop("user") != 0 or os.getuid() != 0
+    assert not any(seen.values()), seen
+    assert not (place / "link").is_symlink() and not (place / "pipe").exists()
+    assert not processes_that_say("987654")
+
+
+def test_the_answers_of_the_first_pass_are_wrong_in_the_second(running: Running) -> None:
+    forward = """if os.path.exists("y.pt"):
+            return torch.load("y.pt")
+        y = torch.relu(x) * self.scale
+        torch.save(y, "y.pt")
+        return y"""
+    verdict = running.evaluate(task(), solution(ASKS, forward))
+    assert verdict.status == "wrong" and verdict.checks == 0
+
+
+def test_sources_that_name_a_compiler_ask_for_a_first_pass() -> None:
+    for line in (
+        "from torch.utils.cpp_extension import load_inline", "import triton.language as tl", "m = torch.compile(m)",
+        "torch . compile", "@torch.compile", "from torch import compile", "import torch._inductor.config",
+    ):  # fmt: skip
+        assert first_pass.asks(line), line
+    for line in ("re.compile('x')", "import torch", "def compile(x): ...", "self.compiled = 1"):
+        assert not first_pass.asks(line), line
+
+
+def test_names_of_files_stay_inside_the_folder(running: Running) -> None:
+    verdict = running.evaluate(task(), solution(ASKS, **{"../outside.cpp": ""}))
+    assert verdict.status == "build_error" and "must stay inside the work folder" in verdict.message
+    with_source = solution(
+        ASKS + "TEXT = open('kernels/a.cpp').read()\nassert TEXT == 'here'", **{"kernels/a.cpp": "here"}
+    )
+    assert running.evaluate(task(), with_source).status == "ok"
+
+
+CPU_SOURCE = r'''
+from torch.utils.cpp_extension import load_inline
+chain = load_inline(name="chain", functions=["chain"], extra_cflags=["-O2"], cpp_sources="""
+#include <torch/extension.h>
+torch::Tensor chain(torch::Tensor x, double s) {
+  auto y = torch::empty_like(x);
+  const float* a = x.data_ptr<float>();
+  float* b = y.data_ptr<float>();
+  for (long i = 0; i < x.numel(); i++) b[i] = a[i] > 0 ? a[i] * (float)s : 0;
+  return y;
+}
+""")
+'''
+INLINE = solution(CPU_SOURCE, "return chain.chain(x, self.scale)")
+
+
+@pytest.mark.nightly  # torch's headers take half a minute
+@pytest.mark.skipif(shutil.which("ninja") is None, reason="load_inline needs ninja")
+def test_load_inline_works(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running.sandbox._first_pass, "_seconds", 290.0)  # on a busy machine
+    verdict = running.evaluate(task(), INLINE)
+    assert (verdict.status, verdict.message, verdict.checks) == ("ok", "", 5)
+
+
+CUDA_SOURCE = r'''
+from torch.utils.cpp_extension import load_inline
+chain = load_inline(name="chain", functions=["chain"],
+cpp_sources="torch::Tensor chain(torch::Tensor x, double s);", cuda_sources="""
+#include <torch/extension.h>
+#include <c10/cuda/CUDAStream.h>
+__global__ void kernel(const float* x, float* y, long n, float s) {
+  for (long i = blockIdx.x * (long)blockDim.x + threadIdx.x; i < n; i += (long)gridDim.x * blockDim.x)
+    y[i] = fmaxf(x[i], 0.0f) * s;
+}
+torch::Tensor chain(torch::Tensor x, double s) {
+  auto y = torch::empty_like(x);
+  long n = x.numel();
+  kernel<<<(n + 255) / 256, 256>>>(x.data_ptr<float>(), y.data_ptr<float>(), n, (float)s);
+  return y;
+}
+""")
+'''
+
+
+@pytest.mark.nightly  # torch's headers take a minute
+@pytest.mark.skipif(shutil.which("ninja") is None, reason="load_inline needs ninja")
+def test_cuda_sources_of_load_inline_compile_without_a_gpu(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        builder.find_nvcc()
+    except builder.CompilerMissing:
+        pytest.skip("no nvcc")
+    monkeypatch.setattr(running.sandbox, "_architecture", "sm_90a")
+    monkeypatch.setattr(running.sandbox._first_pass, "_seconds", 290.0)
+    verdict = running.evaluate(task(), solution(CUDA_SOURCE, "assert chain.chain\n        " + HONEST))
+    assert (verdict.status, verdict.message) == ("ok", "")
+    assert (kept(running)[-1] / "extensions" / "chain" / "chain.so").is_file()

@@ -1,0 +1,118 @@
+"""Reading plan.json: the expression grammar, and errors that point at the node."""
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuda_agent.sandbox.formats.expressions import PlanError, evaluate
+from cuda_agent.sandbox.formats.plan import compile_plan
+from cuda_agent.sandbox.wire import TaskSpec, Tensor
+
+SPEC = TaskSpec(
+    inputs=(Tensor((4, 96), "float32"), Tensor((4,), "int64")),
+    outputs=(Tensor((4, 96), "float32"),),
+    weights={"linear.weight": Tensor((96, 32), "float32"), "linear.bias": Tensor((96,), "float32")},
+    arguments=({"tensor": 0}, [{"tensor": 1}, {"value": 3}]),
+    init=({"value": 7}, {"value": 0.5}, {"value": [1, 2]}),
+)
+NODE: dict[str, Any] = {
+    "kernel": "k.cpp",
+    "function": "f<8>",
+    "grid": "cdiv(in0.numel, 64)",
+    "args": ["in0", "out0", "w:linear.bias", "in0.shape[1]", "init0", "init1", "in2", 2.5],
+}
+
+
+def files(plan: Any) -> dict[str, str]:
+    return {"plan.json": plan if isinstance(plan, str) else json.dumps(plan), "k.cpp": "void f() {}"}
+
+
+def test_a_plan_becomes_a_program_and_a_trampoline() -> None:
+    program = compile_plan(files({"nodes": [{"memset": "out0"}, NODE]}), SPEC)
+    assert program.nodes[0] == {"memset": "out:0", "bytes": 4 * 96 * 4, "value": 0}
+    assert program.nodes[1]["grid"] == 6
+    assert program.nodes[1]["args"] == [
+        {"buffer": "in:0"}, {"buffer": "out:0"}, {"buffer": "w:1"}, {"int": 96}, {"int": 7}, {"float": 0.5}, {"int": 3},
+        {"float": 2.5},
+    ]  # fmt: skip
+    assert '#include "k.cpp"' in program.source
+    assert "f<8>(block, grid, (float*)a[0], (float*)a[1], (float*)a[2], *(long*)a[3]" in program.source
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("in0.numel", 384), ("in0.shape[-1] * 2 + in0.ndim", 194), ("in0.shape[0] // 3 % 2", 1), ("min(5, 3, 4)", 3),
+        ("max(in0.shape[0], 9)", 9), ("cdiv(10, 4)", 3), ("select(in0.shape[1] >= 96, 8, 1)", 8), ("-2 + init0", 5),
+        ("w:linear.weight.numel // w:linear.weight.shape[1]", 96), ("in2", 3), (12, 12), ("in1.numel == 4", 1),
+    ],
+)  # fmt: skip
+def test_expressions(text: Any, value: int) -> None:
+    from cuda_agent.sandbox.formats.plan import _names
+
+    assert evaluate(text, _names(SPEC), "here") == value
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("{", "plan.json is not JSON"),
+        ("[]", "plan.json: an object is expected"),
+        ({}, "plan.json: 'nodes' is missing"),
+        ({"nodes": [], "node": 1}, "plan.json: 'node' is unknown; there are guards, nodes, workspaces"),
+        ({"nodes": []}, "nodes: 1 to 256 are possible"),
+        ({"nodes": [dict(NODE, kernel="x.cpp")]}, "nodes[0].kernel: there is no file 'x.cpp'"),
+        ({"nodes": [dict(NODE, kernel="../k.cpp")]}, "nodes[0].kernel"),
+        ({"nodes": [dict(NODE, function="f(); system")]}, "nodes[0].function"),
+        ({"nodes": [dict(NODE, grid=0)]}, "nodes[0].grid: 1 to"),
+        ({"nodes": [dict(NODE, block=32)]}, "nodes[0]: 'block' is unknown"),
+        ({"nodes": [dict(NODE, args=["in9"])]}, "nodes[0].args[0]: there is no in9 (there are in0, in1, in2, out0"),
+        ({"nodes": [dict(NODE, args=["in0 * 2"])]}, "nodes[0].args[0]: in0 is a buffer; use in0.numel"),
+        ({"nodes": [dict(NODE, args=["in0.shape[2]"])]}, "nodes[0].args[0]: in0 has 2 dimensions"),
+        ({"nodes": [dict(NODE, grid="1 // 0")]}, "nodes[0].grid: division by zero"),
+        ({"nodes": [dict(NODE, grid="__import__('os')")]}, "nodes[0].grid"),
+        ({"nodes": [dict(NODE, grid="9 ** 9")]}, "nodes[0].grid"),
+        ({"nodes": [dict(NODE, grid="(" * 200)]}, "nodes[0].grid"),
+        ({"nodes": [{"memset": "in0"}]}, "nodes[0].memset: 'in0' is no output and no workspace"),
+        ({"nodes": [{"library": "gemm"}]}, "nodes[0]: 'a' is missing"),
+        ({"nodes": [NODE], "guards": ["in0.shape[1] % 64 == 0"]}, "guards[0]: 'in0.shape[1] % 64 == 0' does not hold"),
+        ({"nodes": [NODE], "workspaces": {"t": {"size": "1 << 40"}}}, "workspaces.t.size"),
+        ({"nodes": [NODE], "workspaces": {"t": {"size": 1 << 40}}}, "workspaces.t.size"),
+        ({"nodes": [NODE], "workspaces": {"in0": {"size": 4}}}, "workspaces.in0: not a name"),
+        ({"nodes": [NODE], "workspaces": {"t": {"size": 4, "dtype": "int8", "init": 1000}}}, "workspaces.t.init"),
+    ],
+)  # fmt: skip
+def test_an_error_points_at_its_place(plan: Any, words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        compile_plan(files(plan), SPEC)
+    assert words in str(caught.value)
+
+
+LIBRARY_NODES: list[dict[str, Any]] = [
+    {"library": "gemm", "a": "in0", "b": "in0", "c": "out0", "m": 4, "n": 4, "k": 96, "transpose_b": True},
+    {
+        "library": "convolution", "input": "in0", "weight": "w:linear.weight", "output": "out0", "compute": "fp32",
+        "input_shape": [4, 1, 96], "weight_shape": [1, 1, 3], "padding": [1], "transposed": False,
+    },
+]  # fmt: skip
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+
+
+@settings(deadline=None)
+@given(st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+def test_any_json_is_either_a_program_or_a_plan_error(value: Any) -> None:
+    plans = [value, {"nodes": value}, {"nodes": [value]}, {"nodes": [dict(NODE, grid=value, args=[value])]}]
+    plans += [{"nodes": [node | {key: value}]} for node in LIBRARY_NODES for key in (*node, "bias", "stride", "batch")]
+    for plan in plans:
+        with contextlib.suppress(PlanError):
+            compile_plan(files(json.dumps(plan)), SPEC)
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_either_a_number_or_a_plan_error(text: str) -> None:
+    with contextlib.suppress(PlanError):
+        assert isinstance(evaluate(text, {"n": 3}, "here"), int)

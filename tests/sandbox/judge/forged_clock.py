@@ -1,0 +1,16 @@
+"""A judge whose clock says a nanosecond of every call of a candidate: what a solution that forges the device's clock
+would like it to say, on a machine with a small cache (``test_roofline``)."""
+
+from typing import Any
+
+from cuda_agent.sandbox.judge import judge, roofline, trial
+
+
+def _forged(device: str, wall: float, told: Any) -> float:
+    return 1e-9
+
+
+if __name__ == "__main__":
+    vars(trial)["seconds_of_call"] = _forged
+    vars(roofline)["cache_bytes"] = lambda folder, processors: 1 << 16
+    judge.main()

@@ -1,0 +1,67 @@
+"""The judge's own bound on what a worker tells of the device's clock, against walls that are made up of known parts."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from cuda_agent.sandbox.judge.cross_check import CrossCheck
+from cuda_agent.sandbox.wire import DELAY_UNIT
+
+REQUEST, COPY, EAGER_HOST = 4e-4, 1e-5, 1e-3  # seconds: of a request, of one call's outputs, of eager's host
+
+
+def made(device: float, host: float = 2e-5, noise: Callable[[], float] = lambda: 0.0) -> tuple[CrossCheck, Callable]:
+    """A check, and the chains of a candidate whose calls take so long on the device and on the host."""
+    check = CrossCheck(8, lambda count, delay: REQUEST + delay * DELAY_UNIT + count * COPY + noise(), EAGER_HOST)
+    check.heard(host)
+
+    def chain(count: int, delay: int) -> tuple[float, float]:
+        waiting = max(delay * DELAY_UNIT, count * host)
+        return REQUEST + waiting + count * (COPY + device) + noise(), count * host
+
+    return check, chain
+
+
+@pytest.mark.parametrize("device", [2e-6, 2e-5, 2e-4, 2e-3, 2e-2])
+def test_an_honest_time_is_believed(device: float) -> None:
+    check, chain = made(device)
+    assert check.believe(device, chain) == (device, "")
+
+
+def test_an_honest_time_is_believed_whatever_lengthens_the_walls() -> None:
+    rng = random.Random(1)
+    for _ in range(500):
+        check, chain = made(2e-5, noise=lambda: rng.expovariate(5000) + (rng.random() < 0.2) * 2e-3)
+        assert check.believe(2e-5, chain)[1] == ""
+
+
+@pytest.mark.parametrize(("device", "told"), [(2e-4, 2e-5), (2e-3, 1e-3), (2e-2, 1e-3)])
+def test_a_time_far_below_the_walls_is_doubted_with_both_figures(device: float, told: float) -> None:
+    check, chain = made(device)
+    bound, doubt = check.believe(told, chain)
+    assert bound == pytest.approx(device)
+    assert f"{told * 1e6:.0f} us" in doubt and f"{device * 1e6:.0f} us" in doubt
+
+
+def test_what_a_host_takes_longer_than_any_delay_is_the_time_that_is_reported() -> None:
+    check, chain = made(1e-5, host=5e-2)
+    seconds, doubt = check.believe(1e-5, chain)
+    assert doubt == "" and seconds > 4e-2
+
+
+def test_empty_calls_that_were_slow_only_lower_the_bound() -> None:
+    check = CrossCheck(8, lambda count, delay: REQUEST + delay * DELAY_UNIT + count * 1e-3, EAGER_HOST)
+    assert check.believe(2e-5, made(2e-4)[1]) == (2e-5, "")
+
+
+def test_a_host_that_says_it_is_slow_hides_no_more_than_eagers_would() -> None:
+    device, says = 1.5e-2, 1.4e-2
+    check, _ = made(1e-6, host=says)
+
+    def chain(count: int, delay: int) -> tuple[float, float]:
+        """It leaves the wait out where it has many calls to do, and uses the time."""
+        return REQUEST + count * (COPY + device) + (delay * DELAY_UNIT if count == 1 else 0.0), count * says
+
+    assert check.believe(1e-6, chain)[0] > device - 3 * EAGER_HOST
+    assert check.delay * DELAY_UNIT < 3 * EAGER_HOST

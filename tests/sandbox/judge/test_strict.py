@@ -1,0 +1,109 @@
+"""Strict mode: inputs of many kinds, errors beside eager's, intervals; and the arithmetic behind it."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from cuda_agent.sandbox.judge import strict
+from cuda_agent.sandbox.wire import KINDS, Solution, Verdict
+from cuda_agent.sandbox.worker import input_kinds
+from tests.sandbox.conftest import KERNEL, Running, plan_solution, task
+
+CLAMPED = KERNEL.replace("std::max(x[i], 0.0f)", "std::min(std::max(x[i], 0.0f), 6.0f)")
+LOG = """
+import torch
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return torch.log(x) + x.softmax(-1)
+def get_inputs():
+    return [torch.rand(64, 32) + 0.1]
+def get_init_inputs():
+    return []
+"""
+
+
+def judged(running: Running, code: str, solution: Solution) -> Verdict:
+    return running.wait(running.sandbox.evaluate(task(code) if code else task(), solution, "strict"))
+
+
+def test_a_right_solution_is_checked_on_every_kind_and_its_error_stands_beside_eagers(running: Running) -> None:
+    verdict = judged(running, "", plan_solution())
+    assert (verdict.status, verdict.message) == ("ok", "")
+    assert verdict.strict and set(verdict.strict["kinds"]) == set(KINDS)
+    assert verdict.checks == verdict.strict["inputs"] == 10
+    assert verdict.strict["repeatable"]
+    assert verdict.strict["error"] <= 1e-6 and verdict.strict["eager_error"] <= 1e-6
+
+
+def test_what_is_right_for_normal_inputs_only_is_found(running: Running) -> None:
+    """Clamped at 6: a normal input of a few thousand values never gets there."""
+    assert running.evaluate(task(), plan_solution(CLAMPED)).status == "ok"
+    verdict = judged(running, "", plan_solution(CLAMPED))
+    assert verdict.status == "wrong"
+    assert "'shifted'" in verdict.message or "'large'" in verdict.message
+
+
+def test_kinds_keep_to_the_domain_of_the_tasks_inputs(running: Running) -> None:
+    code = LOG.replace("class Model(", "class ModelNew(").partition("def get_inputs")[0]
+    verdict = judged(running, LOG, Solution("python", {"model_new.py": code}))
+    assert (verdict.status, verdict.message) == ("ok", "")
+    assert verdict.strict and "negative" in verdict.strict["skipped"]
+
+
+def test_a_strict_time_has_an_interval_and_baselines(timed: Running) -> None:
+    verdict = judged(timed, "", plan_solution())
+    assert (verdict.status, verdict.message) == ("ok", "")
+    assert verdict.strict and verdict.speedup_eager
+    low, high = verdict.strict["interval"]
+    assert low <= verdict.speedup_eager * 1.0001 and verdict.speedup_eager <= high * 1.0001
+    assert {"eager_fp32", "compile_fp32", "max_autotune_fp32"} <= {
+        *verdict.strict["baselines"],
+        *verdict.strict["failed"],
+    }
+    assert verdict.strict["precision"] == "fp32"
+    assert len(verdict.samples) >= 12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_keeps_shape_dtype_and_range(kind: str) -> None:
+    torch.manual_seed(0)
+    normal, positive, unit = torch.randn(8, 16), torch.rand(8, 16) * 5 + 2, torch.rand(8, 16)
+    labels = torch.randint(0, 9, (8,))
+    for tensor in (normal, positive, unit):
+        varied = input_kinds.vary([tensor.clone(), labels], kind)
+        if varied is None:
+            continue
+        assert varied[0].shape == tensor.shape and varied[0].dtype == tensor.dtype
+        assert torch.isfinite(varied[0]).all() and torch.equal(varied[1], labels)
+        if tensor is positive:
+            assert float(varied[0].min()) > 0
+        if tensor is unit:
+            assert float(varied[0].min()) >= 0 and float(varied[0].max()) <= 1
+
+
+def test_integers_have_no_other_kinds() -> None:
+    assert input_kinds.vary([torch.arange(9)], "large") is None
+
+
+def test_the_interval_holds_the_ratio_and_narrows() -> None:
+    few, many = [1.0, 1.1, 0.9] * 4, [1.0, 1.1, 0.9] * 100
+    wide = strict.interval(few, [2 * value for value in reversed(few)])
+    tight = strict.interval(many, [2 * value for value in reversed(many)])
+    assert wide[0] <= 2 <= wide[1] and tight[0] <= 2 <= tight[1]
+    assert tight[1] - tight[0] <= wide[1] - wide[0]
+
+
+@pytest.mark.parametrize(
+    ("own", "name"), [(2e-7, "fp32"), (3e-4, "tf32"), (3e-3, "bf16"), (math.inf, "below bf16"), (0.0, "fp32")]
+)
+def test_an_error_names_the_arithmetic_that_explains_it(own: float, name: str) -> None:
+    assert strict.precision_of(own, {"fp32": 1.5e-7, "tf32": 2.9e-4, "bf16": 2.4e-3}) == name
+    assert strict.precision_of(own, {}) == ""
+
+
+@pytest.mark.nightly
+def test_baselines_are_compiled_in_both_modes(start: Callable[..., Running]) -> None:
+    verdict = judged(start(clock="real"), "", plan_solution())
+    assert verdict.strict and {"eager_fp32", "compile_fp32", "max_autotune_fp32"} == set(verdict.strict["baselines"])
