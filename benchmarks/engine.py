@@ -25,7 +25,7 @@ import torch
 import transformers
 from shapes import SIZES, model_of
 
-from cuda_agent.config import Policy
+from cuda_agent.config import PolicyConfig
 from cuda_agent.policy.engines.engine import SamplingParams
 from cuda_agent.policy.engines.local import LocalEngine
 from cuda_agent.policy.model import load_model, new_policy, train_tokenizer
@@ -86,7 +86,7 @@ def main() -> None:
         model = model_of(args.size).eval()
     else:
         words = ["".join(random.Random(i).choices("abcdefgh", k=6)) for i in range(2000)]
-        model = new_policy(Policy(), train_tokenizer([" ".join(words)], Policy().vocab), seed=0)
+        model = new_policy(PolicyConfig(), train_tokenizer([" ".join(words)], PolicyConfig().vocab), seed=0)
     model = model.to(args.device, getattr(torch, args.dtype))
     engine = LocalEngine(model, args.threads, args.batch, device=args.device)
     rng = random.Random(0)

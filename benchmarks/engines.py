@@ -22,7 +22,7 @@ import torch
 import transformers
 from shapes import SIZES, model_of
 
-from cuda_agent.config import Policy
+from cuda_agent.config import PolicyConfig
 from cuda_agent.errors import PolicyError
 from cuda_agent.policy.engines.engine import SamplingParams
 from cuda_agent.policy.engines.local import LocalEngine
@@ -97,8 +97,8 @@ def main() -> None:
         folder = Path(name)
         if not args.model:
             words = ["".join(random.Random(i).choices("abcdefgh", k=6)) for i in range(2000)]
-            tokenizer = train_tokenizer([" ".join(words)], Policy().vocab)
-            model = model_of(args.size) if args.size else new_policy(Policy(), tokenizer, seed=0)
+            tokenizer = train_tokenizer([" ".join(words)], PolicyConfig().vocab)
+            model = model_of(args.size) if args.size else new_policy(PolicyConfig(), tokenizer, seed=0)
             save_policy(model, tokenizer, folder)
         seconds = asyncio.run(measure(args, folder))
     print(f"batch {args.batch}, prompts of {args.prompt}, {args.tokens} tokens each, {args.threads} threads, ", end="")

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from cuda_agent.config import Policy
+from cuda_agent.config import PolicyConfig
 from cuda_agent.training.memory import QWEN3_4B, QWEN3_30B_A3B, Shape, peak, shape_of_policy
 
 LENGTHS = (4096, 16_384, 32_768, 65_536, 131_072)
@@ -36,16 +36,16 @@ def table() -> str:
         ("Qwen3-30B-A3B", QWEN3_30B_A3B, everything, 8, "tokens"),
         ("Qwen3-30B-A3B", QWEN3_30B_A3B, everything, 64, "rows"),
     ]
-    for name, shape, trained, ranks, share in rows:
+    for name, shape, trained, ranks, parallelism in rows:
         rank = 16 if trained == adapters else 0
-        found = [peak(shape, tokens, ranks=ranks, lora_rank=rank, share=share) for tokens in LENGTHS]
+        found = [peak(shape, tokens, ranks=ranks, lora_rank=rank, parallelism=parallelism) for tokens in LENGTHS]
         numbers = " | ".join(f"{one.total / 2**30:.0f}" for one in found)
-        kind = f"{ranks}, rows cut" if share == "tokens" else str(ranks)
+        kind = f"{ranks}, rows cut" if parallelism == "context" else str(ranks)
         lines.append(f"| {name} | {trained} | {kind} | {found[0].fixed / 2**30:.0f} | {numbers} |")
     return "\n".join(lines)
 
 
-def step(tokens: int, checkpointing: bool, policy: Policy, answer: Any) -> None:
+def step(tokens: int, checkpointing: bool, policy: PolicyConfig, answer: Any) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -88,7 +88,7 @@ def main() -> None:
         print(table())
         return
     rows = []
-    policy = Policy(layers=2, hidden=64, heads=2, kv_heads=1, intermediate=192)
+    policy = PolicyConfig(layers=2, hidden=64, heads=2, kv_heads=1, intermediate=192)
     for tokens in options.tokens:
         for checkpointing in (False, True):
             worked_out = peak(

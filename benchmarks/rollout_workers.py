@@ -22,8 +22,8 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.agent.loop import Settings, run_episode
-from cuda_agent.config import Bootstrap, Config, Sandbox, compose
+from cuda_agent.agent.loop import EpisodeSettings, run_episode
+from cuda_agent.config import Bootstrap, Config, SandboxConfig, compose
 from cuda_agent.context import StageContext
 from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
@@ -40,9 +40,9 @@ from cuda_agent.tracking import FileTracker, read_metrics
 
 KINDS: dict[str, dict[str, Any]] = {
     "one process": {"runtime": "local"},
-    "Ray, 1 worker": {"runtime": "ray", "ray": {"workers": 1, "staleness": 0}},
-    "Ray, 2 workers": {"runtime": "ray", "ray": {"workers": 2, "staleness": 0}},
-    "Ray, 2 workers, 1 step ahead": {"runtime": "ray", "ray": {"workers": 2, "staleness": 1}},
+    "Ray, 1 worker": {"runtime": "ray", "ray": {"workers": 1, "max_off_policy_steps": 0}},
+    "Ray, 2 workers": {"runtime": "ray", "ray": {"workers": 2, "max_off_policy_steps": 0}},
+    "Ray, 2 workers, 1 step ahead": {"runtime": "ray", "ray": {"workers": 2, "max_off_policy_steps": 1}},
 }
 
 
@@ -82,7 +82,7 @@ def steps_of(config: Config, inputs: dict[str, Path], folder: Path, cache: Path)
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     base = compose(["experiment=demo", f"policy.threads={args.threads}", f"sandbox.clock={args.clock}"])
-    ppo = base.agentic.model_copy(update={"steps": args.steps + 1, "batch": args.batch})
+    ppo = base.agentic.model_copy(update={"steps": args.steps + 1, "episodes_per_step": args.batch})
     measured: dict[str, list[dict[str, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as temporary:
         home = Path(temporary)
@@ -212,7 +212,9 @@ async def overhead(args: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(0)
     chat = Chat(train_tokenizer(texts(corpus(Bootstrap(examples=300), 0, set())), 1024), "compact")
     tasks = [sample_task(rng) for _ in range(4)]
-    settings = Settings(turns=8, turn_tokens=512, tool_tokens=96, context=4096, deadline_seconds=600.0, style="compact")
+    settings = EpisodeSettings(
+        turns=8, turn_tokens=512, tool_tokens=96, context=4096, deadline_seconds=600.0, style="compact"
+    )
     found: dict[str, list[float]] = {"works": [], "answers": [], "computed": []}
 
     async def live(number: int, name: str, engine: Readout, sandbox: Any) -> float:
@@ -231,7 +233,7 @@ async def overhead(args: argparse.Namespace) -> dict[str, Any]:
         return (time.thread_time() - began) / engine.calls
 
     with tempfile.TemporaryDirectory() as temporary:
-        async with LocalSandbox(Sandbox(clock="model"), Path(temporary)) as local:
+        async with LocalSandbox(SandboxConfig(clock="model"), Path(temporary)) as local:
             for round_ in range(args.rounds):
                 turns: dict[str, list[list[int]]] = {}
                 for number in range(args.episodes):

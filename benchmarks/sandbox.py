@@ -8,19 +8,19 @@ import asyncio
 import json
 from pathlib import Path
 
-from cuda_agent.config import Sandbox
+from cuda_agent.config import SandboxConfig
 from cuda_agent.pipeline import sandbox_bench
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=4)
-    parser.add_argument("--solutions", type=int, default=10, help="a task and lane, and again as many at once")
-    parser.add_argument("--lanes", default="plan,extension,python")
+    parser.add_argument("--solutions", type=int, default=10, help="a task and format, and again as many at once")
+    parser.add_argument("--formats", default="plan,extension,python")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    lanes = sandbox_bench.lanes_of(options.lanes)
-    answer = asyncio.run(sandbox_bench.measure(Sandbox(), options.tasks, options.solutions, lanes))
+    formats = sandbox_bench.formats_of(options.formats)
+    answer = asyncio.run(sandbox_bench.measure(SandboxConfig(), options.tasks, options.solutions, formats))
     print("\n".join(sandbox_bench.lines(answer)))
     if options.json:
         options.json.write_text(json.dumps(answer, indent=1))

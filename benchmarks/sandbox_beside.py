@@ -2,7 +2,7 @@
 
     python benchmarks/sandbox_beside.py --tasks 2 --solutions 3
 
-Every solution is judged twice, one after the other and with no build cache: by the sandbox (lane ``plan``, task
+Every solution is judged twice, one after the other and with no build cache: by the sandbox (format ``plan``, task
 prepared), and in a fresh interpreter that builds the same kernel with a binding against torch's headers (``g++
 -shared``, what ``load_inline`` runs, without ninja), runs model and solution on five inputs, compares, and times the
 solution as often as the sandbox did and eager as often as the solution.  There is no wall around it, no fresh input a
@@ -98,7 +98,7 @@ def _build(folder: Path, files: dict[str, str], flags: list[str]) -> None:
 
 async def measure(tasks: int, solutions: int) -> list[dict[str, Any]]:
     """One row a solution: ``ours`` and ``beside``, seconds by phase, and how many calls were timed."""
-    from cuda_agent.config import Sandbox
+    from cuda_agent.config import SandboxConfig
     from cuda_agent.pipeline import sandbox_bench
     from cuda_agent.sandbox.build.builder import FLAGS
     from cuda_agent.sandbox.local import LocalSandbox
@@ -106,7 +106,7 @@ async def measure(tasks: int, solutions: int) -> list[dict[str, Any]]:
     rng = random.Random(0)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as cache:
-        async with LocalSandbox(Sandbox(), Path(cache)) as sandbox:
+        async with LocalSandbox(SandboxConfig(), Path(cache)) as sandbox:
             prepared, _ = await sandbox_bench.prepare(sandbox, tasks, rng)
             specs = {task.name: await sandbox.spec(task) for task in prepared}
             drawn = sandbox_bench.distinct(

@@ -3,7 +3,7 @@
     python benchmarks/sandbox_gpu.py --solutions 30 --repeats 20 --json gpu.json
 
 Every solution is built, checked and timed anew (its source differs); tasks are prepared first, and that is timed
-beside it.  Solutions of each lane go one after the other, and then all at once, with builds side by side.
+beside it.  Solutions of each format go one after the other, and then all at once, with builds side by side.
 """
 
 import argparse
@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import Sandbox
+from cuda_agent.config import SandboxConfig
 from cuda_agent.sandbox.local import LocalSandbox
-from cuda_agent.sandbox.wire import Lane, Solution, Verdict
+from cuda_agent.sandbox.wire import Format, Solution, Verdict
 from cuda_agent.tasks.task import Task
 
 TASK = """
@@ -105,13 +105,15 @@ SIZES = {"20 us": (1024, 16, 132 * 8, 256), "200 us": (8192, 24, 132 * 8, 256), 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--solutions", type=int, default=30, help="of a lane, one after the other; and as many at once")
+    parser.add_argument(
+        "--solutions", type=int, default=30, help="of a format, one after the other; and as many at once"
+    )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         answer = asyncio.run(measure(options.solutions, options.repeats, Path(cache)))
-    for name, row in answer["lanes"].items():
+    for name, row in answer["formats"].items():
         phases = "  ".join(f"{phase} {p50:.3f}/{p95:.3f}" for phase, (p50, p95) in row["phases"].items())
         print(f"{name:10} p50 {row['p50']:.3f} s  p95 {row['p95']:.3f} s  | {phases}  | {row['statuses']}")
         print(f"{'':10} at once: {row['hourly']:.0f} an hour; the device held {100 * row['held']:.0f} % of the time")
@@ -129,17 +131,17 @@ def main() -> None:
 
 async def measure(solutions: int, repeats: int, cache: Path) -> dict[str, Any]:
     tasks = {name: task(rows, rounds) for name, (rows, rounds, _, _) in SIZES.items()}
-    answer: dict[str, Any] = {"prepare": {}, "lanes": {}, "repeat": {}}
-    async with LocalSandbox(Sandbox(device="cuda", memory_mb=8192, timed_calls=24), cache) as sandbox:
+    answer: dict[str, Any] = {"prepare": {}, "formats": {}, "repeat": {}}
+    async with LocalSandbox(SandboxConfig(device="cuda", memory_mb=8192, timed_calls=24), cache) as sandbox:
         for name, one in tasks.items():
             begin = time.perf_counter()
             probe = await sandbox.probe(one)
             answer["prepare"][name] = time.perf_counter() - begin
             if probe.error:
                 raise SystemExit(f"{name}: {probe.error}")
-        lanes: tuple[Lane, ...] = ("plan", "extension", "python")
-        for lane in lanes:
-            answer["lanes"][lane] = await bench(sandbox, tasks, lane, solutions)
+        formats: tuple[Format, ...] = ("plan", "extension", "python")
+        for format in formats:
+            answer["formats"][format] = await bench(sandbox, tasks, format, solutions)
         for name, one in tasks.items():
             verdicts = [await sandbox.evaluate(one, solution("plan", name, 10_000 + i)) for i in range(repeats)]
             speedups = [v.speedup_eager or 0.0 for v in verdicts]
@@ -162,24 +164,24 @@ async def measure(solutions: int, repeats: int, cache: Path) -> dict[str, Any]:
     return answer
 
 
-async def bench(sandbox: LocalSandbox, tasks: dict[str, Task], lane: Lane, count: int) -> dict[str, Any]:
+async def bench(sandbox: LocalSandbox, tasks: dict[str, Task], format: Format, count: int) -> dict[str, Any]:
     verdicts: list[Verdict] = []
     whole: list[float] = []
 
     async def one(number: int) -> None:
         name = list(tasks)[number % len(tasks)]
         begin = time.perf_counter()
-        verdicts.append(await sandbox.evaluate(tasks[name], solution(lane, name, number)))
+        verdicts.append(await sandbox.evaluate(tasks[name], solution(format, name, number)))
         whole.append(time.perf_counter() - begin)
 
-    await one(count)  # the first one of a lane warms up what all share
+    await one(count)  # the first one of a format warms up what all share
     verdicts.clear()
     whole.clear()
     for number in range(count):
         await one(number)
     alone = sorted(whole)
     if failed := [v for v in verdicts if v.status != "ok"]:
-        raise SystemExit(f"{lane}: {failed[0].status}: {failed[0].message}")
+        raise SystemExit(f"{format}: {failed[0].status}: {failed[0].message}")
     phases = {name: sorted(v.phases[name] for v in verdicts) for name in verdicts[0].phases}
     before = len(verdicts)
     begin = time.perf_counter()
@@ -203,14 +205,14 @@ def task(rows: int, rounds: int) -> Task:
     return Task(f"tanh_{rows}_{rounds}", code, ("torch.tanh",), "bench")
 
 
-def solution(lane: Lane, size: str, number: int) -> Solution:
-    """The ``number``-th solution of a lane: the same kernel under another source."""
+def solution(format: Format, size: str, number: int) -> Solution:
+    """The ``number``-th solution of a format: the same kernel under another source."""
     note = f"// {number}\n"
     _, _, blocks, threads = SIZES[size]
-    if lane == "plan":
+    if format == "plan":
         node = PLAN["nodes"][0] | {"grid": str(blocks), "block": threads}
         return Solution("plan", {"plan.json": json.dumps({"nodes": [node]}), "kernels/chain.cu": note + KERNEL})
-    if lane == "python":
+    if format == "python":
         loop = "for _ in range(self.rounds):\n            x = (x * 1.1).add_(0.1).tanh_()\n"
         body = f"{loop}        return x  # {number}"
         return Solution("python", {"model_new.py": MODEL.replace("{import_}", "").replace("{body}", body)})

@@ -31,7 +31,7 @@ from cuda_agent.pipeline import runs  # noqa: E402
 from cuda_agent.pipeline.graph import STAGES  # noqa: E402
 from cuda_agent.policy.engines.vllm_server import NAME, VllmServer, interpreter  # noqa: E402
 from cuda_agent.policy.episode import Episode, read_episodes  # noqa: E402
-from cuda_agent.rl.scores import Row, score  # noqa: E402
+from cuda_agent.rl.scores import ScoreRow, score  # noqa: E402
 from cuda_agent.sandbox.wire import Verdict  # noqa: E402
 from cuda_agent.storage import Store, StoreUnavailable, local_folder, open_store  # noqa: E402
 from cuda_agent.tasks.io import read_tasks  # noqa: E402
@@ -143,7 +143,7 @@ def optimized(task: Task, url: str, config: Config, store: str, work: Path, pack
     source.write_text(task.code)
     how = config.evaluate
     command = [sys.executable, "-m", "cuda_agent.cli", "optimize", str(source), "--output", str(folder), "--json"]
-    command += ["--base-url", url, "--model", NAME, "--style", "compact", "--lane", "plan", "--device", "cpu"]
+    command += ["--base-url", url, "--model", NAME, "--style", "compact", "--format", "plan", "--device", "cpu"]
     command += ["--context", str(config.policy.context), "--answer-tokens", str(config.agent.turn_tokens)]
     command += ["--turns", str(how.turns), "--temperature", str(how.temperature), "--target", "inf"]
     command += ["--seed", str(config.seed), f"run.store={store}", *overrides(config)]
@@ -169,7 +169,9 @@ def overrides(config: Config) -> list[str]:
     """Of the run's sandbox, where it is not the default one."""
     standard = type(config.sandbox)().model_dump(mode="json")
     own = config.sandbox.model_dump(mode="json")
-    return [f"sandbox.{k}={json.dumps(v)}" for k, v in own.items() if v != standard[k] and k not in ("lane", "device")]
+    return [
+        f"sandbox.{k}={json.dumps(v)}" for k, v in own.items() if v != standard[k] and k not in ("format", "device")
+    ]
 
 
 def as_episode(result: dict[str, Any], mode: str) -> Episode:
@@ -186,7 +188,7 @@ def table(figures: dict[str, Any]) -> str:
     about = f"run {figures['run']}, policy {figures['policy']}, {figures['episodes in process']} episodes in process"
     lines = [about, "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, fields in figures["rows"].items():
-        row = Row(**fields)
+        row = ScoreRow(**fields)
         cells = [share(row, "passed"), share(row, "faster_eager"), share(row, "faster_compile")]
         cells += [ratio(row, "speedup_eager"), ratio(row, "speedup_compile")]
         lines.append(f"| {name} | {row.tasks} | {' | '.join(cells)} |")
@@ -195,11 +197,11 @@ def table(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def share(row: Row, name: str) -> str:
+def share(row: ScoreRow, name: str) -> str:
     return within(getattr(row, name), row.intervals.get(name), lambda value: f"{100 * value:.0f} %")
 
 
-def ratio(row: Row, name: str) -> str:
+def ratio(row: ScoreRow, name: str) -> str:
     return within(getattr(row, name), row.intervals.get(name), lambda value: f"{value:.2f}")
 
 

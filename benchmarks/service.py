@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import Sandbox
+from cuda_agent.config import SandboxConfig
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.remote import RemoteSandbox
 from cuda_agent.sandbox.wire import Solution
@@ -65,8 +65,8 @@ def main() -> None:
 
 async def compare(address: str, folder: Path, count: int) -> None:
     async with (
-        LocalSandbox(Sandbox(clock="model"), folder / "here") as here,
-        RemoteSandbox(Sandbox(clock="model", servers=[address])) as there,
+        LocalSandbox(SandboxConfig(clock="model"), folder / "here") as here,
+        RemoteSandbox(SandboxConfig(clock="model", servers=[address])) as there,
     ):
         for sandbox in (here, there):
             await sandbox.evaluate(TASK, solution(-1))
@@ -90,7 +90,7 @@ async def timed(sandbox: Any, number: int) -> float:
 
 async def storm(address: str, pid: int, count: int) -> None:
     before = resident(pid)
-    async with RemoteSandbox(Sandbox(clock="model", servers=[address])) as there:
+    async with RemoteSandbox(SandboxConfig(clock="model", servers=[address])) as there:
         begin = time.perf_counter()
         verdicts = await asyncio.gather(*(there.evaluate(TASK, solution(n, nodes=False)) for n in range(count)))
         spent = time.perf_counter() - begin

@@ -91,7 +91,7 @@ def main() -> None:
     data = episodes(options.episodes, SIZES[options.size]["vocab_size"])
     tokens = sum(len(episode.ids) for episode in data)
     batch = batch_of(tokens_of_episode(episode) for episode in data)
-    settings = Ppo(batch=options.episodes, samples=1, minibatches=2)
+    settings = Ppo(episodes_per_step=options.episodes, samples=1, minibatches=2)
 
     def timed(step: Callable[[], Any]) -> dict[str, float]:
         return measure(tokens, options.repeats, step, options.device)
@@ -112,7 +112,7 @@ def main() -> None:
         figures[f"sft {precision}"] = timed(lambda actor=actor: recipes.sft_step(actor, batch, 1e-4))
         figures[f"value {precision}"] = timed(
             lambda critic=critic: recipes.value_epoch(
-                critic, data, lr=1e-4, batch_tokens=8192, gae_lambda=1.0, seed=0, epoch=0
+                critic, data, lr=1e-4, tokens_per_step=8192, gae_lambda=1.0, seed=0, epoch=0
             )
         )
         figures[f"ppo {precision}"] = timed(

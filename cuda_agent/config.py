@@ -34,11 +34,34 @@ WHERE_JUDGED = ("servers", "token_env", "token_file")
 # The same of ``policy.vllm``, for the policy that plays, and of ``ray``.
 WHERE_SERVED = ("servers",)
 WHERE_PLACED = ("address", "sync", "trainers", "trainer_cpus", "trainer_gpus", "worker_cpus", "worker_gpus")
-OF_LEARNING = ("staleness", "oversample")  # of ``ray``, where nobody learns
+OF_LEARNING = ("max_off_policy_steps", "oversample")  # of ``ray``, where nobody learns
 
 
 # Sections that say how something is computed, and nothing about what.
 HOW_COMPUTED = ("training",)
+
+
+# Keys of before, and what they are called now; ``*`` stands for warmup and agentic.
+RENAMED = {
+    "sandbox.lane": "sandbox.format",
+    "training.ranks": "training.num_processes",
+    "training.share": "training.parallelism (rows: data, tokens: context)",
+    "ray.staleness": "ray.max_off_policy_steps",
+    "bootstrap.batch_tokens": "bootstrap.tokens_per_step",
+    "rft.batch_tokens": "rft.tokens_per_step",
+    "critic.batch_tokens": "critic.tokens_per_step",
+    **{
+        f"{stage}.{old}": new if "." in new else f"{stage}.{new}"
+        for stage in ("warmup", "agentic")
+        for old, new in (
+            ("batch", "episodes_per_step"),
+            ("samples", "samples_per_prompt"),
+            ("importance_cap", "tis_cap"),
+            ("old_logprobs", "behavior_logprobs"),
+            ("batch_tokens", "training.microbatch_tokens"),
+        )
+    },
+}
 
 
 SERVED_RANK = 64  # the largest rank of an adapter that vLLM servers of ours take
@@ -57,7 +80,7 @@ def _addresses(servers: list[str], example: str) -> list[str]:
     return servers
 
 
-class Run(Section):
+class RunConfig(Section):
     """Where a run lives.  Read by the executor, never by a stage: changing it invalidates nothing."""
 
     pipeline: str = Field("cuda-agent", description="name of the MLflow experiment")
@@ -73,8 +96,8 @@ class Run(Section):
     retries: int = Field(2, ge=0, description="how often a stage that exits 75 (try again) is started anew")
 
 
-class Sandbox(Section):
-    lane: Literal["plan", "extension", "python"] = Field("plan", description="form of the solutions")
+class SandboxConfig(Section):
+    format: Literal["plan", "extension", "python"] = Field("plan", description="form of the solutions")
     device: Literal["cpu", "cuda"] = "cpu"
     clock: Literal["real", "model"] = Field(
         "real", description="model: a deterministic cost instead of time, for drills"
@@ -152,7 +175,7 @@ class Vllm(Section):
         return _addresses(servers, "http://host:8000")
 
 
-class Policy(Section):
+class PolicyConfig(Section):
     base: str | None = Field(
         None, description="Hugging Face folder or name; none: a small model is trained from scratch"
     )
@@ -172,12 +195,12 @@ class Policy(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="what engine=local computes in; bfloat16 is twice as fast on a GPU, and not the trainer's "
-        "log-probabilities: take old_logprobs=trainer",
+        "log-probabilities: take behavior_logprobs=trainer",
     )
     threads: Positive = Field(2, description="threads of engine and trainer on a cpu")
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> "Policy":
+    def _heads_divide(self) -> "PolicyConfig":
         if self.hidden % self.heads or self.heads % self.kv_heads:
             raise ValueError(
                 f"heads ({self.heads}) must divide hidden ({self.hidden}), and kv_heads ({self.kv_heads}) must "
@@ -207,10 +230,15 @@ class Training(Section):
         description="compute activations twice instead of keeping them; auto: for rows of more than 8,192 tokens",
     )
     compile: bool = Field(False, description="torch.compile for the layers: on GPUs half the time, after a minute")
-    ranks: Positive = Field(1, description="processes that share weights and rows of a trainer (not in bootstrap)")
+    num_processes: Positive = Field(
+        1, description="processes that share the weights and rows of a trainer (not in bootstrap)"
+    )
     device: Literal["cpu", "cuda"] = Field("cpu", description="where they compute; cuda: a GPU each, from the first on")
-    share: Literal["rows", "tokens"] = Field(
-        "rows", description="what ranks share out: whole rows, or the tokens of every row where one rank cannot hold it"
+    parallelism: Literal["data", "context"] = Field(
+        "data", description="data: each process takes whole rows; context: all share the tokens of every row"
+    )
+    microbatch_tokens: Positive | None = Field(
+        None, description="most tokens of one forward pass; none: 4,096 on a cpu, 32,768 on a GPU"
     )
 
 
@@ -220,7 +248,7 @@ class Bootstrap(Section):
     repair_share: Share = Field(0.2, description="share of those with a mistake that is then repaired")
     verify: int = Field(24, ge=0, description="examples verified in the sandbox")
     steps: Positive = 600
-    batch_tokens: Positive = 4096
+    tokens_per_step: Positive = Field(4096, description="most tokens of one optimizer step")
     lr: Rate = 6e-3
     max_seconds: float | None = Field(None, gt=0, description="stop training after this long; none: after steps")
 
@@ -229,8 +257,10 @@ class Ppo(Section):
     """PPO with a critic.  ``warmup`` and ``agentic`` each have one."""
 
     steps: Positive = 6
-    batch: Positive = Field(64, description="episodes a step, in all")
-    samples: Positive = Field(4, description="episodes a task in one step; batch / samples tasks are drawn")
+    episodes_per_step: Positive = 64
+    samples_per_prompt: Positive = Field(
+        4, description="episodes a task in one step; episodes_per_step / samples_per_prompt tasks are drawn"
+    )
     minibatches: Positive = Field(2, description="optimizer steps a batch")
     epochs: Positive = Field(1, description="passes over a batch")
     actor_lr: Rate = 3e-4
@@ -241,23 +271,25 @@ class Ppo(Section):
     actor_lambda: float | None = Field(None, ge=0, le=1, description="none: length-adaptive, 1 - 1/(0.05 n)")
     critic_lambda: Share = 1.0
     critic_warmup: int = Field(0, ge=0, description="first steps that train the critic alone")
-    old_logprobs: Literal["engine", "trainer"] = Field(
+    behavior_logprobs: Literal["engine", "trainer"] = Field(
         "engine", description="denominator of the ratio; trainer: recomputed, needs two optimizer steps a batch or more"
     )
-    importance_cap: float = Field(2.0, gt=0, description="truncation of trainer/engine importance weights")
+    tis_cap: float = Field(2.0, gt=0, description="truncation of trainer/engine importance weights")
     value_clip: float | None = Field(None, gt=0, description="values may move this far in one batch; none: no clipping")
     max_grad_norm: float = Field(1.0, gt=0)
-    batch_tokens: Positive = Field(8192, description="tokens of one packed forward pass")
     context: Positive = Field(1024, description="most tokens of one episode")
 
     @model_validator(mode="after")
     def _groups_are_whole(self) -> "Ppo":
-        if self.batch % self.samples:
-            raise ValueError(f"batch ({self.batch}) must be a multiple of samples ({self.samples})")
-        if self.batch < self.minibatches:
-            raise ValueError(f"batch ({self.batch}) must not be smaller than minibatches ({self.minibatches})")
-        if self.old_logprobs == "trainer" and self.minibatches * self.epochs < 2:
-            raise ValueError("old_logprobs=trainer with one optimizer step a batch: the ratio would always be 1")
+        episodes, samples = self.episodes_per_step, self.samples_per_prompt
+        if episodes % samples:
+            raise ValueError(f"episodes_per_step ({episodes}) must be a multiple of samples_per_prompt ({samples})")
+        if episodes < self.minibatches:
+            raise ValueError(
+                f"episodes_per_step ({episodes}) must not be smaller than minibatches ({self.minibatches})"
+            )
+        if self.behavior_logprobs == "trainer" and self.minibatches * self.epochs < 2:
+            raise ValueError("behavior_logprobs=trainer with one optimizer step a batch: the ratio would always be 1")
         return self
 
 
@@ -277,14 +309,14 @@ class Collect(Section):
 class Sft(Section):
     epochs: Positive = 2
     lr: Rate = 3e-4
-    batch_tokens: Positive = 8192
+    tokens_per_step: Positive = Field(8192, description="most tokens of one optimizer step")
     max_grad_norm: float = Field(1.0, gt=0)
 
 
 class CriticConfig(Section):
     epochs: Positive = 4
     lr: Rate = 1e-3
-    batch_tokens: Positive = 8192
+    tokens_per_step: Positive = Field(8192, description="most tokens of one optimizer step")
     gae_lambda: Share = Field(1.0, description="1: Monte-Carlo returns; below 1 the targets are recomputed every epoch")
     heldout: Share = Field(
         0.2, description="share of the episodes that measure explained variance and are not trained on"
@@ -293,7 +325,7 @@ class CriticConfig(Section):
     gate: Literal["warn", "stop"] = Field("warn", description="below the minimum: warn in the report, or exit 79")
 
 
-class Evaluate(Section):
+class EvaluateConfig(Section):
     samples: Positive = Field(1, description="episodes a held-out task")
     turns: Positive = Field(6, description="most turns of an episode in evaluation")
     temperature: float = Field(1.0, ge=0)
@@ -314,7 +346,7 @@ class Ray(Section):
     trainers: Positive = Field(1, description="machines that the trainer's ranks are spread over, evenly")
     trainer_cpus: float = Field(1.0, ge=0, description="processors that Ray sets aside for the trainer on each of them")
     trainer_gpus: float = Field(0.0, ge=0, description="the same in GPUs")
-    staleness: int = Field(
+    max_off_policy_steps: int = Field(
         1, ge=0, description="most steps that the weights of a token may be older than those it trains; 0: no overlap"
     )
     sync: Literal["store", "broadcast"] = Field(
@@ -328,15 +360,15 @@ class Ray(Section):
 
 class Config(Section):
     seed: int = 0
-    run: Run = Run()
+    run: RunConfig = RunConfig()
     runtime: Literal["local", "ray"] = Field(
         "local",
         description="where the stages that play do so, and learn by rewards: in their own process, or in Ray's actors",
     )
     ray: Ray = Ray()
-    sandbox: Sandbox = Sandbox()
+    sandbox: SandboxConfig = SandboxConfig()
     synthesis: Synthesis = Synthesis()
-    policy: Policy = Policy()
+    policy: PolicyConfig = PolicyConfig()
     lora: Lora = Lora()
     training: Training = Training()
     bootstrap: Bootstrap = Bootstrap()
@@ -346,7 +378,7 @@ class Config(Section):
     rft: Sft = Sft()
     critic: CriticConfig = CriticConfig()
     agentic: Ppo = Ppo()
-    evaluate: Evaluate = Evaluate()
+    evaluate: EvaluateConfig = EvaluateConfig()
 
     @model_validator(mode="after")
     def _contexts_fit(self) -> "Config":
@@ -360,9 +392,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _ranks_can_be_spread(self) -> "Config":
-        if self.runtime == "ray" and self.training.ranks % self.ray.trainers:
+        if self.runtime == "ray" and self.training.num_processes % self.ray.trainers:
             raise ValueError(
-                f"training.ranks: expected a multiple of ray.trainers ({self.ray.trainers}), got {self.training.ranks}."
+                f"training.num_processes: expected a multiple of ray.trainers ({self.ray.trainers}), "
+                f"got {self.training.num_processes}."
             )
         return self
 
@@ -561,8 +594,10 @@ def _type_words(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _nearest(name: str, choices: Sequence[str]) -> str:
-    """Completes the sentence with the nearest right name: the whole path, or its last part (a right key in a wrong
-    section), or what sounds like its last part."""
+    """Completes the sentence with the nearest right name: the new name of a key of before, the whole path, or its last
+    part (a right key in a wrong section), or what sounds like its last part."""
+    if name in RENAMED:
+        return f" It is called {RENAMED[name]} now."
     last = name.rsplit(".", 1)[-1]
     tails = {choice: choice.rsplit(".", 1)[-1] for choice in choices}
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.8)

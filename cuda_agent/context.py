@@ -42,7 +42,7 @@ class Checkpoints(Protocol):
 
 
 @dataclass
-class Site:
+class WorkerContext:
     """What a part of a stage that works in a process of its own, perhaps on another machine, has of the context."""
 
     name: str  # of the stage
@@ -54,7 +54,7 @@ class Site:
 
 
 @dataclass
-class StageContext(Site):
+class StageContext(WorkerContext):
     outputs: dict[str, Path]  # artifact name -> empty folder to fill
     tracker: Tracker
     checkpoints: Checkpoints

@@ -21,7 +21,7 @@ _NAMES, _POINTS = 90, 800  # params or tags, and metrics, of one request; MLflow
 
 
 @dataclass
-class Entry:
+class MlflowEntry:
     """What MLflow is known to hold of one of its runs."""
 
     run_id: str
@@ -39,10 +39,10 @@ class Api(Protocol):
     def experiment(self, name: str, artifacts: str | None) -> str:
         """Its id, made if absent with artifacts at that address."""
 
-    def find(self, experiment: str, tag: str, value: str) -> list[Entry]:
+    def find(self, experiment: str, tag: str, value: str) -> list[MlflowEntry]:
         """The runs with this tag, newest first; their metrics are all ``unread``."""
 
-    def create(self, experiment: str, tags: dict[str, str]) -> Entry: ...
+    def create(self, experiment: str, tags: dict[str, str]) -> MlflowEntry: ...
 
     def steps(self, run_id: str, key: str) -> set[int]:
         """At which a metric has points."""
@@ -88,11 +88,11 @@ class Rest:
         place = {"artifact_location": artifacts} if artifacts else {}
         return str(self._post("experiments/create", {"name": name, **place})["experiment_id"])
 
-    def find(self, experiment: str, tag: str, value: str) -> list[Entry]:
+    def find(self, experiment: str, tag: str, value: str) -> list[MlflowEntry]:
         query = {"experiment_ids": [experiment], "filter": f"tags.`{tag}` = '{value}'", "max_results": 1000}
         return [self._entry(run) for run in self._post("runs/search", query).get("runs", [])]
 
-    def create(self, experiment: str, tags: dict[str, str]) -> Entry:
+    def create(self, experiment: str, tags: dict[str, str]) -> MlflowEntry:
         asked = {"experiment_id": experiment, "start_time": _now(), "tags": _pairs(tags)}
         return self._entry(self._post("runs/create", asked)["run"])
 
@@ -139,10 +139,10 @@ class Rest:
         answer: dict[str, Any] = self._client.post(f"mlflow/{path}", json=body).raise_for_status().json()
         return answer
 
-    def _entry(self, run: dict[str, Any]) -> Entry:
+    def _entry(self, run: dict[str, Any]) -> MlflowEntry:
         info, data = run["info"], run.get("data", {})
         self._places[info["run_id"]] = info["artifact_uri"]
-        return Entry(
+        return MlflowEntry(
             info["run_id"],
             {item["key"] for item in data.get("params", [])},
             {item["key"]: item["value"] for item in data.get("tags", [])},
@@ -171,11 +171,11 @@ class Library:
         found = self._client.get_experiment_by_name(name)
         return found.experiment_id if found else self._client.create_experiment(name, artifact_location=artifacts)
 
-    def find(self, experiment: str, tag: str, value: str) -> list[Entry]:
+    def find(self, experiment: str, tag: str, value: str) -> list[MlflowEntry]:
         found = self._client.search_runs([experiment], f"tags.`{tag}` = '{value}'", max_results=1000)
         return [_entry(run) for run in found]
 
-    def create(self, experiment: str, tags: dict[str, str]) -> Entry:
+    def create(self, experiment: str, tags: dict[str, str]) -> MlflowEntry:
         return _entry(self._client.create_run(experiment, tags=tags))
 
     def steps(self, run_id: str, key: str) -> set[int]:
@@ -203,9 +203,9 @@ class Library:
         self._client.delete_run(run_id)
 
 
-def _entry(run: Any) -> Entry:
+def _entry(run: Any) -> MlflowEntry:
     data = run.data
-    return Entry(run.info.run_id, set(data.params), dict(data.tags), set(data.metrics), status=run.info.status)
+    return MlflowEntry(run.info.run_id, set(data.params), dict(data.tags), set(data.metrics), status=run.info.status)
 
 
 def _batches(

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent import mlflow_api
-from cuda_agent.mlflow_api import Entry
+from cuda_agent.mlflow_api import MlflowEntry
 
 Metrics = dict[int, dict[str, float]]  # step -> key -> value
 
@@ -168,7 +168,7 @@ class Mirror:
             trouble,
         )
         self._entries: dict[str | None, Wanted] = {None: Wanted()}
-        self._there: dict[str, Entry] | None = None  # stage (empty: the workflow) -> what MLflow holds
+        self._there: dict[str, MlflowEntry] | None = None  # stage (empty: the workflow) -> what MLflow holds
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._closing = threading.Event()
@@ -266,7 +266,7 @@ def _sweep_run(api: mlflow_api.Api, experiment: str, sweep: Sweep) -> str:
     return agreed
 
 
-def _send(api: mlflow_api.Api, there: Entry, wanted: Wanted) -> None:
+def _send(api: mlflow_api.Api, there: MlflowEntry, wanted: Wanted) -> None:
     """Sends what is not there yet; that it is finished last, so whoever finds that need not look for the points."""
     if there.status == wanted.status == "FINISHED" and wanted.tags and wanted.tags.items() <= there.tags.items():
         there.unread.clear()

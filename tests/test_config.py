@@ -33,7 +33,7 @@ def test_paper_carries_the_published_hyper_parameters():
         assert ppo.context == context
     assert (c.agentic.steps, c.agent.turns, c.evaluate.turns) == (150, 150, 200)
     assert (c.critic.gate, c.critic.gae_lambda) == ("stop", 0.95)
-    assert (c.sandbox.device, c.sandbox.lane, c.sandbox.checks, c.sandbox.tolerance) == ("cuda", "extension", 5, 1e-2)
+    assert (c.sandbox.device, c.sandbox.format, c.sandbox.checks, c.sandbox.tolerance) == ("cuda", "extension", 5, 1e-2)
     assert (c.synthesis.window_ms, c.synthesis.max_ops, c.synthesis.max_similarity) == ((1, 100), 5, 0.9)
 
 
@@ -58,7 +58,7 @@ def test_overrides_win_over_the_experiment():
         ("+agent.turn=3", ["agent.turn", "agent.turns"]),
         ("critic.lr=fast", ["critic.lr", "a number > 0 and < 1", "'fast'"]),
         ("critic.lr=3", ["critic.lr", "> 0 and < 1", "3"]),
-        ("sandbox.lane=plann", ["sandbox.lane", "plan, extension, python"]),
+        ("sandbox.format=plann", ["sandbox.format", "plan, extension, python"]),
         ("agent.turns=2.5", ["agent.turns", "whole number"]),
         ("policy={base: 3}", ["policy.base", "text or null"]),
         ("experiment=demmo", ["demmo", "Did you mean demo?"]),
@@ -66,7 +66,10 @@ def test_overrides_win_over_the_experiment():
         ("critic.lr=1e-4,1e-3", ["critic.lr", "sweep"]),
         ("critic.lr", ["critic.lr", "key=value"]),
         ("critic=3", ["critic", "critic.epochs"]),
-        ("warmup.samples=5", ["warmup", "batch (64) must be a multiple of samples (5)"]),
+        (
+            "warmup.samples_per_prompt=5",
+            ["warmup", "episodes_per_step (64) must be a multiple of samples_per_prompt (5)"],
+        ),
         ("ray.address=http://box", ["ray.address", "host:port"]),
         ("runtime=Ray", ["runtime", "local, ray"]),
         ("agentic.context=4096", ["agentic.context", "policy.context (1024)", "4096"]),
@@ -92,8 +95,8 @@ def test_several_mistakes_are_told_at_once():
 
 def test_ranks_are_dealt_out_to_machines_evenly():
     with pytest.raises(ConfigError, match=r"a multiple of ray.trainers \(2\), got 3"):
-        compose(["runtime=ray", "ray.trainers=2", "training.ranks=3"])
-    assert compose(["runtime=local", "ray.trainers=2", "training.ranks=3"]).training.ranks == 3
+        compose(["runtime=ray", "ray.trainers=2", "training.num_processes=3"])
+    assert compose(["runtime=local", "ray.trainers=2", "training.num_processes=3"]).training.num_processes == 3
 
 
 def test_adapters_do_not_travel_from_rays_trainer_to_vllm():
@@ -162,9 +165,11 @@ def test_where_ray_is_decides_no_result_and_without_it_its_settings_do_not_eithe
 
     assert values("ray.workers=9") == values() and values("runtime=ray") != values()
     assert values("runtime=ray", "ray.address=box-1:6379", "ray.sync=broadcast") == values("runtime=ray")
-    assert values("runtime=ray", "ray.trainers=2", "training.ranks=2", "ray.trainer_gpus=8") == values("runtime=ray")
-    assert values("runtime=ray", "ray.staleness=0") != values("runtime=ray")
-    learning = ("runtime=ray", "ray.staleness=0", "ray.oversample=0.5")
+    assert values("runtime=ray", "ray.trainers=2", "training.num_processes=2", "ray.trainer_gpus=8") == values(
+        "runtime=ray"
+    )
+    assert values("runtime=ray", "ray.max_off_policy_steps=0") != values("runtime=ray")
+    learning = ("runtime=ray", "ray.max_off_policy_steps=0", "ray.oversample=0.5")
     assert values(*learning, learns=False) == values("runtime=ray", learns=False)
     assert values("runtime=ray", "ray.workers=9", learns=False) != values("runtime=ray", learns=False)
 

@@ -11,7 +11,7 @@ Two questions are asked of the rewards.  Does every step's mean over the seeds l
 the in-process seeds?  A mean of n falls out of the range of n others now and then (for n = 3 about every seventh), and
 a curve has several steps; so the verdict is the second: does the 95 % interval of the paired differences of whole
 curves (mean reward of all steps but the first, which plays what nobody has learnt yet) hold zero?  It is a t interval
-over the seeds.  ``engine_gap`` is the mean |difference| of the engine's and the trainer's log-probabilities over all
+over the seeds.  ``train_inference_mismatch``: mean |difference| between engine's and trainer's log-probabilities over all
 sampled tokens.
 """
 
@@ -35,7 +35,7 @@ from cuda_agent.tracking import FileTracker, read_metrics
 ONE, BOTH = "one process", "Ray, 2 vLLM servers"
 KINDS: dict[str, list[str]] = {
     ONE: [],
-    BOTH: ["runtime=ray", "ray.workers=2", "ray.staleness=0", "policy.engine=vllm"],
+    BOTH: ["runtime=ray", "ray.workers=2", "ray.max_off_policy_steps=0", "policy.engine=vllm"],
 }
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # 97.5 %, by number of seeds
 Step = dict[str, float]
@@ -87,7 +87,10 @@ def interval(values: list[float]) -> tuple[float, float, float]:
 def table(found: dict[str, list[list[Step]]]) -> dict[str, Any]:
     """Prints the curves and says what holds."""
     rewards = {kind: [[step["reward"] for step in steps] for steps in seeds] for kind, seeds in found.items()}
-    gaps = {kind: max(s.get("engine_gap", 0.0) for steps in seeds for s in steps) for kind, seeds in found.items()}
+    gaps = {
+        kind: max(s.get("train_inference_mismatch", 0.0) for steps in seeds for s in steps)
+        for kind, seeds in found.items()
+    }
     print(f"{'step':>5} {ONE + ', mean (least..greatest)':>40} {BOTH:>22} {'within':>7}")
     inside = []
     for number, (ours, theirs) in enumerate(zip(*(zip(*rewards[kind], strict=True) for kind in KINDS), strict=True)):
@@ -101,8 +104,17 @@ def table(found: dict[str, list[list[Step]]]) -> dict[str, Any]:
     holds = difference[1] <= 0 <= difference[2] and gaps[BOTH] < 1e-4
     print(f"whole curves differ by {difference[0]:+.3f} ({difference[1]:+.3f} to {difference[2]:+.3f})")
     print(f"rise from the first step to the last two: {rises}")
-    print(f"engine_gap at most {gaps}; {sum(inside)} of {len(inside)} steps within; {'holds' if holds else 'FAILS'}")
-    facts = {"within": inside, "difference": difference, "rise": rises, "engine_gap": gaps, "holds": holds}
+    print(
+        f"train_inference_mismatch at most {gaps}; {sum(inside)} of {len(inside)} steps within; "
+        f"{'holds' if holds else 'FAILS'}"
+    )
+    facts = {
+        "within": inside,
+        "difference": difference,
+        "rise": rises,
+        "train_inference_mismatch": gaps,
+        "holds": holds,
+    }
     return facts | {"rewards": rewards}
 
 

@@ -7,27 +7,27 @@ number, the server's own count, means something.
 
 from typing import Any
 
-from cuda_agent.agent.game import Sandbox
-from cuda_agent.agent.loop import Ended, Play, Settings
+from cuda_agent.agent.environment import Sandbox
+from cuda_agent.agent.loop import Ended, EpisodeSettings, Rollout
 from cuda_agent.agent.tools import TOOLS
 from cuda_agent.policy.episode import Episode
 from cuda_agent.policy.served import CHARACTERS, ServedModel
 from cuda_agent.tasks.task import Task
 
 
-async def run_visit(
-    task: Task, model: ServedModel, sandbox: Sandbox, settings: Settings, seed: int, episode_id: str
+async def run_chat_rollout(
+    task: Task, model: ServedModel, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
 ) -> Episode:
     """One episode.  Raises ``policy.served.ServedModelError`` when the address is lost."""
-    play = _Visit(model, task, sandbox, settings, seed, episode_id)
+    play = ChatRollout(model, task, sandbox, settings, seed, episode_id)
     return await play.run(play.with_tools)
 
 
-class _Visit(Play):
+class ChatRollout(Rollout):
     """Turns are messages here, not ids; workspace, judging and books are those of the loop."""
 
     def __init__(
-        self, model: ServedModel, task: Task, sandbox: Sandbox, settings: Settings, seed: int, episode_id: str
+        self, model: ServedModel, task: Task, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
     ) -> None:
         super().__init__("agent", task, None, None, sandbox, settings, seed, episode_id)  # type: ignore[arg-type]
         self.model = model

@@ -16,14 +16,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cuda_agent.agent.game import Game, Sandbox, SandboxFault
+from cuda_agent.agent.environment import KernelEnvironment, Sandbox, SandboxFault
 from cuda_agent.agent.prompt import one_shot_messages, parse_answer
 from cuda_agent.agent.tools import TOOLS, Style, solution_of
 from cuda_agent.errors import TaskError
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.engines.engine import Completion, Engine, SamplingParams
 from cuda_agent.policy.episode import Episode
-from cuda_agent.sandbox.wire import Lane, Verdict
+from cuda_agent.sandbox.wire import Format, Verdict
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from cuda_agent.tasks.task import Task
 
@@ -31,7 +31,7 @@ Ended = Literal["answer", "turns", "tokens", "deadline", "infra"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class EpisodeSettings:
     """Budgets and form of an episode; token budgets count tokens of the policy's tokenizer."""
 
     turns: int
@@ -40,28 +40,28 @@ class Settings:
     context: int  # of the whole episode
     deadline_seconds: float
     temperature: float = 1.0
-    lane: Lane = "plan"
+    format: Format = "plan"
     style: Style = "full"
     device: Literal["cpu", "cuda"] = "cpu"
 
 
 async def run_episode(
-    task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: Settings, seed: int, episode_id: str
+    task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
 ) -> Episode:
     """The game with tools.  ``seed`` decides, with the turn's number, what is sampled."""
-    play = Play("agent", task, engine, chat, sandbox, settings, seed, episode_id)
+    play = Rollout("agent", task, engine, chat, sandbox, settings, seed, episode_id)
     return await play.run(play.with_tools)
 
 
 async def run_single(
-    task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: Settings, seed: int, episode_id: str
+    task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
 ) -> Episode:
     """The game of one answer: its fenced files are the solution."""
-    play = Play("single", task, engine, chat, sandbox, settings, seed, episode_id)
+    play = Rollout("single", task, engine, chat, sandbox, settings, seed, episode_id)
     return await play.run(play.with_one_answer)
 
 
-class Play:
+class Rollout:
     """One episode under way."""
 
     def __init__(
@@ -71,13 +71,13 @@ class Play:
         engine: Engine,
         chat: Chat,
         sandbox: Sandbox,
-        settings: Settings,
+        settings: EpisodeSettings,
         seed: int,
         episode_id: str,
     ) -> None:
         self.kind, self.task, self.engine, self.chat = kind, task, engine, chat
         self.settings, self.seed, self.id = settings, seed, episode_id
-        self.game = Game(task, sandbox, settings.lane, settings.device, settings.style)
+        self.game = KernelEnvironment(task, sandbox, settings.format, settings.device, settings.style)
         self.ids: list[int] = []
         self.mask: list[int] = []
         self.logprobs: list[float] = []
@@ -123,14 +123,14 @@ class Play:
 
     async def with_one_answer(self) -> Ended:
         settings = self.settings
-        self.messages = one_shot_messages(self.task, settings.style, settings.lane, settings.device)
+        self.messages = one_shot_messages(self.task, settings.style, settings.format, settings.device)
         self._observe(self.chat.prompt_ids(self.messages), 0)
         completion = await self._sample(0)
         if completion is None:
             return "tokens"
         text, _, _ = self.chat.parse(completion.ids)
         self.messages.append({"role": "assistant", "content": text})
-        self.game.files = dict(solution_of(parse_answer(text), settings.lane).files)
+        self.game.files = dict(solution_of(parse_answer(text), settings.format).files)
         return "answer" if completion.finish == "stop" else "tokens"
 
     async def with_tools(self) -> Ended:

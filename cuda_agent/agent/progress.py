@@ -87,7 +87,7 @@ class Findings:
 
 
 @dataclass
-class Budget:
+class SearchBudget:
     """What all attempts together may spend (``None``: any), and have spent.  Money is in the unit of the prices, which
     are per million tokens."""
 
@@ -215,7 +215,7 @@ def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Fin
 
 def _note_verdict(findings: Findings, event: Mapping[str, Any], turn: int) -> None:
     verdict = Verdict.from_json(event["verdict"])
-    solution = Solution(verdict.lane, dict(event["files"]))
+    solution = Solution(verdict.format, dict(event["files"]))
     if verdict.mode == "quick":
         findings.add(solution, verdict, int(event["attempt"]), turn)
     elif solution.digest in findings.by_digest:

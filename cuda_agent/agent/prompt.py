@@ -14,7 +14,7 @@ from typing import Any
 
 from cuda_agent.agent.skill import skill_text
 from cuda_agent.agent.tools import TOOLS, Style
-from cuda_agent.sandbox.wire import Lane
+from cuda_agent.sandbox.wire import Format
 from cuda_agent.tasks.task import Task
 
 __all__ = ["TOOLS", "agent_messages", "compact_source", "one_shot_messages", "parse_answer", "write_answer"]
@@ -37,20 +37,20 @@ judged.
 """
 
 
-def one_shot_messages(task: Task, style: Style, lane: Lane = "plan", device: str = "cpu") -> list[dict[str, Any]]:
+def one_shot_messages(task: Task, style: Style, format: Format = "plan", device: str = "cpu") -> list[dict[str, Any]]:
     """System and user message of the game without tools."""
     if style == "compact":
         return _messages("answer", compact_source(task.code))
-    system = f"{_ONE_SHOT.format(example=_EXAMPLES[lane])}\n{skill_text(lane, device)}"
+    system = f"{_ONE_SHOT.format(example=_EXAMPLES[format])}\n{skill_text(format, device)}"
     return _messages(system, f"```python model.py\n{task.code.rstrip()}\n```")
 
 
-def agent_messages(task: Task, style: Style, lane: Lane = "plan", device: str = "cpu") -> list[dict[str, Any]]:
+def agent_messages(task: Task, style: Style, format: Format = "plan", device: str = "cpu") -> list[dict[str, Any]]:
     """System and user message of the game with tools."""
     if style == "compact":
         return _messages("agent", compact_source(task.code))
     user = f"Optimise the model in `model.py`:\n```python\n{task.code.rstrip()}\n```"
-    return _messages(f"{_AGENT}\n{skill_text(lane, device)}", user)
+    return _messages(f"{_AGENT}\n{skill_text(format, device)}", user)
 
 
 def parse_answer(text: str) -> dict[str, str]:

@@ -1,9 +1,9 @@
-"""The rules of the game, in words: what SKILL.md in the work folder says, by lane and device.
+"""The rules of the game, in words: what SKILL.md in the work folder says, by format and device.
 
 Text only.  The sandbox enforces what is written here, and more; nothing depends on a model believing it.
 """
 
-from cuda_agent.sandbox.wire import Lane
+from cuda_agent.sandbox.wire import Format
 
 _GOAL = """# Make this PyTorch model fast
 
@@ -145,11 +145,11 @@ program can be started and nothing can be written; it finds what it compiled.
 """
 
 
-def skill_text(lane: Lane = "plan", device: str = "cpu") -> str:
+def skill_text(format: Format = "plan", device: str = "cpu") -> str:
     """The whole of SKILL.md."""
     on = " on the CPU of this machine" if device == "cpu" else " on its GPU"
-    form = {"plan": _PLAN if device == "cpu" else _PLAN_CUDA, "extension": _EXTENSION, "python": _PYTHON}[lane]
-    if lane == "extension":
+    form = {"plan": _PLAN if device == "cpu" else _PLAN_CUDA, "extension": _EXTENSION, "python": _PYTHON}[format]
+    if format == "extension":
         for mark, text in (_OF_CPU if device == "cpu" else _OF_CUDA).items():
             form = form.replace(mark, text)
     return _GOAL.replace("{device}", on) + form

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from cuda_agent.sandbox.wire import Lane, Solution, Verdict
+from cuda_agent.sandbox.wire import Format, Solution, Verdict
 
 Style = Literal["compact", "full"]
 COMMANDS = ("compile", "verify", "profile")
@@ -67,15 +67,15 @@ def first_error(message: str) -> str:
     return (message.splitlines() or [""])[0][:_COMPACT_MESSAGE]
 
 
-def solution_of(files: Mapping[str, str], lane: Lane) -> Solution:
+def solution_of(files: Mapping[str, str], format: Format) -> Solution:
     """The files that answer the task: notes, scripts and the task itself are none."""
-    entry = "plan.json" if lane == "plan" else "model_new.py"
+    entry = "plan.json" if format == "plan" else "model_new.py"
     return Solution(
-        lane,
+        format,
         {
             path: text
             for path, text in files.items()
-            if path == entry or (lane != "python" and path.startswith("kernels/"))
+            if path == entry or (format != "python" and path.startswith("kernels/"))
         },
     )
 

@@ -135,9 +135,9 @@ def sweep(
 def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
     """Returns the first exit code that is not 0."""
     from cuda_agent.pipeline import screen, sweep
-    from cuda_agent.pipeline.local import Outcome, run_pipeline
+    from cuda_agent.pipeline.local import RunOutcome, run_pipeline
 
-    def execute(point: "Point") -> Outcome:
+    def execute(point: "Point") -> RunOutcome:
         if as_json:
             return run_pipeline(point.config, watch=screen.plain(lambda line: print(line, file=sys.stderr)))
         print(f"{point.name}: {' '.join(point.overrides)}", flush=True)

@@ -331,10 +331,10 @@ def stage(
 ) -> None:
     """Run one stage of a run, by hand or as a container step."""
     from cuda_agent.pipeline.runs import local_home
-    from cuda_agent.pipeline.stage_main import Order, run_stage
+    from cuda_agent.pipeline.stage_main import StageOrder, run_stage
     from cuda_agent.storage import absolute_uri
 
-    order = Order(absolute_uri(store), config, run, name, str(scratch.absolute() / name), str(local_home(store)))
+    order = StageOrder(absolute_uri(store), config, run, name, str(scratch.absolute() / name), str(local_home(store)))
     code = run_stage(order)
     message = json.loads((scratch / name / "outcome.json").read_text())["message"]
     if message:

@@ -49,7 +49,7 @@ def optimize(
     money: Annotated[float | None, typer.Option(min=0, help="of all attempts, at the prices given")] = None,
     price_in: Annotated[float | None, typer.Option(min=0, help="of a million tokens read")] = None,
     price_out: Annotated[float | None, typer.Option(min=0, help="of a million tokens written")] = None,
-    lane: Annotated[
+    format: Annotated[
         Literal["plan", "extension", "python"] | None,
         typer.Option(help="form of the solution; plan can be believed most [default: plan]"),
     ] = None,
@@ -85,7 +85,7 @@ def optimize(
     words = arguments or []
     overrides, sources = [w for w in words if "=" in w], [w for w in words if "=" not in w]
     terms = {
-        "lane": lane, "device": device, "target": target, "turns": turns, "context": context,
+        "format": format, "device": device, "target": target, "turns": turns, "context": context,
         "answer_tokens": answer_tokens, "temperature": temperature, "seed": seed, "style": style,
     }  # fmt: skip
     rest = {
@@ -98,8 +98,8 @@ def optimize(
     if resume is not None:
         if sources or output is not None:
             raise ConfigError("--resume takes MODEL.py and --output from the folder: leave them out")
-        if {"lane", "device", "style"} & changes.keys():
-            raise ConfigError("--resume goes on with the lane, device and style of before")
+        if {"format", "device", "style"} & changes.keys():
+            raise ConfigError("--resume goes on with the format, device and style of before")
         order, sandbox = search.read_order(resume)
         folder, source = resume, resume / "model.py"
         overrides = [*_as_overrides(sandbox), *overrides]
@@ -110,11 +110,11 @@ def optimize(
             raise ConfigError("--base-url and --model say which model works, as in --base-url http://127.0.0.1:8000/v1")
         source = Path(sources[0])
         folder = output or Path(f"{source.stem}-optimized")
-        order = search.Order(base_url, model)
+        order = search.SearchOrder(base_url, model)
         changes.setdefault("device", _device(overrides))
     order = search.with_changes(order, changes)
-    overrides = [w for w in overrides if not w.startswith(("sandbox.lane=", "sandbox.device="))]
-    overrides += [f"sandbox.lane={order.terms.lane}", f"sandbox.device={order.terms.device}"]
+    overrides = [w for w in overrides if not w.startswith(("sandbox.format=", "sandbox.device="))]
+    overrides += [f"sandbox.format={order.terms.format}", f"sandbox.device={order.terms.device}"]
     outcome = _run(order, overrides, source, folder, resume is not None, as_json)
     nothing = outcome.best is None and outcome.why == "server"
     if as_json:
@@ -160,9 +160,9 @@ def _device(overrides: list[str]) -> str:
 
 def _as_overrides(sandbox: dict[str, Any]) -> list[str]:
     """The values of a section that are not the defaults."""
-    from cuda_agent.config import Sandbox
+    from cuda_agent.config import SandboxConfig
 
-    standard = Sandbox().model_dump(mode="json")
+    standard = SandboxConfig().model_dump(mode="json")
     return [f"sandbox.{name}={json.dumps(value)}" for name, value in sandbox.items() if value != standard.get(name)]
 
 

@@ -25,14 +25,14 @@ def prepare(config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
     from cuda_agent.errors import ConfigError
 
     base = json.loads(os.environ.get("CUDA_AGENT_POOLS", "[]"))
-    here = pod.Surroundings.from_environment()
+    here = pod.PodEnvironment.from_environment()
     try:
         spread = "CUDA_AGENT_RAY" in os.environ
         cluster = Cluster.of_pod if base else None
         replicas = json.loads(os.environ.get("CUDA_AGENT_ENGINE", "[]"))
         outputs = pod.prepare(here, run or workflow, config, workflow, cluster, base, spread=spread, replicas=replicas)
     except ConfigError as error:
-        pod.last_words(here, str(error))
+        pod.termination_message(here, str(error))
         raise
     print(json.dumps(outputs, indent=1))
 
@@ -46,7 +46,7 @@ def stage(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> No
     spawner.open()  # a second process, which imports while this one does
     from cuda_agent.cluster import pod
 
-    here = pod.Surroundings.from_environment()
+    here = pod.PodEnvironment.from_environment()
     sys.exit(pod.run_stage(here, name, run or workflow, config, spawner=spawner))
 
 
@@ -56,7 +56,7 @@ def ray(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> None
     from cuda_agent.cluster import pod
     from cuda_agent.cluster.api import Cluster
 
-    here = pod.Surroundings.from_environment()
+    here = pod.PodEnvironment.from_environment()
     base = json.loads(os.environ["CUDA_AGENT_RAY"])
     servers, served = (os.environ.get(f"CUDA_AGENT_{of}_SERVERS", "") for of in ("SANDBOX", "ENGINE"))
     sys.exit(pod.run_spread(here, name, run or workflow, config, workflow, servers, Cluster.of_pod(), base, served))
@@ -68,7 +68,9 @@ def finish(config: ConfigSha, workflow: Workflow, status: Annotated[str, typer.O
     from cuda_agent.cluster import pod
     from cuda_agent.cluster.api import Cluster
 
-    facts = pod.finish(pod.Surroundings.from_environment(), run or workflow, config, workflow, status, Cluster.of_pod())
+    facts = pod.finish(
+        pod.PodEnvironment.from_environment(), run or workflow, config, workflow, status, Cluster.of_pod()
+    )
     print(json.dumps(facts, indent=1))
 
 
@@ -76,18 +78,18 @@ def finish(config: ConfigSha, workflow: Workflow, status: Annotated[str, typer.O
 def bucket(expire_logs_days: Annotated[int, typer.Option(min=1)] = 30) -> None:
     """Make the store's bucket in MinIO, with a rule that removes what Argo wrote after a while."""
     from cuda_agent.cluster import bucket as making
-    from cuda_agent.cluster.pod import Surroundings
+    from cuda_agent.cluster.pod import PodEnvironment
 
-    print(making.make(Surroundings.from_environment().store, expire_logs_days))
+    print(making.make(PodEnvironment.from_environment().store, expire_logs_days))
 
 
 @pod_app.command()
 def probe() -> None:
     """Write, read and create-if-absent in the store, and ask MLflow: a line each."""
     from cuda_agent.cluster import bucket as making
-    from cuda_agent.cluster.pod import Surroundings
+    from cuda_agent.cluster.pod import PodEnvironment
 
-    here = Surroundings.from_environment()
+    here = PodEnvironment.from_environment()
     failed = False
     for line, ok in making.probe(here.store, here.mlflow):
         print(f"{'✓' if ok else '✗'} {line}", flush=True)
@@ -102,9 +104,9 @@ def gc(
     """Remove what no run needs from the store, and what Workflows have left behind."""
     from cuda_agent.cluster import pod_maintenance
     from cuda_agent.cluster.api import Cluster
-    from cuda_agent.cluster.pod import Surroundings
+    from cuda_agent.cluster.pod import PodEnvironment
 
-    here = Surroundings.from_environment()
+    here = PodEnvironment.from_environment()
     found = pod_maintenance.collect(here, keep, dry_run, workflow, Cluster.of_pod())
     pod_maintenance.answer(here, found)
     print(json.dumps(found, indent=1))
@@ -115,9 +117,9 @@ def doctor(workflow: Workflow) -> None:
     """Try the store, MLflow and a sandbox's walls from inside."""
     from cuda_agent.cluster import pod_maintenance
     from cuda_agent.cluster.api import Cluster
-    from cuda_agent.cluster.pod import Surroundings
+    from cuda_agent.cluster.pod import PodEnvironment
 
-    here = Surroundings.from_environment()
+    here = PodEnvironment.from_environment()
     base = json.loads(os.environ.get("CUDA_AGENT_POOLS", "[]"))
     places = pod_maintenance.forbidden(here.mlflow)
     found = [check.to_json() for check in pod_maintenance.doctor(here, workflow, Cluster.of_pod(), base, places)]

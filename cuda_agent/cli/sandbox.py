@@ -48,7 +48,7 @@ def serve(
     from cuda_agent.config import compose
     from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline.runs import local_home
-    from cuda_agent.sandbox.service.service import ROLES, Limits
+    from cuda_agent.sandbox.service.service import ROLES, ServiceLimits
 
     try:
         from cuda_agent.sandbox.service.app import serve as serving
@@ -60,17 +60,21 @@ def serve(
         raise ConfigError(f"--roles: expected any of {', '.join(ROLES)}, got {roles!r}")
     config = compose(overrides or [])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    limits = Limits(queue, workspaces, idle_seconds, drain_seconds, recycle_after, recycle_on_cheat, open_metrics)
+    limits = ServiceLimits(
+        queue, workspaces, idle_seconds, drain_seconds, recycle_after, recycle_on_cheat, open_metrics
+    )
     folder = cache or local_home(config.run.store) / "cache"
     asyncio.run(serving(config.sandbox, folder, chosen, limits, host, port))
 
 
-@sandbox_app.command(epilog="\b\nExample:\n  cuda-agent sandbox bench --solutions 5 --json sandbox.lane=plan")
+@sandbox_app.command(epilog="\b\nExample:\n  cuda-agent sandbox bench --solutions 5 --json sandbox.format=plan")
 def bench(
     overrides: Overrides = None,
     tasks: Annotated[int, typer.Option(min=1)] = 4,
-    solutions: Annotated[int, typer.Option(min=1, help="a task and lane, and again as many for the second round")] = 5,
-    lanes: Annotated[str, typer.Option(help="any of plan, extension, python, with commas")] = "plan,extension,python",
+    solutions: Annotated[
+        int, typer.Option(min=1, help="a task and format, and again as many for the second round")
+    ] = 5,
+    formats: Annotated[str, typer.Option(help="any of plan, extension, python, with commas")] = "plan,extension,python",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for a program")] = False,
 ) -> None:
     """Measure evaluations on this machine: seconds by phase, and how many a minute, one by one and all at once."""
@@ -80,7 +84,7 @@ def bench(
     from cuda_agent.pipeline import sandbox_bench
 
     answer = asyncio.run(
-        sandbox_bench.measure(compose(overrides or []).sandbox, tasks, solutions, sandbox_bench.lanes_of(lanes))
+        sandbox_bench.measure(compose(overrides or []).sandbox, tasks, solutions, sandbox_bench.formats_of(formats))
     )
     print(json.dumps(answer, indent=1) if as_json else "\n".join(sandbox_bench.lines(answer)))
 
@@ -94,11 +98,11 @@ def schema(which: Annotated[Literal["verdict", "plan"], typer.Argument(help="ver
 
 
 @sandbox_app.command(
-    epilog="\b\nExamples:\n  cuda-agent sandbox selftest\n  cuda-agent sandbox selftest --lane python --json\n"
+    epilog="\b\nExamples:\n  cuda-agent sandbox selftest\n  cuda-agent sandbox selftest --format python --json\n"
     "  cuda-agent sandbox selftest --only by_address\n  cuda-agent sandbox selftest --device cuda"
 )
 def selftest(
-    lane: Annotated[Literal["plan", "extension", "python"] | None, typer.Option(help="only this lane")] = None,
+    format: Annotated[Literal["plan", "extension", "python"] | None, typer.Option(help="only this format")] = None,
     only: Annotated[str | None, typer.Option(metavar="NAME", help="one exploit, honest solution or wall")] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="what the solutions run on")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for a program")] = False,
@@ -112,7 +116,7 @@ def selftest(
     from cuda_agent.exploits import selftest as test
 
     report = asyncio.run(
-        test.run(lane, only, (lambda line: None) if as_json else (lambda line: print(line, flush=True)), device)
+        test.run(format, only, (lambda line: None) if as_json else (lambda line: print(line, flush=True)), device)
     )
     if as_json:
         print(json.dumps(report, indent=1, ensure_ascii=False))

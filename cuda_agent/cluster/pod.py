@@ -41,7 +41,7 @@ from cuda_agent.pipeline.manifest import (
     read_manifest,
 )
 from cuda_agent.pipeline.spawn import Spawner
-from cuda_agent.pipeline.stage_main import TABLE, Order, read_table
+from cuda_agent.pipeline.stage_main import TABLE, StageOrder, read_table
 from cuda_agent.storage import Store, StoreError, open_store
 from cuda_agent.tracking import MANIFEST_TAG, Mirror, read_metrics, read_notes, read_progress
 
@@ -52,7 +52,7 @@ LAST_MIRROR_SECONDS = 60.0  # for finish, which tells it everything once more: M
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class PodEnvironment:
     """What the chart says of this pod's surroundings."""
 
     store: str
@@ -60,10 +60,10 @@ class Surroundings:
     config: Path  # file that came with the Workflow
     plan: Path  # folder of prepare's outputs
     work: Path
-    last_words: Path = Path("/dev/termination-log")  # made by Kubernetes; absent elsewhere
+    termination_message: Path = Path("/dev/termination-log")  # made by Kubernetes; absent elsewhere
 
     @classmethod
-    def from_environment(cls) -> "Surroundings":
+    def from_environment(cls) -> "PodEnvironment":
         store = os.environ.get("CUDA_AGENT_STORE")
         if not store:
             raise ConfigError("CUDA_AGENT_STORE is not set: this command is for the chart's pods.")
@@ -76,18 +76,18 @@ class Surroundings:
         )
 
 
-def last_words(here: Surroundings, text: str) -> None:
+def termination_message(here: PodEnvironment, text: str) -> None:
     """Why this pod ends for good: Kubernetes takes it into the pod's status and Argo into the Workflow's, where `watch`
     shows it.  Not for ends that are tried again: Argo's rule of what to retry reads that message."""
-    if here.last_words.exists():
-        here.last_words.write_text(text[:2000])
+    if here.termination_message.exists():
+        here.termination_message.write_text(text[:2000])
 
 
 # prepare --------------------------------------------------------------------------------------------------------------
 
 
 def prepare(
-    here: Surroundings,
+    here: PodEnvironment,
     run: str,
     sha256: str,
     workflow: str,
@@ -226,7 +226,7 @@ def _why(cluster: Cluster, name: str) -> str:
 
 
 def run_stage(
-    here: Surroundings, name: str, run: str, sha256: str, table: str = TABLE, spawner: Spawner | None = None
+    here: PodEnvironment, name: str, run: str, sha256: str, table: str = TABLE, spawner: Spawner | None = None
 ) -> int:
     """Runs one stage as ``local`` does; returns its exit code.  SIGTERM is passed on: the stage writes a checkpoint.
 
@@ -235,7 +235,7 @@ def run_stage(
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     log = scratch / "log.txt"
-    order = Order(here.store, sha256, run, name, str(scratch), str(runs.local_home(here.store)), table)
+    order = StageOrder(here.store, sha256, run, name, str(scratch), str(runs.local_home(here.store)), table)
     before = oom_kills()
     with contextlib.closing(spawner or Spawner(preload=())) as spawner, _passing_on(spawner, name):
         spawner.start(name, order.to_json(), log)  # first: it imports for seconds
@@ -266,7 +266,7 @@ def run_stage(
             mirror.update(name, status="KILLED" if code == EXIT_RETRY else "FAILED")
             print(message, file=sys.stderr, flush=True)
             if code in (EXIT_CONFIG, EXIT_GATE, EXIT_BUG):
-                last_words(here, message)
+                termination_message(here, message)
             return code if code > 0 else EXIT_BUG
 
 
@@ -297,7 +297,7 @@ def _follow(
 
 
 def run_spread(
-    here: Surroundings,
+    here: PodEnvironment,
     name: str,
     run: str,
     sha256: str,
@@ -329,7 +329,7 @@ def run_spread(
         store.put(outcome_entry(run, name), json.dumps({"code": code, "message": message}).encode())
     print(message, file=sys.stderr, flush=True)
     if code in (EXIT_CONFIG, EXIT_GATE, EXIT_BUG):
-        last_words(here, message)
+        termination_message(here, message)
     return code
 
 
@@ -360,7 +360,7 @@ def _passing_on(spawner: Spawner, name: str) -> Iterator[None]:
 
 
 def finish(
-    here: Surroundings,
+    here: PodEnvironment,
     run: str,
     sha256: str,
     workflow: str,
@@ -429,7 +429,7 @@ def tell_webhook(url: str, facts: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def mirrored(
-    here: Surroundings, store: Store, config: Config, sha256: str, run: str, seconds: float = MIRROR_SECONDS
+    here: PodEnvironment, store: Store, config: Config, sha256: str, run: str, seconds: float = MIRROR_SECONDS
 ) -> Iterator[Mirror]:
     """A mirror that knows the run, waited for at the end, for ``seconds`` at most; without MLflow it takes everything
     and does nothing."""

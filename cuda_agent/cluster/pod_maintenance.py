@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 from cuda_agent.cluster import bucket, pools, rayjobs
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.cluster.maintenance import ERRAND_LABEL
-from cuda_agent.cluster.pod import Surroundings, remove_pools
+from cuda_agent.cluster.pod import PodEnvironment, remove_pools
 from cuda_agent.cluster.submit import ENDED, RUN_LABEL, phase
-from cuda_agent.config import Sandbox
+from cuda_agent.config import SandboxConfig
 from cuda_agent.pipeline import gc
 from cuda_agent.pipeline.doctor import Check
 from cuda_agent.storage import open_store
@@ -34,7 +34,7 @@ CONNECT_SECONDS = 4.0
 TERMINATION_LOG = Path("/dev/termination-log")  # what Kubernetes shows of a container that has ended
 
 
-def answer(here: Surroundings, value: Any) -> None:
+def answer(here: PodEnvironment, value: Any) -> None:
     """Leaves the answer where Argo takes it from."""
     here.plan.mkdir(parents=True, exist_ok=True)
     (here.plan / "answer").write_text(json.dumps(value))
@@ -43,7 +43,7 @@ def answer(here: Surroundings, value: Any) -> None:
 # gc -------------------------------------------------------------------------------------------------------------------
 
 
-def collect(here: Surroundings, keep: int, dry_run: bool, workflow: str, cluster: Cluster) -> dict[str, Any]:
+def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, cluster: Cluster) -> dict[str, Any]:
     """What was removed, or would be; ``busy`` says why nothing was.  ``workflow`` is the one that this pod is of."""
     store = open_store(here.store)
     if dry_run:
@@ -88,7 +88,11 @@ def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
 
 
 def doctor(
-    here: Surroundings, workflow: str, cluster: Cluster, base: Sequence[Mapping[str, Any]], addresses: Mapping[str, str]
+    here: PodEnvironment,
+    workflow: str,
+    cluster: Cluster,
+    base: Sequence[Mapping[str, Any]],
+    addresses: Mapping[str, str],
 ) -> list[Check]:
     """``base``: the objects of a profile's pools; ``addresses``: name -> address:port of what no sandbox may reach."""
     checks = []
@@ -176,7 +180,7 @@ def from_sandbox(
     """What ``reach`` finds in a pod that has all that a sandbox has, its walls included, but for what it runs.  Raises
     ``ClusterError`` when it does not come to that."""
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
-    made = pools.objects(base, workflow, uid, "none", Sandbox())
+    made = pools.objects(base, workflow, uid, "none", SandboxConfig())
     policy = next(item for item in made if item["kind"] == "NetworkPolicy")
     server = next(item for item in made if item["metadata"]["labels"].get(pools.ROLE_LABEL) == "workspace")
     server["spec"]["replicas"] = 1

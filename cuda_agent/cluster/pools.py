@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from cuda_agent.config import WHERE_JUDGED, Sandbox
+from cuda_agent.config import WHERE_JUDGED, SandboxConfig
 
 ROLES = ("workspace", "build", "evaluate")
 PORT = 8750
@@ -143,7 +143,7 @@ def _pool(role: str) -> dict[str, Any]:
 
 
 def objects(
-    base: Sequence[Mapping[str, Any]], workflow: str, uid: str, token: str, config: Sandbox
+    base: Sequence[Mapping[str, Any]], workflow: str, uid: str, token: str, config: SandboxConfig
 ) -> list[dict[str, Any]]:
     """The objects of one run, ready to be made: ``base`` with the Workflow's name in its place, owned by it, with the
     token, and with servers that judge by the run's own settings."""
@@ -166,7 +166,7 @@ def owned_by(workflow: str, uid: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def settings(config: Sandbox) -> list[str]:
+def settings(config: SandboxConfig) -> list[str]:
     """The overrides that make a server judge as this configuration says."""
     values = config.model_dump(mode="json", exclude=set(WHERE_JUDGED))
     return [f"sandbox.{name}={json.dumps(value)}" for name, value in values.items()]

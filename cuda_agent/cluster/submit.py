@@ -38,8 +38,9 @@ class Submission:
     config_map: dict[str, Any]
 
 
-def submission(config: Config, profile: str, release: str, lane: str = "") -> Submission:
-    """Of a composed configuration.  Of the Workflows in one lane one runs at a time.  Raises ConfigError when the run's
+def submission(config: Config, profile: str, release: str, group: str = "") -> Submission:
+    """Of a composed configuration.  Of the Workflows in one ``group`` one runs at a time.  Raises ConfigError when the
+    run's
     name cannot be a Workflow's."""
     text, sha256 = freeze(config)
     run = config.run.name or f"run-{datetime.now(UTC):%Y%m%d-%H%M%S}-{sha256[:4]}"
@@ -48,15 +49,15 @@ def submission(config: Config, profile: str, release: str, lane: str = "") -> Su
             f"run.name: on a cluster, expected a letter and at most 35 more, digits or dashes, lower case, got {run!r}."
         )
     labels = {RUN_LABEL: run, PROFILE_LABEL: profile} | ({SWEEP_LABEL: config.run.sweep} if config.run.sweep else {})
-    return _submission(run, labels, text, sha256, template_name(release, profile), lane)
+    return _submission(run, labels, text, sha256, template_name(release, profile), group)
 
 
 def sweep_submissions(
     configs: Sequence[Config], profile: str, release: str, parallel: int | None = None
 ) -> list[Submission]:
-    """Of a sweep's runs; with ``parallel`` in so many lanes, in turn."""
+    """Of a sweep's runs; with ``parallel`` in so many groups, in turn."""
     return [
-        submission(config, profile, release, f"{config.run.sweep}-lane-{number % parallel + 1}" if parallel else "")
+        submission(config, profile, release, f"{config.run.sweep}-group-{number % parallel + 1}" if parallel else "")
         for number, config in enumerate(configs)
     ]
 
@@ -65,9 +66,9 @@ def template_name(release: str, profile: str) -> str:
     return f"{release}-{profile}-{version_name()}"
 
 
-def _submission(name: str, labels: dict[str, str], text: str, sha256: str, template: str, lane: str) -> Submission:
+def _submission(name: str, labels: dict[str, str], text: str, sha256: str, template: str, group: str) -> Submission:
     run = labels[RUN_LABEL]
-    values = {"run": run, "config": sha256} | ({"lane": lane} if lane else {})
+    values = {"run": run, "config": sha256} | ({"group": group} if group else {})
     parameters = [{"name": key, "value": value} for key, value in values.items()]
     workflow = {
         "apiVersion": "argoproj.io/v1alpha1",
@@ -195,7 +196,7 @@ def resume(cluster: Cluster, run: str) -> Submission:
     given = {item["name"]: item["value"] for item in last["spec"]["arguments"]["parameters"]}
     what = _submission(
         f"{name}-r{attempt}", labels, config_map["data"]["config.json"],
-        last["metadata"]["annotations"][CONFIG_ANNOTATION], template_name(release, profile), given.get("lane", ""),
+        last["metadata"]["annotations"][CONFIG_ANNOTATION], template_name(release, profile), given.get("group", ""),
     )  # fmt: skip
     submit(cluster, what)
     return what

@@ -6,7 +6,7 @@ A stage that Ray can spread over several pods has a second task, which is skippe
 stage's Ray and follows it.
 
 The result is data without a release: the chart reads it, merges image, resources, places and names for each profile
-and makes one template of it a profile.  Whoever submits passes ``run``, ``config`` and at most a ``lane``, and nothing
+and makes one template of it a profile.  Whoever submits passes ``run``, ``config`` and at most a ``group``, and nothing
 else.  Only fields that Argo 3.7 and 4.x both have.  What Argo carries is small: each stage's manifest and log; data
 goes straight to the store.  Errands are templates of one pod that does something for a person inside of the cluster.
 
@@ -29,8 +29,8 @@ from cuda_agent.pipeline.graph import STAGES, Stage, check
 
 NAME = "cuda-agent"  # a release's objects are named after it; the chart puts its own name in this one's place
 RUN, CONFIG, WORKFLOW = "{{workflow.parameters.run}}", "{{workflow.parameters.config}}", "{{workflow.name}}"
-# Of the Workflows in one lane one runs at a time, the oldest first: a sweep's limit.  Else each has a lane of its own.
-LANE = "{{=workflow.parameters.lane == '' ? workflow.name : workflow.parameters.lane}}"
+# One Workflow of a concurrency group runs at a time, the oldest first: a sweep's limit.  The default is a group each.
+CONCURRENCY_GROUP = "{{=workflow.parameters.group == '' ? workflow.name : workflow.parameters.group}}"
 CONFIG_FOLDER = "/config"  # where prepare finds the configuration that came with the Workflow
 PLAN_FOLDER = "/scratch/plan"  # where prepare writes one file an output parameter
 MANIFEST_FILE = "/scratch/manifest.json"  # where a stage leaves its manifest for Argo
@@ -83,10 +83,10 @@ def workflow_template(stages: Sequence[Stage] = STAGES) -> dict[str, Any]:
             parameters=[
                 models.Parameter(name="run"),
                 models.Parameter(name="config"),
-                models.Parameter(name="lane", value=""),
+                models.Parameter(name="group", value=""),
             ]
         ),
-        synchronization=models.Synchronization(mutexes=[models.Mutex(name=LANE)]),
+        synchronization=models.Synchronization(mutexes=[models.Mutex(name=CONCURRENCY_GROUP)]),
     )
 
 
@@ -124,8 +124,8 @@ def _template(name: str, entrypoint: str, templates: list[Template], **more: Any
     return json.loads(template.model_dump_json(by_alias=True, exclude_none=True))
 
 
-def errands() -> dict[str, dict[str, Any]]:
-    """Name -> WorkflowTemplate, before the chart's values, of what a person asks to be done inside (``errands``)."""
+def maintenance_jobs() -> dict[str, dict[str, Any]]:
+    """Name -> WorkflowTemplate, before the chart's values, of the jobs a person starts (``cluster.maintenance``)."""
     return {
         "doctor": _errand("doctor", "operator", 900, ["pod", "doctor", "--workflow", WORKFLOW]),
         "gc": _errand("gc", "collector", LOCK_SECONDS, ["pod", "gc", "--workflow", WORKFLOW]),

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from cuda_agent.cluster.engines import engine_objects
 from cuda_agent.cluster.pools import pool_objects
 from cuda_agent.cluster.rayjobs import ray_objects
-from cuda_agent.deploy.argo import cron_workflow, errands, workflow_template
+from cuda_agent.deploy.argo import cron_workflow, maintenance_jobs, workflow_template
 from cuda_agent.deploy.chart_values import CHART_VERSION, Values
 from cuda_agent.deploy.dashboards import alerts, dashboard
 
@@ -31,7 +31,7 @@ CHART = "charts/cuda-agent"
 def files() -> dict[str, str]:
     """Path from the repository's root -> text."""
     template, cron, pools = (_json(value) for value in (workflow_template(), cron_workflow(), pool_objects()))
-    asked, ray = _json(errands()), _json(ray_objects())
+    asked, ray = _json(maintenance_jobs()), _json(ray_objects())
     return {
         "workflows/workflow-template.json": template,
         "workflows/cron-workflow.json": cron,

@@ -25,7 +25,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 StageName = Annotated[str, Field(pattern=f"^({'|'.join(stage.name for stage in STAGES)})$")]
 
 
-class Group(BaseModel):
+class ValuesGroup(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
@@ -40,7 +40,7 @@ def group(default: Any, description: str) -> Any:
     return Field(default, description=description)
 
 
-class Resources(Group):
+class Resources(ValuesGroup):
     requests: dict[str, Quantity | int] = leaf(
         {}, "what a pod asks for", "(WorkflowTemplate|StatefulSet|Deployment):requests", {"cpu": "150m"}
     )
@@ -50,7 +50,7 @@ class Resources(Group):
     )  # fmt: skip
 
 
-class Image(Group):
+class Image(ValuesGroup):
     repository: str = leaf("", "name without registry", "(WorkflowTemplate|StatefulSet|Deployment|Pod):", "other/image")
     tag: str = leaf("", "tag; empty: the chart's version", "(WorkflowTemplate|StatefulSet|Deployment|Pod):", "other")
     digest: Digest = leaf(
@@ -58,7 +58,7 @@ class Image(Group):
     )
 
 
-class Images(Group):
+class Images(ValuesGroup):
     registry: str = leaf(
         "", "registry of all images, as in registry.example.org/team", "WorkflowTemplate:image$", "r.test/x"
     )
@@ -78,7 +78,7 @@ class Images(Group):
     mlflow: Image = group(Image(repository="cuda-agent-mlflow"), "MLflow, when the chart brings it")
 
 
-class Store(Group):
+class StoreValues(ValuesGroup):
     bucket: str = leaf("cuda-agent", "bucket of artifacts, caches and logs", "ConfigMap:data.store", "other")
     prefix: str = leaf("", "folder inside the bucket", "WorkflowTemplate:container.env", "team-a")
     endpoint: str = leaf(
@@ -94,7 +94,7 @@ class Store(Group):
     )
 
 
-class Tracking(Group):
+class Tracking(ValuesGroup):
     uri: str = leaf(
         "", "address of an MLflow server; empty with `mlflow.enabled`: the chart's own; empty without: no MLflow",
         "WorkflowTemplate:container.env", "http://mlflow.test:5001",
@@ -102,7 +102,7 @@ class Tracking(Group):
     allowedPort: Port = leaf(5000, "its port, which stages may reach", "NetworkPolicy:egress", 5001)
 
 
-class Place(Group):
+class Placement(ValuesGroup):
     """Where a pod runs and with what.  A field that a stage does not give is that of the profile's ``defaults``; one
     that it gives counts as a whole."""
 
@@ -117,7 +117,7 @@ class Place(Group):
     )
 
 
-class Pool(Group):
+class Pool(ValuesGroup):
     """One kind of sandbox servers of a run."""
 
     replicas: Annotated[int, Field(ge=1, le=512)] = leaf(1, "servers", "WorkflowTemplate:container.env")
@@ -129,13 +129,13 @@ class Pool(Group):
     affinity: Object = leaf({}, "affinity", "WorkflowTemplate:container.env", {"podAntiAffinity": {}})
 
 
-class Pools(Group):
+class Pools(ValuesGroup):
     workspace: Pool = group(Pool(), "folders that the agent works in (CPU)")
     build: Pool = group(Pool(), "compilers (CPU)")
     evaluate: Pool = group(Pool(), "what judges and times; with GPUs where `sandbox.device=cuda`")
 
 
-class EnginePods(Group):
+class EnginePods(ValuesGroup):
     """vLLM servers of a run whose ``policy.engine`` is vllm; without them each stage starts its own."""
 
     replicas: Annotated[int, Field(ge=0, le=512)] = leaf(
@@ -161,7 +161,7 @@ class EnginePods(Group):
     )
 
 
-class RayPods(Group):
+class RayPods(ValuesGroup):
     """A Ray for stages whose runtime is ray, of several pods; without it they have one inside their own pod."""
 
     enabled: bool = leaf(
@@ -178,7 +178,7 @@ class RayPods(Group):
     affinity: Object = leaf({}, "affinity", "WorkflowTemplate:container.env", {"podAntiAffinity": {}})
 
 
-class Profile(Group):
+class Profile(ValuesGroup):
     """What a run's pods get.  A researcher names it: ``cuda-agent submit --profile NAME``."""
 
     device: str = leaf(
@@ -195,8 +195,8 @@ class Profile(Group):
     )
     queue: str = leaf("", "Kueue's LocalQueue for stages and sandboxes", "WorkflowTemplate:metadata.labels", "gpus")
     priorityClass: str = leaf("", "PriorityClass of all pods", "WorkflowTemplate:podPriorityClassName", "high")
-    defaults: Place = group(Place(), "of every stage")
-    stages: dict[StageName, Place] = leaf(
+    defaults: Placement = group(Placement(), "of every stage")
+    stages: dict[StageName, Placement] = leaf(
         {}, "a stage's own place; what it does not say is in `defaults`", "WorkflowTemplate:nodeSelector",
         {"agentic": {"nodeSelector": {"gpu": "h100"}}},
     )  # fmt: skip
@@ -221,7 +221,7 @@ _WITH_GPU = Resources(
 )
 _PROFILES = {
     "cpu": Profile(
-        defaults=Place(resources=_WORK, deadlineSeconds=604800),
+        defaults=Placement(resources=_WORK, deadlineSeconds=604800),
         stages={},
         pools=Pools(workspace=Pool(resources=_WORK), build=Pool(resources=_WORK), evaluate=Pool(resources=_JUDGE)),
         engine=EnginePods(resources=_WORK),
@@ -229,8 +229,8 @@ _PROFILES = {
     ),
     "gpu": Profile(
         parallelism=4,
-        defaults=Place(resources=_WITH_GPU, tolerations=_GPU),
-        stages={"synthesis": Place(resources=_WORK), "report": Place(resources=_WORK)},
+        defaults=Placement(resources=_WITH_GPU, tolerations=_GPU),
+        stages={"synthesis": Placement(resources=_WORK), "report": Placement(resources=_WORK)},
         pools=Pools(
             workspace=Pool(replicas=2, resources=_WORK),
             build=Pool(replicas=2, resources=_WORK),
@@ -242,7 +242,7 @@ _PROFILES = {
 }
 
 
-class Workflow(Group):
+class Workflow(ValuesGroup):
     deadlineSeconds: int = leaf(
         1209600, "after this long a run is ended", "WorkflowTemplate:spec.activeDeadlineSeconds"
     )
@@ -266,7 +266,7 @@ class Workflow(Group):
     smallResources: Resources = group(_SMALL, "of prepare, finish and other pods that only ask and tell")
 
 
-class SandboxValues(Group):
+class SandboxValues(ValuesGroup):
     runtimeClassName: Name = leaf(
         "", "RuntimeClass of the servers, such as gVisor's or Kata's", "WorkflowTemplate:container.env", "gvisor"
     )
@@ -285,9 +285,9 @@ class SandboxValues(Group):
     environment: dict[str, str] = leaf({}, "environment of the servers", "WorkflowTemplate:container.env", {"A": "b"})
 
 
-class Access(Group):
+class Access(ValuesGroup):
     viewers: list[Object] = leaf(
-        [], "subjects that may look at runs", "RoleBinding:subjects", [{"kind": "Group", "name": "everybody"}]
+        [], "subjects that may look at runs", "RoleBinding:subjects", [{"kind": "ValuesGroup", "name": "everybody"}]
     )
     submitters: list[Object] = leaf(
         [],
@@ -303,7 +303,7 @@ class Access(Group):
     )
 
 
-class Admission(Group):
+class Admission(ValuesGroup):
     enabled: bool = leaf(
         True, "admit only Workflows that are made from this release's templates", "ValidatingAdmissionPolicy:"
     )
@@ -313,7 +313,7 @@ class Admission(Group):
     )  # fmt: skip
 
 
-class Network(Group):
+class Network(ValuesGroup):
     enabled: bool = leaf(True, "deny by default, and allow what is needed", "NetworkPolicy:")
     apiServerCidrs: list[Cidr] = leaf(
         ["0.0.0.0/0"], "addresses of the API server, behind its service", "NetworkPolicy:egress", ["10.0.0.1/32"]
@@ -340,14 +340,14 @@ class Network(Group):
     )  # fmt: skip
 
 
-class Quota(Group):
+class Quota(ValuesGroup):
     enabled: bool = leaf(False, "a ResourceQuota for the namespace", "ResourceQuota:")
     hard: dict[str, str | int] = leaf(
         {"pods": 200, "requests.nvidia.com/gpu": 16}, "its limits", "ResourceQuota:spec.hard", {"pods": 10}
     )
 
 
-class Cron(Group):
+class Cron(ValuesGroup):
     enabled: bool = leaf(False, "submit a run again and again", "CronWorkflow:")
     schedule: str = leaf("0 2 * * 6", "when", "CronWorkflow:schedules", "1 1 * * *")
     timezone: str = leaf("Etc/UTC", "and in which time zone", "CronWorkflow:timezone", "Europe/Berlin")
@@ -357,7 +357,7 @@ class Cron(Group):
     )
 
 
-class Gc(Group):
+class Gc(ValuesGroup):
     """What ``cuda-agent gc --on CONTEXT`` removes, for everybody who uses the release."""
 
     keep: Annotated[int, Field(ge=1)] = leaf(
@@ -369,7 +369,7 @@ class Gc(Group):
     schedule: str = leaf("30 1 * * *", "when", "CronWorkflow:schedules", "1 1 * * *")
 
 
-class Persistence(Group):
+class Persistence(ValuesGroup):
     size: Quantity = leaf("20Gi", "size of the volume", "PersistentVolumeClaim:storage", "30Gi")
     storageClass: str = leaf(
         "", "storage class; empty: the default one", "PersistentVolumeClaim:storageClassName", "fast"
@@ -377,7 +377,7 @@ class Persistence(Group):
     existingClaim: Name = leaf("", "a claim that is there already", "Deployment:claimName", "mine")
 
 
-class Minio(Group):
+class Minio(ValuesGroup):
     enabled: bool = leaf(False, "bring a MinIO of one replica, for clusters that have no S3", "Deployment:")
     existingSecret: Name = leaf(
         "", "secret with `accesskey` and `secretkey`; empty: made at random", "Deployment:env", "m"
@@ -387,7 +387,7 @@ class Minio(Group):
     resources: Resources = group(_WORK, "its resources")
 
 
-class Mlflow(Group):
+class Mlflow(ValuesGroup):
     enabled: bool = leaf(False, "bring an MLflow server, for clusters that have none", "Deployment:")
     backendUri: str = leaf(
         "", "address of a PostgreSQL without password, which comes from `backendSecret`; empty: SQLite on its volume",
@@ -401,7 +401,7 @@ class Mlflow(Group):
     resources: Resources = group(_WORK, "its resources")
 
 
-class Monitoring(Group):
+class Monitoring(ValuesGroup):
     serviceMonitor: bool = leaf(False, "a ServiceMonitor for the sandboxes' metrics", "ServiceMonitor:")
     dashboard: bool = leaf(False, "a ConfigMap with a Grafana dashboard", "ConfigMap:")
     alerts: bool = leaf(False, "a PrometheusRule", "PrometheusRule:")
@@ -414,7 +414,7 @@ class Monitoring(Group):
     interval: str = leaf("30s", "how often metrics are read", "ServiceMonitor:interval", "15s")
 
 
-class Webhook(Group):
+class Webhook(ValuesGroup):
     existingSecret: Name = leaf(
         "",
         "secret with `url`: told how each run ended; the exit hook then always runs",
@@ -423,12 +423,12 @@ class Webhook(Group):
     )
 
 
-class Values(Group):
+class Values(ValuesGroup):
     nameOverride: Name = leaf("", "in place of the chart's name", "WorkflowTemplate:labels", "other")
     fullnameOverride: Name = leaf("", "in place of release and chart name", "WorkflowTemplate:metadata.name", "other")
     commonLabels: dict[str, str] = leaf({}, "on every object", "ServiceAccount:metadata.labels", {"team": "a"})
     images: Images = group(Images(), "images")
-    store: Store = group(Store(), "the S3 that holds everything")
+    store: StoreValues = group(StoreValues(), "the S3 that holds everything")
     tracking: Tracking = group(Tracking(), "MLflow")
     profiles: dict[str, Profile] = group(_PROFILES, "what a run's pods get; one WorkflowTemplate each")
     workflow: Workflow = group(Workflow(), "deadlines, retries, retention")

@@ -22,11 +22,11 @@ from typing import Any
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
 from pydantic import Field
 
-from cuda_agent.agent.game import Game, SandboxFault
-from cuda_agent.agent.game import Sandbox as OpenSandbox
+from cuda_agent.agent.environment import KernelEnvironment, SandboxFault
 from cuda_agent.agent.tools import TOOLS
-from cuda_agent.config import Sandbox, compose
+from cuda_agent.config import SandboxConfig, compose
 from cuda_agent.errors import TaskError
+from cuda_agent.sandbox.client import Sandbox as OpenSandbox
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from cuda_agent.tasks.io import read_any
@@ -59,12 +59,12 @@ class KernelState(State):
 class Arena:
     """What all sessions of a server share."""
 
-    def __init__(self, tasks: Sequence[Task], settings: Sandbox, steps: int) -> None:
+    def __init__(self, tasks: Sequence[Task], settings: SandboxConfig, steps: int) -> None:
         self.tasks, self.settings, self.steps = {task.name: task for task in tasks}, settings, steps
         self.sandbox: OpenSandbox | None = None  # while the server runs
 
 
-class KernelEnvironment(Environment[KernelAction, KernelObservation, KernelState]):
+class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
     """One session."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
@@ -73,7 +73,7 @@ class KernelEnvironment(Environment[KernelAction, KernelObservation, KernelState
         super().__init__()
         self._arena = arena
         self._state = KernelState(done=True)
-        self._game: Game | None = None
+        self._game: KernelEnvironment | None = None
         self._stack = contextlib.AsyncExitStack()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -89,7 +89,7 @@ class KernelEnvironment(Environment[KernelAction, KernelObservation, KernelState
         await self._stack.aclose()
         assert self._arena.sandbox is not None, "the server runs"
         settings = self._arena.settings
-        game = Game(chosen, self._arena.sandbox, settings.lane, settings.device)
+        game = KernelEnvironment(chosen, self._arena.sandbox, settings.format, settings.device)
         self._game = await self._stack.enter_async_context(game)
         self._state = KernelState(episode_id=episode_id, task=chosen.name)
         return KernelObservation(messages=game.messages(), tools=TOOLS)
@@ -104,7 +104,7 @@ class KernelEnvironment(Environment[KernelAction, KernelObservation, KernelState
         except (SandboxFault, WorkspaceLost, TaskError, TimeoutError) as error:
             return await self._end(KernelObservation(text=f"[ended by a fault of ours: {error}]", reward=None))
 
-    async def _play(self, game: Game, action: KernelAction) -> KernelObservation:
+    async def _play(self, game: KernelEnvironment, action: KernelAction) -> KernelObservation:
         self._state.step_count += 1
         said = await game.call(action.tool, action.arguments) if action.tool else ""
         if action.tool and self._state.step_count < self._arena.steps:
@@ -135,11 +135,11 @@ class KernelEnvironment(Environment[KernelAction, KernelObservation, KernelState
             self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._stack.aclose()))
 
 
-def application(tasks: Sequence[Task], settings: Sandbox, cache: Path, steps: int = 40, sessions: int = 8) -> Any:
+def application(tasks: Sequence[Task], settings: SandboxConfig, cache: Path, steps: int = 40, sessions: int = 8) -> Any:
     """A FastAPI application; its sandbox lives as long as it runs.  ``steps``: tool calls of one game, ``sessions``:
     games at once."""
     arena = Arena(tasks, settings, steps)
-    make = functools.partial(KernelEnvironment, arena)
+    make = functools.partial(KernelServer, arena)
     app = create_app(make, KernelAction, KernelObservation, "cuda-agent", max_concurrent_envs=sessions)
     inner = app.router.lifespan_context
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import verifiers.v1 as vf
 from pydantic import Field, WithJsonSchema
 
-from cuda_agent.agent.game import Game
+from cuda_agent.agent.environment import KernelEnvironment
 from cuda_agent.agent.tools import TOOLS
 from cuda_agent.config import Config, compose
 from cuda_agent.pipeline.runs import local_home
@@ -126,7 +126,7 @@ class KernelTaskset(vf.Taskset[KernelTask, KernelConfig]):
         config = _composed(self.config.task.tools)
         for task in read_any(self.config.tasks):
             if self.config.split in ("", task.split):
-                system, user = Game(task, None, config.sandbox.lane, config.sandbox.device).messages()  # type: ignore[arg-type]
+                system, user = KernelEnvironment(task, None, config.sandbox.format, config.sandbox.device).messages()  # type: ignore[arg-type]
                 data = KernelData(
                     name=task.name, code=task.code, prompt=user["content"], system_prompt=system["content"]
                 )
@@ -138,7 +138,7 @@ async def opened(task: Task, config: KernelToolsConfig) -> Any:
     """The game, without a work folder, and its sandbox."""
     composed = _composed(config)
     async with open_sandbox(composed.sandbox, local_home(composed.run.store) / "cache") as sandbox:
-        yield Game(task, sandbox, composed.sandbox.lane, composed.sandbox.device)
+        yield KernelEnvironment(task, sandbox, composed.sandbox.format, composed.sandbox.device)
 
 
 @contextlib.asynccontextmanager

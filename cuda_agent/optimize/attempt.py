@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cuda_agent.agent.compaction import compacted, cut, size
-from cuda_agent.agent.game import Sandbox, WorkFolder
-from cuda_agent.agent.progress import Budget, Findings, State, Tell, difference, factor
+from cuda_agent.agent.environment import Sandbox, WorkFolder
+from cuda_agent.agent.progress import Findings, SearchBudget, State, Tell, difference, factor
 from cuda_agent.agent.prompt import agent_messages
 from cuda_agent.agent.skill import skill_text
 from cuda_agent.agent.tools import ALL_TOOLS, TOOLS, Style, describe, failed, solution_of, standing
 from cuda_agent.policy.served import CHARACTERS, ContextTooLong, Reply, ServedModel, ServedModelError
-from cuda_agent.sandbox.wire import Lane, Mode, Solution, ToolResult, Verdict
+from cuda_agent.sandbox.wire import Format, Mode, Solution, ToolResult, Verdict
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from cuda_agent.tasks.task import Task
 
@@ -47,7 +47,7 @@ _REOPENED = "[The work folder was opened again as it was. Files must be read bef
 class Terms:
     """Of one attempt.  Token counts are the server's."""
 
-    lane: Lane = "plan"
+    format: Format = "plan"
     device: Literal["cpu", "cuda"] = "cpu"
     style: Style = "full"
     turns: int = 60
@@ -60,7 +60,7 @@ class Terms:
 
 def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, Any]]:
     """What a conversation begins with."""
-    messages = agent_messages(task, terms.style, terms.lane, terms.device)
+    messages = agent_messages(task, terms.style, terms.format, terms.device)
     if terms.style == "full":
         goal = f"The target is {terms.target:g} times as fast as the faster of the two. You have {terms.turns} turns."
         messages[-1]["content"] += "\n\n" + " ".join(filter(None, [baselines, goal]))
@@ -88,7 +88,7 @@ class Attempt:
         model: ServedModel,
         sandbox: Sandbox,
         terms: Terms,
-        budget: Budget,
+        budget: SearchBudget,
         findings: Findings,
         tell: Tell,
         baselines: str = "",
@@ -143,7 +143,7 @@ class Attempt:
 
     async def _in_workspaces(self) -> Ended:
         """In a work folder, and in another one with the same files should the first be lost."""
-        given = {"model.py": self.task.code, "SKILL.md": skill_text(self.terms.lane, self.terms.device)}
+        given = {"model.py": self.task.code, "SKILL.md": skill_text(self.terms.format, self.terms.device)}
         for _ in range(_LOSSES):
             try:
                 files = {**self.state.files, **given}
@@ -316,7 +316,7 @@ class Attempt:
     async def _command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
         """compile, verify and profile, as the workspace's shell calls them."""
         terms = self.terms
-        solution = solution_of(files, terms.lane)
+        solution = solution_of(files, terms.format)
         verdict = await self._judge(solution, name)
         text = describe(verdict, name, terms.style)
         if verdict.status == "infra":
@@ -351,7 +351,7 @@ class Attempt:
 
     async def _judge_what_is_left(self) -> None:
         """The work folder as it was left, where that has not been judged."""
-        solution = solution_of(self._files_now, self.terms.lane)
+        solution = solution_of(self._files_now, self.terms.format)
         if solution.files and solution.digest not in self.judged and not self.findings.reached:
             await self._judge(solution, "end")
 

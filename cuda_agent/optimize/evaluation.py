@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from cuda_agent.config import Config, Sandbox
+from cuda_agent.config import Config, SandboxConfig
 from cuda_agent.errors import ConfigError, TaskError, UserError
 from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
@@ -99,11 +99,11 @@ def policy_folder(text: str, store_uri: str) -> Path:
     return target
 
 
-def read_solution(folder: Path, lane: Literal["plan", "extension", "python"]) -> Solution:
+def read_solution(folder: Path, format: Literal["plan", "extension", "python"]) -> Solution:
     """The files of a solution folder: plan.json or model_new.py, and kernels/.  Raises TaskError that names what is
     missing."""
     if not folder.is_dir():
-        raise TaskError(f"{folder}: expected a folder with {_wanted(lane)}")
+        raise TaskError(f"{folder}: expected a folder with {_wanted(format)}")
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
@@ -115,29 +115,29 @@ def read_solution(folder: Path, lane: Literal["plan", "extension", "python"]) ->
             files[name] = path.read_text()
         except UnicodeDecodeError:
             raise TaskError(f"{path}: is no text") from None
-    entry = "plan.json" if lane == "plan" else "model_new.py"
+    entry = "plan.json" if format == "plan" else "model_new.py"
     if entry not in files:
         other = (
             "extension" if entry == "plan.json" and "model_new.py" in files else "plan" if "plan.json" in files else ""
         )
-        hint = f". It looks like lane {other}: add sandbox.lane={other}" if other else ""
-        raise TaskError(f"{folder}: no {entry}; lane {lane} needs {_wanted(lane)}{hint}")
-    return Solution(lane, files)
+        hint = f". It looks like format {other}: add sandbox.format={other}" if other else ""
+        raise TaskError(f"{folder}: no {entry}; format {format} needs {_wanted(format)}{hint}")
+    return Solution(format, files)
 
 
-def _wanted(lane: str) -> str:
-    return "plan.json and kernels/" if lane == "plan" else "model_new.py and kernels/"
+def _wanted(format: str) -> str:
+    return "plan.json and kernels/" if format == "plan" else "model_new.py and kernels/"
 
 
 async def evaluate(
-    settings: Sandbox, cache: Path, task: Path, solution: Path, mode: Mode, again: bool = False
+    settings: SandboxConfig, cache: Path, task: Path, solution: Path, mode: Mode, again: bool = False
 ) -> Verdict:
     """The sandbox's verdict; ``again``: not one that is kept.  Raises TaskError for a task or a folder that is not
     one."""
     from cuda_agent.sandbox.client import open_sandbox
     from cuda_agent.sandbox.remote import RemoteSandbox
 
-    read, files = task_from_file(task), read_solution(solution, settings.lane)
+    read, files = task_from_file(task), read_solution(solution, settings.format)
     async with open_sandbox(settings, cache) as sandbox:
         if not isinstance(sandbox, RemoteSandbox):
             return await sandbox.evaluate(read, files, mode, again)
@@ -221,13 +221,13 @@ async def _policy(config: Config, cache: Path, player: Player, sandbox: Any) -> 
 
 @asynccontextmanager
 async def _served(config: Config, player: Player, sandbox: Any) -> Any:
-    from cuda_agent.agent.chat_rollout import run_visit
+    from cuda_agent.agent.chat_rollout import run_chat_rollout
     from cuda_agent.policy.served import ServedModel
 
     assert player.base_url is not None and player.model is not None
     async with ServedModel(player.base_url, player.model, player.key_env) as model:
         settings = _settings(config, "full")
-        yield lambda task, seed, name: run_visit(task, model, sandbox, settings, seed, name)
+        yield lambda task, seed, name: run_chat_rollout(task, model, sandbox, settings, seed, name)
 
 
 def _settings(config: Config, style: Literal["compact", "full"]) -> Any:

@@ -50,9 +50,9 @@ def model_new(task_code: str, solution: Solution, spec: TaskSpec, device: str, a
     """The source of the file.  ``about``: lines for its head, without ``#``.  Raises ``PlanError`` or
     ``ExtensionError`` for a solution that is none."""
     head = "".join(f"# {line}".rstrip() + "\n" for line in about.splitlines())
-    if solution.lane == "python":
+    if solution.format == "python":
         return f"{head}{solution.files['model_new.py']}"
-    if solution.lane == "extension":
+    if solution.format == "extension":
         return head + _of_extension(solution, spec, device)
     return head + _of_plan(task_code, solution, spec, device)
 

@@ -29,7 +29,7 @@ _SPOKEN = {
 
 
 @dataclass
-class Attempt:
+class AttemptView:
     turn: int = 0
     doing: str = "starts"
     text: str = ""
@@ -51,7 +51,7 @@ class View:
     baselines: str = ""
     notes: list[str] = field(default_factory=list)
     passing: str = ""  # what goes on beside the attempts
-    attempts: dict[int, Attempt] = field(default_factory=dict)
+    attempts: dict[int, AttemptView] = field(default_factory=dict)
     focus: int = 1
     best: float | None = None
     track: list[float] = field(default_factory=list)  # the best so far, after each correct solution
@@ -77,7 +77,7 @@ class View:
             self.notes.append(clean(event["text"]))
         if not number:
             return
-        attempt = self.attempts.setdefault(number, Attempt())
+        attempt = self.attempts.setdefault(number, AttemptView())
         if kind in ("text", "thought", "tool", "diff"):
             self.focus = number
         if kind == "turn":
@@ -112,7 +112,7 @@ class View:
         elif kind == "ended":
             attempt.ended = attempt.doing = ended(event["why"])
 
-    def _judged(self, attempt: Attempt, event: Event) -> None:
+    def _judged(self, attempt: AttemptView, event: Event) -> None:
         self.judged += 1
         attempt.verdict, attempt.factor = verdict(event), event["factor"]
         if event["factor"] and event["verdict"]["mode"] == "quick":

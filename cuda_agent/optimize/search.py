@@ -25,8 +25,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.agent.progress import Budget, Event, Find, Findings, State, Transcript, factor, read_events, replayed
-from cuda_agent.config import Sandbox
+from cuda_agent.agent.progress import (
+    Event,
+    Find,
+    Findings,
+    SearchBudget,
+    State,
+    Transcript,
+    factor,
+    read_events,
+    replayed,
+)
+from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import TaskError, UserError
 from cuda_agent.optimize.attempt import Attempt, Terms, least_tokens
 from cuda_agent.optimize.export import model_new
@@ -50,7 +60,7 @@ class OptimizeError(UserError):
 
 
 @dataclass(frozen=True)
-class Order:
+class SearchOrder:
     """What a person asked for.  ``tokens``, ``minutes`` and ``money`` are for all attempts together."""
 
     base_url: str
@@ -74,12 +84,12 @@ class Order:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Order":
+    def from_json(cls, data: dict[str, Any]) -> "SearchOrder":
         return cls(**(data | {"terms": Terms(**data["terms"])}))
 
 
 @dataclass
-class Outcome:
+class SearchOutcome:
     """``why``: how it ended.  ``best``: with its verdict in strict mode, when there is a correct solution."""
 
     folder: Path
@@ -99,13 +109,13 @@ class Outcome:
         }  # fmt: skip
 
 
-def read_order(folder: Path) -> tuple[Order, dict[str, Any]]:
+def read_order(folder: Path) -> tuple[SearchOrder, dict[str, Any]]:
     """What a folder was begun with: the order, and the values of its sandbox.  Raises ``OptimizeError``."""
     if not (folder / "run.json").is_file():
         raise OptimizeError(f"{folder}: nothing to go on with: it holds no run.json")
     try:
         data = json.loads((folder / "run.json").read_text())
-        return Order.from_json(data["order"]), data["sandbox"]
+        return SearchOrder.from_json(data["order"]), data["sandbox"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OptimizeError(f"{folder}/run.json: nothing to go on with ({type(error).__name__}: {error})") from None
 
@@ -119,15 +129,15 @@ def _so_far(path: Path) -> tuple[dict[int, State], Findings, Event]:
 
 
 async def optimize(
-    order: Order,
-    settings: Sandbox,
+    order: SearchOrder,
+    settings: SandboxConfig,
     cache: Path,
     source: Path,
     folder: Path,
     resume: bool,
     watch: Watch,
     stop: asyncio.Event,
-) -> Outcome:
+) -> SearchOutcome:
     """Raises ``TaskError`` for a problem that cannot be run, ``SandboxUnready`` and ``OptimizeError``."""
     try:
         check_address(order.base_url, order.key_env)
@@ -147,19 +157,19 @@ async def optimize(
 
 
 async def _search(
-    order: Order,
-    settings: Sandbox,
+    order: SearchOrder,
+    settings: SandboxConfig,
     cache: Path,
     task: Task,
     folder: Path,
     resume: bool,
     watch: Watch,
     stop: asyncio.Event,
-) -> Outcome:
+) -> SearchOutcome:
     """In a folder that is ready."""
     states, findings, spent = _so_far(folder / "transcript.jsonl") if resume else ({}, Findings(), {})
     minutes = None if order.minutes is None else order.minutes * 60
-    budget = Budget(order.tokens, minutes, order.money, order.price_in, order.price_out)
+    budget = SearchBudget(order.tokens, minutes, order.money, order.price_in, order.price_out)
     if spent:
         budget.prompt, budget.sampled, budget.estimated = spent["prompt"], spent["sampled"], spent["estimated"]
         budget.before = spent["seconds"]
@@ -176,7 +186,7 @@ async def _search(
                 why = await work.run(stop)
             best = await _confirm(task, sandbox, findings, transcript, stop)
             reached = best is not None and (factor(best.strict or best.quick) or 0.0) >= order.terms.target
-            outcome = Outcome(folder, why, best, order.terms.target, reached, budget.facts(), work.message)
+            outcome = SearchOutcome(folder, why, best, order.terms.target, reached, budget.facts(), work.message)
             transcript.tell("outcome", **{k: v for k, v in outcome.to_json().items() if k not in ("kind", "verdict")})
             write_result(outcome, task, spec, probe, order, settings)
     finally:
@@ -206,7 +216,7 @@ def _baselines(probe: Probe) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _served(order: Order, states: dict[int, State]) -> Any:
+async def _served(order: SearchOrder, states: dict[int, State]) -> Any:
     form: Form = "native"
     if order.terms.style == "compact":
         form = "raw"
@@ -221,11 +231,11 @@ class _Attempts:
 
     def __init__(
         self,
-        order: Order,
+        order: SearchOrder,
         task: Task,
         model: ServedModel,
         sandbox: Any,
-        budget: Budget,
+        budget: SearchBudget,
         findings: Findings,
         transcript: Transcript,
         baselines: str,
@@ -314,7 +324,7 @@ async def _confirm(
 
 
 @contextlib.contextmanager
-def _opened(order: Order, settings: Sandbox, task: Task, folder: Path, resume: bool) -> Iterator[None]:
+def _opened(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> Iterator[None]:
     """The folder, ready, and for this process alone.  When what is done in it fails before the first turn, what was
     begun here is taken away again."""
     with contextlib.ExitStack() as held:
@@ -353,7 +363,7 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _prepare_folder(order: Order, settings: Sandbox, task: Task, folder: Path, resume: bool) -> None:
+def _prepare_folder(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> None:
     """Raises ``OptimizeError`` rather than write over something that is worth keeping."""
     if resume:
         if not (folder / "transcript.jsonl").is_file():
@@ -389,7 +399,9 @@ def _clear(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def write_result(outcome: Outcome, task: Task, spec: TaskSpec, probe: Probe, order: Order, settings: Sandbox) -> None:
+def write_result(
+    outcome: SearchOutcome, task: Task, spec: TaskSpec, probe: Probe, order: SearchOrder, settings: SandboxConfig
+) -> None:
     """The files of the result, each whole or not at all.  Without a correct solution: the page alone."""
     from cuda_agent.pages.optimize import render
 
@@ -423,7 +435,7 @@ def _about(verdict: Verdict, device: str) -> str:
     clock = ", by a model clock that measures nothing" if verdict.clock == "model" else ""
     return (
         f"`from model_new import ModelNew`: {told or 'correct'} in {verdict.mode} mode{clock}.\n"
-        f"Needs {needs.get(verdict.lane, 'PyTorch')}; kernels are built once and kept. For inference.\n"
+        f"Needs {needs.get(verdict.format, 'PyTorch')}; kernels are built once and kept. For inference.\n"
     )
 
 
@@ -461,7 +473,7 @@ def on_interrupt(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Iterat
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def with_changes(order: Order, changes: dict[str, Any]) -> Order:
+def with_changes(order: SearchOrder, changes: dict[str, Any]) -> SearchOrder:
     """The order with what was given anew on the command line (no ``None``)."""
     terms = {name: value for name, value in changes.items() if name in Terms.__dataclass_fields__}
     rest = {name: value for name, value in changes.items() if name not in terms}

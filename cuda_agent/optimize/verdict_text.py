@@ -10,7 +10,7 @@ _SHOWN = 6  # records of what ran
 
 def verdict_lines(verdict: Verdict) -> list[str]:
     known = "; measured before and kept" if verdict.cached else ""
-    lines = [f"{verdict.status}  (lane {verdict.lane}, device {verdict.device}, mode {verdict.mode}{known})"]
+    lines = [f"{verdict.status}  (format {verdict.format}, device {verdict.device}, mode {verdict.mode}{known})"]
     if verdict.message:
         lines.append(verdict.message)
     if verdict.advisory:

@@ -24,7 +24,7 @@ _WRITERS = ("Write", "Edit", "MultiEdit")
 
 
 @dataclass(frozen=True)
-class Part:
+class StoryPart:
     """Of a turn.  ``good``: whether it went well, where that can be said."""
 
     kind: Kind
@@ -37,7 +37,7 @@ class Part:
 @dataclass(frozen=True)
 class Turn:
     number: int  # from 1
-    parts: list[Part]
+    parts: list[StoryPart]
 
 
 @dataclass(frozen=True)
@@ -184,34 +184,34 @@ def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
     }
 
 
-def _as_sampled(tokens: list[Token]) -> Part:
+def _as_sampled(tokens: list[Token]) -> StoryPart:
     mean = sum(logprob for _, logprob in tokens) / max(1, len(tokens))
-    return Part("sampled", "", f"{len(tokens)} tokens as sampled, {mean:.2f} nats each", tokens=tuple(tokens))
+    return StoryPart("sampled", "", f"{len(tokens)} tokens as sampled, {mean:.2f} nats each", tokens=tuple(tokens))
 
 
-def _spoken(message: Mapping[str, Any], thought: str = "") -> list[Part]:
+def _spoken(message: Mapping[str, Any], thought: str = "") -> list[StoryPart]:
     """What an assistant's message says and asks for; writers are shown by the difference that they made."""
     content = str(message.get("content") or "")
     before, closed, said = content.rpartition("</think>")
     thought = (thought or str(message.get("thought") or "")) + (before.replace("<think>", "") if closed else "")
-    parts = [Part("thought", _short(thought))] if thought.strip() else []
+    parts = [StoryPart("thought", _short(thought))] if thought.strip() else []
     if said.strip():
-        parts.append(Part("said", _short(said)))
+        parts.append(StoryPart("said", _short(said)))
     return parts + [_called(call) for call in message.get("tool_calls") or ()]
 
 
-def _called(call: Mapping[str, Any]) -> Part:
+def _called(call: Mapping[str, Any]) -> StoryPart:
     name, arguments = str(call.get("name", "")), call.get("arguments")
     if not isinstance(arguments, dict):
-        return Part("call", "", name)
+        return StoryPart("call", "", name)
     if name in _WRITERS:
-        return Part("call", "", f"{name} {arguments.get('path', '')}"[:200])
+        return StoryPart("call", "", f"{name} {arguments.get('path', '')}"[:200])
     if len(arguments) == 1:
-        return Part("call", _short(next(iter(arguments.values()))), name)
-    return Part("call", _short("\n".join(f"{key}: {value}" for key, value in arguments.items())), name)
+        return StoryPart("call", _short(next(iter(arguments.values()))), name)
+    return StoryPart("call", _short("\n".join(f"{key}: {value}" for key, value in arguments.items())), name)
 
 
-def _answered(call: Mapping[str, Any] | None, result: str, known: _Files) -> Iterable[Part]:
+def _answered(call: Mapping[str, Any] | None, result: str, known: _Files) -> Iterable[StoryPart]:
     """What came back; before it, what the call changed."""
     bad = result.startswith("error")
     if call is not None and call.get("name") in _WRITERS and isinstance(call.get("arguments"), dict):
@@ -221,15 +221,17 @@ def _answered(call: Mapping[str, Any] | None, result: str, known: _Files) -> Ite
             if result == "ok":
                 return
         else:
-            yield Part("call", _short("\n".join(f"{k}: {v}" for k, v in call["arguments"].items())), "its arguments")
-    yield Part("result", _short(result), good=False if bad else None)
+            yield StoryPart(
+                "call", _short("\n".join(f"{k}: {v}" for k, v in call["arguments"].items())), "its arguments"
+            )
+    yield StoryPart("result", _short(result), good=False if bad else None)
 
 
-def _changed(event: Event) -> Part:
-    return Part("diff", event["text"], f"{event['path']} +{event['added']} −{event['removed']}")
+def _changed(event: Event) -> StoryPart:
+    return StoryPart("diff", event["text"], f"{event['path']} +{event['added']} −{event['removed']}")
 
 
-def _told(event: Event) -> Iterable[Part]:
+def _told(event: Event) -> Iterable[StoryPart]:
     """An event of a transcript."""
     kind = event["kind"]
     if kind == "message":
@@ -239,16 +241,18 @@ def _told(event: Event) -> Iterable[Part]:
         else:
             text = str(message.get("content") or "")
             bad = text.startswith("error")
-            yield Part("result" if message["role"] == "tool" else "note", _short(text), good=False if bad else None)
+            yield StoryPart(
+                "result" if message["role"] == "tool" else "note", _short(text), good=False if bad else None
+            )
     elif kind == "diff":
         yield _changed(event)
     elif kind == "verdict":
         found, ratio = event["verdict"], event["factor"]
         said = f"correct, {ratio:.2f}×" if ratio else f"{found['status']} {found.get('message', '')}".strip()
         how = f"{event['command']} in strict mode" if found.get("mode") == "strict" else str(event["command"])
-        yield Part("verdict", _short(said), how, good=bool(ratio))
+        yield StoryPart("verdict", _short(said), how, good=bool(ratio))
     elif kind == "note":
-        yield Part("note", _short(event["text"]))
+        yield StoryPart("note", _short(event["text"]))
 
 
 def _short(text: Any) -> str:

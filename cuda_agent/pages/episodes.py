@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
 from cuda_agent.pages.charts import bars, duration, factor, number, share
-from cuda_agent.pages.episode_story import EpisodeEntry, EpisodeRow, Part, Story, Token, Turn
+from cuda_agent.pages.episode_story import EpisodeEntry, EpisodeRow, Story, StoryPart, Token, Turn
 from cuda_agent.pages.page import diff_rows, document, safe, source, style_sheet
 from cuda_agent.pages.tables import empty, plural
 from cuda_agent.sandbox.wire import Verdict
@@ -149,7 +149,7 @@ def _turn(turn: Turn) -> str:
     return f'<div class="turn{hit}"><span>turn {turn.number}</span>{"".join(map(_part, turn.parts))}</div>'
 
 
-def _part(part: Part) -> str:
+def _part(part: StoryPart) -> str:
     tone = "" if part.good is None else " ok" if part.good else " no"
     if part.kind == "thought":
         return f'<details class="thought"><summary>Thought</summary><p>{safe(part.text)}</p></details>'
@@ -209,7 +209,7 @@ def _verdict(verdict: Verdict) -> str:
         ("eager", verdict.eager_seconds, factor(verdict.speedup_eager), ""),
     ]
     rows = [(label, s, f"{duration(s)}{f' ({x})' if x else ''}", css) for label, s, x, css in times if s]
-    said = [f"lane {verdict.lane} on {verdict.device}", f"{verdict.checks} checks passed", f"{verdict.clock} clock"]
+    said = [f"format {verdict.format} on {verdict.device}", f"{verdict.checks} checks passed", f"{verdict.clock} clock"]
     correct = f'<p class="ok">correct, reward {verdict.reward}</p>'
     return f'{correct}{bars(rows)}<p class="fine">{safe(", ".join(said))}</p>'
 

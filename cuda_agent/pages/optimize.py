@@ -12,15 +12,7 @@ from html import escape
 from cuda_agent.agent.progress import Event, Find
 from cuda_agent.agent.progress import factor as faster_of_both
 from cuda_agent.agent.tools import standing
-from cuda_agent.pages.charts import (
-    bars,
-    clock_time,
-    duration,
-    factor,
-    interval_chart,
-    number,
-    ticks,
-)
+from cuda_agent.pages.charts import bars, clock_time, duration, factor, interval_chart, number, ticks
 from cuda_agent.pages.page import diff_rows, document, safe, source, style_sheet
 from cuda_agent.pages.tables import empty, plural
 from cuda_agent.sandbox.wire import BASELINES, Probe, Tensor, Verdict, baseline, baseline_parts
@@ -87,7 +79,7 @@ def _head(
         )
     facts = [f"target {target:g}×", f"ended: {_ENDS.get(why, why)}", where]
     if verdict:
-        facts.insert(0, f"lane {verdict.lane} on {verdict.device}")
+        facts.insert(0, f"format {verdict.format} on {verdict.device}")
     if spent := [event for event in events if event["kind"] == "spent"]:
         last = spent[-1]
         about = "about " if last["estimated"] else ""
@@ -281,7 +273,7 @@ def _use(best: Find | None, verdict: Verdict | None) -> str:
         "plan": "PyTorch and g++" if verdict.device == "cpu" else "PyTorch with CUDA, whose NVRTC compiles the kernels",
         "extension": f"PyTorch and {'g++' if verdict.device == 'cpu' else 'nvcc'}",
         "python": "PyTorch, and what the solution itself imports",
-    }[verdict.lane]
+    }[verdict.format]
     snippet = "from model_new import ModelNew\n\nmodel = ModelNew(*get_init_inputs()).eval()\n"
     snippet += "model.load_state_dict(old_model.state_dict())\n"
     snippet += "output = model(*inputs)" if verdict.device == "cpu" else "output = model.cuda()(*inputs)"

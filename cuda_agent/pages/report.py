@@ -11,16 +11,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from cuda_agent.pages.charts import (
-    bars,
-    clock_time,
-    duration,
-    factor,
-    histogram,
-    line_chart,
-    number,
-    share,
-)
+from cuda_agent.pages.charts import bars, clock_time, duration, factor, histogram, line_chart, number, share
 from cuda_agent.pages.page import document, safe, source, style_sheet
 from cuda_agent.pages.tables import FAMILIES, empty, operators_section, plural, scores_section, slug, summary
 
@@ -100,7 +91,7 @@ def _about(data: Data) -> list[str]:
     if policy := config.get("policy"):
         facts.append(policy["base"] or f"a policy of {policy['layers']} layers × {policy['hidden']}, from scratch")
     if sandbox := config.get("sandbox"):
-        facts.append(f"lane {sandbox['lane']} on {sandbox['device']}, {data.get('clock')} clock")
+        facts.append(f"format {sandbox['format']} on {sandbox['device']}, {data.get('clock')} clock")
     return facts
 
 
@@ -201,7 +192,7 @@ def _kernel(kernel: Data, first: bool) -> str:
     )
     facts = [
         f"policy <b>{escape(kernel['policy'])}</b>",
-        f"lane {escape(verdict['lane'])} on {escape(verdict['device'])}",
+        f"format {escape(verdict['format'])} on {escape(verdict['device'])}",
         f"{verdict['checks']} checks passed",
     ]
     if verdict.get("max_error") is not None:

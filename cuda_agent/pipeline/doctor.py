@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import Sandbox
+from cuda_agent.config import SandboxConfig
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _walls() -> Check:
     """Attacks the jail, as the sandbox does before it takes a first task."""
     from cuda_agent.sandbox.jail.jail import JailError, prove
 
-    required = Sandbox().required_walls
+    required = SandboxConfig().required_walls
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         try:

@@ -38,7 +38,7 @@ from cuda_agent.pipeline.manifest import (
     read_manifest,
 )
 from cuda_agent.pipeline.spawn import PRELOAD, Spawner
-from cuda_agent.pipeline.stage_main import TABLE, Order
+from cuda_agent.pipeline.stage_main import TABLE, StageOrder
 from cuda_agent.storage import Store, StoreError, absolute_uri, open_store
 from cuda_agent.tracking import Mirror, read_metrics, read_notes, read_progress
 
@@ -64,7 +64,7 @@ class StageView:
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     run: str
     code: int
     stage: str = ""
@@ -84,13 +84,13 @@ def run_pipeline(
     watch: Callable[[str, list[StageView]], None] = lambda run, views: None,
     preload: tuple[str, ...] = PRELOAD,
     pause: float = 2.0,
-) -> Outcome:
+) -> RunOutcome:
     """Runs all stages and returns how it ended; raises nothing for what a person can mend.
 
     ``table`` names ``stages`` for the processes (``module:NAME``).  ``pause`` is the first wait before a stage is tried
     again, in seconds; it doubles."""
     check(stages)
-    outcome = Outcome(run="", code=EXIT_BUG)
+    outcome = RunOutcome(run="", code=EXIT_BUG)
     try:
         with _prepare(config, new) as (store, home, run, sha256, resumed):
             outcome.run, outcome.resumed = run.name, resumed
@@ -140,7 +140,7 @@ class _Execution:
         table: str,
         watch: Callable[[str, list[StageView]], None],
         pause: float,
-        outcome: Outcome,
+        outcome: RunOutcome,
     ) -> None:
         self.config, self.sha256, self.store, self.home, self.run_record = config, sha256, store, home, run
         self.stages, self.table, self.watch, self.pause, self.outcome = stages, table, watch, pause, outcome
@@ -225,7 +225,7 @@ class _Execution:
         folder = self.scratch / stage.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        order = Order(
+        order = StageOrder(
             store=absolute_uri(self.config.run.store),
             config=self.sha256,
             run=self.run_record.name,

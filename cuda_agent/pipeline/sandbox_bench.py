@@ -1,8 +1,8 @@
 """How many solutions the sandbox judges a minute on this machine, and where the time of one goes.
 
-Solutions of the scripted teacher with random designs, each built, checked and timed anew in a cache of its own, lane by
-lane: one alone, when what the one before left to be done is done; one right after the other; all at once.  The same
-kernel is wrapped for the ``extension`` lane; the ``python`` lane gets the reference itself.  Tasks are prepared first,
+Solutions of the scripted teacher with random designs, each built, checked and timed anew in a cache of its own, format
+by format: one alone, when what the one before left to be done is done; one right after the other; all at once.  The same
+kernel is wrapped for the ``extension`` format; the ``python`` format gets the reference itself.  Tasks are prepared first,
 as synthesis prepares them, and that is measured beside it.
 
 Not covered: how a solution's time spreads from run to run, and servers (``sandbox.servers`` is ignored).
@@ -21,50 +21,50 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import Sandbox
+from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline.closure import device_name
 from cuda_agent.sandbox.local import LocalSandbox
-from cuda_agent.sandbox.wire import Lane, Solution, TaskSpec, Verdict
+from cuda_agent.sandbox.wire import Format, Solution, TaskSpec, Verdict
 from cuda_agent.synthesis.family import sample_task
-from cuda_agent.synthesis.filters import Refused, check_eager
+from cuda_agent.synthesis.filters import TaskRefused, check_eager
 from cuda_agent.synthesis.teacher import KERNEL, PLAN, solve
 from cuda_agent.tasks.task import Task
 
-LANES: tuple[Lane, ...] = ("plan", "extension", "python")
+FORMATS: tuple[Format, ...] = ("plan", "extension", "python")
 WINDOW = (1e-4, 5e-3)  # seconds of an eager call: the demo's
 PAUSE = 0.25  # seconds before a solution that is judged alone
 
 
-def lanes_of(text: str) -> tuple[Lane, ...]:
-    """``plan,python`` -> the lanes in their order.  Raises ``ConfigError``."""
+def formats_of(text: str) -> tuple[Format, ...]:
+    """``plan,python`` -> the formats in their order.  Raises ``ConfigError``."""
     wanted = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in wanted if name not in LANES]:
-        raise ConfigError(f"--lanes: expected any of {', '.join(LANES)}, got {unknown[0]!r}")
-    return tuple(lane for lane in LANES if lane in wanted)
+    if unknown := [name for name in wanted if name not in FORMATS]:
+        raise ConfigError(f"--formats: expected any of {', '.join(FORMATS)}, got {unknown[0]!r}")
+    return tuple(format for format in FORMATS if format in wanted)
 
 
-async def measure(config: Sandbox, tasks: int, solutions: int, lanes: Sequence[Lane]) -> dict[str, Any]:
-    """``solutions`` a task, lane and round (fewer where the teacher has no more designs); seconds everywhere."""
+async def measure(config: SandboxConfig, tasks: int, solutions: int, formats: Sequence[Format]) -> dict[str, Any]:
+    """``solutions`` a task, format and round (fewer where the teacher has no more designs); seconds everywhere."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as cache:
         async with LocalSandbox(config.model_copy(update={"servers": []}), Path(cache)) as sandbox:
             prepared, seconds = await prepare(sandbox, tasks, rng)
-            rounds = {lane: await _measure_lane(sandbox, prepared, lane, solutions, rng) for lane in lanes}
+            rounds = {format: await _measure_lane(sandbox, prepared, format, solutions, rng) for format in formats}
     return {
         "device": config.device,
         "machine": f"{platform.machine()}, {device_name(config.device)}",
         "clock": config.clock,
         "prepare": figures(seconds),
-        "lanes": rounds,
+        "formats": rounds,
     }
 
 
 async def _measure_lane(
-    sandbox: LocalSandbox, tasks: Sequence[Task], lane: Lane, count: int, rng: random.Random
+    sandbox: LocalSandbox, tasks: Sequence[Task], format: Format, count: int, rng: random.Random
 ) -> dict[str, Any]:
     specs = {task.name: await sandbox.spec(task) for task in tasks}
-    drawn = distinct(tasks, 3 * count, rng, lambda task: solution_of(task, specs[task.name], lane, rng))
+    drawn = distinct(tasks, 3 * count, rng, lambda task: solution_of(task, specs[task.name], format, rng))
     share = len(drawn) // 3
     verdicts: list[Verdict] = []
 
@@ -111,7 +111,7 @@ async def prepare(sandbox: LocalSandbox, count: int, rng: random.Random) -> tupl
         begin = time.perf_counter()
         try:
             check_eager(await sandbox.probe(task, compile=False), window)
-        except Refused:
+        except TaskRefused:
             continue
         if not (await sandbox.probe(task)).error:
             tasks.append(task)
@@ -119,13 +119,13 @@ async def prepare(sandbox: LocalSandbox, count: int, rng: random.Random) -> tupl
     return tasks, seconds
 
 
-def solution_of(task: Task, spec: TaskSpec, lane: Lane, rng: random.Random) -> Solution:
-    """A solution of a task of the teacher's family in any lane."""
-    if lane == "python":
+def solution_of(task: Task, spec: TaskSpec, format: Format, rng: random.Random) -> Solution:
+    """A solution of a task of the teacher's family in any format."""
+    if format == "python":
         code = re.sub(r"^class Model\b", "class ModelNew", task.code, flags=re.MULTILINE)
-        return Solution(lane, {"model_new.py": f"{code}\n# {rng.getrandbits(32)}\n"})
+        return Solution(format, {"model_new.py": f"{code}\n# {rng.getrandbits(32)}\n"})
     files = solve(task, rng).files
-    return Solution(lane, files if lane == "plan" else work_folder(files, spec))
+    return Solution(format, files if format == "plan" else work_folder(files, spec))
 
 
 _BINDING = """#include "../binding_registry.h"
@@ -201,9 +201,9 @@ def lines(answer: dict[str, Any]) -> list[str]:
     text = [answer["machine"], f"prepare a task: {_seconds(answer['prepare'])}"]
     if answer["clock"] == "model":
         text.append("sandbox.clock=model: nothing is timed, so that an evaluation is cheaper than a real one")
-    for lane, row in answer["lanes"].items():
+    for format, row in answer["formats"].items():
         statuses = ", ".join(f"{count} {status}" for status, count in sorted(row["statuses"].items()))
-        text += ["", f"{lane}: {row['evaluations']} evaluations a round ({statuses})"]
+        text += ["", f"{format}: {row['evaluations']} evaluations a round ({statuses})"]
         text += [f"  {name:8} {_seconds(row['phases'][name])}" for name in _ordered(row["phases"])]
         pace = row["per_minute"]
         text.append(f"  {pace['one_by_one']:.0f} a minute one by one, {pace['all_at_once']:.0f} all at once")

@@ -9,9 +9,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import Config, Policy
+from cuda_agent.config import Config, PolicyConfig
 from cuda_agent.errors import ConfigError
-from cuda_agent.training.memory import AUTO_TOKENS, ROW_TOKENS, SMALL, Shape, peak, shape_of, shape_of_policy
+from cuda_agent.training.memory import AUTO_TOKENS, MICROBATCH_TOKENS, SMALL, Shape, peak, shape_of, shape_of_policy
 
 
 def derived(config: Config) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def derived(config: Config) -> dict[str, Any]:
     rows = {
         "synthesis": row(c.synthesis.train + heldout, 0, 0, 0, 0, 1.5 * min(c.synthesis.max_candidates, 4 * heldout))
     }
-    tokens = c.bootstrap.steps * c.bootstrap.batch_tokens if small else 0
+    tokens = c.bootstrap.steps * c.bootstrap.tokens_per_step if small else 0
     rows["bootstrap"] = row(
         c.bootstrap.examples if small else 0, tokens, c.bootstrap.steps if small else 0, 0, tokens, 10
     )
@@ -42,20 +42,20 @@ def derived(config: Config) -> dict[str, Any]:
         rows["bootstrap"]["seconds"] = min(rows["bootstrap"]["seconds"], limit + 10)
     for name, ppo, length in (("warmup", c.warmup, c.agent.turn_tokens), ("agentic", c.agentic, play)):
         length = min(length, ppo.context)
-        tokens = ppo.steps * ppo.batch * length
+        tokens = ppo.steps * ppo.episodes_per_step * length
         rows[name] = row(
-            ppo.steps * ppo.batch,
+            ppo.steps * ppo.episodes_per_step,
             tokens,
             ppo.steps * ppo.epochs * ppo.minibatches,
             tokens // 2,
             tokens * ppo.epochs,  # half of the bound, twice: policy and critic
-            ppo.steps * ppo.batch * 0.05,
+            ppo.steps * ppo.episodes_per_step * 0.05,
         )
     episodes = c.synthesis.train * c.collect.samples
     rows["collect"] = row(episodes, episodes * play, 0, episodes * play // 2, 0, episodes * 0.05)
     for name, part in (("rft", c.rft), ("critic", c.critic)):
         tokens = episodes * play * part.epochs
-        rows[name] = row(episodes, tokens, math.ceil(tokens / part.batch_tokens), 0, tokens // 2, 2)
+        rows[name] = row(episodes, tokens, math.ceil(tokens / part.tokens_per_step), 0, tokens // 2, 2)
     episodes = heldout * c.evaluate.samples
     play = min(c.evaluate.turns * c.agent.turn_tokens, c.policy.context)
     for name in ("base", "warmup", "rft", "agentic"):
@@ -82,15 +82,15 @@ def training_memory(config: Config, stage: str) -> int | None:
         return None
     settings = getattr(config, stage)
     longest = getattr(settings, "context", config.policy.context)
-    tokens = max(min(settings.batch_tokens, ROW_TOKENS), longest)
-    setting, ranks = config.training.checkpointing, 1 if stage == "bootstrap" else config.training.ranks
+    tokens = max(config.training.microbatch_tokens or MICROBATCH_TOKENS["cpu"], longest)
+    setting, ranks = config.training.checkpointing, 1 if stage == "bootstrap" else config.training.num_processes
     step = peak(
         shape,
         tokens,
         precision="fp32",
         checkpointing=setting == "on" or (setting == "auto" and tokens > AUTO_TOKENS),
         ranks=ranks,
-        share=config.training.share,
+        parallelism=config.training.parallelism,
         lora_rank=0 if stage == "bootstrap" else config.lora.rank,
         segment=longest,
         device="cpu",
@@ -99,7 +99,7 @@ def training_memory(config: Config, stage: str) -> int | None:
     return ranks * (step.total + (step.fixed if stage in ("warmup", "agentic") else 0))  # policy and critic take turns
 
 
-def _shape(policy: Policy) -> Shape | None:
+def _shape(policy: PolicyConfig) -> Shape | None:
     if policy.base is None:
         return shape_of_policy(policy)
     try:
@@ -128,7 +128,7 @@ def require_base(base: str | None) -> None:
         raise ConfigError(f"policy.base: there is no folder {base} with a model")
 
 
-def parameter_count(policy: Policy) -> int:
+def parameter_count(policy: PolicyConfig) -> int:
     """Parameters of the small model that ``policy`` describes (Qwen3, tied embeddings)."""
     head = policy.hidden // policy.heads
     attention = policy.hidden * head * (2 * policy.heads + 2 * policy.kv_heads) + 2 * head

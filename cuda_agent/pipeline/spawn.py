@@ -184,9 +184,9 @@ def _fork(message: dict[str, Any], close: tuple[int, int]) -> int:
         os.dup2(null, 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        from cuda_agent.pipeline.stage_main import Order, run_stage
+        from cuda_agent.pipeline.stage_main import StageOrder, run_stage
 
-        code = run_stage(Order(**json.loads(message["order"])))
+        code = run_stage(StageOrder(**json.loads(message["order"])))
     except BaseException:
         traceback.print_exc()
     finally:

@@ -62,7 +62,7 @@ TABLE = "cuda_agent.pipeline.graph:STAGES"
 
 
 @dataclass(frozen=True)
-class Order:
+class StageOrder:
     """All that a stage's process is told.  ``scratch`` is this attempt's own folder: metrics, notes, progress and
     ``outcome.json`` appear there; ``local`` is the machine's folder for locks and caches."""
 
@@ -84,7 +84,7 @@ def read_table(name: str) -> Sequence[Stage]:
     return getattr(importlib.import_module(module), attribute)
 
 
-def run_stage(order: Order) -> int:
+def run_stage(order: StageOrder) -> int:
     """Runs it and returns the exit code; the message for a person lies in ``outcome.json``."""
     stopped = False
 
@@ -123,7 +123,7 @@ def run_stage(order: Order) -> int:
     return code
 
 
-def _run(order: Order, scratch: Path, should_stop: Any) -> None:
+def _run(order: StageOrder, scratch: Path, should_stop: Any) -> None:
     store = open_store(order.store)
     config = load(store.get(config_entry(order.config)).decode(), order.config)
     stages = read_table(order.table)
@@ -151,7 +151,7 @@ def _run(order: Order, scratch: Path, should_stop: Any) -> None:
 
 
 def _make(
-    order: Order,
+    order: StageOrder,
     store: Store,
     config: Config,
     stage: Stage,

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 from cuda_agent.config import Config, compose, freeze
 from cuda_agent.errors import EXIT_RETRY, ConfigError
-from cuda_agent.pipeline.local import Outcome
+from cuda_agent.pipeline.local import RunOutcome
 from cuda_agent.pipeline.runs import read_run
 from cuda_agent.storage import local_folder, open_store
 
@@ -64,12 +64,12 @@ def points(overrides: Sequence[str]) -> tuple[str, list[Point]]:
     return name, found
 
 
-def run_here(points: Sequence[Point], execute: Callable[[Point], Outcome]) -> Iterator[tuple[Point, Outcome]]:
+def run_here(points: Sequence[Point], execute: Callable[[Point], RunOutcome]) -> Iterator[tuple[Point, RunOutcome]]:
     """The runs one after the other, as far as they go: one that fails does not end the sweep, being stopped does.  One
     that was done before is not run again.  Raises ConfigError before the first when a name is taken."""
     done = {point.name: _is_done(point) for point in points}
     for point in points:
-        outcome = Outcome(point.name, 0, resumed=True) if done[point.name] else execute(point)
+        outcome = RunOutcome(point.name, 0, resumed=True) if done[point.name] else execute(point)
         yield point, outcome
         if outcome.code == EXIT_RETRY and not outcome.stage:
             return

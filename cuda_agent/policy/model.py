@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import Policy
+from cuda_agent.config import PolicyConfig
 from cuda_agent.errors import PolicyError
 from cuda_agent.policy.chat import CONTROL, END, MARKUP, TEMPLATE
 
@@ -60,7 +60,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
     )
 
 
-def new_policy(config: Policy, tokenizer: Any, seed: int) -> Any:
+def new_policy(config: PolicyConfig, tokenizer: Any, seed: int) -> Any:
     """A Qwen3 causal model with tied embeddings and random weights (a function of ``seed``), float32, in eval mode."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM

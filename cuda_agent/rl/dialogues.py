@@ -18,7 +18,7 @@ from cuda_agent.agent.tools import describe
 from cuda_agent.config import Bootstrap
 from cuda_agent.policy.chat import Chat
 from cuda_agent.sandbox.wire import Status, Verdict
-from cuda_agent.synthesis.family import Spec, combination, parse, sample_task
+from cuda_agent.synthesis.family import FamilySpec, combination, parse, sample_task
 from cuda_agent.synthesis.teacher import KERNEL, PLAN, ROWS, Choices, Worked, redesign, solve, spoil
 from cuda_agent.tasks.task import Task
 
@@ -132,13 +132,13 @@ def _stripped(files: dict[str, str]) -> dict[str, str]:
 
 
 def _verdict(status: Status, message: str = "", ratios: tuple[float, float] | None = None) -> Verdict:
-    verdict = Verdict(status, lane="plan", mode="quick", device="cpu", clock="real", message=message)
+    verdict = Verdict(status, format="plan", mode="quick", device="cpu", clock="real", message=message)
     if ratios:
         verdict.seconds, verdict.eager_seconds, verdict.compile_seconds = 1e-3, ratios[0] * 1e-3, ratios[1] * 1e-3
     return verdict
 
 
-def _ratios(spec: Spec, choices: Choices, rng: random.Random) -> tuple[float, float]:
+def _ratios(spec: FamilySpec, choices: Choices, rng: random.Random) -> tuple[float, float]:
     """Speed against eager and against ``torch.compile`` as they were measured, by kind of design: medians and spread
     over tasks of the family on idle machines; the same luck (what the chain costs) moves both."""
     slower = 1.0

@@ -17,7 +17,7 @@ from cuda_agent.context import StageContext
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import Episode
 from cuda_agent.rl.rollouts import Kind, draw
-from cuda_agent.rl.runtime import LearnerLost, MakeCritic, Played, Result, Runtime, open_local
+from cuda_agent.rl.runtime import LearnerLost, MakeCritic, Result, RolloutBatch, Runtime, open_local
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.training.critic import Critic
 
@@ -34,20 +34,22 @@ def _open_runtime(
     return open_ray_runtime(ctx, settings, kind, make_critic)
 
 
-async def improve(ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic) -> tuple[Any, Any, Critic]:
+async def train_ppo(ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic) -> tuple[Any, Any, Critic]:
     """PPO: play a batch, learn from it, serve what was learnt; checkpointed after every step.
 
     Returns (model, tokenizer, critic)."""
     config = ctx.config
-    staleness = config.ray.staleness if config.runtime == "ray" else 0
+    max_off_policy_steps = config.ray.max_off_policy_steps if config.runtime == "ray" else 0
     tasks = [task for task in read_tasks(ctx.inputs["tasks"]) if task.split == "train"]
     async with _open_runtime(ctx, settings, kind, make_critic) as runtime:
 
-        async def play(step: int) -> Played:
-            return await runtime.play(step, draw(tasks, settings.batch // settings.samples, config.seed, step))
+        async def play(step: int) -> RolloutBatch:
+            return await runtime.play(
+                step, draw(tasks, settings.episodes_per_step // settings.samples_per_prompt, config.seed, step)
+            )
 
-        async def learn(step: int, played: Played, began: float) -> None:
-            episodes = [episode for episode in played.episodes if oldest(episode) >= step - staleness]
+        async def learn(step: int, played: RolloutBatch, began: float) -> None:
+            episodes = [episode for episode in played.episodes if oldest(episode) >= step - max_off_policy_steps]
             metrics = await runtime.learn(step, episodes) | played.metrics
             metrics["stale"] = float(len(played.episodes) - len(episodes))
             await runtime.serve(step + 1)
@@ -65,30 +67,30 @@ async def improve(ctx: StageContext, settings: Ppo, kind: Kind, make_critic: Mak
         start = await runtime.restore()
         await runtime.serve(start)
         began = time.monotonic()
-        async with aclosing(played_ahead(play, range(start, settings.steps), staleness)) as batches:
+        async with aclosing(prefetch(play, range(start, settings.steps), max_off_policy_steps)) as batches:
             async for step, played in batches:
-                await _in_spite_of_losses(ctx, runtime, step, partial(learn, step, played, began))
+                await _retried_after_losses(ctx, runtime, step, partial(learn, step, played, began))
                 began = time.monotonic()
                 if ctx.should_stop() and step + 1 < settings.steps:
                     raise TryAgain(f"stopped after step {step + 1} of {settings.steps}")
-        return await _in_spite_of_losses(ctx, runtime, settings.steps, runtime.result)
+        return await _retried_after_losses(ctx, runtime, settings.steps, runtime.result)
 
 
-async def played_ahead(
-    play: Callable[[int], Awaitable[Played]], steps: range, staleness: int
-) -> AsyncGenerator[tuple[int, Played], None]:
-    """(step, what was played for it) in order.  While the caller learns from one, the next ``staleness`` are played,
+async def prefetch(
+    play: Callable[[int], Awaitable[RolloutBatch]], steps: range, max_off_policy_steps: int
+) -> AsyncGenerator[tuple[int, RolloutBatch], None]:
+    """(step, its batch) in order.  While the caller learns from one, the next ``max_off_policy_steps`` are played,
     one after the other; none of them begins before the caller has learnt from the step that is that far back."""
-    under_way: deque[asyncio.Task[Played]] = deque()
+    under_way: deque[asyncio.Task[RolloutBatch]] = deque()
 
-    async def play_after(before: asyncio.Task[Played] | None, step: int) -> Played:
+    async def play_after(before: asyncio.Task[RolloutBatch] | None, step: int) -> RolloutBatch:
         if before is not None:
             await asyncio.wait([before])
         return await play(step)
 
     try:
         for step in steps:
-            for later in steps[step - steps.start + len(under_way) : step - steps.start + staleness + 1]:
+            for later in steps[step - steps.start + len(under_way) : step - steps.start + max_off_policy_steps + 1]:
                 before = under_way[-1] if under_way else None
                 under_way.append(asyncio.create_task(play_after(before, later)))
             yield step, await under_way.popleft()
@@ -98,7 +100,7 @@ async def played_ahead(
         await asyncio.gather(*under_way, return_exceptions=True)
 
 
-async def _in_spite_of_losses(
+async def _retried_after_losses(
     ctx: StageContext, runtime: Runtime, step: int, job: Callable[[], Awaitable[Result]]
 ) -> Result:
     """``job``, which begins where checkpoint ``step`` ends, and once more from there when the trainer is lost."""

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from cuda_agent.agent.loop import Sandbox, Settings, run_episode, run_many, run_single
+from cuda_agent.agent.loop import EpisodeSettings, Sandbox, run_episode, run_many, run_single
 from cuda_agent.config import Config
-from cuda_agent.context import Site
+from cuda_agent.context import WorkerContext
 from cuda_agent.errors import BadConfiguration, TryAgain
 from cuda_agent.lease import Lease
 from cuda_agent.machine import gpus
@@ -38,7 +38,7 @@ Job = tuple[Task, str]  # an episode to play, and its id, which decides its seed
 
 
 @dataclass(frozen=True)
-class Budget:
+class EpisodeBudget:
     """Of an episode; ``context`` in tokens."""
 
     turns: int
@@ -64,7 +64,7 @@ class Rollouts:
     engine: LocalEngine | VllmEngine | ScriptedEngine
     chat: Chat
     sandbox: Sandbox
-    settings: Settings
+    settings: EpisodeSettings
     seed: int
     concurrency: int
     lockstep: bool
@@ -90,7 +90,7 @@ def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
 
 
 @asynccontextmanager
-async def open_rollouts(ctx: Site, policy: Path, budget: Budget) -> AsyncIterator[Rollouts]:
+async def open_rollouts(ctx: WorkerContext, policy: Path, budget: EpisodeBudget) -> AsyncIterator[Rollouts]:
     """Opens the policy in folder ``policy`` with its engine, and the sandbox."""
     import torch
 
@@ -124,7 +124,7 @@ async def open_rollouts(ctx: Site, policy: Path, budget: Budget) -> AsyncIterato
 
 @asynccontextmanager
 async def _open_engine(
-    ctx: Site, folder: Path, model: Any, chat: Chat
+    ctx: WorkerContext, folder: Path, model: Any, chat: Chat
 ) -> AsyncIterator[LocalEngine | VllmEngine | ScriptedEngine]:
     """The engine that the configuration names, serving ``model``, which came from ``folder``."""
     policy = ctx.config.policy
@@ -161,10 +161,10 @@ async def _open_engine(
         await engine.close()
 
 
-def episode_settings(config: Config, style: Style, *, turns: int, context: int, temperature: float) -> Settings:
+def episode_settings(config: Config, style: Style, *, turns: int, context: int, temperature: float) -> EpisodeSettings:
     """The configuration as the agent loop wants it."""
-    return Settings(
-        lane=config.sandbox.lane,
+    return EpisodeSettings(
+        format=config.sandbox.format,
         style=style,
         device=config.sandbox.device,
         turns=turns,

@@ -8,13 +8,13 @@ from typing import Literal
 from cuda_agent.context import StageContext
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import EPISODES, Episode, read_episodes, write_episodes
-from cuda_agent.rl.rollouts import Budget, Players, episodes_of, open_rollouts
+from cuda_agent.rl.rollouts import EpisodeBudget, Players, episodes_of, open_rollouts
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.recipes import episode_metrics
 
 
-def _open_players(ctx: StageContext, budget: Budget) -> AbstractAsyncContextManager[Players]:
+def _open_players(ctx: StageContext, budget: EpisodeBudget) -> AbstractAsyncContextManager[Players]:
     if ctx.config.runtime == "local":
         return open_rollouts(ctx, ctx.inputs["policy"], budget)
     from cuda_agent.rl.ray.players import open_players
@@ -41,7 +41,7 @@ async def play_rounds(
         done += 1
         ctx.tracker.progress(done, rounds * len(tasks), unit="episodes")
 
-    async with _open_players(ctx, Budget(turns, ctx.config.policy.context, temperature)) as players:
+    async with _open_players(ctx, EpisodeBudget(turns, ctx.config.policy.context, temperature)) as players:
         for number in range(start, rounds):
             began = time.monotonic()
             played = await players.play(episodes_of(tasks, 1, f"{split}/{number}"), "agent", show)

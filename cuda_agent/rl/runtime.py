@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from cuda_agent.config import Ppo
-from cuda_agent.context import Site, StageContext
+from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import Episode
-from cuda_agent.rl.rollouts import Budget, Kind, Rollouts, episodes_of, open_rollouts, seed_of
+from cuda_agent.rl.rollouts import EpisodeBudget, Kind, Rollouts, episodes_of, open_rollouts, seed_of
 from cuda_agent.rl.trainers import make_trainer, shared_training
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic
@@ -30,7 +30,7 @@ class LearnerLost(TryAgain):
 
 
 @dataclass
-class Played:
+class RolloutBatch:
     """The episodes of one step, and what they cost."""
 
     episodes: list[Episode]
@@ -41,7 +41,7 @@ class Played:
 class Runtime(Protocol):
     """Who plays and who trains.  A step's number is also the version of the weights that it begins with."""
 
-    async def play(self, step: int, tasks: Sequence[Task]) -> Played: ...
+    async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch: ...
 
     async def learn(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
         """One update; its metrics.  ``LearnerLost``, as from all below."""
@@ -62,12 +62,11 @@ class Runtime(Protocol):
         ...
 
 
-class Learner:
+class ActorCritic:
     """Actor and critic of one stage, and what is done with both."""
 
-    def __init__(self, site: Site, settings: Ppo, model: Any, critic: Critic) -> None:
+    def __init__(self, site: WorkerContext, settings: Ppo, model: Any, critic: Critic) -> None:
         sizes: dict[str, Any] = {
-            "row_tokens": settings.batch_tokens,
             "longest": settings.context,
             "max_grad_norm": settings.max_grad_norm,
         }
@@ -100,14 +99,14 @@ class Learner:
 class LocalRuntime:
     """Everything in this process: one engine, one trainer, one after the other."""
 
-    def __init__(self, ctx: StageContext, settings: Ppo, kind: Kind, rollouts: Rollouts, learner: Learner) -> None:
+    def __init__(self, ctx: StageContext, settings: Ppo, kind: Kind, rollouts: Rollouts, learner: ActorCritic) -> None:
         self._ctx, self._settings, self._kind = ctx, settings, kind
         self._rollouts, self._learner = rollouts, learner
 
-    async def play(self, step: int, tasks: Sequence[Task]) -> Played:
+    async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         began = time.monotonic()
-        jobs = episodes_of(tasks, self._settings.samples, f"{self._ctx.name}/{step}")
-        return Played(await self._rollouts.play(jobs, self._kind), time.monotonic() - began, {})
+        jobs = episodes_of(tasks, self._settings.samples_per_prompt, f"{self._ctx.name}/{step}")
+        return RolloutBatch(await self._rollouts.play(jobs, self._kind), time.monotonic() - began, {})
 
     async def learn(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
         metrics: dict[str, float] = await self._rollouts.engine.compute(partial(self._learner.update, step, episodes))
@@ -126,9 +125,9 @@ class LocalRuntime:
         return self._rollouts.model, self._rollouts.tokenizer, self._learner.critic.model
 
 
-def budget_of(ctx: Site, settings: Ppo) -> Budget:
+def budget_of(ctx: WorkerContext, settings: Ppo) -> EpisodeBudget:
     agent = ctx.config.agent
-    return Budget(agent.turns, settings.context, agent.temperature)
+    return EpisodeBudget(agent.turns, settings.context, agent.temperature)
 
 
 @asynccontextmanager
@@ -137,6 +136,6 @@ async def open_local(
 ) -> AsyncIterator[LocalRuntime]:
     with shared_training(ctx) as ctx:
         async with open_rollouts(ctx, ctx.inputs["policy"], budget_of(ctx, settings)) as rollouts:
-            make = partial(Learner, ctx, settings, rollouts.model)
+            make = partial(ActorCritic, ctx, settings, rollouts.model)
             learner = await rollouts.engine.compute(lambda: make(make_critic(ctx.inputs)))
             yield LocalRuntime(ctx, settings, kind, rollouts, learner)

@@ -46,7 +46,7 @@ class Result:
 
 
 @dataclass
-class Outcome:
+class EpisodeScore:
     """One scored episode: what it ended on, and the best state that it went through."""
 
     episode: str
@@ -60,7 +60,7 @@ class Outcome:
 
 
 @dataclass
-class Row:
+class ScoreRow:
     """One row of the table.  Rates are shares of tasks (0 to 1, each task weighs the same); speed-ups are geometric
     means over the tasks with a correct solution, ``None`` where there is none; ``intervals`` holds (low, high) at 95 %
     by metric, ``None`` where there are too few tasks."""
@@ -78,9 +78,9 @@ class Row:
 
 @dataclass
 class Table:
-    overall: Row
-    families: list[Row]
-    operators: list[Row]
+    overall: ScoreRow
+    families: list[ScoreRow]
+    operators: list[ScoreRow]
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Scores:
     ended: dict[str, int]  # why the scored episodes ended
     mean_turns: float | None
     mean_tokens: float | None  # sampled by the policy, an episode
-    outcomes: list[Outcome]
+    outcomes: list[EpisodeScore]
     seed: int
     resamples: int
 
@@ -110,7 +110,7 @@ class Scores:
     def from_json(cls, data: dict[str, Any]) -> "Scores":
         """The inverse of ``to_json``.  Raises ``TypeError`` or ``KeyError`` for anything else."""
         outcomes = [
-            Outcome(**(o | {"final": Result(**o["final"]), "best": Result(**o["best"])})) for o in data["outcomes"]
+            EpisodeScore(**(o | {"final": Result(**o["final"]), "best": Result(**o["best"])})) for o in data["outcomes"]
         ]
         tables = {k: _table_from_json(data[k]) for k in ("final", "best")}
         return cls(**(data | tables | {"outcomes": outcomes}))
@@ -142,7 +142,7 @@ def score(
     """The scores of ``policy``.  Raises ``ValueError`` for an episode on a task that is not in ``tasks``, or a verdict
     under another clock than ``clock``: times of two clocks must never meet in one table."""
     by_name = {task.name: task for task in tasks}
-    outcomes: list[Outcome] = []
+    outcomes: list[EpisodeScore] = []
     ended: Counter[str] = Counter()
     infra = 0
     for episode in episodes:
@@ -159,7 +159,7 @@ def score(
         task = by_name[episode.task]
         ended[episode.ended] += 1
         outcomes.append(
-            Outcome(
+            EpisodeScore(
                 episode=episode.id,
                 task=task.name,
                 family=task.family,
@@ -258,8 +258,8 @@ def _better(final: Result, best: Result) -> Result:
     return max(final, best, key=rank)
 
 
-def _table(outcomes: Sequence[Outcome], which: str, seed: int, resamples: int) -> Table:
-    def row(group: str, members: Sequence[Outcome]) -> Row:
+def _table(outcomes: Sequence[EpisodeScore], which: str, seed: int, resamples: int) -> Table:
+    def row(group: str, members: Sequence[EpisodeScore]) -> ScoreRow:
         return _row(group, members, which, seed, resamples)
 
     families = sorted({outcome.family for outcome in outcomes})
@@ -274,7 +274,7 @@ def _table(outcomes: Sequence[Outcome], which: str, seed: int, resamples: int) -
     )
 
 
-def _row(group: str, outcomes: Sequence[Outcome], which: str, seed: int, resamples: int) -> Row:
+def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int, resamples: int) -> ScoreRow:
     names = sorted({outcome.task for outcome in outcomes})
     columns = _per_task(outcomes, which, names)
     draws = _draws(len(names), seed, resamples)
@@ -288,10 +288,10 @@ def _row(group: str, outcomes: Sequence[Outcome], which: str, seed: int, resampl
             intervals[metric] = _unanimous(float(column[0]), len(column))
         else:
             intervals[metric] = _percentiles(_means(columns[metric], draws, metric in SPEEDUPS))
-    return Row(group, len(names), int(np.sum(columns["passed"] > 0)), **values, intervals=intervals)  # type: ignore[arg-type]
+    return ScoreRow(group, len(names), int(np.sum(columns["passed"] > 0)), **values, intervals=intervals)  # type: ignore[arg-type]
 
 
-def _per_task(outcomes: Sequence[Outcome], which: str, names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
+def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
     """One value a task and metric, float64 [tasks]: the share of its episodes for rates, the mean logarithm over its
     correct and timed episodes for speed-ups (nan where there is none)."""
     results: dict[str, list[Result]] = {name: [] for name in names}
@@ -358,8 +358,8 @@ def _unanimous(share: float, n: int) -> tuple[float, float]:
 
 
 def _table_from_json(data: dict[str, Any]) -> Table:
-    def row(fields: dict[str, Any]) -> Row:
+    def row(fields: dict[str, Any]) -> ScoreRow:
         intervals = {k: (v[0], v[1]) if v else None for k, v in fields["intervals"].items()}
-        return Row(**(fields | {"intervals": intervals}))
+        return ScoreRow(**(fields | {"intervals": intervals}))
 
     return Table(row(data["overall"]), [row(r) for r in data["families"]], [row(r) for r in data["operators"]])

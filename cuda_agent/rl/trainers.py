@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
 
-from cuda_agent.context import Site, StageContext
+from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.errors import BadConfiguration, TryAgain
 from cuda_agent.lease import Lease
 from cuda_agent.machine import gpus
 from cuda_agent.policy.lora import attach
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.distributed import DistributedTrainer, TrainerLost
-from cuda_agent.training.memory import AUTO_TOKENS, ROW_TOKENS
+from cuda_agent.training.memory import AUTO_TOKENS, MICROBATCH_TOKENS
 from cuda_agent.training.packing import Tokens
 from cuda_agent.training.ranks import Ranks
 from cuda_agent.training.recipes import sft
@@ -26,10 +26,9 @@ COST = 0.05  # a supervised step is checkpointed when that takes at most this sh
 
 
 def make_trainer(
-    ctx: Site,
+    ctx: WorkerContext,
     model: Any,
     *,
-    row_tokens: int,
     longest: int,
     max_grad_norm: float = 1.0,
     precision: Literal["fp32", "auto"] = "fp32",
@@ -44,8 +43,9 @@ def make_trainer(
     if not scratch and (lora := ctx.config.lora).rank:
         trunk = model.trunk if isinstance(model, Critic) else model
         attach(trunk, lora.rank, lora.alpha, lora.targets, ctx.config.seed)
-    row_tokens = max(min(row_tokens, ROW_TOKENS), longest)
-    checkpointing = ctx.config.training.checkpointing
+    training = ctx.config.training
+    row_tokens = max(training.microbatch_tokens or MICROBATCH_TOKENS[training.device], longest)
+    checkpointing = training.checkpointing
     options: dict[str, Any] = {
         "row_tokens": row_tokens,
         "max_grad_norm": max_grad_norm,
@@ -53,16 +53,16 @@ def make_trainer(
         "optimizer": "muon" if scratch else "adamw",
         "precision": precision,
         "gradient_checkpointing": checkpointing == "on" or (checkpointing == "auto" and row_tokens > AUTO_TOKENS),
-        "compile": ctx.config.training.compile,
+        "compile": training.compile,
     }
     if ctx.ranks is not None:
         name = "critic" if isinstance(model, Critic) else "policy"
-        options["share"] = ctx.config.training.share
+        options["parallelism"] = training.parallelism
         return cast(Trainer, DistributedTrainer(ctx.ranks, name, model, **options))
     return Trainer(model, lease=Lease(ctx.cache / "lease"), **options)
 
 
-Place = TypeVar("Place", bound=Site)
+Place = TypeVar("Place", bound=WorkerContext)
 
 
 @contextmanager
@@ -70,13 +70,13 @@ def shared_training(ctx: Place) -> Iterator[Place]:
     """A context whose trainers run on the ranks that ``training`` asks for; the same where that is this process.  A
     rank that dies ends the stage with TryAgain."""
     settings, threads = ctx.config.training, ctx.config.policy.threads
-    if settings.ranks == 1 and settings.device == "cpu":
+    if settings.num_processes == 1 and settings.device == "cpu":
         yield ctx
         return
-    if settings.device == "cuda" and (here := gpus()) < settings.ranks:
-        raise BadConfiguration(f"training.ranks: {settings.ranks} on GPUs, and this machine has {here}")
-    each = max(1, threads // settings.ranks)
-    with Ranks(settings.ranks, device=settings.device, threads=each, lease=ctx.cache / "lease") as ranks:
+    if settings.device == "cuda" and (here := gpus()) < settings.num_processes:
+        raise BadConfiguration(f"training.num_processes: {settings.num_processes} on GPUs, and this machine has {here}")
+    each = max(1, threads // settings.num_processes)
+    with Ranks(settings.num_processes, device=settings.device, threads=each, lease=ctx.cache / "lease") as ranks:
         try:
             yield replace(ctx, ranks=ranks)
         except TrainerLost as error:

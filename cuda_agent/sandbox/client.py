@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from cuda_agent.config import Sandbox as SandboxConfig
+from cuda_agent.config import SandboxConfig as SandboxConfig
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.remote import RemoteSandbox
 from cuda_agent.sandbox.wire import Mode, Solution, ToolResult, Verdict

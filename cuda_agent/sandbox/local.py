@@ -25,23 +25,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import WHERE_JUDGED, Sandbox
+from cuda_agent.config import WHERE_JUDGED, SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.machine import processor
 from cuda_agent.sandbox.build import builder
 from cuda_agent.sandbox.formats import extension, first_pass, plan, rules
 from cuda_agent.sandbox.jail import scratch
 from cuda_agent.sandbox.jail.processes import KEEPING_MEMORY
-from cuda_agent.sandbox.wire import (  # fmt: skip
-    Mode,
-    Probe,
-    Solution,
-    TaskSpec,
-    ToolResult,
-    Verdict,
-    receive_frame,
-    send_frame,
-)
+from cuda_agent.sandbox.wire import Mode, Probe, Solution, TaskSpec, ToolResult, Verdict, receive_frame, send_frame
 from cuda_agent.sandbox.workspace.client import Workspace, Workspaces
 from cuda_agent.tasks.task import Task
 
@@ -56,7 +47,7 @@ _QUARANTINE = 60.0  # seconds until a device that failed its health probe is ask
 class LocalSandbox:
     """An async context manager.  ``cache`` survives runs and is shared by the processes of this machine."""
 
-    def __init__(self, config: Sandbox, cache: Path) -> None:
+    def __init__(self, config: SandboxConfig, cache: Path) -> None:
         self.config = config
         self.cache = Path(cache).absolute() / "sandbox"
         self.lease_folder = Path(cache).absolute() / "lease"
@@ -175,7 +166,7 @@ class LocalSandbox:
         begin = clock()
         if self.config.device == "cpu":
             await self._runtime()
-        compiles = solution.lane == "python" and first_pass.asks(solution.files.get("model_new.py", ""))
+        compiles = solution.format == "python" and first_pass.asks(solution.files.get("model_new.py", ""))
         try:
             load = await self._prepare(solution, spec)
             if compiles:
@@ -190,11 +181,11 @@ class LocalSandbox:
             return self._refusal(solution, mode, failure.status, str(failure))
         built = clock() - begin
         request = {
-            "task": {"digest": task.digest, "code": task.code}, "lane": solution.lane, "mode": mode, "load": load,
+            "task": {"digest": task.digest, "code": task.code}, "format": solution.format, "mode": mode, "load": load,
             "files": solution.files, "observe": bool(found),
         }  # fmt: skip
         verdict = Verdict.from_json(await judge.ask("E", request))
-        if solution.lane == "python" and not compiles and first_pass.was_refused(verdict):
+        if solution.format == "python" and not compiles and first_pass.was_refused(verdict):
             begin = clock()
             try:
                 load["place"] = asdict(await self._first_pass(task, solution.files, self._architecture))
@@ -209,9 +200,9 @@ class LocalSandbox:
 
     async def _prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
         """Build: what the worker is told to load."""
-        if solution.lane == "extension":
+        if solution.format == "extension":
             return await extension.prepare(solution.files, spec, self._builder, self._architecture)
-        if solution.lane == "python":
+        if solution.format == "python":
             extension.check_module(solution.files, spec)
             return {"code": solution.files["model_new.py"]}
         program = plan.compile_plan(solution.files, spec, self.config.device)
@@ -298,10 +289,10 @@ class LocalSandbox:
         return self._judges[self.judge_of(task)]
 
     def _refusal(self, solution: Solution, mode: Mode, status: Any, message: str) -> Verdict:
-        return Verdict(status, solution.lane, mode, self.config.device, self.config.clock, message)
+        return Verdict(status, solution.format, mode, self.config.device, self.config.clock, message)
 
     def _verdict_file(self, task: Task, solution: Solution, mode: Mode) -> Path:
-        settings = self.config.model_dump(exclude={"required_walls", "lane", *WHERE_JUDGED})
+        settings = self.config.model_dump(exclude={"required_walls", "format", *WHERE_JUDGED})
         machine = processor() if self.config.clock == "real" else ""
         key = json.dumps([task.digest, solution.digest, mode, settings, machine, _code_version()])
         name = hashlib.sha256(key.encode()).hexdigest()

@@ -26,10 +26,10 @@ from pydantic import (
     model_validator,
 )
 
-from cuda_agent.config import Sandbox
+from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import ConfigError
 from cuda_agent.sandbox.formats.plan import DTYPES
-from cuda_agent.sandbox.wire import Lane, Mode, Solution, TaskSpec
+from cuda_agent.sandbox.wire import Format, Mode, Solution, TaskSpec
 from cuda_agent.tasks.task import Task
 
 BODY_BYTES = 8 << 20  # of one request, as it is sent
@@ -116,13 +116,13 @@ class TaskBody(Body):
 
 
 class SolutionBody(Body):
-    """A solution: its lane, and its files by path."""
+    """A solution: its format, and its files by path."""
 
-    lane: Lane
+    format: Format
     files: Files
 
     def solution(self) -> Solution:
-        return Solution(self.lane, self.files)
+        return Solution(self.format, self.files)
 
 
 class Request(Body):
@@ -139,20 +139,20 @@ class Request(Body):
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-class Evaluate(Request):
+class EvaluateRequest(Request):
     kind: Literal["evaluate"] = "evaluate"
     task: TaskBody
     solution: SolutionBody
     mode: Mode = "quick"
 
 
-class Probe(Request):
+class ProbeRequest(Request):
     kind: Literal["probe"] = "probe"
     task: TaskBody
     compile: bool = True
 
 
-class Spec(Request):
+class SpecRequest(Request):
     kind: Literal["spec"] = "spec"
     task: TaskBody
 
@@ -192,9 +192,9 @@ def _kind_of(body: Any) -> str:
 
 
 Submission = Annotated[
-    Annotated[Evaluate, Tag("evaluate")]
-    | Annotated[Probe, Tag("probe")]
-    | Annotated[Spec, Tag("spec")]
+    Annotated[EvaluateRequest, Tag("evaluate")]
+    | Annotated[ProbeRequest, Tag("probe")]
+    | Annotated[SpecRequest, Tag("spec")]
     | Annotated[Build, Tag("build")],
     Discriminator(_kind_of, custom_error_type="kind", custom_error_message="kind: evaluate, probe, spec or build"),
 ]
@@ -254,7 +254,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def agree(asked: dict[str, str | int | float], config: Sandbox) -> None:
+def agree(asked: dict[str, str | int | float], config: SandboxConfig) -> None:
     """Raises ``ServiceError`` where the server's settings are not those that are asked for."""
     for name, value in asked.items():
         if name not in AGREED:
@@ -273,7 +273,7 @@ def malformed(error: Any) -> ServiceError:
     return ServiceError(422, "malformed", str(error["msg"])[:300], ".".join(location)[:200])
 
 
-def read_token(config: Sandbox, environment: Mapping[str, str]) -> str | None:
+def read_token(config: SandboxConfig, environment: Mapping[str, str]) -> str | None:
     """The token of ``token_file``, else of the variable ``token_env``; ``None`` when neither is there.  Raises
     ``ConfigError``."""
     if config.token_file is not None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from cuda_agent.config import Sandbox
+from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.sandbox.protocol import AGREED, TASK_BYTES, read_token
 from cuda_agent.sandbox.wire import Mode, Probe, Solution, Status, TaskSpec, ToolResult, Verdict
@@ -84,7 +84,7 @@ class _OfCommands(Exception):
 class RemoteSandbox:
     """An async context manager."""
 
-    def __init__(self, config: Sandbox) -> None:
+    def __init__(self, config: SandboxConfig) -> None:
         self.config = config
         addresses = [address.rstrip("/") for address in config.servers]
         # Apart: a server that has no workspaces is none the worse for judging, and the other way round.
@@ -109,7 +109,7 @@ class RemoteSandbox:
         """The verdict of ``solution``.  Raises ``TaskError`` when the task itself cannot be run, ``SandboxUnready``
         when no server is ready or they have other settings."""
         request = {
-            "kind": "evaluate", "task": _task(task), "solution": {"lane": solution.lane, "files": solution.files},
+            "kind": "evaluate", "task": _task(task), "solution": {"format": solution.format, "files": solution.files},
             "mode": mode, "priority": priority,
         }  # fmt: skip
         try:
@@ -269,7 +269,7 @@ class RemoteSandbox:
         return _Away(server.reason, now + rest)
 
     def _refusal(self, status: Status, solution: Solution, mode: Mode, message: str) -> Verdict:
-        return Verdict(status, solution.lane, mode, self.config.device, self.config.clock, message)
+        return Verdict(status, solution.format, mode, self.config.device, self.config.clock, message)
 
 
 class _Patience:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-Lane = Literal["plan", "extension", "python"]
+Format = Literal["plan", "extension", "python"]
 Mode = Literal["quick", "strict"]
 Status = Literal["ok", "build_error", "wrong", "cheat", "timeout", "crash", "infra"]
 
@@ -48,15 +48,15 @@ def baseline_parts(label: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Solution:
-    """The files that answer a task, by path relative to the work folder.  ``lane`` decides how they are run."""
+    """The files that answer a task, by path relative to the work folder.  ``format`` decides how they are run."""
 
-    lane: Lane
+    format: Format
     files: dict[str, str]
 
     @property
     def digest(self) -> str:
-        """sha256 over lane and files, independent of their order."""
-        return hashlib.sha256(json.dumps([self.lane, sorted(self.files.items())]).encode()).hexdigest()
+        """sha256 over format and files, independent of their order."""
+        return hashlib.sha256(json.dumps([self.format, sorted(self.files.items())]).encode()).hexdigest()
 
 
 RanKind = Literal["own", "library", "torch", "memset", "unknown"]
@@ -87,7 +87,7 @@ class Verdict:
     """
 
     status: Status
-    lane: Lane
+    format: Format
     mode: Mode
     device: str  # "cpu" or "cuda"
     clock: Literal["real", "model"]
@@ -113,7 +113,7 @@ class Verdict:
     @property
     def advisory(self) -> bool:
         """Whether the solution's own Python ran free: what it computed with is not known."""
-        return self.lane == "python"
+        return self.format == "python"
 
     @property
     def reward(self) -> int | None:

@@ -5,13 +5,13 @@ import asyncio
 
 from cuda_agent.context import StageContext
 from cuda_agent.policy.model import save_policy
-from cuda_agent.rl.ppo import improve
+from cuda_agent.rl.ppo import train_ppo
 from cuda_agent.training.critic import load_critic, save_critic
 
 
 def run(ctx: StageContext) -> None:
     model, tokenizer, critic = asyncio.run(
-        improve(ctx, ctx.config.agentic, "agent", lambda inputs: load_critic(inputs["critic"]))
+        train_ppo(ctx, ctx.config.agentic, "agent", lambda inputs: load_critic(inputs["critic"]))
     )
     save_policy(model, tokenizer, ctx.outputs["policy"])
     save_critic(critic, ctx.outputs["critic"])

@@ -81,14 +81,12 @@ def pretrain(ctx: StageContext, dialogues: Sequence[Dialogue]) -> tuple[object, 
         raise BadConfiguration(f"bootstrap: none of the examples fits policy.context ({policy.context} tokens)")
     model = new_policy(policy, tokenizer, ctx.config.seed)
     longest = max(map(len, short))
-    trainer = make_trainer(
-        ctx, model, row_tokens=settings.batch_tokens, longest=longest, precision="auto", scratch=True
-    )
+    trainer = make_trainer(ctx, model, longest=longest, precision="auto", scratch=True)
     imitate(
         ctx,
         trainer,
         training,
-        batch_tokens=settings.batch_tokens,
+        tokens_per_step=settings.tokens_per_step,
         lr=settings.lr,
         steps=settings.steps,
         max_seconds=settings.max_seconds,

@@ -28,7 +28,6 @@ def pretrain(ctx: StageContext) -> None:
     trainer = make_trainer(
         ctx,
         critic_from_policy(ctx.inputs["policy"], mean),
-        row_tokens=settings.batch_tokens,
         longest=max(len(episode.ids) for episode in episodes),
     )
     start = ctx.checkpoints.load(trainer.load) or 0
@@ -37,7 +36,7 @@ def pretrain(ctx: StageContext) -> None:
             trainer,
             training,
             lr=settings.lr,
-            batch_tokens=settings.batch_tokens,
+            tokens_per_step=settings.tokens_per_step,
             gae_lambda=settings.gae_lambda,
             seed=ctx.config.seed,
             epoch=epoch,

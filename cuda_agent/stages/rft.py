@@ -21,11 +21,17 @@ def run(ctx: StageContext) -> None:
             trainer = make_trainer(
                 shared,
                 model,
-                row_tokens=settings.batch_tokens,
                 longest=max(map(len, sequences)),
                 max_grad_norm=settings.max_grad_norm,
                 precision="auto",
             )
-            imitate(ctx, trainer, sequences, batch_tokens=settings.batch_tokens, lr=settings.lr, epochs=settings.epochs)
+            imitate(
+                ctx,
+                trainer,
+                sequences,
+                tokens_per_step=settings.tokens_per_step,
+                lr=settings.lr,
+                epochs=settings.epochs,
+            )
             model = trainer.model
     save_policy(model, tokenizer, ctx.outputs["policy"])

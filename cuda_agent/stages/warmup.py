@@ -5,12 +5,12 @@ import asyncio
 
 from cuda_agent.context import StageContext
 from cuda_agent.policy.model import save_policy
-from cuda_agent.rl.ppo import improve
+from cuda_agent.rl.ppo import train_ppo
 from cuda_agent.training.critic import critic_from_policy
 
 
 def run(ctx: StageContext) -> None:
     model, tokenizer, _ = asyncio.run(
-        improve(ctx, ctx.config.warmup, "single", lambda inputs: critic_from_policy(inputs["policy"]))
+        train_ppo(ctx, ctx.config.warmup, "single", lambda inputs: critic_from_policy(inputs["policy"]))
     )
     save_policy(model, tokenizer, ctx.outputs["policy"])

@@ -19,7 +19,7 @@ from cuda_agent.tasks.task import Task
 
 
 @dataclass(frozen=True)
-class Operator:
+class FamilyOperator:
     """``torch`` maps the tensor ``x`` (and ``y``), ``cpp`` the scalar ``v`` (and ``w``, the same element of ``y``);
     ``{c}`` is the constant, one digit, so that copying it is copying one token.  ``value`` is the same function in
     Python, for the admission of chains (``_admissible``).  ``largest`` bounds |v|: beyond it the C++ form would
@@ -43,59 +43,63 @@ def _sigmoid(v: float) -> float:
     return 1 / (1 + math.exp(-v))
 
 
-OPERATORS: dict[str, Operator] = {
-    "relu": Operator("torch.relu(x)", "v > 0 ? v : 0", lambda v, _: max(v, 0.0)),
-    "abs": Operator("torch.abs(x)", "fabs(v)", lambda v, _: abs(v)),
-    "neg": Operator("-x", "-v", lambda v, _: -v),
-    "square": Operator("torch.square(x)", "v * v", lambda v, _: v * v, 60),
-    "sinh": Operator("torch.sinh(x)", "sinh(v)", lambda v, _: math.sinh(v), 7),
-    "sqrt_abs": Operator("torch.sqrt(torch.abs(x))", "sqrt(fabs(v))", lambda v, _: math.sqrt(abs(v))),
-    "exp": Operator("torch.exp(x)", "exp(v)", lambda v, _: math.exp(v), 7),
-    "tanh": Operator("torch.tanh(x)", "tanh(v)", lambda v, _: math.tanh(v)),
-    "tanhshrink": Operator("F.tanhshrink(x)", "v - tanh(v)", lambda v, _: v - math.tanh(v)),
-    "sigmoid": Operator("torch.sigmoid(x)", "1 / (1 + exp(-v))", lambda v, _: _sigmoid(v), 40),
-    "silu": Operator("F.silu(x)", "v / (1 + exp(-v))", lambda v, _: v * _sigmoid(v), 40),
-    "softplus": Operator("F.softplus(x)", "log(1 + exp(v))", lambda v, _: math.log1p(math.exp(v)), 18),
-    "logsigmoid": Operator("F.logsigmoid(x)", "-log(1 + exp(-v))", lambda v, _: -math.log1p(math.exp(-v)), 18),
-    "mish": Operator("F.mish(x)", "v * tanh(log(1 + exp(v)))", lambda v, _: v * math.tanh(math.log1p(math.exp(v))), 18),
-    "elu": Operator("F.elu(x)", "v > 0 ? v : exp(v) - 1", lambda v, _: v if v > 0 else math.expm1(v), 40),
-    "selu": Operator(
+OPERATORS: dict[str, FamilyOperator] = {
+    "relu": FamilyOperator("torch.relu(x)", "v > 0 ? v : 0", lambda v, _: max(v, 0.0)),
+    "abs": FamilyOperator("torch.abs(x)", "fabs(v)", lambda v, _: abs(v)),
+    "neg": FamilyOperator("-x", "-v", lambda v, _: -v),
+    "square": FamilyOperator("torch.square(x)", "v * v", lambda v, _: v * v, 60),
+    "sinh": FamilyOperator("torch.sinh(x)", "sinh(v)", lambda v, _: math.sinh(v), 7),
+    "sqrt_abs": FamilyOperator("torch.sqrt(torch.abs(x))", "sqrt(fabs(v))", lambda v, _: math.sqrt(abs(v))),
+    "exp": FamilyOperator("torch.exp(x)", "exp(v)", lambda v, _: math.exp(v), 7),
+    "tanh": FamilyOperator("torch.tanh(x)", "tanh(v)", lambda v, _: math.tanh(v)),
+    "tanhshrink": FamilyOperator("F.tanhshrink(x)", "v - tanh(v)", lambda v, _: v - math.tanh(v)),
+    "sigmoid": FamilyOperator("torch.sigmoid(x)", "1 / (1 + exp(-v))", lambda v, _: _sigmoid(v), 40),
+    "silu": FamilyOperator("F.silu(x)", "v / (1 + exp(-v))", lambda v, _: v * _sigmoid(v), 40),
+    "softplus": FamilyOperator("F.softplus(x)", "log(1 + exp(v))", lambda v, _: math.log1p(math.exp(v)), 18),
+    "logsigmoid": FamilyOperator("F.logsigmoid(x)", "-log(1 + exp(-v))", lambda v, _: -math.log1p(math.exp(-v)), 18),
+    "mish": FamilyOperator(
+        "F.mish(x)", "v * tanh(log(1 + exp(v)))", lambda v, _: v * math.tanh(math.log1p(math.exp(v))), 18
+    ),
+    "elu": FamilyOperator("F.elu(x)", "v > 0 ? v : exp(v) - 1", lambda v, _: v if v > 0 else math.expm1(v), 40),
+    "selu": FamilyOperator(
         "F.selu(x)",
         "1.0507010f * (v > 0 ? v : 1.6732632f * (exp(v) - 1))",
         lambda v, _: 1.050701 * (v if v > 0 else 1.6732632 * math.expm1(v)),
         40,
     ),
-    "gelu": Operator(
+    "gelu": FamilyOperator(
         "F.gelu(x)", "v * (1 + erf(v * 0.70710678f)) / 2", lambda v, _: v * (1 + math.erf(v / math.sqrt(2))) / 2
     ),
-    "erf": Operator("torch.erf(x)", "erf(v)", lambda v, _: math.erf(v)),
-    "sin": Operator("torch.sin(x)", "sin(v)", lambda v, _: math.sin(v), 60),
-    "cos": Operator("torch.cos(x)", "cos(v)", lambda v, _: math.cos(v), 60),
-    "atan": Operator("torch.atan(x)", "atan(v)", lambda v, _: math.atan(v)),
-    "softsign": Operator("F.softsign(x)", "v / (1 + fabs(v))", lambda v, _: v / (1 + abs(v))),
-    "hardtanh": Operator("F.hardtanh(x)", "fmin(fmax(v, -1.0f), 1.0f)", lambda v, _: min(max(v, -1.0), 1.0)),
-    "hardsigmoid": Operator(
+    "erf": FamilyOperator("torch.erf(x)", "erf(v)", lambda v, _: math.erf(v)),
+    "sin": FamilyOperator("torch.sin(x)", "sin(v)", lambda v, _: math.sin(v), 60),
+    "cos": FamilyOperator("torch.cos(x)", "cos(v)", lambda v, _: math.cos(v), 60),
+    "atan": FamilyOperator("torch.atan(x)", "atan(v)", lambda v, _: math.atan(v)),
+    "softsign": FamilyOperator("F.softsign(x)", "v / (1 + fabs(v))", lambda v, _: v / (1 + abs(v))),
+    "hardtanh": FamilyOperator("F.hardtanh(x)", "fmin(fmax(v, -1.0f), 1.0f)", lambda v, _: min(max(v, -1.0), 1.0)),
+    "hardsigmoid": FamilyOperator(
         "F.hardsigmoid(x)", "fmin(fmax(v / 6 + 0.5f, 0.0f), 1.0f)", lambda v, _: min(max(v / 6 + 0.5, 0.0), 1.0)
     ),
-    "hardswish": Operator(
+    "hardswish": FamilyOperator(
         "F.hardswish(x)", "v * fmin(fmax(v / 6 + 0.5f, 0.0f), 1.0f)", lambda v, _: v * min(max(v / 6 + 0.5, 0.0), 1.0)
     ),
-    "leaky_relu": Operator("F.leaky_relu(x, 0.{c})", "v > 0 ? v : v * 0.{c}f", lambda v, c: v if v > 0 else v * c / 10),
-    "clamp": Operator(
+    "leaky_relu": FamilyOperator(
+        "F.leaky_relu(x, 0.{c})", "v > 0 ? v : v * 0.{c}f", lambda v, c: v if v > 0 else v * c / 10
+    ),
+    "clamp": FamilyOperator(
         "torch.clamp(x, -0.{c}, 0.{c})", "fmin(fmax(v, -0.{c}f), 0.{c}f)", lambda v, c: min(max(v, -c / 10), c / 10)
     ),
-    "softshrink": Operator(
+    "softshrink": FamilyOperator(
         "F.softshrink(x, 0.{c})", "v - fmin(fmax(v, -0.{c}f), 0.{c}f)", lambda v, c: v - min(max(v, -c / 10), c / 10)
     ),
-    "add": Operator("x + 0.{c}", "v + 0.{c}f", lambda v, c: v + c / 10),
-    "sub": Operator("x - 0.{c}", "v - 0.{c}f", lambda v, c: v - c / 10),
-    "mul": Operator("x * 0.{c}", "v * 0.{c}f", lambda v, c: v * c / 10),
-    "div": Operator("x / 0.{c}", "v / 0.{c}f", lambda v, c: v / c * 10),
-    "add_y": Operator("x + y", "v + w", lambda v, w: v + w),
-    "sub_y": Operator("x - y", "v - w", lambda v, w: v - w),
-    "mul_y": Operator("x * y", "v * w", lambda v, w: v * w),
-    "max_y": Operator("torch.maximum(x, y)", "v > w ? v : w", lambda v, w: max(v, w)),
-    "min_y": Operator("torch.minimum(x, y)", "v < w ? v : w", lambda v, w: min(v, w)),
+    "add": FamilyOperator("x + 0.{c}", "v + 0.{c}f", lambda v, c: v + c / 10),
+    "sub": FamilyOperator("x - 0.{c}", "v - 0.{c}f", lambda v, c: v - c / 10),
+    "mul": FamilyOperator("x * 0.{c}", "v * 0.{c}f", lambda v, c: v * c / 10),
+    "div": FamilyOperator("x / 0.{c}", "v / 0.{c}f", lambda v, c: v / c * 10),
+    "add_y": FamilyOperator("x + y", "v + w", lambda v, w: v + w),
+    "sub_y": FamilyOperator("x - y", "v - w", lambda v, w: v - w),
+    "mul_y": FamilyOperator("x * y", "v * w", lambda v, w: v * w),
+    "max_y": FamilyOperator("torch.maximum(x, y)", "v > w ? v : w", lambda v, w: max(v, w)),
+    "min_y": FamilyOperator("torch.minimum(x, y)", "v < w ? v : w", lambda v, w: min(v, w)),
 }
 UNARY = tuple(name for name, operator in OPERATORS.items() if not operator.binary)
 BINARY = tuple(name for name, operator in OPERATORS.items() if operator.binary)
@@ -133,7 +137,7 @@ SIZES = (17, 20)  # an input has 2**17 to 2**20 elements
 
 
 @dataclass(frozen=True)
-class Spec:
+class FamilySpec:
     """What a task of the family asks for: ``chain`` of (operator, constant or None), ``ending`` or None, shape of every
     input (float32, contiguous)."""
 
@@ -159,7 +163,7 @@ def sample_task(rng: random.Random) -> Task:
     return task
 
 
-def sample_spec(rng: random.Random) -> Spec:
+def sample_spec(rng: random.Random) -> FamilySpec:
     while True:
         names = rng.sample(UNARY, rng.choices((1, 2, 3), (1, 3, 4))[0])
         if rng.random() < 0.25:
@@ -170,10 +174,10 @@ def sample_spec(rng: random.Random) -> Spec:
             break
     columns = rng.choice(ENDINGS[ending].columns if ending else PLAIN_COLUMNS)
     numel = 1 << rng.randint(*SIZES)
-    return Spec(chain, ending, numel // columns, columns)
+    return FamilySpec(chain, ending, numel // columns, columns)
 
 
-def make_task(spec: Spec) -> Task:
+def make_task(spec: FamilySpec) -> Task:
     """The task in the published form.  Its name is made of its operators and a digest, so equal tasks are equal."""
     arguments = "x, y" if spec.binary else "x"
     steps = "".join(f"        x = {_fill(OPERATORS[name].torch, constant)}\n" for name, constant in spec.chain)
@@ -196,7 +200,7 @@ def combination(task: Task) -> str:
 
 
 @lru_cache(maxsize=256)
-def parse(task: Task) -> Spec:
+def parse(task: Task) -> FamilySpec:
     """Reads the specification back from the code.
 
     Raises:
@@ -209,7 +213,7 @@ def parse(task: Task) -> Spec:
     ending = [name for name, code in endings.items() if result and result[1] == code]
     if not steps or not ending or not shape:
         raise ValueError(f"task {task.name} is not of the teacher's family")
-    spec = Spec(tuple(_parse_step(step) for step in steps), ending[0], int(shape[1]), int(shape[2]))
+    spec = FamilySpec(tuple(_parse_step(step) for step in steps), ending[0], int(shape[1]), int(shape[2]))
     if make_task(spec).code != task.code:
         raise ValueError(f"task {task.name} is not of the teacher's family")
     return spec

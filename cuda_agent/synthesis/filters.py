@@ -30,7 +30,7 @@ FILTERS = (
 )
 
 
-class Refused(Exception):
+class TaskRefused(Exception):
     """A candidate stopped at ``filter``; ``reason`` is for the data card."""
 
     def __init__(self, filter: str, reason: str = "") -> None:
@@ -50,43 +50,43 @@ class SourceFilter:
     def check(self, task: Task) -> None:
         """Raises Refused.  A candidate that came this far once never comes through again."""
         if found := problems(task.code):
-            raise Refused("form", found[0])
+            raise TaskRefused("form", found[0])
         if not task.ops:
-            raise Refused("form", "uses no operator")
+            raise TaskRefused("form", "uses no operator")
         if task.digest in self.digests:
-            raise Refused("new bytes")
+            raise TaskRefused("new bytes")
         self.digests.add(task.digest)
         key = duplicate_key(task.code)
         if key in self.keys:
-            raise Refused("new structure")
+            raise TaskRefused("new structure")
         self.keys.add(key)
         if self.references.names:
             name, score = self.references.nearest(task.code)
             self.scores.append(score)
             if score > self.max_similarity:
-                raise Refused("unlike the evaluation set", name)
+                raise TaskRefused("unlike the evaluation set", name)
 
 
 def check_eager(probe: Probe, window: tuple[float, float]) -> None:
     """Raises Refused.  ``window`` is seconds, both ends included."""
     if probe.error or probe.eager_seconds is None:
-        raise Refused("runs in eager", last_line(probe.error))
+        raise TaskRefused("runs in eager", last_line(probe.error))
     if not probe.deterministic:
-        raise Refused("deterministic")
+        raise TaskRefused("deterministic")
     if probe.constant:
-        raise Refused("not constant")
+        raise TaskRefused("not constant")
     if probe.indistinguishable:
-        raise Refused("distinguishable")
+        raise TaskRefused("distinguishable")
     if probe.eager_seconds < window[0]:
-        raise Refused("time window", "too fast")
+        raise TaskRefused("time window", "too fast")
     if probe.eager_seconds > window[1]:
-        raise Refused("time window", "too slow")
+        raise TaskRefused("time window", "too slow")
 
 
 def check_compiled(probe: Probe) -> None:
     """Raises Refused."""
     if probe.error or probe.compile_seconds is None:
-        raise Refused("compiles", last_line(probe.error))
+        raise TaskRefused("compiles", last_line(probe.error))
 
 
 def last_line(text: str) -> str:

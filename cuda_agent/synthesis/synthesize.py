@@ -26,7 +26,7 @@ from cuda_agent.sandbox.wire import Probe
 from cuda_agent.synthesis import catalogue, layers
 from cuda_agent.synthesis.card import data_card
 from cuda_agent.synthesis.compose import ComposeError, Composer, ProgrammaticWriter, speed_of
-from cuda_agent.synthesis.filters import Refused, SourceFilter, check_compiled, check_eager, yields
+from cuda_agent.synthesis.filters import SourceFilter, TaskRefused, check_compiled, check_eager, yields
 from cuda_agent.synthesis.similarity import SimilarityIndex, duplicate_key
 from cuda_agent.synthesis.split import is_heldout, ops_combination
 from cuda_agent.synthesis.writer import ModelWriter
@@ -224,7 +224,7 @@ class _Work:
         except ComposeError as error:
             stream.refused["composed"] += 1
             stream.reasons[f"composed: {error}"] += 1
-        except Refused as refused:
+        except TaskRefused as refused:
             stream.refused[refused.filter] += 1
             stream.reasons[str(refused)] += 1
         else:
@@ -262,7 +262,7 @@ class _Work:
                 return
 
     async def _early(self, task: Task, compilations: int) -> None:
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(TaskRefused):
             check_eager(await self._probe(task, compile=False), self.window)
             if compilations <= self.config.max_candidates:
                 await self._probe(task, compile=True)

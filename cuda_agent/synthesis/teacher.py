@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cuda_agent.synthesis.family import CONSTANTS, ENDINGS, OPERATORS, UNARY, Spec, chain_values, parse
+from cuda_agent.synthesis.family import CONSTANTS, ENDINGS, OPERATORS, UNARY, FamilySpec, chain_values, parse
 from cuda_agent.tasks.task import Task
 
 KERNEL, PLAN = "kernels/fused.cpp", "plan.json"
@@ -42,7 +42,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Worked:
-    """A correct solution in the ``plan`` lane, and the design that it follows."""
+    """A correct solution in the ``plan`` format, and the design that it follows."""
 
     files: dict[str, str]
     choices: Choices
@@ -90,7 +90,7 @@ def redesign(worked: Worked, rng: random.Random) -> Choices:
     return replace(worked.choices, **{field: getattr(draw_choices(rng), field)})
 
 
-def plan(spec: Spec, choices: Choices) -> str:
+def plan(spec: FamilySpec, choices: Choices) -> str:
     """The text of ``plan.json``."""
     arguments = ["in0", *(["in1"] if spec.binary else []), *(["tmp"] if _workspace(spec, choices) else []), "out0"]
     arguments += ["in0.shape[0]", "in0.shape[1]"] if spec.ending else ["in0.numel"]
@@ -99,21 +99,21 @@ def plan(spec: Spec, choices: Choices) -> str:
     return json.dumps((workspaces if "tmp" in arguments else {}) | {"nodes": [node]}) + "\n"
 
 
-def _workspace(spec: Spec, choices: Choices) -> bool:
+def _workspace(spec: FamilySpec, choices: Choices) -> bool:
     """Whether values of the chain must be kept somewhere else than in the output: a reduction's output is too small."""
     if spec.ending is None or ENDINGS[spec.ending].maps:
         return False
     return choices.passes == "split" or (spec.ending == "var" and choices.moments == "two")
 
 
-def _signature(spec: Spec, choices: Choices) -> str:
+def _signature(spec: FamilySpec, choices: Choices) -> str:
     inputs = "const float* x, const float* y" if spec.binary else "const float* x"
     buffers = ", float* b, float* z" if _workspace(spec, choices) else ", float* z"
     sizes = "long n, long m" if spec.ending else "long n"
     return f"#include <math.h>\nvoid fused(long block, long grid, {inputs}{buffers}, {sizes})"
 
 
-def _steps(spec: Spec) -> list[str]:
+def _steps(spec: FamilySpec) -> list[str]:
     return [f"v = {OPERATORS[name].cpp.replace('{c}', constant or '')};" for name, constant in spec.chain]
 
 
@@ -130,7 +130,7 @@ def _load(source: str, step_names: list[str], choices: Choices) -> str:
     return f"{choices.number} v = {source}[i]{second};"
 
 
-def _elements(spec: Spec, choices: Choices) -> str:
+def _elements(spec: FamilySpec, choices: Choices) -> str:
     steps, names = _steps(spec), [name for name, _ in spec.chain]
     groups = [slice(0, None)] if choices.passes == "fused" else [slice(k, k + 1) for k in range(len(steps))]
     lines = []
@@ -187,7 +187,7 @@ _REDUCTIONS: dict[str, _Reduction] = {
 _ROW = "for (long i = r * m; i < r * m + m; i++)"
 
 
-def _rows(spec: Spec, choices: Choices) -> str:
+def _rows(spec: FamilySpec, choices: Choices) -> str:
     assert spec.ending is not None
     reduction = _REDUCTIONS.get(f"{spec.ending} {choices.moments}") or _REDUCTIONS[spec.ending]
     buffer = "b" if _workspace(spec, choices) else "z"
@@ -220,7 +220,7 @@ def spoil(task: Task, worked: Worked, rng: random.Random) -> Mistake:
 _Change = tuple[str, str, Literal["wrong", "build_error"], str]  # wrong, right, status, compiler's message
 
 
-def _another_step(spec: Spec, code: str, rng: random.Random) -> _Change:
+def _another_step(spec: FamilySpec, code: str, rng: random.Random) -> _Change:
     """Another constant or another operator, such that the judge must notice."""
     while True:
         k = rng.randrange(len(spec.chain))
@@ -235,7 +235,7 @@ def _another_step(spec: Spec, code: str, rng: random.Random) -> _Change:
             return _steps(other)[k], _steps(spec)[k], "wrong", ""
 
 
-def _differs(spec: Spec, other: Spec) -> bool:
+def _differs(spec: FamilySpec, other: FamilySpec) -> bool:
     """Whether the results differ clearly, also after an ending that undoes a shift or a scale."""
     if any(OPERATORS[name].has_constant and not constant for name, constant in other.chain):
         return False
@@ -256,12 +256,12 @@ def _standardised(values: list[float]) -> list[float]:
     return [(v - mean) / (scale or 1.0) for v in values]
 
 
-def _unindexed(spec: Spec, code: str, rng: random.Random) -> _Change:
+def _unindexed(spec: FamilySpec, code: str, rng: random.Random) -> _Change:
     kind = "double" if "double v = x[i]" in code else "float"
     message = f"cannot convert 'const float*' to '{kind}' in initialization"
     return f"{kind} v = x;", f"{kind} v = x[i];", "build_error", message
 
 
-def _undeclared(spec: Spec, code: str, rng: random.Random) -> _Change:
+def _undeclared(spec: FamilySpec, code: str, rng: random.Random) -> _Change:
     right = rng.choice(_steps(spec))
     return right.replace("v = ", "u = ", 1), right, "build_error", "'u' was not declared in this scope"

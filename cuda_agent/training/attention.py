@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cuda_agent.training import parts
+from cuda_agent.training import context_parallel
 from cuda_agent.training.memory import LONGEST
-from cuda_agent.training.packing import Part
+from cuda_agent.training.packing import PackedPart
 
 NAME = "packed"
 BLOCK = 128  # query rows of one blocked product
@@ -32,7 +32,7 @@ class Segments:
     """How a row is made up: the sequences' lengths, and, where the row is one rank's part of one with these lengths,
     which part.  A plain object: a dataclass's numbers would be compiled in (``torch.compile``), for every row anew."""
 
-    def __init__(self, lengths: tuple[int, ...], part: Part | None = None) -> None:
+    def __init__(self, lengths: tuple[int, ...], part: PackedPart | None = None) -> None:
         self.lengths, self.part = lengths, part
 
     @functools.cached_property
@@ -90,7 +90,7 @@ def _packed_attention(
         # Kernels that need no square of the length share keys between heads in half precision only.
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if part is not None:
-        return parts.attention(query, key, value, scale, lengths, part).transpose(1, 2).contiguous(), None
+        return context_parallel.attention(query, key, value, scale, lengths, part).transpose(1, 2).contiguous(), None
     done = [
         F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)

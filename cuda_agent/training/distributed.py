@@ -1,7 +1,7 @@
 """A trainer that several processes share, seen from the process that drives it.
 
 A ``DistributedTrainer`` looks like a ``Trainer``: recipes that are ``over_ranks`` run on all ranks at once with the
-same arguments and return what the first rank returns.  A ``Group`` reaches the ranks (``ranks`` on this machine,
+same arguments and return what the first rank returns.  A ``RankGroup`` reaches the ranks (``ranks`` on this machine,
 ``rl.ray.ranks`` on several).  Not covered: what a rank computes (``rank``, ``sharding``), starting ranks.
 """
 
@@ -20,14 +20,14 @@ class TrainerLost(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Named:
+class TrainerRef:
     """A trainer of the ranks, inside the arguments of a recipe."""
 
     name: str
     seconds: float
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """All ranks, wherever they run."""
 
     def place(self, name: str, model: Any, options: dict[str, Any]) -> None:
@@ -38,7 +38,7 @@ class Group(Protocol):
         """Calls a method of every ``TrainerRank``; what the first one returns."""
         ...
 
-    def save(self, trainer: Named, folder: Path) -> None:
+    def save(self, trainer: TrainerRef, folder: Path) -> None:
         """Every rank's part of a checkpoint into ``folder`` of this process's machine."""
         ...
 
@@ -50,7 +50,7 @@ class Group(Protocol):
 class DistributedTrainer:
     """A ``Trainer`` on ranks.  ``model`` is this process's copy, which is brought up to date when it is looked at."""
 
-    def __init__(self, ranks: Group, name: str, model: Any, **options: Any) -> None:
+    def __init__(self, ranks: RankGroup, name: str, model: Any, **options: Any) -> None:
         self.step, self.seconds = 0, 0.0
         self._ranks, self._name, self._model, self._stale = ranks, name, model, False
         ranks.place(name, model, options)
@@ -88,8 +88,8 @@ class DistributedTrainer:
             trainer._stale, trainer.step = trainer._stale or step != trainer.step, step
         return result
 
-    def _named(self) -> Named:
-        return Named(self._name, self.seconds)
+    def _named(self) -> TrainerRef:
+        return TrainerRef(self._name, self.seconds)
 
 
 def over_ranks(recipe: Callable[P, R]) -> Callable[P, R]:

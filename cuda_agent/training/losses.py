@@ -53,16 +53,16 @@ def ppo_loss(
     total: int,
     clip_low: float,
     clip_high: float,
-    importance_cap: float,
+    tis_cap: float,
 ) -> tuple[Tensor, Metrics]:
     """Clipped surrogate of PPO with an asymmetric range, mean over tokens.  All tensors float32 [n].
 
-    Where ``old`` is not ``engine``, each token is weighted by min(old / engine, importance_cap), without gradient, to
+    Where ``old`` is not ``engine``, each token is weighted by min(old / engine, tis_cap), without gradient, to
     correct for the engine having sampled from slightly other probabilities.
     """
     ratio = (logprobs - old).clamp(-20, 20).exp()  # a token that became e^20 times likelier must not end the run
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    weight = (old - engine).exp().clamp(max=importance_cap).detach()
+    weight = (old - engine).exp().clamp(max=tis_cap).detach()
     loss = -(weight * surrogate).sum() / total
     with torch.no_grad():
         drift = (logprobs - engine).clamp(-20, 20)
@@ -72,7 +72,7 @@ def ppo_loss(
             "clip_low": ((ratio < 1 - clip_low) & (advantages < 0)).sum() / total,
             "clip_high": ((ratio > 1 + clip_high) & (advantages > 0)).sum() / total,
             "kl": (drift.exp() - 1 - drift).sum() / total,  # of the engine's policy to ours, the k3 estimator
-            "engine_gap": drift.abs().sum() / total,
+            "train_inference_mismatch": drift.abs().sum() / total,
             "importance_mean": weight.sum() / total,
         }
     return loss, metrics

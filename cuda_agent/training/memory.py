@@ -10,10 +10,10 @@ Does not cover: what the allocator holds and nobody uses, the context of a GPU (
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cuda_agent.config import Policy
+from cuda_agent.config import PolicyConfig
 
 LOGITS = {"cpu": 2**24, "cuda": 2**27}  # most numbers of one chunk of logits
-ROW_TOKENS = 4096  # of one forward pass on a cpu: larger is slower, whatever the batch
+MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 32768}  # of one forward pass: larger is slower on a cpu
 LONGEST = 2048  # tokens of a segment whose attention keeps its probabilities, on a cpu
 AUTO_TOKENS = 8192  # rows longer than this are computed twice rather than kept (training.checkpointing=auto)
 SMALL = 2**24  # parameters of a model whose gradients may be held once a thread
@@ -93,7 +93,7 @@ def peak(
     sampled: int | None = None,
     device: Literal["cpu", "cuda"] = "cuda",
     at_once: int = 1,
-    share: Literal["rows", "tokens"] = "rows",
+    parallelism: Literal["data", "context"] = "data",
 ) -> Peak:
     """Of a row of ``tokens``, with AdamW, master weights in float32 and ``ranks`` that share weights and rows.
 
@@ -116,7 +116,7 @@ def peak(
         kept, layer_again = 4 * h * (shape.layers + 1), per_layer + inside + 4 * h
     else:
         kept, layer_again = shape.layers * per_layer + 8 * h, max(inside, 16 * h)
-    if ranks > 1 and share == "tokens":  # keys and values of the whole row, and their gradients
+    if ranks > 1 and parallelism == "context":  # keys and values of the whole row, and their gradients
         gathered_keys = shape.kv_heads * shape.head * tokens * (12 if low else 20)
         kept += 0 if checkpointing else shape.layers * shape.kv_heads * shape.head * (4 if low else 8) * ranks
         tokens, count = -(-tokens // ranks), -(-count // ranks)
@@ -159,7 +159,7 @@ def _kept(shape: Shape, low: bool, device: str, segment: int, lora_rank: int) ->
     return kept
 
 
-def shape_of_policy(policy: Policy) -> Shape:
+def shape_of_policy(policy: PolicyConfig) -> Shape:
     """Of the small model that the configuration describes."""
     head = policy.hidden // policy.heads
     size = policy.layers, policy.hidden, policy.heads, policy.kv_heads, head, policy.intermediate, policy.vocab

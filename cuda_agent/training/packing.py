@@ -1,7 +1,7 @@
 """Episodes as tensors, and packing: many sequences side by side in rows of at most a fixed number of tokens.
 
 A ``Batch`` keeps what belongs to sampled tokens (log-probabilities, and later advantages and values) in flat tensors,
-sequence after sequence; a ``Row`` knows which entries of these are its own (``tokens``), what was sampled (``targets``)
+sequence after sequence; a ``PackedRow`` knows its entries of these (``tokens``), what was sampled (``targets``)
 and where the states before are (``before``).  There, and where ``before_sampled`` takes them, is written down that "the
 token at t is predicted from the state at t - 1": log-probabilities and values both come from it.
 Pure: no model, no input or output.  Does not decide which episodes are trained on beyond ``trainable``.
@@ -56,7 +56,7 @@ def trainable(episodes: Iterable[Episode]) -> list[Episode]:
 
 
 @dataclass(frozen=True)
-class Part:
+class PackedPart:
     """Which tokens of a row a rank has (``parts``)."""
 
     ranks: int
@@ -64,7 +64,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Row:
+class PackedRow:
     """Sequences side by side; ``positions`` begin at 0 in each of them."""
 
     ids: Tensor  # int64 [length]
@@ -73,22 +73,22 @@ class Row:
     before: Tensor  # int64 [n], where in the row the states are from which sampled tokens are predicted
     targets: Tensor  # int64 [n], the sampled tokens
     tokens: Tensor  # int64 [n], which entries of the batch's flat tensors they are
-    part: Part | None = None  # the row is one rank's part of one with these ``lengths``
+    part: PackedPart | None = None  # the row is one rank's part of one with these ``lengths``
 
     @property
     def sampled(self) -> Tensor:
         """int64 [n], where in a whole row the sampled tokens are."""
         return self.before + 1
 
-    def to(self, device: torch.device | str) -> "Row":
+    def to(self, device: torch.device | str) -> "PackedRow":
         names = ("ids", "positions", "before", "targets", "tokens")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
-def empty_row() -> Row:
+def empty_row() -> PackedRow:
     """Of which nothing is trained on: what is computed from it has a gradient of zero."""
     none = torch.zeros(0, dtype=torch.int64)
-    return Row(torch.zeros(2, dtype=torch.int64), torch.arange(2), (2,), none, none, none)
+    return PackedRow(torch.zeros(2, dtype=torch.int64), torch.arange(2), (2,), none, none, none)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Batch:
         """Sampled tokens."""
         return self.logprobs.numel()
 
-    def rows(self, row_tokens: int, chosen: Sequence[int] | None = None, multiple: int = 1) -> list[Row]:
+    def rows(self, row_tokens: int, chosen: Sequence[int] | None = None, multiple: int = 1) -> list[PackedRow]:
         """The chosen sequences (all by default; those without sampled tokens are left out) in rows of at most
         ``row_tokens``; ``multiple`` as in ``pack_evenly``."""
         picked = [i for i in (range(len(self.sequences)) if chosen is None else chosen) if self.counts[i]]
@@ -164,17 +164,17 @@ def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[
     return rows
 
 
-def _row(sequences: Sequence[tuple[Tokens, int]]) -> Row:
+def _row(sequences: Sequence[tuple[Tokens, int]]) -> PackedRow:
     """``sequences`` come with the offset of their sampled tokens in the flat tensors."""
     ids = torch.cat([sequence.ids for sequence, _ in sequences])
     positions = torch.cat([torch.arange(len(sequence)) for sequence, _ in sequences])
     sampled = torch.cat([sequence.mask for sequence, _ in sequences]).nonzero()[:, 0]
     tokens = torch.cat([offset + torch.arange(int(sequence.mask.sum())) for sequence, offset in sequences])
     lengths = tuple(len(sequence) for sequence, _ in sequences)
-    return Row(ids, positions, lengths, sampled - 1, ids[sampled], tokens)
+    return PackedRow(ids, positions, lengths, sampled - 1, ids[sampled], tokens)
 
 
-def before_sampled(states: Tensor, row: Row) -> Tensor:
+def before_sampled(states: Tensor, row: PackedRow) -> Tensor:
     """states [length, size] of a row -> [n, size]: for each sampled token the state from which it is predicted and
     valued, that of the token before it.  No gradient reaches any other state directly."""
     return states[row.before]

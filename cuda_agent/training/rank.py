@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cuda_agent.lease import Lease
 from cuda_agent.training import recipes
-from cuda_agent.training.distributed import Named
+from cuda_agent.training.distributed import TrainerRef
 from cuda_agent.training.trainer import Trainer
 
 MEETING_SECONDS = 600.0  # until all ranks are there; and the longest that one waits for another in a step
@@ -62,8 +62,8 @@ class TrainerRank:
         """(what the recipe returns, {trainer's name: (its step, its seconds)})."""
         if recipe not in RECIPES:
             raise ValueError(f"{recipe} is none of {', '.join(RECIPES)}")
-        named = {thing.name: self._at(thing) for thing in arguments if isinstance(thing, Named)}
-        passed = [named[thing.name] if isinstance(thing, Named) else thing for thing in arguments]
+        named = {thing.name: self._at(thing) for thing in arguments if isinstance(thing, TrainerRef)}
+        passed = [named[thing.name] if isinstance(thing, TrainerRef) else thing for thing in arguments]
         result = getattr(recipes, recipe)(*passed, **keywords)
         return result, {name: (trainer.step, trainer.seconds) for name, trainer in named.items()}
 
@@ -71,7 +71,7 @@ class TrainerRank:
         """As ``Trainer.weights``: whole on the first rank, nothing on the others."""
         return self._trainers[name].weights()
 
-    def save(self, trainer: Named, folder: str) -> None:
+    def save(self, trainer: TrainerRef, folder: str) -> None:
         self._at(trainer).save(Path(folder))
 
     def load(self, name: str, folder: str) -> tuple[int, float]:
@@ -83,7 +83,7 @@ class TrainerRank:
     def close(self) -> None:
         dist.destroy_process_group()
 
-    def _at(self, named: Named) -> Trainer:
+    def _at(self, named: TrainerRef) -> Trainer:
         trainer = self._trainers[named.name]
         trainer.seconds = named.seconds
         return trainer

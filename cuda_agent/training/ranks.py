@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
 
-from cuda_agent.training.distributed import Named, TrainerLost
+from cuda_agent.training.distributed import TrainerLost, TrainerRef
 from cuda_agent.training.rank import rank_main
 
 GRACE_SECONDS = 10.0  # between the first rank's failure and the others', or their end
@@ -74,7 +74,7 @@ class Ranks:
         self.call("open", name, str(path), options)
         path.unlink()
 
-    def save(self, trainer: Named, folder: Path) -> None:
+    def save(self, trainer: TrainerRef, folder: Path) -> None:
         self.call("save", trainer, str(folder))
 
     def load(self, name: str, folder: Path) -> tuple[int, float]:

@@ -19,7 +19,7 @@ from cuda_agent.policy.episode import Episode
 from cuda_agent.training.advantages import adaptive_lambda, explained_variance, gae, terminal_rewards, whiten
 from cuda_agent.training.distributed import over_ranks
 from cuda_agent.training.losses import Metrics, ppo_loss, sft_loss, value_loss
-from cuda_agent.training.packing import Batch, Row, Tokens, batch_of, split_evenly, tokens_of_episode, trainable
+from cuda_agent.training.packing import Batch, PackedRow, Tokens, batch_of, split_evenly, tokens_of_episode, trainable
 from cuda_agent.training.trainer import Trainer
 
 Schedule = Literal["cosine", "linear", "constant"]
@@ -37,8 +37,8 @@ def learning_rate(
     return peak * (floor + (1 - floor) * shape)
 
 
-def sft_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Indices of the sequences of each optimizer step of an epoch: shuffled, at most ``batch_tokens`` tokens in all
+def sft_batches(lengths: Sequence[int], tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:
+    """Indices of the sequences of each optimizer step of an epoch: shuffled, at most ``tokens_per_step`` tokens in all
     (a longer sequence is a batch of its own)."""
     order = _shuffled(len(lengths), seed, epoch)
     batches: list[list[int]] = []
@@ -46,7 +46,7 @@ def sft_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int
     for index in order:
         if lengths[index] > room or not batches:
             batches.append([])
-            room = batch_tokens
+            room = tokens_per_step
         batches[-1].append(index)
         room -= lengths[index]
     return batches
@@ -56,7 +56,7 @@ def sft(
     trainer: Trainer,
     sequences: Sequence[Tokens],
     *,
-    batch_tokens: int,
+    tokens_per_step: int,
     lr: float,
     seed: int,
     steps: int | None = None,
@@ -76,8 +76,8 @@ def sft(
     if not sequences:
         raise ValueError("no sequences to imitate")
     lengths = [len(sequence) for sequence in sequences]
-    batches = islice(_endless(lengths, batch_tokens, seed, epochs), steps)
-    total = steps if steps is not None else sum(1 for _ in _endless(lengths, batch_tokens, seed, epochs))
+    batches = islice(_endless(lengths, tokens_per_step, seed, epochs), steps)
+    total = steps if steps is not None else sum(1 for _ in _endless(lengths, tokens_per_step, seed, epochs))
     for chosen in islice(batches, trainer.step, None):
         start = time.monotonic()
         fraction = max((trainer.step + 1) / (total + 1), trainer.seconds / max_seconds if max_seconds else 0.0)
@@ -96,10 +96,10 @@ def _shuffled(count: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
 
 
-def _endless(lengths: Sequence[int], batch_tokens: int, seed: int, epochs: int | None) -> Iterator[list[int]]:
+def _endless(lengths: Sequence[int], tokens_per_step: int, seed: int, epochs: int | None) -> Iterator[list[int]]:
     epoch = 0
     while epochs is None or epoch < epochs:
-        yield from sft_batches(lengths, batch_tokens, seed, epoch)
+        yield from sft_batches(lengths, tokens_per_step, seed, epoch)
         epoch += 1
 
 
@@ -107,7 +107,7 @@ def _endless(lengths: Sequence[int], batch_tokens: int, seed: int, epochs: int |
 def sft_step(trainer: Trainer, batch: Batch, lr: float) -> dict[str, float]:
     """One optimizer step on the mean negative log-likelihood of a batch's masked tokens."""
 
-    def loss_of(row: Row) -> tuple[Tensor, Metrics]:
+    def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
         logprobs, entropy = trainer.logprobs(row)
         return sft_loss(logprobs, len(batch)), {"entropy": entropy.sum() / len(batch)}
 
@@ -126,7 +126,7 @@ def value_epoch(
     episodes: Sequence[Episode],
     *,
     lr: float,
-    batch_tokens: int,
+    tokens_per_step: int,
     gae_lambda: float,
     seed: int,
     epoch: int,
@@ -142,7 +142,7 @@ def value_epoch(
     seen = torch.zeros(len(batch))
     losses = []
     lengths = [len(sequence) for sequence in batch.sequences]
-    for chosen in sft_batches(lengths, batch_tokens, seed, epoch):
+    for chosen in sft_batches(lengths, tokens_per_step, seed, epoch):
         loss = _value_step(critic, batch, chosen, goals, lr, seen)["loss"]
         losses.append(loss)
     seen = critic.summed(seen)
@@ -193,7 +193,7 @@ def ppo_update(
     advantages = whiten(advantages_of(batch, values, settings.gamma, lam))
     goals = targets(batch, values, settings.gamma, settings.critic_lambda)
     old = batch.logprobs
-    if settings.old_logprobs == "trainer" and train_actor:
+    if settings.behavior_logprobs == "trainer" and train_actor:
         old = actor.flat(batch, lambda row: actor.logprobs(row, temperature)[0])
 
     seen = torch.zeros(len(batch))
@@ -213,7 +213,7 @@ def ppo_update(
         summary
         | _merged(actor_steps)
         | {f"critic_{name}": value for name, value in _merged(critic_steps).items()}
-        | ({"engine_gap": actor_steps[0]["engine_gap"]} if actor_steps else {})
+        | ({"train_inference_mismatch": actor_steps[0]["train_inference_mismatch"]} if actor_steps else {})
         | {
             "explained_variance": explained_variance(values, _returns(batch, settings.gamma)),
             "value_mean": float(values.mean()),
@@ -273,7 +273,7 @@ def _value_step(
     """One critic step on the chosen sequences; writes the predictions before it into ``seen`` (flat)."""
     total = sum(batch.counts[index] for index in chosen)
 
-    def loss_of(row: Row) -> tuple[Tensor, Metrics]:
+    def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
         values = critic.values(row)
         own = row.tokens.cpu()
         seen[own] = values.detach().cpu()
@@ -295,12 +295,12 @@ def _actor_step(
     """One policy step on the chosen sequences, averaged over all their sampled tokens."""
     total = sum(batch.counts[index] for index in chosen)
 
-    def loss_of(row: Row) -> tuple[Tensor, Metrics]:
+    def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
         logprobs, entropy = actor.logprobs(row, temperature)
         own = row.tokens.cpu()
         before, engine, gain = (flat[own].to(logprobs.device) for flat in (old, batch.logprobs, advantages))
         loss, metrics = ppo_loss(
-            logprobs, before, engine, gain, total, settings.clip_low, settings.clip_high, settings.importance_cap
+            logprobs, before, engine, gain, total, settings.clip_low, settings.clip_high, settings.tis_cap
         )
         return loss, metrics | {"entropy": entropy.sum() / total}
 

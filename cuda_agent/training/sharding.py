@@ -1,7 +1,7 @@
 """A model whose weights several processes (ranks) share, FSDP2's way, and rows dealt out between them.
 
 Each rank keeps a part of every parameter, of its gradient and of the optimizer's state; a layer's weights are gathered
-when it computes.  Everything that touches weights runs inside ``Together``, the root whose hooks gather the ends of the
+when it computes.  Everything that touches weights runs inside ``FsdpRoot``, the root whose hooks gather the ends of the
 model.  Gradients are added up over ranks, not averaged: losses are already parts of the global batch's mean.
 One mesh is all ranks of the process group, over Gloo on processors and NCCL on GPUs.
 Does not cover: rows cut across ranks (every rank computes whole rows), copies of the mesh, weights on the processor
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from cuda_agent.training.packing import Row, empty_row
+from cuda_agent.training.packing import PackedRow, empty_row
 
 Result = TypeVar("Result")
 
 
-class Together(nn.Module):
+class FsdpRoot(nn.Module):
     """Computes anything with its model's weights gathered as needed."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,7 +33,7 @@ class Together(nn.Module):
         return job()
 
 
-def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> Together:
+def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
     """Shares the weights of ``model``, in place; its parameters are others afterwards.  Layers are gathered one at a
     time, the rest with the root."""
     layers = getattr(trunk, "layers", None)
@@ -41,7 +41,7 @@ def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> Together:
         raise ValueError(f"{type(trunk).__name__} has no list of layers, by which its weights could be shared")
     for layer in layers:
         fully_shard(layer, mesh=mesh)
-    root = Together(model)
+    root = FsdpRoot(model)
     fully_shard(root, mesh=mesh)
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -50,7 +50,7 @@ def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> Together:
     return root
 
 
-def deal(rows: Sequence[Row], ranks: int, rank: int) -> list[Row]:
+def rows_of_rank(rows: Sequence[PackedRow], ranks: int, rank: int) -> list[PackedRow]:
     """The rows of one rank, as many for each: rows that are about as long are computed at the same time, and who got
     the longer one of a round is given the shorter one of the next.  Rows of no tokens fill up the last round."""
     order = sorted(range(len(rows)), key=lambda number: (-len(rows[number].ids), number))

@@ -26,11 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from cuda_agent.lease import Lease
 from cuda_agent.training import attention, checkpoint, losses, sharding
 from cuda_agent.training.checkpoint import CorruptCheckpoint
+from cuda_agent.training.context_parallel import part_of
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.losses import Metrics
 from cuda_agent.training.memory import LOGITS, SMALL
-from cuda_agent.training.packing import Batch, Row, batch_of, before_sampled, tokens_of
-from cuda_agent.training.parts import part_of
+from cuda_agent.training.packing import Batch, PackedRow, batch_of, before_sampled, tokens_of
 
 __all__ = ["CorruptCheckpoint", "Trainer", "fast_precision"]
 Result = TypeVar("Result")
@@ -60,7 +60,7 @@ class Trainer:
         compile: bool = False,
         lease: Lease | None = None,
         mesh: DeviceMesh | None = None,
-        share: Literal["rows", "tokens"] = "rows",
+        parallelism: Literal["data", "context"] = "data",
     ) -> None:
         if mesh is not None and optimizer == "muon":
             raise ValueError("Muon orthogonalises whole matrices: with several ranks, which have parts, take AdamW")
@@ -86,8 +86,8 @@ class Trainer:
         self.workers = torch.get_num_threads() if small and mesh is None else 1
         attention.register(compile)
         self._packed = attention.supports(trunk.config)
-        self._share = share
-        if share == "tokens" and not self._packed:
+        self._parallelism = parallelism
+        if parallelism == "context" and not self._packed:
             raise ValueError("rows of a model whose attention is not plain and causal cannot be cut over ranks")
         _check_rows(self)
 
@@ -122,7 +122,7 @@ class Trainer:
             self._root.reshard()  # type: ignore[operator]
         return result
 
-    def states(self, row: Row) -> Tensor:
+    def states(self, row: PackedRow) -> Tensor:
         """[n, hidden] before the row's sampled tokens.  Inside ``working`` and ``within`` only; the row is on the
         trainer's device."""
         extra = {"segments": attention.Segments(row.lengths, row.part)} if self._packed else {}
@@ -137,22 +137,22 @@ class Trainer:
             ).last_hidden_state
         return before_sampled(hidden[0], row).float()
 
-    def logprobs(self, row: Row, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def logprobs(self, row: PackedRow, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the row's sampled tokens and the entropies there, float32 [n]."""
         head = self.model.get_output_embeddings()
         chunk = max(1, LOGITS[self.device.type] // head.weight.shape[0])
         return losses.token_logprobs(self.states(row), row.targets, head, chunk, temperature)
 
-    def values(self, row: Row) -> Tensor:
+    def values(self, row: PackedRow) -> Tensor:
         """Values of the states before the row's sampled tokens, float32 [n]."""
         return self.model.values(self.states(row))
 
-    def flat(self, batch: Batch, of_row: Callable[[Row], Tensor]) -> Tensor:
+    def flat(self, batch: Batch, of_row: Callable[[PackedRow], Tensor]) -> Tensor:
         """``of_row`` (a tensor [n] of a row) over a whole batch without gradients: float32 [sampled tokens], on the
         CPU, in the order of the batch."""
         out = torch.zeros(len(batch))
 
-        def fill(row: Row) -> None:
+        def fill(row: PackedRow) -> None:
             with torch.no_grad():
                 out[row.tokens] = self.within(lambda: of_row(row.to(self.device))).float().cpu()
 
@@ -164,21 +164,25 @@ class Trainer:
         """Of a tensor that each rank filled where its own rows are: all of it, on every rank."""
         return flat if self._root is None else sharding.added_up(flat)
 
-    def _own_rows(self, batch: Batch, chosen: Sequence[int] | None) -> list[Row]:
-        if self._share == "tokens" and self._root is not None:
+    def _own_rows(self, batch: Batch, chosen: Sequence[int] | None) -> list[PackedRow]:
+        if self._parallelism == "context" and self._root is not None:
             return [part_of(row, self.ranks, self.rank) for row in batch.rows(self.row_tokens, chosen)]
         rows = batch.rows(self.row_tokens, chosen, multiple=self.workers * self.ranks)
-        return rows if self._root is None else sharding.deal(rows, self.ranks, self.rank)
+        return rows if self._root is None else sharding.rows_of_rank(rows, self.ranks, self.rank)
 
     def update(
-        self, batch: Batch, chosen: Sequence[int] | None, lr: float, loss_of: Callable[[Row], tuple[Tensor, Metrics]]
+        self,
+        batch: Batch,
+        chosen: Sequence[int] | None,
+        lr: float,
+        loss_of: Callable[[PackedRow], tuple[Tensor, Metrics]],
     ) -> dict[str, float]:
         """One optimizer step on the sum of the losses of the chosen sequences' rows (all sequences: None).  Returns the
         loss, its metrics and the gradient norm.
 
         A step whose gradient is not finite is not taken; ``skipped`` is then 1."""
 
-        def backward(row: Row) -> tuple[Metrics, Sequence[Tensor | None]]:
+        def backward(row: PackedRow) -> tuple[Metrics, Sequence[Tensor | None]]:
             loss, metrics = self.within(lambda: loss_of(row.to(self.device)))
             metrics = metrics | {"loss": loss.detach()}
             if self.workers > 1:
@@ -206,7 +210,7 @@ class Trainer:
         self.step += 1
         return metrics | {"grad_norm": norm if math.isfinite(norm) else 0.0, "skipped": float(not math.isfinite(norm))}
 
-    def _side_by_side(self, job: Callable[[Row], Result], rows: Sequence[Row]) -> Iterator[Result]:
+    def _side_by_side(self, job: Callable[[PackedRow], Result], rows: Sequence[PackedRow]) -> Iterator[Result]:
         """``job`` of every row, in their order, ``workers`` of them at a time, each time inside ``working``."""
         if self.workers == 1:
             for row in rows:
@@ -215,7 +219,7 @@ class Trainer:
                 yield result
             return
 
-        def alone(row: Row) -> Result:
+        def alone(row: PackedRow) -> Result:
             torch.set_num_threads(1)  # of this thread, but also the default of threads that begin later
             return job(row)
 

@@ -1,6 +1,6 @@
 """One task, its solution, and how a scripted policy plays it."""
 
-from cuda_agent.agent.loop import Settings
+from cuda_agent.agent.loop import EpisodeSettings
 from cuda_agent.policy.engines.scripted import ScriptedEngine
 from cuda_agent.tasks.task import Task
 
@@ -47,7 +47,7 @@ VERIFY, PROFILE = call("Bash", command="verify"), call("Bash", command="profile"
 
 def settings(**changes):
     values = {"turns": 8, "turn_tokens": 2000, "tool_tokens": 60, "context": 8000, "deadline_seconds": 600.0}
-    return Settings(**(values | {"style": "compact"} | changes))
+    return EpisodeSettings(**(values | {"style": "compact"} | changes))
 
 
 def scripted(chat, turns, default="done"):

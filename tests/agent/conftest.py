@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from cuda_agent.agent.prompt import agent_messages
-from cuda_agent.config import Sandbox
+from cuda_agent.config import SandboxConfig
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.model import train_tokenizer
 from cuda_agent.sandbox.local import LocalSandbox
@@ -32,7 +32,7 @@ def loop():
 
 @pytest.fixture(scope="session")
 def sandbox(loop, tmp_path_factory):
-    sandbox = LocalSandbox(Sandbox(clock="model"), made_once.share(tmp_path_factory.mktemp("cache")))
+    sandbox = LocalSandbox(SandboxConfig(clock="model"), made_once.share(tmp_path_factory.mktemp("cache")))
     loop.run(sandbox.__aenter__())
     yield sandbox
     loop.run(sandbox.__aexit__(None, None, None))

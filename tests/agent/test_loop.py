@@ -9,7 +9,7 @@ import pytest
 from agent_cases import CODE, KERNEL, PLAN, PROFILE, TASK, VERIFY, WRITE_KERNEL, WRITE_PLAN, call, scripted, settings
 
 from cuda_agent.agent.loop import run_episode, run_many, run_single
-from cuda_agent.config import Policy
+from cuda_agent.config import PolicyConfig
 from cuda_agent.errors import TaskError
 from cuda_agent.policy.engines.engine import Completion
 from cuda_agent.policy.engines.local import LocalEngine
@@ -175,7 +175,7 @@ class Faulty:
         self.asked += 1
         fault = self.faults.pop(0) if self.faults else None
         if fault == "infra":
-            return Verdict("infra", solution.lane, mode, "cpu", "model", "the device was lost")
+            return Verdict("infra", solution.format, mode, "cpu", "model", "the device was lost")
         if fault == "slow":
             await asyncio.sleep(60)
         if isinstance(fault, Exception):
@@ -301,7 +301,7 @@ def test_a_job_that_raises_ends_all(loop):
 
 def test_in_lockstep_a_sampling_engine_plays_the_same_episodes_again(loop, chat, sandbox):
     """With the in-process engine and a random model, whose tokens and log-probabilities depend on its batches."""
-    config = Policy(layers=1, hidden=16, heads=2, kv_heads=1, intermediate=16, vocab=420, context=512)
+    config = PolicyConfig(layers=1, hidden=16, heads=2, kv_heads=1, intermediate=16, vocab=420, context=512)
     model = new_policy(config, chat.tokenizer, seed=3)
     budget = settings(turns=4, turn_tokens=24, context=400)
 

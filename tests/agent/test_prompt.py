@@ -47,12 +47,12 @@ def test_the_games_can_be_told_apart_and_are_short():
     assert len(single[0]["content"]) < 10
 
 
-@pytest.mark.parametrize("lane", ["plan", "extension", "python"])
-def test_the_full_form_holds_the_task_and_the_form_of_its_lane(lane):
-    for messages in (one_shot_messages(TASK, "full", lane), agent_messages(TASK, "full", lane)):
+@pytest.mark.parametrize("format", ["plan", "extension", "python"])
+def test_the_full_form_holds_the_task_and_the_form_of_its_lane(format):
+    for messages in (one_shot_messages(TASK, "full", format), agent_messages(TASK, "full", format)):
         assert CODE.rstrip() in messages[1]["content"]
-        assert ("plan.json" if lane == "plan" else "model_new.py") in messages[0]["content"]
-    assert ("plan.json" in one_shot_messages(TASK, "full", lane)[0]["content"]) == (lane == "plan")
+        assert ("plan.json" if format == "plan" else "model_new.py") in messages[0]["content"]
+    assert ("plan.json" in one_shot_messages(TASK, "full", format)[0]["content"]) == (format == "plan")
 
 
 def test_an_answer_is_read_as_it_was_written():

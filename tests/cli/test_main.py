@@ -177,7 +177,7 @@ def test_doctor_has_a_line_a_check_and_a_mend_for_what_is_missing(tmp_path):
     ("files", "said"),
     [
         ({}, "plan.json"),
-        ({"model_new.py": "x"}, "sandbox.lane=extension"),
+        ({"model_new.py": "x"}, "sandbox.format=extension"),
         ({"kernels/a.cpp": "x"}, "no plan.json"),
     ],
 )

@@ -46,7 +46,7 @@ def test_every_command_has_an_example(command):
         (["serve", "sandbox.server=3"], "sandbox.servers"),
         (["serve", "sandbox.token_file=/nonexistent"], "sandbox.token_file: /nonexistent: No such file"),
         (["serve", "--host", "256.0.0.1", "sandbox.token_env=LONG_ENOUGH"], "cannot listen on 256.0.0.1"),
-        (["bench", "--lanes", "fast"], "expected any of plan, extension, python, got 'fast'"),
+        (["bench", "--formats", "fast"], "expected any of plan, extension, python, got 'fast'"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_78(arguments, said, tmp_path):

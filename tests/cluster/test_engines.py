@@ -159,6 +159,6 @@ def test_a_stages_ray_is_told_where_the_replicas_are():
 def test_without_a_pool_stages_are_told_of_none(tmp_path):
     text, sha256 = freeze(with_vllm())
     (tmp_path / "config.json").write_text(text)
-    here = pod.Surroundings(str(tmp_path / "store"), "off", tmp_path / "config.json", tmp_path / "plan", tmp_path)
+    here = pod.PodEnvironment(str(tmp_path / "store"), "off", tmp_path / "config.json", tmp_path / "plan", tmp_path)
     assert pod.prepare(here, "night", sha256, "night", None, [])["engines"] == ""
     assert (tmp_path / "plan" / "engines").read_text() == ""

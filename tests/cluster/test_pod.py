@@ -15,7 +15,7 @@ import pytest
 from drill import journal, table
 
 from cuda_agent.cluster import pod, pod_maintenance
-from cuda_agent.cluster.pod import Surroundings
+from cuda_agent.cluster.pod import PodEnvironment
 from cuda_agent.config import Config, compose, freeze, section_values
 from cuda_agent.errors import ConfigError, TryAgain
 from cuda_agent.pipeline import gc, runs
@@ -34,37 +34,37 @@ def settings(tmp_path: Path, epochs: int = 8) -> Config:
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Surroundings:
+def here(tmp_path, monkeypatch) -> PodEnvironment:
     """A pod's surroundings, and a cache in which the drill's stages write their journal."""
     monkeypatch.setenv("CUDA_AGENT_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("CUDA_AGENT_WEBHOOK", raising=False)
     (tmp_path / "home" / "cache").mkdir(parents=True)
-    return Surroundings(
+    return PodEnvironment(
         store=str(tmp_path / "store"),
         mlflow="off",
         config=tmp_path / "config.json",
         plan=tmp_path / "work" / "plan",
         work=tmp_path / "work",
-        last_words=tmp_path / "termination-log",
+        termination_message=tmp_path / "termination-log",
     )
 
 
-def submitted(here: Surroundings, config: Config) -> str:
+def submitted(here: PodEnvironment, config: Config) -> str:
     text, sha256 = freeze(config)
     here.config.write_text(text)
     return sha256
 
 
-def prepare(here: Surroundings, sha256: str, run: str = "a") -> dict[str, str]:
+def prepare(here: PodEnvironment, sha256: str, run: str = "a") -> dict[str, str]:
     return pod.prepare(here, run, sha256, run, None, [], table.STAGES)
 
 
-def stage(here: Surroundings, name: str, sha256: str, run: str = "a") -> subprocess.Popen:
+def stage(here: PodEnvironment, name: str, sha256: str, run: str = "a") -> subprocess.Popen:
     """In a process of its own, as in a pod; what it needs to know comes from the environment."""
     script = (
         "import sys; from dataclasses import replace; from pathlib import Path\n"
         "from cuda_agent.cluster import pod; from drill import table\n"
-        f"here = replace(pod.Surroundings.from_environment(), last_words=Path({str(here.last_words)!r}))\n"
+        f"here = replace(pod.Surroundings.from_environment(), last_words=Path({str(here.termination_message)!r}))\n"
         f"sys.exit(pod.run_stage(here, {name!r}, {run!r}, {sha256!r}, table.NAME))"
     )
     environment = os.environ | {
@@ -78,11 +78,11 @@ def stage(here: Surroundings, name: str, sha256: str, run: str = "a") -> subproc
     )
 
 
-def finish(here: Surroundings, sha256: str, status: str = "Running", run: str = "a") -> dict:
+def finish(here: PodEnvironment, sha256: str, status: str = "Running", run: str = "a") -> dict:
     return pod.finish(here, run, sha256, run, status, None, table.STAGES)
 
 
-def whole_run(here: Surroundings, sha256: str, run: str = "a") -> dict[str, str]:
+def whole_run(here: PodEnvironment, sha256: str, run: str = "a") -> dict[str, str]:
     plan = prepare(here, sha256, run)
     for row in table.STAGES:
         if plan[row.name] == "run":
@@ -94,7 +94,7 @@ def whole_run(here: Surroundings, sha256: str, run: str = "a") -> dict[str, str]
     return plan
 
 
-def outputs(here: Surroundings, run: str = "a") -> dict[str, dict[str, str]]:
+def outputs(here: PodEnvironment, run: str = "a") -> dict[str, dict[str, str]]:
     store = open_store(here.store)
     manifests = {row.name: read_manifest(store, manifest_entry(run, row.name)) for row in table.STAGES}
     return {name: manifest.outputs for name, manifest in manifests.items() if manifest}
@@ -204,14 +204,14 @@ def test_a_stage_that_fails_keeps_its_code_and_message_and_finish_says_so(tmp_pa
     sha256 = submitted(here, settings(tmp_path))
     prepare(here, sha256)
     journal.misbehave(tmp_path / "home" / "cache", "make", how)
-    here.last_words.touch()
+    here.termination_message.touch()
     process = stage(here, "make", sha256)
     _, said = process.communicate(timeout=60)
     assert process.returncode == code and said.strip()
     store = open_store(here.store)
     outcome = json.loads(store.get(outcome_entry("a", "make")))
     assert outcome["code"] == code and outcome["message"] in said
-    assert here.last_words.read_text() == outcome["message"]
+    assert here.termination_message.read_text() == outcome["message"]
     facts = finish(here, sha256, status="Failed")
     assert (facts["code"], facts["stage"]) == (code, "make")
     assert runs.read_run(store, "a").status == status
@@ -222,10 +222,10 @@ def test_what_is_tried_again_leaves_no_last_words(tmp_path, here):
     sha256 = submitted(here, settings(tmp_path))
     prepare(here, sha256)
     journal.misbehave(tmp_path / "home" / "cache", "make", "retry")
-    here.last_words.touch()
+    here.termination_message.touch()
     process = stage(here, "make", sha256)
     process.communicate(timeout=60)
-    assert process.returncode == 75 and here.last_words.read_text() == ""
+    assert process.returncode == 75 and here.termination_message.read_text() == ""
 
 
 def test_a_run_that_was_stopped_is_interrupted_and_not_failed(tmp_path, here):
@@ -295,7 +295,7 @@ def test_mlflow_has_one_run_a_stage_however_often_a_pod_is_started(tmp_path, her
     from mlflow import MlflowClient
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    here = Surroundings(here.store, uri, here.config, here.plan, here.work)
+    here = PodEnvironment(here.store, uri, here.config, here.plan, here.work)
     sha256 = submitted(here, settings(tmp_path))
     whole_run(here, sha256)
     finish(here, sha256)  # once more: a retry

@@ -76,7 +76,9 @@ def test_a_stages_objects_are_the_runs_own():
     assert spec["entrypoint"] == " ".join(["python3 -m cuda_agent.cli", *ARGUMENTS]) and spec["backoffLimit"] == 0
     (actors,) = spec["rayClusterSpec"]["workerGroupSpecs"]
     assert {actors[key] for key in ("replicas", "minReplicas", "maxReplicas")} == {4}, "three workers and the trainer"
-    made = rayjobs.objects(base(), "w", "u", "agentic", ARGUMENTS, "", spread("training.ranks=2", "ray.trainers=2"))
+    made = rayjobs.objects(
+        base(), "w", "u", "agentic", ARGUMENTS, "", spread("training.num_processes=2", "ray.trainers=2")
+    )
     assert job(made)["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 5
     made = rayjobs.objects(base(), "w", "u", "evaluate-rft", ARGUMENTS, "", spread())
     assert job(made)["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 3, "there is no trainer"
@@ -137,7 +139,7 @@ def test_prepare_sends_a_stage_to_ray_only_where_both_sides_want_it(tmp_path):
         home = tmp_path / f"{wanted}-{profile_has_it}"
         home.mkdir()
         (home / "config.json").write_text(text)
-        here = pod.Surroundings(str(home / "store"), "off", home / "config.json", home / "plan", home)
+        here = pod.PodEnvironment(str(home / "store"), "off", home / "config.json", home / "plan", home)
         outputs = pod.prepare(here, "night", sha256, "night", None, [], spread=profile_has_it)
         assert (outputs["agentic"], outputs["collect"], outputs["rft"]) == (wanted, wanted, "run")
 

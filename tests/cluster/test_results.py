@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def left(server: str, run: str, folder: Path) -> None:
     """A run's report, left in MLflow by a mirror as ``finish`` leaves it."""
     config = Config()
-    here = pod.Surroundings(str(folder / "store"), server, folder / "c", folder / "p", folder)
+    here = pod.PodEnvironment(str(folder / "store"), server, folder / "c", folder / "p", folder)
     (folder / "report" / "assets").mkdir(parents=True)
     (folder / "report" / "index.html").write_text(f"<p>{run}</p>")
     (folder / "report" / "report.json").write_text("{}")
@@ -52,7 +52,7 @@ def test_a_report_is_fetched_whole(server, tmp_path):
 
 def test_a_run_without_a_report_and_a_run_that_nobody_knows_are_said_so(server, tmp_path):
     config = Config()
-    here = pod.Surroundings(str(tmp_path / "store"), server, tmp_path / "c", tmp_path / "p", tmp_path)
+    here = pod.PodEnvironment(str(tmp_path / "store"), server, tmp_path / "c", tmp_path / "p", tmp_path)
     with pod.mirrored(here, open_store(here.store), config, freeze(config)[1], "begun") as mirror:
         mirror.update(None, status="RUNNING")
     with pytest.raises(ConfigError, match="Run begun has no report yet"):
@@ -68,7 +68,7 @@ def in_pods(server: str, folder: Path, run: str, epochs: int, monkeypatch: pytes
     text, sha256 = freeze(config)
     monkeypatch.setenv("CUDA_AGENT_HOME", str(folder / "home"))
     (folder / "home" / "cache").mkdir(parents=True, exist_ok=True)
-    here = pod.Surroundings(str(folder / "store"), server, folder / f"{run}.json", folder / "plan", folder / "work")
+    here = pod.PodEnvironment(str(folder / "store"), server, folder / f"{run}.json", folder / "plan", folder / "work")
     here.config.write_text(text)
     plan = pod.prepare(here, run, sha256, run, None, [], table.STAGES)
     script = (
@@ -122,7 +122,7 @@ def test_what_mlflow_missed_is_told_by_finish(server, tmp_path, monkeypatch):
     """The pod of the stage wrote its log into the store and could not reach MLflow."""
     config = Config()
     text, sha256 = freeze(config)
-    here = pod.Surroundings(str(tmp_path / "store"), server, tmp_path / "c", tmp_path / "plan", tmp_path)
+    here = pod.PodEnvironment(str(tmp_path / "store"), server, tmp_path / "c", tmp_path / "plan", tmp_path)
     here.config.write_text(text)
     pod.prepare(here, "deaf", sha256, "deaf", None, [], table.STAGES)
     open_store(here.store).put("runs/deaf/make/log.txt", b"what it said\n")
@@ -149,7 +149,7 @@ def test_the_episodes_of_a_stage_are_fetched_also_where_the_cache_served_it(serv
         outputs={"scores": store.put_folder(inputs["scores-rft"])}, metrics="m", seconds=1.0, finished="",
     )  # fmt: skip
     config = Config()
-    here = pod.Surroundings(str(tmp_path / "store"), server, tmp_path / "c", tmp_path / "p", tmp_path)
+    here = pod.PodEnvironment(str(tmp_path / "store"), server, tmp_path / "c", tmp_path / "p", tmp_path)
     files = episodes.packed(store, made, tmp_path / "packed")
     for run, told in (("player", {"artifacts": files}), ("again", {})):
         with pod.mirrored(here, store, config, freeze(config)[1], run) as mirror:

@@ -215,11 +215,11 @@ POD = {"name": "p", "container": {"image": "i", "command": ["sh"]}}
         (lambda spec: spec.pop("workflowTemplateRef"), "one of this release's templates"),
         (
             lambda spec: spec["arguments"]["parameters"].append({"name": "cpu", "value": "1"}),
-            "parameters run, config and lane",
+            "parameters run, config and group",
         ),
         (
-            lambda spec: spec["arguments"]["parameters"].append({"name": "lane", "value": "{{workflow.uid}}"}),
-            "lane: expected",
+            lambda spec: spec["arguments"]["parameters"].append({"name": "group", "value": "{{workflow.uid}}"}),
+            "group: expected",
         ),
         (lambda spec: spec["arguments"]["parameters"][0].update(value='a","x":"'), "run: expected"),
         (lambda spec: spec["arguments"]["parameters"][0].update(value="{{workflow.uid}}"), "run: expected"),
@@ -228,7 +228,7 @@ POD = {"name": "p", "container": {"image": "i", "command": ["sh"]}}
             lambda spec: spec["arguments"]["parameters"][0].update(
                 valueFrom={"configMapKeyRef": {"name": "a", "key": "b"}}
             ),
-            "parameters run, config and lane",
+            "parameters run, config and group",
         ),
         (lambda spec: spec["arguments"].update(artifacts=[{"name": "a", "raw": {"data": "x"}}]), "takes no artifacts"),
     ],
@@ -528,9 +528,9 @@ def workflows_of(place: Cluster, sweep: str) -> list[dict[str, Any]]:
     return sorted(found, key=lambda item: item["metadata"]["name"])
 
 
-def lane_of(workflow: dict[str, Any]) -> str | None:
+def group_of(workflow: dict[str, Any]) -> str | None:
     values = {item["name"]: item["value"] for item in workflow["spec"]["arguments"]["parameters"]}
-    return values.get("lane")
+    return values.get("group")
 
 
 def test_a_sweep_makes_a_run_of_every_combination_and_says_where_it_belongs(plane, as_user):
@@ -543,7 +543,7 @@ def test_a_sweep_makes_a_run_of_every_combination_and_says_where_it_belongs(plan
     place = as_user()
     found = workflows_of(place, "grid")
     assert [item["metadata"]["name"] for item in found] == [f"grid-{number}" for number in range(1, 7)]
-    assert {lane_of(item) for item in found} == {None}
+    assert {group_of(item) for item in found} == {None}
     configs = [json.loads(place.get("ConfigMap", f"grid-{n}")["data"]["config.json"]) for n in range(1, 7)]
     assert {(item["critic"]["lr"], item["seed"]) for item in configs} == {
         (r, s) for r in (1e-5, 3e-5) for s in range(3)
@@ -558,12 +558,12 @@ def test_a_sweep_with_a_limit_has_so_many_lanes_and_a_resumed_run_stays_in_its_o
     done = command(plane, "sweep", "experiment=smoke", "run.name=few", "seed=range(5)", "--parallel", "2")
     assert done.returncode == 0, done.stderr
     place = as_user()
-    lanes = [lane_of(item) for item in workflows_of(place, "few")]
-    assert lanes == ["few-lane-1", "few-lane-2", "few-lane-1", "few-lane-2", "few-lane-1"]
+    groups = [group_of(item) for item in workflows_of(place, "few")]
+    assert groups == ["few-group-1", "few-group-2", "few-group-1", "few-group-2", "few-group-1"]
     set_status(as_user("admin"), "few-2", "Failed", prepare="Failed")
     assert command(plane, "resume", "few-2").returncode == 0
     again = place.get("Workflow", "few-2-r2")
-    assert lane_of(again) == "few-lane-2" and again["metadata"]["labels"]["cuda-agent.io/sweep"] == "few"
+    assert group_of(again) == "few-group-2" and again["metadata"]["labels"]["cuda-agent.io/sweep"] == "few"
 
 
 @pytest.mark.parametrize(
@@ -804,7 +804,7 @@ def test_the_collector_finds_and_removes_what_workflows_have_left_behind(as_user
         left, maps = pod_maintenance.leftovers(collector)
         assert {"pool-has-ended", "pool-gone", "engine-gone"} <= set(left) and "pool-lives" not in left
         assert "map-gone" in maps and "pool-has-ended" not in maps
-        here = pod.Surroundings(str(tmp_path / "store"), "off", tmp_path / "c", tmp_path / "plan", tmp_path)
+        here = pod.PodEnvironment(str(tmp_path / "store"), "off", tmp_path / "c", tmp_path / "plan", tmp_path)
         busy = pod_maintenance.collect(here, 10, False, "gc-1", collector)
         assert "Runs are under way" in busy["busy"] and "pool-lives" in busy["busy"]
         planned = pod_maintenance.collect(here, 10, True, "gc-1", collector)

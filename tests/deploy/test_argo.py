@@ -9,7 +9,7 @@ import yaml
 from cuda_agent.cluster.pools import version_name
 from cuda_agent.cluster.rayjobs import can_be_spread
 from cuda_agent.deploy import chart
-from cuda_agent.deploy.argo import LANE, RETRY, cron_workflow, errands, workflow_template
+from cuda_agent.deploy.argo import CONCURRENCY_GROUP, RETRY, cron_workflow, maintenance_jobs, workflow_template
 from cuda_agent.pipeline.graph import STAGES, Stage
 from tests.deploy.charts import ARGO, ROOT, argocheck, needs_argo
 
@@ -72,19 +72,22 @@ def test_a_wrong_table_is_refused():
 
 
 def test_users_pass_run_config_and_lane_and_none_reaches_a_field_that_decides_what_a_pod_may_do():
-    assert [item["name"] for item in SPEC["arguments"]["parameters"]] == ["run", "config", "lane"]
+    assert [item["name"] for item in SPEC["arguments"]["parameters"]] == ["run", "config", "group"]
     for pod in PODS.values():
         elsewhere = {key: value for key, value in pod.items() if key not in ("container", "outputs")}
         container = {key: value for key, value in pod["container"].items() if key != "args"}
         assert "workflow.parameters" not in json.dumps([elsewhere, container, pod.get("outputs")])
     rest = {key: value for key, value in SPEC.items() if key not in ("templates", "synchronization")}
     assert "workflow.parameters" not in json.dumps(rest)
-    assert SPEC["synchronization"] == {"mutexes": [{"name": LANE}]} and "parameters.lane" in LANE
+    assert (
+        SPEC["synchronization"] == {"mutexes": [{"name": CONCURRENCY_GROUP}]}
+        and "parameters.group" in CONCURRENCY_GROUP
+    )
 
 
-@pytest.mark.parametrize("name", errands())
+@pytest.mark.parametrize("name", maintenance_jobs())
 def test_an_errand_is_one_pod_that_users_pass_nothing_to(name):
-    spec = errands()[name]["spec"]
+    spec = maintenance_jobs()[name]["spec"]
     (pod,) = spec["templates"]
     assert "arguments" not in spec and spec["entrypoint"] == pod["name"] == name
     assert set(re.findall(r"\{\{(.*?)\}\}", json.dumps(spec))) == {"workflow.name"}
@@ -93,7 +96,7 @@ def test_an_errand_is_one_pod_that_users_pass_nothing_to(name):
 
 @needs_argo
 def test_argo_accepts_the_errands():
-    assert argocheck([*errands().values()]) == []
+    assert argocheck([*maintenance_jobs().values()]) == []
 
 
 def test_every_reference_names_something_that_is_there():

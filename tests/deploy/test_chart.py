@@ -13,7 +13,7 @@ import yaml
 from cuda_agent.cluster.pools import PORT, ROLES
 from cuda_agent.cluster.rayjobs import can_be_spread, task_name
 from cuda_agent.deploy import chart, dashboards
-from cuda_agent.deploy.argo import errands
+from cuda_agent.deploy.argo import maintenance_jobs
 from cuda_agent.deploy.chart_values import CHART_VERSION, Values
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.sandbox.service.service import _metrics
@@ -275,14 +275,14 @@ def test_argo_accepts_what_the_chart_makes_of_its_templates():
 def test_a_template_a_profile_with_the_version_in_its_name():
     version = CHART_VERSION.replace(".", "-")
     names = {item["metadata"]["name"] for item in of_kind(objects(ALONE), "WorkflowTemplate")}
-    assert names == {f"r-cuda-agent-{name}-{version}" for name in ("cpu", "gpu", *errands())}
+    assert names == {f"r-cuda-agent-{name}-{version}" for name in ("cpu", "gpu", *maintenance_jobs())}
 
 
 @needs_helm
 def test_errands_have_a_runs_surroundings_and_no_webhook():
     values = merged(ALONE, {"webhook": {"existingSecret": "w"}, "gc": {"keep": 7}})
     items = objects(values)
-    made = {name: of_kind(items, "WorkflowTemplate", f"-{name}-[0-9]")[0] for name in errands()}
+    made = {name: of_kind(items, "WorkflowTemplate", f"-{name}-[0-9]")[0] for name in maintenance_jobs()}
     env = {}
     for name, item in made.items():
         (pod,) = item["spec"]["templates"]

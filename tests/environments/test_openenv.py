@@ -102,8 +102,8 @@ def test_sessions_do_not_see_each_other(server):
 
 
 def test_a_fault_of_ours_ends_the_game_without_a_reward():
-    from cuda_agent.config import Sandbox
-    from cuda_agent.environments.openenv import Arena, KernelAction, KernelEnvironment
+    from cuda_agent.config import SandboxConfig
+    from cuda_agent.environments.openenv import Arena, KernelAction, KernelServer
     from cuda_agent.sandbox.workspace.client import WorkspaceLost
     from tests.agent.agent_cases import TASK
 
@@ -119,9 +119,9 @@ def test_a_fault_of_ours_ends_the_game_without_a_reward():
             raise WorkspaceLost("the workspace is gone")
 
     async def work():
-        arena = Arena([TASK], Sandbox(), steps=5)
+        arena = Arena([TASK], SandboxConfig(), steps=5)
         arena.sandbox = Lost()
-        environment = KernelEnvironment(arena)
+        environment = KernelServer(arena)
         await environment.reset_async()
         return await environment.step_async(KernelAction(tool="Glob", arguments={"pattern": "*"}))
 

@@ -9,9 +9,9 @@ from typing import Any
 from chat_server import Script, Served, call, serve
 
 from cuda_agent.agent.progress import Event
-from cuda_agent.config import Sandbox
+from cuda_agent.config import SandboxConfig
 from cuda_agent.optimize.attempt import Terms
-from cuda_agent.optimize.search import Order, Outcome, optimize
+from cuda_agent.optimize.search import SearchOrder, SearchOutcome, optimize
 
 MODEL = """import torch
 
@@ -45,18 +45,18 @@ WRITE = {
 }
 PROFILE = {"calls": [call("Bash", command="profile")]}
 DONE = [{"text": "Nothing more is to be gained."}]
-SANDBOX = Sandbox(clock="model", memory_mb=600)
+SANDBOX = SandboxConfig(clock="model", memory_mb=600)
 TERMS = Terms(turns=12, context=20_000, answer_tokens=2000, target=1.01)
 
 
 class Run:
     """One run in ``folder``, and what it told."""
 
-    def __init__(self, folder: Path, cache: Path, sandbox: Sandbox = SANDBOX) -> None:
+    def __init__(self, folder: Path, cache: Path, sandbox: SandboxConfig = SANDBOX) -> None:
         self.folder, self.cache, self.sandbox, self.events = folder, cache, sandbox, list[Event]()
         self.served: Served | None = None
 
-    def __call__(self, script: Script, *, resume: bool = False, stop_at: Any = None, **changes: Any) -> Outcome:
+    def __call__(self, script: Script, *, resume: bool = False, stop_at: Any = None, **changes: Any) -> SearchOutcome:
         terms = {name: value for name, value in changes.items() if name in Terms.__dataclass_fields__}
         rest = {name: value for name, value in changes.items() if name not in terms}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ class Run:
             source.write_text(MODEL)
         self.events.clear()
 
-        async def work(url: str) -> Outcome:
+        async def work(url: str) -> SearchOutcome:
             stop = asyncio.Event()
 
             def watch(event: Event) -> None:
@@ -73,7 +73,7 @@ class Run:
                 if stop_at and stop_at(event):
                     stop.set()
 
-            order = Order(**({"base_url": url, "model": "scripted", "terms": replace(TERMS, **terms)} | rest))
+            order = SearchOrder(**({"base_url": url, "model": "scripted", "terms": replace(TERMS, **terms)} | rest))
             return await optimize(order, self.sandbox, self.cache, source, self.folder / "out", resume, watch, stop)
 
         with serve(script) as self.served:

@@ -14,7 +14,7 @@ from optimizing import DONE, KERNEL, MODEL, PROFILE, WRITE, Run, plan
 from cuda_agent.agent.progress import read_events, replayed
 from cuda_agent.errors import TaskError
 from cuda_agent.errors import TaskError as NoTask
-from cuda_agent.optimize.search import OptimizeError, Order, _opened, read_order
+from cuda_agent.optimize.search import OptimizeError, SearchOrder, _opened, read_order
 from tests import made_once
 
 ROOT = Path(__file__).parents[2]
@@ -235,7 +235,7 @@ def test_two_searches_do_not_share_a_folder(run):
     def begin_another(event):
         if event["kind"] == "begin" and not begun:
             begun.append(event)
-            order = Order("http://127.0.0.1:1/v1", "m")
+            order = SearchOrder("http://127.0.0.1:1/v1", "m")
             folder = _opened(order, run.sandbox, None, run.folder / "out", False)
             with pytest.raises(OptimizeError, match="works in there"), folder:
                 pass
@@ -277,7 +277,7 @@ def test_tokens_without_room_for_a_turn_are_refused_at_once_and_a_few_more_play_
 
 def test_a_budget_of_money_needs_prices():
     with pytest.raises(OptimizeError, match="price"):
-        Order("http://127.0.0.1:1/v1", "m", money=1.0)
+        SearchOrder("http://127.0.0.1:1/v1", "m", money=1.0)
 
 
 def test_a_policy_of_this_project_is_played_in_its_own_form(run):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cuda_agent.agent.loop import Settings, run_episode
+from cuda_agent.agent.loop import EpisodeSettings, run_episode
 from cuda_agent.cli import main
-from cuda_agent.config import Config, Sandbox, freeze
+from cuda_agent.config import Config, SandboxConfig, freeze
 from cuda_agent.errors import ConfigError
 from cuda_agent.pages.episode_story import MOST_TURNS, EpisodeEntry, of_episode, token_texts
 from cuda_agent.pages.episodes import LARGEST, SHADES, render
@@ -52,11 +52,13 @@ def tokenizer():
 def played(tokenizer, tmp_path_factory) -> Episode:
     """An episode that was really played, in the real sandbox."""
     chat = Chat(tokenizer, "compact")
-    settings = Settings(turns=8, turn_tokens=2000, tool_tokens=60, context=8000, deadline_seconds=120, style="compact")
+    settings = EpisodeSettings(
+        turns=8, turn_tokens=2000, tool_tokens=60, context=8000, deadline_seconds=120, style="compact"
+    )
 
     async def work() -> Episode:
         cache = made_once.share(tmp_path_factory.mktemp("cache"))
-        async with LocalSandbox(Sandbox(clock="model"), cache) as sandbox:
+        async with LocalSandbox(SandboxConfig(clock="model"), cache) as sandbox:
             return await run_episode(TASK, scripted(chat, TURNS), chat, sandbox, settings, 7, "heldout/0/relu_add/0")
 
     return asyncio.run(work())

@@ -294,7 +294,7 @@ def test_model_clock_leaves_no_times_in_what_the_report_reads(tmp_path, cache):
 
 
 def test_with_the_model_clock_a_report_is_the_same_wherever_it_was_made(tmp_path, cache, monkeypatch):
-    def there(environment: str) -> local.Outcome:
+    def there(environment: str) -> local.RunOutcome:
         monkeypatch.setenv("CUDA_AGENT_DEVICE", f"a device of {environment}")
         monkeypatch.setenv("CUDA_AGENT_IMAGE_DIGEST", environment)
         environment_digest.cache_clear()

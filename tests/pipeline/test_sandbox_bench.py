@@ -1,20 +1,20 @@
-"""The benchmark of the sandbox: real evaluations in every lane, and what is said of them."""
+"""The benchmark of the sandbox: real evaluations in every format, and what is said of them."""
 
 import asyncio
 import random
 
 import pytest
 
-from cuda_agent.config import Sandbox
+from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline import sandbox_bench
 
 
 def test_every_lane_is_measured_on_solutions_that_are_right():
-    config = Sandbox(clock="model", checks=2, servers=["http://nobody.invalid"])
-    answer = asyncio.run(sandbox_bench.measure(config, tasks=1, solutions=2, lanes=sandbox_bench.LANES))
-    assert list(answer["lanes"]) == ["plan", "extension", "python"]
-    for row in answer["lanes"].values():
+    config = SandboxConfig(clock="model", checks=2, servers=["http://nobody.invalid"])
+    answer = asyncio.run(sandbox_bench.measure(config, tasks=1, solutions=2, formats=sandbox_bench.FORMATS))
+    assert list(answer["formats"]) == ["plan", "extension", "python"]
+    for row in answer["formats"].values():
         assert row["statuses"] == {"ok": 6} and row["evaluations"] == 2
         assert row["phases"]["whole"]["p50"] > 0 and row["per_minute"]["all_at_once"] > 0
     text = "\n".join(sandbox_bench.lines(answer))
@@ -24,9 +24,9 @@ def test_every_lane_is_measured_on_solutions_that_are_right():
 @pytest.mark.nightly  # torch.compile is timed too
 def test_the_real_clock_shows_where_the_time_goes():
     answer = asyncio.run(
-        sandbox_bench.measure(Sandbox(timed_calls=4, checks=2), tasks=1, solutions=1, lanes=["python"])
+        sandbox_bench.measure(SandboxConfig(timed_calls=4, checks=2), tasks=1, solutions=1, formats=["python"])
     )
-    phases = answer["lanes"]["python"]["phases"]
+    phases = answer["formats"]["python"]["phases"]
     assert set(phases) == {"build", "start", "check", "time", "settle", "whole", "in a row"}
     parts = sum(phases[name]["p50"] for name in ("start", "check", "time"))
     assert 0 < parts <= phases["whole"]["p50"]
@@ -40,11 +40,11 @@ def test_p95_is_of_the_slow_end():
 def test_a_gpu_is_paid_by_the_hour():
     row = {"evaluations": 1, "statuses": {"ok": 2}, "phases": {"whole": {"p50": 1.0, "p95": 2.0}}}
     row |= {"per_minute": {"one_by_one": 60.0, "all_at_once": 90.0}, "per_gpu_hour": 5400.0}
-    answer = {"machine": "m", "clock": "real", "prepare": {"p50": 1.0, "p95": 1.0}, "lanes": {"plan": row}}
+    answer = {"machine": "m", "clock": "real", "prepare": {"p50": 1.0, "p95": 1.0}, "formats": {"plan": row}}
     assert "  5400 per GPU-hour" in sandbox_bench.lines(answer)
 
 
 def test_lanes_come_in_their_order_and_others_are_refused():
-    assert sandbox_bench.lanes_of("python, plan") == ("plan", "python")
+    assert sandbox_bench.formats_of("python, plan") == ("plan", "python")
     with pytest.raises(ConfigError, match="got 'shell'"):
-        sandbox_bench.lanes_of("plan,shell")
+        sandbox_bench.formats_of("plan,shell")

@@ -12,7 +12,7 @@ from drill import journal, table
 from cuda_agent.config import Config, compose
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline import gc, runs, sweep
-from cuda_agent.pipeline.local import Outcome, run_pipeline
+from cuda_agent.pipeline.local import RunOutcome, run_pipeline
 from cuda_agent.storage import open_store
 
 
@@ -130,7 +130,7 @@ def drill_points(tmp_path: Path, mlflow: str = "off") -> list[sweep.Point]:
     return found
 
 
-def execute(point: sweep.Point) -> Outcome:
+def execute(point: sweep.Point) -> RunOutcome:
     return run_pipeline(point.config, stages=table.STAGES, table=table.NAME, preload=(), pause=0.05)
 
 
@@ -161,9 +161,9 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path):
     points = drill_points(tmp_path)
     asked = []
 
-    def stopped(point: sweep.Point) -> Outcome:
+    def stopped(point: sweep.Point) -> RunOutcome:
         asked.append(point.name)
-        return execute(point) if point.name == "s-1" else Outcome(point.name, 75, message="Stopped.")
+        return execute(point) if point.name == "s-1" else RunOutcome(point.name, 75, message="Stopped.")
 
     assert [outcome.code for _, outcome in sweep.run_here([*points, points[1]], stopped)] == [0, 75]
     assert [

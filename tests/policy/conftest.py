@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from cuda_agent.config import Policy
+from cuda_agent.config import PolicyConfig
 from cuda_agent.policy.model import new_policy, train_tokenizer
 
 CORPUS = [
@@ -18,7 +18,7 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def policy(tokenizer):
     """A small random model whose next-token distributions are far from uniform and differ between layers' states."""
-    config = Policy(layers=2, hidden=32, heads=4, kv_heads=2, intermediate=48, context=128)
+    config = PolicyConfig(layers=2, hidden=32, heads=4, kv_heads=2, intermediate=48, context=128)
     model = new_policy(config, tokenizer, seed=1)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(2)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cuda_agent.config import Policy
+from cuda_agent.config import PolicyConfig
 from cuda_agent.errors import PolicyError
 from cuda_agent.policy.model import load_policy, new_policy, save_policy, train_tokenizer
 
@@ -31,7 +31,7 @@ def test_a_policy_survives_its_folder(folder, policy, tokenizer):
 
 
 def test_weights_depend_on_the_seed_alone(tokenizer):
-    small = Policy(layers=1, hidden=16, heads=2, kv_heads=1, intermediate=16)
+    small = PolicyConfig(layers=1, hidden=16, heads=2, kv_heads=1, intermediate=16)
     state = torch.random.get_rng_state()
     first, again, other = (new_policy(small, tokenizer, seed).lm_head.weight for seed in (3, 3, 4))
     assert torch.equal(first, again) and not torch.equal(first, other)

@@ -22,8 +22,9 @@ from cuda_agent.pipeline.local import StageView
 # Every stage for real, with as few evaluations as there can be: they are what takes time in pods.
 TINY = (
     "experiment=smoke", "sandbox.clock=model", "synthesis.train=2", "synthesis.heldout=1", "synthesis.catalogue=0",
-    "bootstrap.verify=0", "warmup.batch=2", "warmup.samples=1", "collect.samples=1", "agentic.steps=1",
-    "agentic.batch=2", "agentic.samples=1", "agent.turns=3", "evaluate.turns=3",
+    "bootstrap.verify=0", "warmup.episodes_per_step=2", "warmup.samples_per_prompt=1", "collect.samples=1",
+    "agentic.steps=1",
+    "agentic.episodes_per_step=2", "agentic.samples_per_prompt=1", "agent.turns=3", "evaluate.turns=3",
 )  # fmt: skip
 OTHER = "agentic.actor_lr=1.5e-4"  # another run, of which only the last stages are not those of the first
 ROLES = ("workspace", "build", "evaluate")

@@ -15,8 +15,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
 
 CUT = (
     "synthesis.train=10", "synthesis.heldout=10", "synthesis.catalogue=2", "bootstrap.examples=4000",
-    "bootstrap.steps=500", "bootstrap.max_seconds=90", "warmup.steps=3", "warmup.batch=64", "collect.samples=4",
-    "critic.epochs=3", "agentic.steps=3", "agentic.batch=64", "evaluate.samples=1",
+    "bootstrap.steps=500", "bootstrap.max_seconds=90", "warmup.steps=3", "warmup.episodes_per_step=64",
+    "collect.samples=4",
+    "critic.epochs=3", "agentic.steps=3", "agentic.episodes_per_step=64", "evaluate.samples=1",
 )  # fmt: skip
 
 

@@ -100,7 +100,7 @@ def seen(served: Release, tmp_path_factory: pytest.TempPathFactory) -> Seen:
             assert manifest is not None
             store.get_folder(manifest.metrics, folder / name)
             steps = read_metrics(folder / name / "metrics.jsonl")
-            found.gaps[name] = [values["engine_gap"] for values in steps.values()]
+            found.gaps[name] = [values["train_inference_mismatch"] for values in steps.values()]
     return found
 
 

@@ -35,8 +35,8 @@ pytestmark = [
 
 RUN = "spread"
 # Without overlap, so that every token has the weights that it has on one machine; long enough to be met in the middle.
-PLACES = ("ray.trainers=2", "training.ranks=2")  # the trainer's two ranks are in two pods
-OVERRIDES = ("runtime=ray", "ray.staleness=0", "agentic.steps=8", "agentic.batch=6", *PLACES)
+PLACES = ("ray.trainers=2", "training.num_processes=2")  # the trainer's two ranks are in two pods
+OVERRIDES = ("runtime=ray", "ray.max_off_policy_steps=0", "agentic.steps=8", "agentic.episodes_per_step=6", *PLACES)
 SPREAD = [stage.name for stage in STAGES if rayjobs.can_be_spread(stage)]
 
 

@@ -7,28 +7,28 @@ import pytest
 
 from cuda_agent.errors import BadConfiguration
 from cuda_agent.policy.episode import Episode
-from cuda_agent.rl.ppo import mean_age, oldest, played_ahead
-from cuda_agent.rl.ray.players import Harvest, open_places
+from cuda_agent.rl.ppo import mean_age, oldest, prefetch
+from cuda_agent.rl.ray.players import EpisodeCollector, open_places
 from cuda_agent.rl.rollouts import episodes_of
-from cuda_agent.rl.runtime import Played
+from cuda_agent.rl.runtime import RolloutBatch
 from cuda_agent.tasks.task import Task
 from tests.rl.ray.ray_cases import config, context
 
 TASKS = [Task(name, "", (), "torch#1") for name in ("a", "b")]
 
 
-def history(steps: range, staleness: int) -> list[tuple[str, int]]:
+def history(steps: range, max_off_policy_steps: int) -> list[tuple[str, int]]:
     """What happens in which order, where learning takes longer than playing."""
     events = []
 
-    async def play(step: int) -> Played:
+    async def play(step: int) -> RolloutBatch:
         events.append(("play", step))
         await asyncio.sleep(0)
         events.append(("played", step))
-        return Played([], float(step), {})
+        return RolloutBatch([], float(step), {})
 
     async def script() -> None:
-        async with aclosing(played_ahead(play, steps, staleness)) as batches:
+        async with aclosing(prefetch(play, steps, max_off_policy_steps)) as batches:
             async for step, played in batches:
                 assert played.seconds == step
                 for _ in range(20):
@@ -44,13 +44,13 @@ def test_without_staleness_nothing_is_played_before_the_last_step_is_learnt():
     assert history(range(3, 6), 0) == order
 
 
-@pytest.mark.parametrize("staleness", [1, 2, 5])
-def test_the_next_steps_are_played_meanwhile_and_none_too_early(staleness):
-    events = history(range(2, 8), staleness)
+@pytest.mark.parametrize("max_off_policy_steps", [1, 2, 5])
+def test_the_next_steps_are_played_meanwhile_and_none_too_early(max_off_policy_steps):
+    events = history(range(2, 8), max_off_policy_steps)
     when = {event: index for index, event in enumerate(events)}
     for step in range(2, 8):
-        if step - staleness - 1 >= 2:
-            assert when["play", step] > when["learnt", step - staleness - 1]
+        if step - max_off_policy_steps - 1 >= 2:
+            assert when["play", step] > when["learnt", step - max_off_policy_steps - 1]
         if step + 1 < 8:
             assert when["played", step] < when["play", step + 1] < when["learnt", step], "one after the other, ahead"
     assert len(when) == len(events) == 18
@@ -59,7 +59,7 @@ def test_the_next_steps_are_played_meanwhile_and_none_too_early(staleness):
 def test_a_fault_in_what_is_played_ahead_ends_the_rest():
     ended = []
 
-    async def play(step: int) -> Played:
+    async def play(step: int) -> RolloutBatch:
         if step == 1:
             raise RuntimeError("no engine")
         try:
@@ -67,10 +67,10 @@ def test_a_fault_in_what_is_played_ahead_ends_the_rest():
         except asyncio.CancelledError:
             ended.append(step)
             raise
-        return Played([], 0.0, {})
+        return RolloutBatch([], 0.0, {})
 
     async def script() -> None:
-        async with aclosing(played_ahead(play, range(4), 2)) as batches:
+        async with aclosing(prefetch(play, range(4), 2)) as batches:
             async for _, _ in batches:
                 for _ in range(20):
                     await asyncio.sleep(0)
@@ -95,7 +95,7 @@ def test_the_age_of_an_episode_is_that_of_its_oldest_sampled_token():
 
 def test_of_every_task_the_first_to_finish_are_kept_in_the_order_of_the_tasks():
     jobs = episodes_of(TASKS, 3, "s")
-    harvest = Harvest(jobs, TASKS, 2)
+    harvest = EpisodeCollector(jobs, TASKS, 2)
     for name in ("s/b/2", "s/a/1", "s/b/0"):
         harvest.add(episode(name))
         assert not harvest.full
@@ -107,7 +107,7 @@ def test_of_every_task_the_first_to_finish_are_kept_in_the_order_of_the_tasks():
 def test_a_task_that_is_drawn_twice_has_its_episodes_twice_and_in_their_places():
     drawn = [TASKS[0], TASKS[1], TASKS[0]]
     jobs = episodes_of(drawn, 2, "s")
-    harvest = Harvest(jobs, drawn, 2)
+    harvest = EpisodeCollector(jobs, drawn, 2)
     for _, name in reversed(jobs):
         assert not harvest.full
         harvest.add(episode(name))
@@ -116,7 +116,7 @@ def test_a_task_that_is_drawn_twice_has_its_episodes_twice_and_in_their_places()
 
 
 def test_an_episode_without_a_reward_does_not_take_the_place_of_one_with():
-    harvest = Harvest(episodes_of(TASKS[:1], 3, "s"), TASKS[:1], 2)
+    harvest = EpisodeCollector(episodes_of(TASKS[:1], 3, "s"), TASKS[:1], 2)
     harvest.add(episode("s/a/0", reward=None))
     harvest.add(episode("s/a/1"))
     assert not harvest.full, "the third may still be good"
@@ -144,7 +144,7 @@ def test_what_no_ray_here_could_hold_is_a_wrong_configuration(tmp_path, sections
 
 
 def test_where_too_few_have_a_reward_the_others_are_counted():
-    harvest = Harvest(episodes_of(TASKS[:1], 2, "s"), TASKS[:1], 2)
+    harvest = EpisodeCollector(episodes_of(TASKS[:1], 2, "s"), TASKS[:1], 2)
     harvest.add(episode("s/a/0", reward=None))
     harvest.add(episode("s/a/1"))
     assert harvest.full and [kept.reward for kept in harvest.episodes()] == [None, 1.0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cuda_agent.config import Sandbox
+from cuda_agent.config import SandboxConfig
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.wire import Probe, Solution, Verdict
 from cuda_agent.tasks.task import Task
@@ -82,7 +82,7 @@ class Loop:
 class Running(Loop):
     """A sandbox in a loop of its own, called from synchronous tests."""
 
-    def __init__(self, config: Sandbox, cache: Path) -> None:
+    def __init__(self, config: SandboxConfig, cache: Path) -> None:
         super().__init__()
         self.sandbox = LocalSandbox(config, made_once.share(cache))
         self.wait(self.sandbox.__aenter__())
@@ -120,7 +120,9 @@ def one_judge(monkeypatch: pytest.MonkeyPatch) -> None:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
         one_judge(patch)
-        running = Running(Sandbox(clock="model", run_seconds=2.0, memory_mb=400), tmp_path_factory.mktemp("cache"))
+        running = Running(
+            SandboxConfig(clock="model", run_seconds=2.0, memory_mb=400), tmp_path_factory.mktemp("cache")
+        )
     yield running
     running.close()
 
@@ -130,7 +132,7 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A sandbox with a real clock, whose torch.compile baseline of ``task()`` is said to be known already."""
     with pytest.MonkeyPatch.context() as patch:
         one_judge(patch)
-        running = Running(Sandbox(clock="real", timed_calls=5, memory_mb=400), tmp_path_factory.mktemp("timed"))
+        running = Running(SandboxConfig(clock="real", timed_calls=5, memory_mb=400), tmp_path_factory.mktemp("timed"))
     running.know_compile_time(task())
     yield running
     running.close()
@@ -143,7 +145,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     def make(cache: Path | None = None, **settings: Any) -> Running:
         one_judge(monkeypatch)
-        started.append(Running(Sandbox(**settings), cache or tmp_path / "cache"))
+        started.append(Running(SandboxConfig(**settings), cache or tmp_path / "cache"))
         return started[-1]
 
     yield make

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import Sandbox
+from cuda_agent.config import SandboxConfig
 from cuda_agent.sandbox.jail import cgroups
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.wire import Solution
@@ -76,14 +76,14 @@ def draw(evaluations: int, seed: int, device: str) -> list[list[tuple[str, Fault
     """What is evaluated one after the other: a fault and then an honest solution of the same task; or an honest one
     alone, one in ten.  No kind comes a second time before all have come once."""
     rng = random.Random(seed)
-    lanes, catalogue, every = honest(device), faults(device), tasks()
+    formats, catalogue, every = honest(device), faults(device), tasks()
     bag: list[Fault] = []
     drawn: list[list[tuple[str, Fault | None, Make, Task]]] = []
     left = evaluations
     while left:
         task = rng.choice(every)
-        lane = rng.choice(sorted(lanes))
-        unit: list[tuple[str, Fault | None, Make, Task]] = [(f"honest {lane}", None, lanes[lane], task)]
+        format = rng.choice(sorted(formats))
+        unit: list[tuple[str, Fault | None, Make, Task]] = [(f"honest {format}", None, formats[format], task)]
         if left >= 2 and rng.random() < 0.95:
             bag = bag or rng.sample(catalogue, len(catalogue))
             fault = bag.pop()
@@ -93,10 +93,10 @@ def draw(evaluations: int, seed: int, device: str) -> list[list[tuple[str, Fault
     return drawn
 
 
-def settings(device: str, clock: str) -> Sandbox:
+def settings(device: str, clock: str) -> SandboxConfig:
     """Short limits, so that hangs and bombs end soon; memory for a small torch, or for a GPU's driver too."""
     memory_mb = 768 if device == "cpu" else 4096
-    return Sandbox(
+    return SandboxConfig(
         device=device,  # type: ignore[arg-type]
         clock=clock,  # type: ignore[arg-type]
         run_seconds=3.0 if device == "cpu" else 4.0,

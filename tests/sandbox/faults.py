@@ -1,4 +1,4 @@
-"""What the fault drill draws from: small tasks, honest solutions of them in every lane, and faulty ones.
+"""What the fault drill draws from: small tasks, honest solutions of them in every format, and faulty ones.
 
 Each fault says which statuses are right for it.  All tasks ask for ``relu(x) * scale``, in other shapes, so that every
 solution answers every task.  Not covered: running them (``drill``), and attacks on the verdict itself.
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from cuda_agent.sandbox.wire import Lane, Solution
+from cuda_agent.sandbox.wire import Format, Solution
 from cuda_agent.tasks.task import Task
 
 Make = Callable[[int], Solution]  # from a number that makes each solution one of its own
@@ -301,7 +301,7 @@ _KERNELS: dict[str, tuple[str, str, str]] = {
         "__device__ int arrived;\n",
     ),
 }
-_ON_THE_GPU: dict[str, tuple[str, str, str]] = {  # the python lane
+_ON_THE_GPU: dict[str, tuple[str, str, str]] = {  # the python format
     "endless kernel": ("timeout", "torch.cuda._sleep(1 << 60)", ""),
     "device assertion": ("crash", "x.flatten()[torch.full((1,), 1 << 30, device='cuda')].clone()", ""),
     "more than the device has": ("crash", "torch.empty(1 << 42, dtype=torch.uint8, device='cuda')", ""),
@@ -317,19 +317,19 @@ _ON_THE_GPU: dict[str, tuple[str, str, str]] = {  # the python lane
 # ------------------------------------------------------------------------------------------------------------------ all
 
 
-def honest(device: str) -> dict[Lane, Make]:
-    """A right solution of every task, by lane."""
+def honest(device: str) -> dict[Format, Make]:
+    """A right solution of every task, by format."""
     if device == "cuda":
         return {"plan": cuda_plan, "extension": cuda_extension, "python": python}
     return {"plan": cpu_plan, "extension": cpu_extension, "python": python}
 
 
 def faults(device: str) -> list[Fault]:
-    """Every kind once a lane that can have it."""
+    """Every kind once a format that can have it."""
 
-    def of(table: dict[str, tuple[str, str, str]], lane: str, make: Callable[..., Solution]) -> list[Fault]:
+    def of(table: dict[str, tuple[str, str, str]], format: str, make: Callable[..., Solution]) -> list[Fault]:
         return [
-            Fault(f"{lane}: {name}", partial(make, first=first, before=before), frozenset(right.split()))
+            Fault(f"{format}: {name}", partial(make, first=first, before=before), frozenset(right.split()))
             for name, (right, first, before) in table.items()
         ]
 

@@ -45,13 +45,13 @@ __global__ void norm_gelu_kernel(float* out, const float* in, const float* w, co
   __syncthreads();
   float sum = 0;
   for (int i = threadIdx.x; i < columns; i += THREADS) sum += row[i];
-  for (int lane = 16; lane; lane /= 2) sum += __shfl_down_sync(~0u, sum, lane);
+  for (int format = 16; format; format /= 2) sum += __shfl_down_sync(~0u, sum, format);
   if (threadIdx.x % 32 == 0) atomicAdd(&sums[0], sum);
   __syncthreads();
   const float mean = sums[0] / columns;
   float square = 0;
   for (int i = threadIdx.x; i < columns; i += THREADS) square += (row[i] - mean) * (row[i] - mean);
-  for (int lane = 16; lane; lane /= 2) square += __shfl_down_sync(~0u, square, lane);
+  for (int format = 16; format; format /= 2) square += __shfl_down_sync(~0u, square, format);
   if (threadIdx.x % 32 == 0) atomicAdd(&sums[1], square);
   __syncthreads();
   const float scale = rsqrtf(sums[1] / columns + eps);

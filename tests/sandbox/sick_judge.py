@@ -5,7 +5,7 @@ import types
 from pathlib import Path
 
 from cuda_agent.sandbox.judge import host, judge
-from cuda_agent.sandbox.judge.oracle import Settings
+from cuda_agent.sandbox.judge.reference_client import JudgeSettings
 
 
 class SickMemory(types.ModuleType):
@@ -23,7 +23,7 @@ class SickMemory(types.ModuleType):
 
 
 class SickJudge(judge.Judge):
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: JudgeSettings) -> None:
         super().__init__(settings)
         self.memory = SickMemory(Path(settings.cache) / "sick")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cuda_agent.config import Sandbox
+from cuda_agent.config import SandboxConfig
 from cuda_agent.optimize.verdict_text import verdict_lines
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.wire import Solution
@@ -50,7 +50,7 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         driver.open_device()
     except driver.NoDevice:
         pytest.skip("no GPU")
-    running = Running(Sandbox(device="cuda", memory_mb=4096), tmp_path_factory.mktemp("cuda"))
+    running = Running(SandboxConfig(device="cuda", memory_mb=4096), tmp_path_factory.mktemp("cuda"))
     yield running
     running.close()
 

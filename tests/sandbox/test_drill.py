@@ -94,10 +94,10 @@ def test_a_report_names_what_is_not_as_it_must_be(outcome: Outcome, left: dict[s
     assert len(problems) == bool(said) and all(said in problem for problem in problems)
 
 
-def cuda_solutions(lane: str) -> list[tuple[str, Solution]]:
+def cuda_solutions(format: str) -> list[tuple[str, Solution]]:
     made = [(fault.name, fault.make(1)) for fault in faults("cuda") if "build_error" not in fault.right]
     made += [(f"honest {name}", make(1)) for name, make in honest("cuda").items()]
-    return [(name, solution) for name, solution in made if solution.lane == lane]
+    return [(name, solution) for name, solution in made if solution.format == format]
 
 
 @pytest.mark.parametrize(("name", "solution"), cuda_solutions("plan"), ids=lambda value: str(value)[:40])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cuda_agent.config import Sandbox
+from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import SandboxUnready
 from cuda_agent.sandbox import local
 from cuda_agent.sandbox.wire import Solution
@@ -206,7 +206,7 @@ def test_a_cache_of_builds_that_cannot_be_written_is_no_authors_fault(start: Cal
 def test_a_cache_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SandboxUnready, match="needs its cache"):
-        asyncio.run(local.LocalSandbox(Sandbox(), tmp_path / "file" / "cache").__aenter__())
+        asyncio.run(local.LocalSandbox(SandboxConfig(), tmp_path / "file" / "cache").__aenter__())
 
 
 def test_a_device_that_fails_its_health_probe_gets_a_new_judge(

@@ -15,7 +15,7 @@ import pytest
 from cuda_agent.errors import TaskError
 from cuda_agent.sandbox.build.builder import BuildError, first_errors
 from cuda_agent.sandbox.jail import jail
-from cuda_agent.sandbox.jail.processes import Worker, warm_parent
+from cuda_agent.sandbox.jail.processes import JailedProcess, warm_parent
 from cuda_agent.sandbox.judge.check import mismatch
 from cuda_agent.sandbox.wire import HEAD, Solution, Tensor, receive_frame
 from tests.sandbox.conftest import CHAIN, KERNEL, Running, plan_solution, task
@@ -147,9 +147,9 @@ def test_processes_that_a_worker_leaves_are_ended_with_it_and_share_its_few_proc
     parent = warm_parent(1, tmp_path / "log")
     parent.wait_ready()
     execute = (*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix)
-    policy = jail.Policy(read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix), execute=execute, read_any=True)
+    policy = jail.JailPolicy(read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix), execute=execute, read_any=True)
     options = {"role": "reference", "threads": 1, "folder": str(tmp_path), "environment": {}, "device": "cpu"}
-    worker = Worker(parent, options, policy, 400, tmp_path / "home")
+    worker = JailedProcess(parent, options, policy, 400, tmp_path / "home")
     worker.wait_started()
     worker.seconds = 20.0
     worker.call("T", {"code": LEAVING.replace("SECONDS", seconds), "seed": 1})

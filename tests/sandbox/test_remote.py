@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from cuda_agent.config import Config, Sandbox, compose
+from cuda_agent.config import Config, SandboxConfig, compose
 from cuda_agent.errors import ConfigError, SandboxUnready, TaskError
 from cuda_agent.sandbox import remote
 from cuda_agent.sandbox.client import open_sandbox
@@ -44,7 +44,7 @@ def use(servers: list[str], work: Callable[[RemoteSandbox], Any], **settings: An
     """``await work(sandbox)`` with these servers."""
 
     async def inside() -> Any:
-        async with RemoteSandbox(Sandbox(servers=servers, **{**SETTINGS, **settings})) as sandbox:
+        async with RemoteSandbox(SandboxConfig(servers=servers, **{**SETTINGS, **settings})) as sandbox:
             return await work(sandbox)
 
     return asyncio.run(inside())
@@ -180,8 +180,8 @@ def test_giving_up_takes_the_work_back(served):
 
 
 def test_the_configuration_decides_where_the_sandbox_is(tmp_path):
-    assert isinstance(open_sandbox(Sandbox(), tmp_path), LocalSandbox)
-    assert isinstance(open_sandbox(Sandbox(servers=["http://a:1"]), tmp_path), RemoteSandbox)
+    assert isinstance(open_sandbox(SandboxConfig(), tmp_path), LocalSandbox)
+    assert isinstance(open_sandbox(SandboxConfig(servers=["http://a:1"]), tmp_path), RemoteSandbox)
     assert compose(["sandbox.servers=['http://a:1','https://b/x']"]).sandbox.servers == ["http://a:1", "https://b/x"]
 
 
@@ -192,9 +192,9 @@ def test_what_is_no_list_of_addresses_is_refused(servers):
 
 
 def test_where_a_solution_is_judged_does_not_change_what_its_verdict_is_kept_as(tmp_path):
-    here = LocalSandbox(Sandbox(), tmp_path)
-    there = LocalSandbox(Sandbox(servers=["http://a"], token_env="X", token_file="y"), tmp_path)
-    other = LocalSandbox(Sandbox(checks=3), tmp_path)
+    here = LocalSandbox(SandboxConfig(), tmp_path)
+    there = LocalSandbox(SandboxConfig(servers=["http://a"], token_env="X", token_file="y"), tmp_path)
+    other = LocalSandbox(SandboxConfig(checks=3), tmp_path)
     names = [sandbox._verdict_file(task(), plan_solution(), "quick") for sandbox in (here, there, other)]
     assert names[0] == names[1] != names[2]
 

@@ -16,7 +16,7 @@ from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.episode import Episode, write_episodes
 from cuda_agent.policy.lora import ADAPTER, merge_adapter
 from cuda_agent.policy.model import load_model, load_policy, new_policy, save_policy, train_tokenizer
-from cuda_agent.rl.rollouts import Budget, draw, open_rollouts, seed_of
+from cuda_agent.rl.rollouts import EpisodeBudget, draw, open_rollouts, seed_of
 from cuda_agent.stages import bootstrap, critic, rft
 from cuda_agent.storage import open_store
 from cuda_agent.tasks.task import Task
@@ -136,7 +136,7 @@ def test_a_stage_whose_engines_are_gone_is_tried_again(tmp_path, policy):
         ctx = context(tmp_path / "stage", "collect", settings, {"policy": policy})
 
         async def script():
-            async with open_rollouts(ctx, policy, Budget(turns=1, context=64, temperature=1.0)):
+            async with open_rollouts(ctx, policy, EpisodeBudget(turns=1, context=64, temperature=1.0)):
                 pass
 
         with pytest.raises(TryAgain, match="does not answer"):
@@ -175,7 +175,7 @@ def test_the_critics_gate_warns_or_stops(tmp_path, policy):
 
 def test_adapters_are_trained_and_the_policy_that_is_given_on_is_whole(tmp_path, policy):
     episodes = collected(tmp_path / "episodes", policy, [(f"t{n}", 0, 3.0) for n in range(6)])
-    settings = config(rft={"epochs": 2, "batch_tokens": 24}, lora={"rank": 2, "targets": ["q_proj", "down_proj"]})
+    settings = config(rft={"epochs": 2, "tokens_per_step": 24}, lora={"rank": 2, "targets": ["q_proj", "down_proj"]})
     ctx = context(tmp_path / "stage", "rft", settings, {"episodes": episodes, "policy": policy}, "policy")
     rft.run(ctx)
     before, after = load_model(policy), load_model(ctx.outputs["policy"])
@@ -212,7 +212,7 @@ def test_a_critic_without_any_reward_to_learn_from_stops(tmp_path, policy):
 
 def test_supervised_training_goes_on_from_its_checkpoint_to_the_same_weights(tmp_path, policy):
     episodes = collected(tmp_path / "episodes", policy, [(f"t{n}", 0, 3.0) for n in range(6)])
-    settings = config(rft={"epochs": 2, "batch_tokens": 24})
+    settings = config(rft={"epochs": 2, "tokens_per_step": 24})
     inputs = {"episodes": episodes, "policy": policy}
     whole = context(tmp_path / "whole", "rft", settings, inputs, "policy")
     rft.run(whole)
@@ -232,8 +232,8 @@ def test_supervised_training_goes_on_from_its_checkpoint_to_the_same_weights(tmp
 def test_a_stage_goes_on_over_ranks_to_the_same_policy_and_is_tried_again_when_one_dies(tmp_path, policy, monkeypatch):
     episodes = collected(tmp_path / "episodes", policy, [(f"t{n}", 0, 3.0) for n in range(6)])
     inputs = {"episodes": episodes, "policy": policy}
-    once = config(rft={"epochs": 2, "batch_tokens": 24})
-    shared = config(rft={"epochs": 2, "batch_tokens": 24}, training={"ranks": 2})
+    once = config(rft={"epochs": 2, "tokens_per_step": 24})
+    shared = config(rft={"epochs": 2, "tokens_per_step": 24}, training={"num_processes": 2})
     whole = context(tmp_path / "whole", "rft", once, inputs, "policy")
     rft.run(whole)
     cut = context(tmp_path / "cut", "rft", once, inputs, "policy")
@@ -260,7 +260,7 @@ def test_a_stage_goes_on_over_ranks_to_the_same_policy_and_is_tried_again_when_o
 
 def test_more_gpus_than_there_are_is_a_wrong_configuration(tmp_path, policy):
     episodes = collected(tmp_path / "episodes", policy, [("t", 0, 3.0)])
-    settings = config(training={"ranks": 64, "device": "cuda"})
+    settings = config(training={"num_processes": 64, "device": "cuda"})
     ctx = context(tmp_path / "stage", "rft", settings, {"episodes": episodes, "policy": policy}, "policy")
     with pytest.raises(BadConfiguration, match="64 on GPUs"):
         rft.run(ctx)

@@ -10,7 +10,7 @@ from cuda_agent.synthesis.family import (
     OPERATORS,
     SIZES,
     UNARY,
-    Spec,
+    FamilySpec,
     chain_values,
     combination,
     make_task,
@@ -48,7 +48,7 @@ def test_every_operator_and_every_ending_occurs(tasks):
 def test_parse_inverts_make_task_for_every_operator_and_ending():
     for name, operator in OPERATORS.items():
         for ending in (None, *ENDINGS):
-            spec = Spec(((name, "4" if operator.has_constant else None),), ending, 64, 128)
+            spec = FamilySpec(((name, "4" if operator.has_constant else None),), ending, 64, 128)
             assert parse(make_task(spec)) == spec
 
 
@@ -61,7 +61,7 @@ def test_foreign_code_is_refused(tasks):
 
 def test_the_combination_ignores_constants_and_shapes_but_not_order():
     def key(chain, ending=None, rows=64):
-        return combination(make_task(Spec(chain, ending, rows, 128)))
+        return combination(make_task(FamilySpec(chain, ending, rows, 128)))
 
     assert key((("mul", "5"), ("relu", None))) == key((("mul", "8"), ("relu", None)), rows=32) == "mul>relu"
     assert key((("relu", None), ("mul", "5"))) != key((("mul", "5"), ("relu", None)))
@@ -84,7 +84,7 @@ def test_the_python_form_of_every_operator_is_what_torch_computes():
         # the points reach beyond what an operator allows only for those that would overflow
         expected = torch.tensor(chain_values(chain), dtype=torch.float64)
         points = torch.tensor([-5.2, -2.5, -1.5, -1.0, -0.6, -0.3, -0.1, 0.1, 0.3, 0.6, 1.0, 1.5, 2.5, 5.2]).double()
-        got = reference(make_task(Spec(chain, None, 64, 128)).code)(points)
+        got = reference(make_task(FamilySpec(chain, None, 64, 128)).code)(points)
         assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5), name
 
 

@@ -20,7 +20,7 @@ from cuda_agent.sandbox.wire import Probe
 from cuda_agent.synthesis import filters
 from cuda_agent.synthesis.compose import as_task
 from cuda_agent.synthesis.family import combination, sample_task
-from cuda_agent.synthesis.filters import Refused, SourceFilter, check_compiled, check_eager, yields
+from cuda_agent.synthesis.filters import SourceFilter, TaskRefused, check_compiled, check_eager, yields
 from cuda_agent.synthesis.similarity import SimilarityIndex
 from cuda_agent.synthesis.split import heldout_combinations, is_heldout, ops_combination
 from cuda_agent.synthesis.synthesize import AHEAD, synthesize
@@ -202,23 +202,23 @@ def test_what_resembles_the_evaluation_set_is_dropped(tmp_path):
 )
 def test_the_published_filters_on_a_probe(change, name):
     check_eager(GOOD, (1e-4, 5e-3))
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(TaskRefused) as refused:
         check_eager(Probe(**(GOOD.__dict__ | change)), (1e-4, 5e-3))
     assert refused.value.filter == name
 
 
 def test_what_does_not_compile_is_refused_with_its_last_line():
     check_compiled(GOOD)
-    with pytest.raises(Refused, match="compiles: Unsupported"):
+    with pytest.raises(TaskRefused, match="compiles: Unsupported"):
         check_compiled(Probe(error="a\nUnsupported\n", deterministic=True, eager_seconds=1e-3))
 
 
 def test_copies_and_renamed_copies_are_refused():
     source = SourceFilter(SimilarityIndex([]), 0.9)
     source.check(as_task(CODE, ""))
-    with pytest.raises(Refused, match="new bytes"):
+    with pytest.raises(TaskRefused, match="new bytes"):
         source.check(as_task(CODE, ""))
-    with pytest.raises(Refused, match="new structure"):
+    with pytest.raises(TaskRefused, match="new structure"):
         source.check(as_task(RENAMED, ""))
     source.check(as_task(CODE.replace("N = 16", "N = 32"), ""))
 

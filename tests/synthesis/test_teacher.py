@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernels import FLAGS, build, call, reference
 
-from cuda_agent.synthesis.family import ENDINGS, OPERATORS, Spec, make_task, parse, sample_task
+from cuda_agent.synthesis.family import ENDINGS, OPERATORS, FamilySpec, make_task, parse, sample_task
 from cuda_agent.synthesis.teacher import GRIDS, KERNEL, Choices, draw_choices, redesign, solve, spoil
 
 # All designs, and few enough of them for one compilation: every operator and every ending meets every choice.
@@ -21,20 +21,20 @@ DESIGNS = [
 ]
 
 
-def _cover() -> list[tuple[Spec, Choices]]:
+def _cover() -> list[tuple[FamilySpec, Choices]]:
     rng = random.Random(7)
     cases = []
     names = list(OPERATORS)
     for k in range(0, len(names), 2):  # two operators at a time, as they come: the C++ forms are what is tested
         pair = tuple((name, "4" if OPERATORS[name].has_constant else None) for name in names[k : k + 2])
         if sum(OPERATORS[name].binary for name, _ in pair) == 2:
-            cases += [(Spec((one,), None, 12, 40), rng.choice(DESIGNS)) for one in pair]
+            cases += [(FamilySpec((one,), None, 12, 40), rng.choice(DESIGNS)) for one in pair]
         else:
-            cases.append((Spec(pair, None, 12, 40), rng.choice(DESIGNS)))
+            cases.append((FamilySpec(pair, None, 12, 40), rng.choice(DESIGNS)))
     for ending in ENDINGS:
         for passes, moments in itertools.product(("fused", "split"), ("one", "two")):
             design = replace(rng.choice(DESIGNS), passes=passes, moments=moments)
-            cases.append((Spec((("mul_y", None), ("add", "3")), ending, 12, 40), design))
+            cases.append((FamilySpec((("mul_y", None), ("add", "3")), ending, 12, 40), design))
     return cases
 
 
@@ -109,7 +109,7 @@ def test_a_mistake_is_mended_by_its_own_edit(sampled):
 
 def test_choices_are_drawn_uniformly_and_show_in_the_files():
     rng = random.Random(6)
-    task = make_task(Spec((("tanh", None), ("mul", "5")), None, 64, 128))
+    task = make_task(FamilySpec((("tanh", None), ("mul", "5")), None, 64, 128))
     texts = [solve(task, rng).files for _ in range(400)]
     doubles = sum("double v" in files[KERNEL] for files in texts)
     strides = sum("i += grid" in files[KERNEL] for files in texts)
@@ -120,7 +120,7 @@ def test_choices_are_drawn_uniformly_and_show_in_the_files():
 
 def test_a_redesign_changes_one_choice_at_most():
     rng = random.Random(8)
-    task = make_task(Spec((("tanh", None),), "sum", 64, 128))
+    task = make_task(FamilySpec((("tanh", None),), "sum", 64, 128))
     for _ in range(50):
         worked = solve(task, rng, draw_choices(rng))
         before, after = worked.choices, redesign(worked, rng)

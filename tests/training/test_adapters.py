@@ -32,7 +32,7 @@ def memorise(trainer: Trainer, stop: int | None = None) -> list[float]:
     draw = torch.Generator().manual_seed(0)
     data = [tokens_of(torch.randint(VOCAB, (20,), generator=draw).tolist(), [0] * 4 + [1] * 16) for _ in range(20)]
     losses = []
-    for metrics in recipes.sft(trainer, data, batch_tokens=100, lr=3e-2, seed=3, epochs=6):
+    for metrics in recipes.sft(trainer, data, tokens_per_step=100, lr=3e-2, seed=3, epochs=6):
         losses.append(metrics["loss"])
         if trainer.step == stop:
             break
@@ -65,7 +65,7 @@ def test_imitation_learns():
     unseen = [counting(start) for start in range(0, VOCAB, 6)]
     training = [counting(start) for start in range(VOCAB) if start % 6]
     before = recipes.sft_loss_of(actor, unseen)
-    for _ in recipes.sft(actor, training, batch_tokens=160, lr=1e-2, seed=0, epochs=8):
+    for _ in recipes.sft(actor, training, tokens_per_step=160, lr=1e-2, seed=0, epochs=8):
         pass
     assert recipes.sft_loss_of(actor, unseen) < 0.2 * before
 
@@ -94,7 +94,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(tmp_path, other):
 def test_ppo_trains_policy_and_critic_through_their_adapters():
     actor, judge = policy(), critic()
     frozen = {name: parameter.clone() for name, parameter in judge.model.named_parameters()}
-    metrics = recipes.ppo_update(actor, judge, [random_episode(i) for i in range(8)], Ppo(batch=8), seed=0)
+    metrics = recipes.ppo_update(actor, judge, [random_episode(i) for i in range(8)], Ppo(episodes_per_step=8), seed=0)
     assert metrics["grad_norm"] > 0 and metrics["critic_grad_norm"] > 0
     changed = {name for name, parameter in judge.model.named_parameters() if not torch.equal(parameter, frozen[name])}
     assert {"head.weight", "head.bias"} <= changed
@@ -104,7 +104,7 @@ def test_ppo_trains_policy_and_critic_through_their_adapters():
 def test_a_critics_folder_is_the_merged_one(tmp_path):
     judge = critic()
     data = [random_episode(seed) for seed in range(10)]
-    recipes.value_epoch(judge, data, lr=1e-2, batch_tokens=256, gae_lambda=1.0, seed=0, epoch=0)
+    recipes.value_epoch(judge, data, lr=1e-2, tokens_per_step=256, gae_lambda=1.0, seed=0, epoch=0)
     save_critic(judge.model, tmp_path)
     loaded = Trainer(load_critic(tmp_path), row_tokens=256)
     batch = batch_of(tokens_of_episode(episode) for episode in data)

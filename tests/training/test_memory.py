@@ -8,7 +8,7 @@ import pytest
 import torch
 from live_memory import LiveMemory
 
-from cuda_agent.config import Policy
+from cuda_agent.config import PolicyConfig
 from cuda_agent.training import losses, memory, recipes
 from cuda_agent.training.memory import QWEN3_4B, QWEN3_30B_A3B, Shape, peak, shape_of, shape_of_policy
 from cuda_agent.training.packing import batch_of, tokens_of
@@ -135,7 +135,7 @@ def test_the_shapes_of_the_table_are_those_of_the_models():
 def test_a_shape_comes_from_configurations():
     config = json.loads(model_of(SMALL).config.to_json_string(use_diff=False))
     assert shape_of(config) == SMALL
-    assert shape_of_policy(Policy(layers=2, hidden=32, heads=4, kv_heads=2, intermediate=48, vocab=320)) == Shape(
+    assert shape_of_policy(PolicyConfig(layers=2, hidden=32, heads=4, kv_heads=2, intermediate=48, vocab=320)) == Shape(
         2, 32, 4, 2, 8, 48, 320, True
     )
     expert = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}

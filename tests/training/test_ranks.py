@@ -13,12 +13,12 @@ from cuda_agent.config import Ppo
 from cuda_agent.lease import Lease
 from cuda_agent.policy.lora import attach
 from cuda_agent.training import recipes
+from cuda_agent.training.context_parallel import part_of
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.distributed import DistributedTrainer, TrainerLost
 from cuda_agent.training.packing import batch_of, tokens_of, tokens_of_episode
-from cuda_agent.training.parts import part_of
 from cuda_agent.training.ranks import Ranks
-from cuda_agent.training.sharding import deal
+from cuda_agent.training.sharding import rows_of_rank
 from cuda_agent.training.trainer import CorruptCheckpoint, Trainer
 
 TOKENS = 64  # of a row: several rows a step
@@ -63,7 +63,7 @@ def memorise(learner, first: int = 0, last: int = 6) -> list[float]:
     draw = torch.Generator().manual_seed(0)
     data = [tokens_of(torch.randint(VOCAB, (20,), generator=draw).tolist(), [0] * 4 + [1] * 16) for _ in range(20)]
     losses = []
-    for metrics in recipes.sft(learner, data, batch_tokens=100, lr=1e-2, seed=3, epochs=4):
+    for metrics in recipes.sft(learner, data, tokens_per_step=100, lr=1e-2, seed=3, epochs=4):
         losses.append(metrics["loss"])
         if learner.step == last:
             break
@@ -85,7 +85,7 @@ def test_ppo_gives_the_metrics_and_weights_of_one_process(groups, count):
     results = []
     for group in (None, groups(count)):
         actor, judge = trainer(group, tiny_policy()), trainer(group, critic_model())
-        settings = Ppo(batch=8, old_logprobs="trainer")
+        settings = Ppo(episodes_per_step=8, behavior_logprobs="trainer")
         metrics = [without_times(recipes.ppo_update(actor, judge, episodes(), settings, seed=s)) for s in range(2)]
         results.append((metrics, actor, judge))
     (alone, actor, judge), (shared, ranked_actor, ranked_judge) = results
@@ -101,7 +101,7 @@ def test_values_and_their_targets_are_those_of_one_process(groups, count):
     results = []
     for group in (None, groups(count)):
         judge = trainer(group, critic_model())
-        settings = {"lr": 1e-2, "batch_tokens": 128, "gae_lambda": 0.95, "seed": 0}
+        settings = {"lr": 1e-2, "tokens_per_step": 128, "gae_lambda": 0.95, "seed": 0}
         metrics = [without_times(recipes.value_epoch(judge, episodes(), epoch=epoch, **settings)) for epoch in range(2)]
         results.append([*metrics, recipes.value_quality(judge, episodes())])
     for ours, theirs in zip(*results, strict=True):
@@ -234,15 +234,15 @@ def test_a_killed_rank_ends_the_step_with_trainer_lost():
 def test_rows_are_dealt_so_that_like_ones_are_computed_together(ranks):
     batch = batch_of(tokens_of_episode(episode) for episode in episodes(30))
     rows = batch.rows(TOKENS)
-    shares = [deal(rows, ranks, rank) for rank in range(ranks)]
-    assert len({len(share) for share in shares}) == 1, "every rank takes part in every round"
-    seen = torch.cat([row.tokens for share in shares for row in share])
+    shares = [rows_of_rank(rows, ranks, rank) for rank in range(ranks)]
+    assert len({len(parallelism) for parallelism in shares}) == 1, "every rank takes part in every round"
+    seen = torch.cat([row.tokens for parallelism in shares for row in parallelism])
     assert sorted(seen.tolist()) == list(range(len(batch)))
     for turn in zip(*shares, strict=True):
         longest = max(len(row.ids) for row in turn if len(row.tokens))
-        shorter = [len(row.ids) for share in shares for row in share[: len(turn)] if len(row.tokens)]
+        shorter = [len(row.ids) for parallelism in shares for row in parallelism[: len(turn)] if len(row.tokens)]
         assert longest <= max(shorter)
-    lengths = [sum(len(row.ids) for row in share) for share in shares]
+    lengths = [sum(len(row.ids) for row in parallelism) for parallelism in shares]
     assert max(lengths) - min(lengths) <= TOKENS
 
 
@@ -283,10 +283,16 @@ def test_the_parts_of_a_row_predict_each_of_its_tokens_once(ranks):
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "twice"])
 def test_rows_that_are_cut_over_ranks_give_what_one_process_gives(groups, count, checkpointing):
     results = []
-    for group, options in ((None, {}), (groups(count), {"share": "tokens", "gradient_checkpointing": checkpointing})):
+    for group, options in (
+        (None, {}),
+        (groups(count), {"parallelism": "context", "gradient_checkpointing": checkpointing}),
+    ):
         options |= {"row_tokens": 150}
         actor, judge = trainer(group, tiny_policy(), **options), trainer(group, critic_model(), **options)
-        metrics = [without_times(recipes.ppo_update(actor, judge, episodes(), Ppo(batch=8), seed=s)) for s in range(2)]
+        metrics = [
+            without_times(recipes.ppo_update(actor, judge, episodes(), Ppo(episodes_per_step=8), seed=s))
+            for s in range(2)
+        ]
         results.append((metrics, actor, judge))
     (alone, actor, judge), (shared, ranked_actor, ranked_judge) = results
     for ours, theirs in zip(alone, shared, strict=True):
@@ -296,9 +302,9 @@ def test_rows_that_are_cut_over_ranks_give_what_one_process_gives(groups, count,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("share", ["rows", "tokens"])
+@pytest.mark.parametrize("parallelism", ["data", "context"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_two_gpus_give_the_losses_of_one_process_and_go_on_from_each_other(tmp_path, precision, share):
+def test_two_gpus_give_the_losses_of_one_process_and_go_on_from_each_other(tmp_path, precision, parallelism):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     options = {"precision": precision, "gradient_checkpointing": True}
@@ -306,10 +312,10 @@ def test_two_gpus_give_the_losses_of_one_process_and_go_on_from_each_other(tmp_p
     alone = trainer(None, tiny_policy(), device="cuda", **options)
     expected = memorise(alone, 0, 8)
     with Ranks(2, device="cuda") as ranks:
-        shared = trainer(ranks, tiny_policy(), share=share, **options)
+        shared = trainer(ranks, tiny_policy(), parallelism=parallelism, **options)
         assert memorise(shared, 0, 4) == pytest.approx(expected[:4], abs=tolerance)
         shared.save(tmp_path)
-        again = trainer(ranks, tiny_policy(1), share=share, **options)
+        again = trainer(ranks, tiny_policy(1), parallelism=parallelism, **options)
         again.load(tmp_path)
         assert memorise(again, 4, 8) == pytest.approx(expected[4:], abs=tolerance)
     single = trainer(None, tiny_policy(1), device="cuda", **options)

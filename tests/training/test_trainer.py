@@ -10,7 +10,7 @@ from cuda_agent.config import Ppo
 from cuda_agent.lease import Lease
 from cuda_agent.training import recipes
 from cuda_agent.training.critic import Critic, critic_from_policy, load_critic, save_critic
-from cuda_agent.training.packing import Row, batch_of, tokens_of, tokens_of_episode
+from cuda_agent.training.packing import PackedRow, batch_of, tokens_of, tokens_of_episode
 from cuda_agent.training.trainer import CorruptCheckpoint, Trainer
 
 
@@ -70,7 +70,9 @@ def test_packed_and_unpacked_losses_and_gradients_are_equal(attention):
         data = episodes(12)
         batch = batch_of(tokens_of_episode(episode) for episode in data)
         sft = recipes.sft_step(actor, batch, 0.0)["loss"]
-        update = recipes.ppo_update(actor, judge, data, Ppo(batch=12, samples=1, minibatches=1, actor_lr=1e-9), seed=0)
+        update = recipes.ppo_update(
+            actor, judge, data, Ppo(episodes_per_step=12, samples_per_prompt=1, minibatches=1, actor_lr=1e-9), seed=0
+        )
         gradients = torch.cat([p.grad.flatten() for p in (*actor.model.parameters(), *judge.model.parameters())])
         results.append((sft, update["loss"], update["critic_loss"], gradients))
     for packed, unpacked in zip(results[0][:3], results[1][:3], strict=True):
@@ -83,7 +85,9 @@ def test_rows_side_by_side_give_the_same_steps_as_one_after_the_other_each_time(
     for workers in (1, 3, 3):
         actor, judge = policy(), critic()
         actor.workers = judge.workers = workers
-        metrics = recipes.ppo_update(actor, judge, episodes(12), Ppo(batch=12, samples=1, actor_lr=1e-9), seed=0)
+        metrics = recipes.ppo_update(
+            actor, judge, episodes(12), Ppo(episodes_per_step=12, samples_per_prompt=1, actor_lr=1e-9), seed=0
+        )
         gradients = torch.cat([p.grad.flatten() for p in (*actor.parameters, *judge.parameters)])
         results.append((metrics["loss"], metrics["critic_loss"], gradients))
     one, several, again = results
@@ -104,7 +108,7 @@ def test_rows_side_by_side_leave_the_number_of_threads_alone():
     assert torch.get_num_threads() == 2 and later == [2]
 
 
-def states_gradient(actor: Trainer, batch) -> tuple[torch.Tensor, Row]:
+def states_gradient(actor: Trainer, batch) -> tuple[torch.Tensor, PackedRow]:
     """Gradient of the loss in the last hidden state of every token of the row."""
     (row,) = batch.rows(actor.row_tokens)
     seen = {}
@@ -165,10 +169,14 @@ def test_what_a_tool_said_changes_nothing_before_it_and_sequences_of_a_row_do_no
 def test_on_policy_the_first_minibatch_has_ratio_one_and_later_ones_do_not():
     actor, judge = policy(), critic()
     data = episodes(16, actor)
-    one = recipes.ppo_update(policy(), judge, data, Ppo(batch=16, minibatches=1, actor_lr=1e-2), seed=0)
-    assert one["ratio_max"] == pytest.approx(1, abs=1e-4) and one["engine_gap"] == pytest.approx(0, abs=1e-5)
+    one = recipes.ppo_update(policy(), judge, data, Ppo(episodes_per_step=16, minibatches=1, actor_lr=1e-2), seed=0)
+    assert one["ratio_max"] == pytest.approx(1, abs=1e-4) and one["train_inference_mismatch"] == pytest.approx(
+        0, abs=1e-5
+    )
     assert one["clip_low"] == one["clip_high"] == 0
-    two = recipes.ppo_update(actor, critic(), data, Ppo(batch=16, minibatches=4, epochs=2, actor_lr=1e-2), seed=0)
+    two = recipes.ppo_update(
+        actor, critic(), data, Ppo(episodes_per_step=16, minibatches=4, epochs=2, actor_lr=1e-2), seed=0
+    )
     assert two["ratio_max"] > 1.28 and two["clip_low"] + two["clip_high"] > 0 and two["kl"] > 0
 
 
@@ -177,7 +185,7 @@ def test_clipping_changes_what_is_learnt_off_policy():
     for high in (0.28, 50.0):
         actor = policy()
         data = episodes(16, actor)
-        settings = Ppo(batch=16, minibatches=4, epochs=2, actor_lr=1e-2, clip_high=high)
+        settings = Ppo(episodes_per_step=16, minibatches=4, epochs=2, actor_lr=1e-2, clip_high=high)
         recipes.ppo_update(actor, critic(), data, settings, seed=0)
         weights.append(torch.cat([parameter.detach().flatten() for parameter in actor.model.parameters()]))
     assert not torch.equal(*weights)
@@ -186,10 +194,10 @@ def test_clipping_changes_what_is_learnt_off_policy():
 def test_recomputed_denominators_start_at_ratio_one_whatever_the_engine_said():
     actor = policy()
     data = episodes(8)  # the engine's log-probabilities are random: nothing like the actor's
-    settings = Ppo(batch=8, minibatches=2, actor_lr=1e-9, old_logprobs="trainer")
+    settings = Ppo(episodes_per_step=8, minibatches=2, actor_lr=1e-9, behavior_logprobs="trainer")
     metrics = recipes.ppo_update(actor, critic(), data, settings, seed=0)
     assert metrics["ratio_max"] == pytest.approx(1, abs=1e-3)
-    assert metrics["engine_gap"] > 0.5 and metrics["importance_mean"] != pytest.approx(1, abs=1e-2)
+    assert metrics["train_inference_mismatch"] > 0.5 and metrics["importance_mean"] != pytest.approx(1, abs=1e-2)
 
 
 def test_ppo_makes_rewarded_tokens_likelier():
@@ -200,7 +208,7 @@ def test_ppo_makes_rewarded_tokens_likelier():
     batch = batch_of(tokens_of_episode(episode) for episode in data)
     before = actor.flat(batch, lambda row: actor.logprobs(row)[0]).split(batch.counts)
     for seed in range(5):
-        recipes.ppo_update(actor, judge, data, Ppo(batch=24, actor_lr=3e-3, critic_lr=1e-2), seed=seed)
+        recipes.ppo_update(actor, judge, data, Ppo(episodes_per_step=24, actor_lr=3e-3, critic_lr=1e-2), seed=seed)
     after = actor.flat(batch, lambda row: actor.logprobs(row)[0]).split(batch.counts)
     gains = [float((new - old).mean()) for new, old in zip(after, before, strict=True)]
     good = [gain for gain, episode in zip(gains, data, strict=True) if episode.reward == 3.0]
@@ -212,19 +220,19 @@ def test_episodes_without_a_reward_are_dropped_and_counted():
     actor, judge = policy(), critic()
     data = episodes(6)
     data[0].reward = data[4].reward = None
-    metrics = recipes.ppo_update(actor, judge, data, Ppo(batch=8), seed=0)
+    metrics = recipes.ppo_update(actor, judge, data, Ppo(episodes_per_step=8), seed=0)
     assert (metrics["episodes"], metrics["dropped"]) == (4, 2)
     assert actor.step == judge.step == 2
     for episode in data:
         episode.reward = None
-    assert recipes.ppo_update(actor, judge, data, Ppo(batch=8), seed=0) == {"episodes": 0, "dropped": 6}
+    assert recipes.ppo_update(actor, judge, data, Ppo(episodes_per_step=8), seed=0) == {"episodes": 0, "dropped": 6}
     assert actor.step == 2
 
 
 def test_a_critic_that_warms_up_leaves_the_actor_alone():
     actor, judge = policy(), critic()
     before = [parameter.clone() for parameter in actor.model.parameters()]
-    recipes.ppo_update(actor, judge, episodes(6), Ppo(batch=8), seed=0, train_actor=False)
+    recipes.ppo_update(actor, judge, episodes(6), Ppo(episodes_per_step=8), seed=0, train_actor=False)
     assert actor.step == 0 and judge.step == 2
     assert all(torch.equal(new, old) for new, old in zip(actor.model.parameters(), before, strict=True))
 
@@ -246,7 +254,7 @@ def test_value_pretraining_explains_rewards_that_the_prompt_gives_away(gae_lambd
         episode.reward = 3.0 if episode.ids[0] else -1.0
     assert recipes.value_quality(judge, data)["explained_variance"] < 0
     for epoch in range(12):
-        recipes.value_epoch(judge, data, lr=1e-2, batch_tokens=512, gae_lambda=gae_lambda, seed=0, epoch=epoch)
+        recipes.value_epoch(judge, data, lr=1e-2, tokens_per_step=512, gae_lambda=gae_lambda, seed=0, epoch=epoch)
     assert recipes.value_quality(judge, data)["explained_variance"] > 0.5
 
 
@@ -255,7 +263,7 @@ def memorise(trainer: Trainer, stop: int | None = None, **options) -> list[float
     data = [tokens_of(torch.randint(VOCAB, (20,), generator=draw).tolist(), [0] * 4 + [1] * 16) for _ in range(20)]
     options = {"epochs": 4} | options
     losses = []
-    for metrics in recipes.sft(trainer, data, batch_tokens=100, lr=1e-2, seed=3, **options):
+    for metrics in recipes.sft(trainer, data, tokens_per_step=100, lr=1e-2, seed=3, **options):
         losses.append(metrics["loss"])
         if stop is not None and trainer.step == stop:
             break
@@ -283,7 +291,7 @@ def test_a_resumed_trainer_repeats_the_uninterrupted_run_exactly(tmp_path, optim
 def test_ppo_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path):
     def run(actor, judge, seeds):
         return [
-            recipes.ppo_update(actor, judge, episodes(8), Ppo(batch=8), seed=seed)[name]
+            recipes.ppo_update(actor, judge, episodes(8), Ppo(episodes_per_step=8), seed=seed)[name]
             for seed in seeds
             for name in ("loss", "critic_loss", "kl")
         ]
@@ -347,7 +355,7 @@ def test_a_critic_comes_back_from_its_folder(tmp_path):
     judge = Trainer(model, row_tokens=256)
     batch = batch_of(tokens_of_episode(random_episode(seed)) for seed in range(4))
     assert torch.allclose(judge.flat(batch, judge.values), torch.tensor(1.5))
-    recipes.value_epoch(judge, episodes(10), lr=1e-2, batch_tokens=256, gae_lambda=1.0, seed=0, epoch=0)
+    recipes.value_epoch(judge, episodes(10), lr=1e-2, tokens_per_step=256, gae_lambda=1.0, seed=0, epoch=0)
     save_critic(model, tmp_path / "critic")
     loaded = Trainer(load_critic(tmp_path / "critic"), row_tokens=256)
     assert torch.equal(judge.flat(batch, judge.values), loaded.flat(batch, loaded.values))

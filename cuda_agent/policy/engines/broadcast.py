@@ -1,6 +1,6 @@
 """A model's weights from one process to others, all at once: NCCL between GPUs, Gloo between CPUs.
 
-Whoever leads holds a ``Meeting``; each process that takes part is a ``Member`` of a group, the first of them the
+Whoever leads holds a ``Rendezvous``; each process that takes part is a ``Member`` of a group, the first of them the
 sender.  No member waits longer than the meeting lasts: who leads ends it when one of them is gone or takes too long,
 and then makes another with those that are left.  Weights are taken only with the digest that their sender named.
 
@@ -31,7 +31,7 @@ class TransferError(RuntimeError):
     """The group is no more: a member died, or the meeting was ended.  No weights were changed."""
 
 
-class Meeting:
+class Rendezvous:
     """Where the members of one group find each other, at ``host`` (an address of this machine that all of them reach)
     and ``port``, and what they watch; it listens there alone."""
 
@@ -58,7 +58,7 @@ class Member:
 
     def __init__(self, host: str, port: int, rank: int, size: int, device: str) -> None:
         self.device = device
-        self._meeting: Any = None
+        self._rendezvous: Any = None
         self._group: Any = None
 
         def join() -> None:
@@ -67,7 +67,7 @@ class Member:
 
         try:
             socket.create_connection((host, port), CONNECT_SECONDS).close()  # a store tries for as long as it may wait
-            self._meeting = transfer_store(host, port, size, False)  # its own line: a wait blocks one
+            self._rendezvous = transfer_store(host, port, size, False)  # its own line: a wait blocks one
         except (OSError, RuntimeError) as error:
             raise TransferError(f"there is no meeting at {host}:{port}: {error}") from error
         self._bounded(join)
@@ -130,7 +130,7 @@ class Member:
 
     def _ended(self) -> bool:
         try:
-            return bool(self._meeting.check([ENDED]))
+            return bool(self._rendezvous.check([ENDED]))
         except RuntimeError:  # the process that held it is gone
             return True
 

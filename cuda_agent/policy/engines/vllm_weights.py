@@ -22,7 +22,7 @@ from cuda_agent.policy.lora import adapters, merge_adapter, merged_parameters, s
 from cuda_agent.policy.model import load_model
 
 
-class Worker(Protocol):
+class WeightReceiver(Protocol):
     """A server, as a transfer sees it."""
 
     url: str
@@ -40,9 +40,9 @@ class Broadcast:
 
     def __init__(self) -> None:
         self._group: Any = None
-        self._members: list[Worker] = []
+        self._members: list[WeightReceiver] = []
 
-    async def send(self, replicas: Sequence[Worker], model: Any) -> None:
+    async def send(self, replicas: Sequence[WeightReceiver], model: Any) -> None:
         """Gives the model's parameters to all ``replicas``.  A failure of any is everyone's: it ends the group, and the
         next call makes another."""
         device = model.device.type
@@ -64,7 +64,7 @@ class Broadcast:
             self._group, self._members = None, []
             raise
 
-    async def _join(self, replicas: Sequence[Worker], device: str) -> None:
+    async def _join(self, replicas: Sequence[WeightReceiver], device: str) -> None:
         size = 1 + sum(replica.workers for replica in replicas)
         host = address_towards(urlsplit(replica.url).hostname for replica in replicas)
         store = transfer_store(host, 0, size, True)

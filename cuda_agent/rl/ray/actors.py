@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cuda_agent.config import Ppo
-from cuda_agent.context import Site
+from cuda_agent.context import WorkerContext
 from cuda_agent.errors import BadConfiguration
 from cuda_agent.machine import gpus
 from cuda_agent.policy.engines.broadcast import Form, Member, Weights, forms_of, load_weights, place, weights_of
@@ -30,8 +30,8 @@ from cuda_agent.policy.lora import merged_parameters
 from cuda_agent.policy.model import load_model
 from cuda_agent.rl.ray.ranks import SpreadRanks
 from cuda_agent.rl.ray.transfer import Files, Part, keep, parts, unpack
-from cuda_agent.rl.rollouts import Budget, Job, Kind, Rollouts, open_rollouts
-from cuda_agent.rl.runtime import Learner
+from cuda_agent.rl.rollouts import EpisodeBudget, Job, Kind, Rollouts, open_rollouts
+from cuda_agent.rl.runtime import ActorCritic
 from cuda_agent.rl.trainers import shared_training
 from cuda_agent.sandbox.jail.scratch import make_folder, remove
 from cuda_agent.training.ranks import Ranks
@@ -41,7 +41,7 @@ class RolloutWorker:
     """Plays episodes.  ``site`` knows the stage's cache, which is used where this machine has the place for it; folders
     of ``inputs`` are unpacked here."""
 
-    def __init__(self, site: Site, budget: Budget, inputs: Mapping[str, Files]) -> None:
+    def __init__(self, site: WorkerContext, budget: EpisodeBudget, inputs: Mapping[str, Files]) -> None:
         _end_with_parent()
         self._stack = AsyncExitStack()
         self._site = _settle(site, inputs, self._stack)
@@ -111,11 +111,13 @@ class RolloutWorker:
         await self._stack.aclose()
 
 
-class Trainer:
+class TrainerActor:
     """Learns.  ``make_critic`` is given the unpacked ``inputs``; ``hosts``: the ``RankHost``s that it leads; none
     where its ranks are on its own machine."""
 
-    def __init__(self, site: Site, settings: Ppo, inputs: Mapping[str, Files], make_critic: Any, hosts: Any) -> None:
+    def __init__(
+        self, site: WorkerContext, settings: Ppo, inputs: Mapping[str, Files], make_critic: Any, hosts: Any
+    ) -> None:
         _end_with_parent()
         self._stack = ExitStack()
         self._site = _settle(site, inputs, self._stack)
@@ -129,7 +131,9 @@ class Trainer:
             site = replace(self._site, ranks=SpreadRanks(self._hosts, self._site))
         else:
             site = self._stack.enter_context(shared_training(self._site))
-        self._learner = Learner(site, self._settings, load_model(site.inputs["policy"]), self._make_critic(site.inputs))
+        self._learner = ActorCritic(
+            site, self._settings, load_model(site.inputs["policy"]), self._make_critic(site.inputs)
+        )
 
     def pid(self) -> int:
         return os.getpid()
@@ -201,7 +205,7 @@ class RankHost:
 
     def start(self, count: int, settings: Mapping[str, Any]) -> None:
         if settings["device"] == "cuda" and (here := gpus()) < count:
-            raise BadConfiguration(f"training.ranks: {count} on GPUs of each machine, and one has {here}")
+            raise BadConfiguration(f"training.num_processes: {count} on GPUs of each machine, and one has {here}")
         self._ranks = Ranks(count, **settings)
 
     def place(self, name: str, model: Any, options: dict[str, Any]) -> None:
@@ -237,7 +241,7 @@ class RankHost:
         remove(self._home)
 
 
-def _settle(site: Site, inputs: Mapping[str, Files], stack: ExitStack | AsyncExitStack) -> Site:
+def _settle(site: WorkerContext, inputs: Mapping[str, Files], stack: ExitStack | AsyncExitStack) -> WorkerContext:
     """``site`` with folders of this process's own, which go when ``stack`` is closed."""
     home = make_folder("actor")
     home.chmod(0o700)

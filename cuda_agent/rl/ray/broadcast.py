@@ -10,25 +10,25 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-from cuda_agent.policy.engines.broadcast import Form, Meeting, TransferError, common_device
+from cuda_agent.policy.engines.broadcast import Form, Rendezvous, TransferError, common_device
 from cuda_agent.policy.engines.vllm_plugin import TRANSFER_SECONDS
 
 ENDING_SECONDS = 30.0  # in which a member that lives answers that its group was ended
 Errors = list[Exception | None]  # of the members, in their order
 
 
-class Circle:
+class WeightBroadcastGroup:
     """``host``: this machine's address as the members see it."""
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._meeting: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
         self._members: list[Any] = []
 
     def end(self) -> None:
-        if self._meeting is not None:
-            self._meeting.end()
-        self._meeting, self._members = None, []
+        if self._rendezvous is not None:
+            self._rendezvous.end()
+        self._rendezvous, self._members = None, []
 
     async def transfer(self, trainer: Any, workers: Sequence[Any], forms: Sequence[Form]) -> Errors:
         """Has the trainer's parameters in all workers, which keep them until they are told to serve them.  When one
@@ -51,7 +51,7 @@ class Circle:
         errors = await self._together([member.place.remote() for member in members], places)
         if any(errors):
             return errors
-        self._meeting = meeting = Meeting(self._host)
+        self._rendezvous = meeting = Rendezvous(self._host)
         device, size = common_device(places), len(members)
         joined = [m.join.remote(meeting.host, meeting.port, rank, size, device) for rank, m in enumerate(members)]
         errors = await self._together(joined)
@@ -64,8 +64,8 @@ class Circle:
         try:
             _, pending = await asyncio.wait(tasks, timeout=TRANSFER_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
             if pending:
-                if self._meeting is not None:
-                    self._meeting.end()
+                if self._rendezvous is not None:
+                    self._rendezvous.end()
                 await asyncio.wait(pending, timeout=ENDING_SECONDS)
             errors = [_error(task) for task in tasks]
         finally:

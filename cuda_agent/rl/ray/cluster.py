@@ -98,7 +98,7 @@ def on_bundle(group: Any, bundle: int, cpus: float, gpus: float) -> dict[str, An
     return {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": strategy}
 
 
-def unless_born_dead(error: Exception) -> None:
+def raise_if_init_failed(error: Exception) -> None:
     """An actor that could not be made would not be made the next time either."""
     if getattr(error, "actor_init_failed", False):
         raise RuntimeError(f"an actor could not be made: {error}") from error

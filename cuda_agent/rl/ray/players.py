@@ -16,14 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from cuda_agent.context import Site, StageContext
+from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.errors import BadConfiguration, TryAgain
 from cuda_agent.policy.engines.engine import EngineError
 from cuda_agent.policy.episode import Episode, from_line
 from cuda_agent.rl.ray.actors import RolloutWorker
-from cuda_agent.rl.ray.cluster import on_bundle, open_ray, unless_born_dead
+from cuda_agent.rl.ray.cluster import on_bundle, open_ray, raise_if_init_failed
 from cuda_agent.rl.ray.transfer import pack
-from cuda_agent.rl.rollouts import Budget, Job, Kind
+from cuda_agent.rl.rollouts import EpisodeBudget, Job, Kind
 from cuda_agent.tasks.task import Task
 
 LOSSES = 3  # of workers in one round, times their number, until the stage gives up
@@ -45,7 +45,7 @@ class Lost(Exception):
     """An actor, or the engine in it, is gone or serves no more."""
 
 
-class Worker:
+class WorkerSlot:
     """A rollout worker's place, and who is in it."""
 
     def __init__(self, number: int) -> None:
@@ -56,7 +56,7 @@ class Worker:
         self.received = False  # the newest, by broadcast, and does not play with them yet
 
 
-class Harvest:
+class EpisodeCollector:
     """The episodes of one round as they come in.  Of every task the first to finish with a reward are kept, ``samples``
     for each time that it was drawn, or, where fewer have one, all; it is ``full`` when every task has them.  A task
     that was drawn twice has the same episodes twice, as in one process."""
@@ -104,7 +104,7 @@ class RayPlayers:
     def __init__(
         self,
         ctx: StageContext,
-        budget: Budget,
+        budget: EpisodeBudget,
         group: Any,
         first: int,
         newest: Callable[[Served], Awaitable[Served | None]] | None = None,
@@ -117,9 +117,9 @@ class RayPlayers:
         self._group, self._first = group, first
         self._places = ctx.config.ray
         self._newest = newest
-        self._site = Site(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
+        self._site = WorkerContext(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
         self._inputs = ray.put({name: pack(ctx.inputs[name]) for name in ("policy", "tasks")})
-        self.workers = [Worker(number) for number in range(self._places.workers)]
+        self.workers = [WorkerSlot(number) for number in range(self._places.workers)]
         self._served: Served | None = None
         self._newer = asyncio.Event()  # of that which is served now: there is something newer
         self._lost = 0  # workers, since a round was last played to its end
@@ -130,23 +130,23 @@ class RayPlayers:
         self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = lambda episode: None
     ) -> list[Episode]:
         """As ``rollouts.Players.play``."""
-        harvest = Harvest(jobs, [task for task, _ in jobs], 1)
-        await self.reap(harvest, jobs, kind, on_done)
-        return harvest.episodes()
+        collector = EpisodeCollector(jobs, [task for task, _ in jobs], 1)
+        await self.collect(collector, jobs, kind, on_done)
+        return collector.episodes()
 
-    async def reap(
+    async def collect(
         self,
-        harvest: Harvest,
+        collector: EpisodeCollector,
         jobs: Sequence[Job],
         kind: Kind,
         on_done: Callable[[Episode], None] = lambda episode: None,
     ) -> int:
-        """Has ``jobs`` played until ``harvest`` is full; how many workers were lost since the round before."""
+        """Has ``jobs`` played until ``collector`` is full; how many workers were lost since the round before."""
         for worker in self.workers:
             if worker.actor is None and worker.opening is None:  # too many were lost between two rounds, one by one
                 worker.opening = asyncio.create_task(self._open(worker))
 
-        async def follow(worker: Worker, actor: Any, share: Sequence[Job]) -> None:
+        async def follow(worker: WorkerSlot, actor: Any, share: Sequence[Job]) -> None:
             left = list(share)
             try:
                 async with asyncio.timeout(self._patience(len(share))):
@@ -155,19 +155,19 @@ class RayPlayers:
                         async for reference in stream:
                             episode = from_line(await reference)
                             left.remove(next(job for job in left if job[1] == episode.id))
-                            harvest.add(episode)
+                            collector.add(episode)
                             on_done(episode)
-                            if harvest.full:
+                            if collector.full:
                                 break
-                if left and not harvest.full:
+                if left and not collector.full:
                     raise Lost("it stopped playing")
             except (TimeoutError, Lost) as error:
                 self.lose(worker, actor, error)
-                await deal(left)
-            if harvest.full:
+                await dispatch(left)
+            if collector.full:
                 everything.set()
 
-        async def deal(jobs: Sequence[Job]) -> None:
+        async def dispatch(jobs: Sequence[Job]) -> None:
             if jobs:
                 workers = await self._able()
                 for number, worker in enumerate(workers):
@@ -176,11 +176,11 @@ class RayPlayers:
 
         followers: list[asyncio.Task[Any]] = []
         everything = asyncio.Event()
-        if harvest.full:
+        if collector.full:
             everything.set()
         watching: asyncio.Task[Any] = asyncio.create_task(everything.wait())
         try:
-            await deal(jobs)
+            await dispatch(jobs)
             while not everything.is_set():
                 done, _ = await asyncio.wait([watching, *followers], return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {watching}:
@@ -189,7 +189,7 @@ class RayPlayers:
         finally:
             for task in [watching, *followers]:
                 task.cancel()
-        if harvest.cut:
+        if collector.cut:
             await self._of_all(lambda worker, actor: actor.stop.remote())
         lost, self._lost = self._lost, 0
         return lost
@@ -204,10 +204,10 @@ class RayPlayers:
     # ---------------------------------------------------------------------------------------------------------- workers
 
     @property
-    def living(self) -> list[Worker]:
+    def living(self) -> list[WorkerSlot]:
         return [worker for worker in self.workers if worker.actor is not None]
 
-    async def _able(self) -> list[Worker]:
+    async def _able(self) -> list[WorkerSlot]:
         """Those that can play; waits for one where there is none."""
         while not self.living:
             opening = [worker.opening for worker in self.workers if worker.opening is not None]
@@ -218,10 +218,10 @@ class RayPlayers:
                 task.result()
         return self.living
 
-    async def _of_all(self, call: Callable[[Worker, Any], Awaitable[Any]]) -> None:
+    async def _of_all(self, call: Callable[[WorkerSlot, Any], Awaitable[Any]]) -> None:
         """Has all living workers do it; loses those that do not."""
 
-        async def one(worker: Worker, actor: Any) -> None:
+        async def one(worker: WorkerSlot, actor: Any) -> None:
             try:
                 async with asyncio.timeout(OPENING_SECONDS):
                     with self._losses():
@@ -231,7 +231,7 @@ class RayPlayers:
 
         await asyncio.gather(*(one(worker, worker.actor) for worker in self.living))
 
-    def lose(self, worker: Worker, actor: Any, error: BaseException) -> None:
+    def lose(self, worker: WorkerSlot, actor: Any, error: BaseException) -> None:
         """Makes a new one in its place, in the background.  ``TryAgain`` when that goes on; what another worker would
         not do better either is raised again."""
         if worker.actor is not actor:
@@ -251,7 +251,7 @@ class RayPlayers:
             raise TryAgain(f"{self._lost} rollout workers were lost one after the other, the last one: {error}")
         worker.opening = asyncio.create_task(self._open(worker))
 
-    async def _open(self, worker: Worker) -> None:
+    async def _open(self, worker: WorkerSlot) -> None:
         """Makes the worker that belongs into this place; it has the newest weights when it begins to play."""
         places, worker.has, worker.received = self._places, None, False
         options = on_bundle(self._group, self._first + worker.number, places.worker_cpus, places.worker_gpus)
@@ -282,7 +282,7 @@ class RayPlayers:
         newer.set()
         await self._of_all(lambda worker, actor: self._give(worker, actor, served))
 
-    async def _give(self, worker: Worker, actor: Any, served: Served) -> None:
+    async def _give(self, worker: WorkerSlot, actor: Any, served: Served) -> None:
         await actor.serve.remote(served.version, None if worker.received else served.weights, served.digest)
         worker.has, worker.received = served[:2], False
 
@@ -296,7 +296,7 @@ class RayPlayers:
                 raise Lost(str(error.cause)) from error
             raise (error.cause if isinstance(error.cause, Exception) else error) from error
         except self._ray.exceptions.RayError as error:
-            unless_born_dead(error)
+            raise_if_init_failed(error)
             raise Lost(f"{type(error).__name__} {error}") from error
 
     # --------------------------------------------------------------------------------------------------- begin and end
@@ -358,7 +358,7 @@ async def open_places(ctx: StageContext, trainers: int) -> AsyncIterator[Any]:
 
 
 @asynccontextmanager
-async def open_players(ctx: StageContext, budget: Budget) -> AsyncIterator[RayPlayers]:
+async def open_players(ctx: StageContext, budget: EpisodeBudget) -> AsyncIterator[RayPlayers]:
     """Rollout workers that play the stage's policy as it is.  As ``open_places``."""
     async with open_places(ctx, 0) as group:
         players = RayPlayers(ctx, budget, group, 0)
@@ -369,7 +369,7 @@ async def open_players(ctx: StageContext, budget: Budget) -> AsyncIterator[RayPl
             await players.close()
 
 
-def _share(site: Site, worker: int) -> Site:
+def _share(site: WorkerContext, worker: int) -> WorkerContext:
     """With this worker's share of the vLLM servers that others run: each changes the weights of its own."""
     config = site.config
     vllm = config.policy.vllm.model_copy(update={"servers": config.policy.vllm.servers[worker :: config.ray.workers]})

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from cuda_agent.context import Site
-from cuda_agent.policy.engines.broadcast import Meeting
+from cuda_agent.context import WorkerContext
+from cuda_agent.policy.engines.broadcast import Rendezvous
 from cuda_agent.rl.ray.transfer import keep, parts
-from cuda_agent.training.distributed import Named, TrainerLost
+from cuda_agent.training.distributed import TrainerLost, TrainerRef
 from cuda_agent.training.ranks import GRACE_SECONDS
 
 STREAM = {"num_returns": "streaming", "_generator_backpressure_num_objects": 4}  # parts made before one is taken
@@ -25,18 +25,18 @@ STREAM = {"num_returns": "streaming", "_generator_backpressure_num_objects": 4} 
 class SpreadRanks:
     """See ``training.ranks.Group``.  The ranks of ``training`` are dealt out evenly to ``hosts``, the actors."""
 
-    def __init__(self, hosts: Sequence[Any], site: Site) -> None:
+    def __init__(self, hosts: Sequence[Any], site: WorkerContext) -> None:
         import ray
 
         self._ray, self._hosts = ray, list(hosts)
-        self._meeting = Meeting(ray.util.get_node_ip_address())
-        training, each = site.config.training, site.config.training.ranks // len(hosts)
+        self._rendezvous = Rendezvous(ray.util.get_node_ip_address())
+        training, each = site.config.training, site.config.training.num_processes // len(hosts)
         settings = {
             "device": training.device,
             "threads": max(1, site.config.policy.threads // each),
             "lease": site.cache / "lease",
-            "world": training.ranks,
-            "address": f"{self._meeting.host}:{self._meeting.port}",
+            "world": training.num_processes,
+            "address": f"{self._rendezvous.host}:{self._rendezvous.port}",
         }
         self._all(lambda number, host: host.start.remote(each, settings | {"first": number * each}))
 
@@ -48,7 +48,7 @@ class SpreadRanks:
         given = self._ray.put(arguments)
         return self._all(lambda _, host: host.call.remote(method, given))[0]
 
-    def save(self, trainer: Named, folder: Path) -> None:
+    def save(self, trainer: TrainerRef, folder: Path) -> None:
         self._all(lambda _, host: host.save.remote(trainer))
         for host in self._hosts:
             try:

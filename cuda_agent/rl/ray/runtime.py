@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.config import Ppo
-from cuda_agent.context import Site, StageContext
+from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.policy.engines.broadcast import TransferError
 from cuda_agent.policy.episode import Episode
-from cuda_agent.rl.ray.broadcast import Circle
-from cuda_agent.rl.ray.players import Harvest, RayPlayers, Served, end_actors, open_places
-from cuda_agent.rl.ray.trainer import RemoteTrainer
+from cuda_agent.rl.ray.broadcast import WeightBroadcastGroup
+from cuda_agent.rl.ray.players import EpisodeCollector, RayPlayers, Served, end_actors, open_places
+from cuda_agent.rl.ray.trainer import TrainerHandle
 from cuda_agent.rl.rollouts import Kind, episodes_of
-from cuda_agent.rl.runtime import MakeCritic, Played, budget_of
+from cuda_agent.rl.runtime import MakeCritic, RolloutBatch, budget_of
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic
 
@@ -39,20 +39,20 @@ class RayRuntime:
 
         self._ray = ray
         self._ctx, self._settings, self._kind = ctx, settings, kind
-        site = Site(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
-        self._trainer = RemoteTrainer(ctx, site, settings, make_critic, group)
+        site = WorkerContext(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
+        self._trainer = TrainerHandle(ctx, site, settings, make_critic, group)
         self._players = RayPlayers(ctx, budget_of(ctx, settings), group, ctx.config.ray.trainers, self._with_weights)
-        self._circle = Circle(ray.util.get_node_ip_address())
+        self._broadcasts = WeightBroadcastGroup(ray.util.get_node_ip_address())
 
-    async def play(self, step: int, tasks: Sequence[Task]) -> Played:
+    async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         began = time.monotonic()
-        samples = self._settings.samples
+        samples = self._settings.samples_per_prompt
         extra = math.ceil(self._ctx.config.ray.oversample * samples)
         jobs = episodes_of(tasks, samples + extra, f"{self._ctx.name}/{step}")
-        harvest = Harvest(jobs, tasks, samples)
-        lost = await self._players.reap(harvest, jobs, self._kind)
-        metrics = {"cut": float(harvest.cut), "workers_lost": float(lost)}
-        return Played(harvest.episodes(), time.monotonic() - began, metrics)
+        collector = EpisodeCollector(jobs, tasks, samples)
+        lost = await self._players.collect(collector, jobs, self._kind)
+        metrics = {"cut": float(collector.cut), "workers_lost": float(lost)}
+        return RolloutBatch(collector.episodes(), time.monotonic() - began, metrics)
 
     async def learn(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
         return await self._trainer.learn(step, episodes)
@@ -97,7 +97,7 @@ class RayRuntime:
             if not workers:
                 return True
             actors = [worker.actor for worker in workers]
-            ours, *errors = await self._circle.transfer(self._trainer.actor, actors, forms)
+            ours, *errors = await self._broadcasts.transfer(self._trainer.actor, actors, forms)
             for worker, actor, error in zip(workers, actors, errors, strict=True):
                 if error is not None and not isinstance(error, TransferError):
                     self._players.lose(worker, actor, error)
@@ -120,7 +120,7 @@ class RayRuntime:
         await asyncio.gather(self._trainer.open(), self._players.open())
 
     async def close(self) -> None:
-        self._circle.end()
+        self._broadcasts.end()
         await asyncio.gather(self._players.close(), end_actors(self._trainer.actors))
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from cuda_agent.config import Ppo
-from cuda_agent.context import Site, StageContext
+from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.policy.engines.broadcast import load_weights
 from cuda_agent.policy.episode import Episode, to_line
 from cuda_agent.policy.model import load_policy
-from cuda_agent.rl.ray.actors import RankHost, Trainer
-from cuda_agent.rl.ray.cluster import on_bundle, unless_born_dead
+from cuda_agent.rl.ray.actors import RankHost, TrainerActor
+from cuda_agent.rl.ray.cluster import on_bundle, raise_if_init_failed
 from cuda_agent.rl.ray.ranks import STREAM
 from cuda_agent.rl.ray.transfer import keep, pack, parts
 from cuda_agent.rl.runtime import LearnerLost, MakeCritic
@@ -26,11 +26,13 @@ from cuda_agent.training.distributed import TrainerLost
 Result = TypeVar("Result")
 
 
-class RemoteTrainer:
+class TrainerHandle:
     """On the first bundles of ``group``, one a machine.  ``actor`` has the methods of ``ray_actors.Trainer``; what they
     give is asked for through ``of``.  Nothing is there before ``open``, and after ``lost``."""
 
-    def __init__(self, ctx: StageContext, site: Site, settings: Ppo, make_critic: MakeCritic, group: Any) -> None:
+    def __init__(
+        self, ctx: StageContext, site: WorkerContext, settings: Ppo, make_critic: MakeCritic, group: Any
+    ) -> None:
         import ray
 
         self._ray = ray
@@ -53,7 +55,7 @@ class RemoteTrainer:
             where = [on_bundle(self._group, number, cpus, gpus) for number in range(places.trainers)]
             self._hosts = [host.options(**options).remote() for options in where]
             cpus, gpus = 0.0, 0.0
-        actor = self._ray.remote(cast(Any, Trainer)).options(**on_bundle(self._group, 0, cpus, gpus))
+        actor = self._ray.remote(cast(Any, TrainerActor)).options(**on_bundle(self._group, 0, cpus, gpus))
         self.actor = actor.remote(self._site, self._settings, self._inputs, self._make_critic, self._hosts)
         await self.of(self.actor.open.remote())
 
@@ -66,7 +68,7 @@ class RemoteTrainer:
             cause = getattr(error, "cause", None)  # what was raised in the actor
             if isinstance(error, self._ray.exceptions.RayTaskError) and not isinstance(cause, TrainerLost):
                 raise (cause if isinstance(cause, Exception) else error) from error
-            unless_born_dead(error)
+            raise_if_init_failed(error)
             raise self.lost(error) from error
 
     def lost(self, error: Exception) -> LearnerLost:

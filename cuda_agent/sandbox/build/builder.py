@@ -31,7 +31,7 @@ from pathlib import Path
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox.build import nvrtc
 from cuda_agent.sandbox.jail import jail
-from cuda_agent.sandbox.build.compiler import Ahead, Compiler, Waiting
+from cuda_agent.sandbox.build.compiler import CompilerPool, Compiler, Waiting
 from cuda_agent.machine import processor
 from cuda_agent.sandbox.wire import printable
 
@@ -168,7 +168,7 @@ class Builder:
         self._under_way: dict[str, asyncio.Future[Path]] = {}
         self._toolchain: Toolchain | None = None
         self._preparing = asyncio.Lock()
-        self._ahead: Ahead | None = Ahead(self._start_ahead)
+        self._ahead: CompilerPool | None = CompilerPool(self._start_ahead)
 
     def close(self) -> None:
         """End the compiler that waits for a source."""
@@ -334,7 +334,7 @@ class Builder:
             return True
 
     def _run_ahead(
-        self, ahead: Ahead, unit: str, files: Mapping[str, str], products: Sequence[str], target: Path
+        self, ahead: CompilerPool, unit: str, files: Mapping[str, str], products: Sequence[str], target: Path
     ) -> None:
         waiting = ahead.take()
         try:
@@ -367,8 +367,8 @@ class Builder:
             shutil.rmtree(work, ignore_errors=True)
             raise
 
-    def _policy(self, work: Path, read: Sequence[str], seconds: float) -> jail.Policy:
-        return jail.Policy(
+    def _policy(self, work: Path, read: Sequence[str], seconds: float) -> jail.JailPolicy:
+        return jail.JailPolicy(
             read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix, *read),
             write=(str(work),),
             execute=(*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix),

@@ -32,7 +32,7 @@ _START_SECONDS = 10.0
 class Compiler:
     """Started in ``work``, with whatever is there."""
 
-    def __init__(self, policy: jail.Policy, command: Sequence[str], work: Path) -> None:
+    def __init__(self, policy: jail.JailPolicy, command: Sequence[str], work: Path) -> None:
         environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "TMPDIR": str(work), "HOME": str(work)}
         # What the compiler says goes to a file: the limit on files holds for it, too.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
@@ -93,7 +93,7 @@ class Waiting(Compiler):
     that it does not get there."""
 
     def __init__(
-        self, policy: jail.Policy, command: Sequence[str], work: Path, header: str, last: Sequence[str] = ()
+        self, policy: jail.JailPolicy, command: Sequence[str], work: Path, header: str, last: Sequence[str] = ()
     ) -> None:
         self.work = work
         (work / _MAIN).write_text(f'#include "{header}"\n#include "{_SOURCE}"\n')
@@ -138,7 +138,7 @@ class Waiting(Compiler):
         shutil.rmtree(self.work, ignore_errors=True)
 
 
-class Ahead:
+class CompilerPool:
     """Keeps one compiler started ahead.  They are children of one thread, since a jailed process ends with the thread
     that started it."""
 

@@ -1,4 +1,4 @@
-"""The extension lane: the published work folder (``model_new.py``, ``kernels/``, ``*_binding.cpp``), on CPU and GPU.
+"""The extension format: the published work folder (``model_new.py``, ``kernels/``, ``*_binding.cpp``), on CPU and GPU.
 
 The folder's C++ is built against our own small ``binding_registry.h`` in place of torch's headers (well under a second
 instead of most of a minute); includes of torch and pybind11 find ``torch_surface.h``, which has what bindings need of
@@ -81,5 +81,5 @@ def check_module(files: dict[str, str], spec: TaskSpec) -> None:
     for index, item in enumerate(spec.init):
         if "opaque" in item:
             raise ExtensionError(
-                f"init argument {index} of the task is a {item['opaque']}: this lane needs plain values"
+                f"init argument {index} of the task is a {item['opaque']}: this format needs plain values"
             )

@@ -1,4 +1,4 @@
-"""The first pass of the python lane: a solution that brings its own compilers runs once where it may start programs.
+"""The first pass of the python format: a solution that brings its own compilers runs once where it may start programs.
 
 A source that names ``load_inline``, Triton, ``torch.compile`` and their like, or that the locked pass refused a
 program, is run once in a jailed worker: constructor and forward, on inputs that the task draws in that very process.
@@ -35,7 +35,14 @@ from cuda_agent.machine import processor
 from cuda_agent.sandbox.build import builder
 from cuda_agent.sandbox.jail import cgroups, jail, scratch
 from cuda_agent.sandbox.jail.descendants import descendants
-from cuda_agent.sandbox.jail.processes import NotStarted, WarmParent, Worker, WorkerDied, WorkerError, warm_parent
+from cuda_agent.sandbox.jail.processes import (
+    JailedProcess,
+    NotStarted,
+    WarmParent,
+    WorkerDied,
+    WorkerError,
+    warm_parent,
+)
 from cuda_agent.sandbox.wire import NO_PROGRAMS, Status, Verdict, printable
 from cuda_agent.tasks.task import Task
 
@@ -57,7 +64,7 @@ class FirstPassFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class FirstPassResult:
     """What a first pass left, and the environment in which it finds it again."""
 
     folder: str
@@ -90,19 +97,19 @@ class FirstPass:
         self._parent: WarmParent | None = None
         self._starting = threading.Lock()
 
-    async def __call__(self, task: Task, files: Mapping[str, str], architecture: str = "") -> Place:
+    async def __call__(self, task: Task, files: Mapping[str, str], architecture: str = "") -> FirstPassResult:
         """From the cache, or made now.  Raises ``FirstPassFailed``; ``OSError`` where the machine is at fault."""
         async with self._slots:
             return await asyncio.to_thread(self._cached, task, dict(files), architecture)
 
-    def _cached(self, task: Task, files: dict[str, str], architecture: str) -> Place:
+    def _cached(self, task: Task, files: dict[str, str], architecture: str) -> FirstPassResult:
         environment = _toolchain(architecture)
         versions = [_VERSION, importlib.metadata.version("torch"), sys.version, processor(), self._threads]
         parts = [versions, self._device, architecture, sorted(environment.items()), task.digest, sorted(files.items())]
         name = hashlib.sha256(json.dumps([*parts, str(self._folder)]).encode(errors="surrogatepass")).hexdigest()
         folder = self._folder / name[:2] / name
         done = folder.with_suffix(".done")
-        place = Place(str(folder), environment | _folders(folder))
+        place = FirstPassResult(str(folder), environment | _folders(folder))
         if not done.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
             with open(folder.with_suffix(".lock"), "w") as lock:
@@ -112,7 +119,7 @@ class FirstPass:
                     done.touch()
         return place
 
-    def _make(self, folder: Path, place: Place, task: Task, files: dict[str, str]) -> None:
+    def _make(self, folder: Path, place: FirstPassResult, task: Task, files: dict[str, str]) -> None:
         scratch.remove(folder)
         folder.mkdir()
         try:
@@ -134,9 +141,9 @@ class FirstPass:
             scratch.remove(folder)
             raise
 
-    def _run(self, folder: Path, place: Place, request: dict[str, Any]) -> None:
+    def _run(self, folder: Path, place: FirstPassResult, request: dict[str, Any]) -> None:
         home = Path(tempfile.mkdtemp(prefix="worker-", dir=self._scratch))
-        policy = jail.Policy(
+        policy = jail.JailPolicy(
             read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix),
             write=(str(folder), str(home)),
             execute=(*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix),
@@ -152,11 +159,11 @@ class FirstPass:
             # gcc asks whether its temporary folder can be reached without privileges; a cache may be in a closed home
             "environment": place.environment | {"TMPDIR": str(home)},
         }  # fmt: skip
-        worker: Worker | None = None
+        worker: JailedProcess | None = None
         with _working(self._lease) as pause:
             try:
                 watch = _watch((folder, home), pause)
-                worker = Worker(self._warm(), options, policy, _MEMORY_MB, home, cgroups.find(), watch)
+                worker = JailedProcess(self._warm(), options, policy, _MEMORY_MB, home, cgroups.find(), watch)
                 worker.wait_started()
                 worker.seconds = self._seconds
                 answer = worker.call("F", request)
@@ -238,11 +245,11 @@ def _working(folder: Path) -> Iterator[Callable[[], None]]:
         yield pause
 
 
-def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[Worker], str]:
+def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[JailedProcess], str]:
     """What the watchdog calls: names what is used too much."""
     looked = breathed = time.monotonic()
 
-    def overrun(worker: Worker) -> str:
+    def overrun(worker: JailedProcess) -> str:
         nonlocal looked, breathed
         now = time.monotonic()
         if now - breathed > _BREATH:
@@ -261,7 +268,7 @@ def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[Work
     return overrun
 
 
-def _signal_group(worker: Worker, number: int) -> None:
+def _signal_group(worker: JailedProcess, number: int) -> None:
     with contextlib.suppress(OSError):  # it is in its own group soon after its start
         os.killpg(worker.pid, number)
 

@@ -1,4 +1,4 @@
-"""The plan lane: reading ``plan.json``, and turning it into a program for the executor.
+"""The plan format: reading ``plan.json``, and turning it into a program for the executor.
 
 ``compile_plan`` is pure: it checks the plan against the task's shapes, evaluates every integer expression, and writes
 the source through which the executor reaches the kernels: on ``cpu`` a C++ trampoline, on ``cuda`` a translation unit

@@ -46,7 +46,7 @@ def verdict() -> dict[str, Any]:
 
 
 def plan() -> dict[str, Any]:
-    """Of ``plan.json``, the entry of a solution in the plan lane."""
+    """Of ``plan.json``, the entry of a solution in the plan format."""
     expression = {"$ref": "#/$defs/expression"}
     cuda_only = "cuda only: "
     kernel = {

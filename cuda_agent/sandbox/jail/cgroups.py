@@ -20,7 +20,7 @@ _ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _GONE_SECONDS = 1.0  # for the kernel to let go of a group whose processes were killed
 
 
-class Group:
+class ControlGroup:
     """The limits of one worker."""
 
     def __init__(self, folders: dict[str, Path], version: int) -> None:
@@ -58,7 +58,7 @@ class Groups:
         for place in {*places.values()}:
             _sweep(place)
 
-    def make(self, memory_mb: int, tasks: int) -> Group:
+    def make(self, memory_mb: int, tasks: int) -> ControlGroup:
         name = f"{PREFIX}{os.getppid()}-{os.getpid()}-{next(self._numbers)}"
         folders = {controller: place / name for controller, place in self._places.items()}
         for folder in {*folders.values()}:
@@ -70,7 +70,7 @@ class Groups:
         else:
             (folders["memory"] / "memory.limit_in_bytes").write_text(str(memory_mb << 20))
         (folders["pids"] / "pids.max").write_text(str(tasks))
-        return Group(folders, self.version)
+        return ControlGroup(folders, self.version)
 
 
 def find(root: Path = _ROOT, own: Path = _OWN) -> Groups | None:

@@ -43,7 +43,7 @@ class JailError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Policy:
+class JailPolicy:
     """What stays open.  Paths that do not exist are skipped; folders include what lies below them."""
 
     read: tuple[str, ...] = SYSTEM_READ
@@ -58,13 +58,13 @@ class Policy:
     read_any: bool = False  # own user: let Landlock alone decide what can be read (Python may live in a closed home)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Policy":
+    def from_json(cls, data: dict[str, Any]) -> "JailPolicy":
         """The inverse of ``asdict`` and JSON, which turns tuples into lists."""
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
         return cls(**fields)
 
 
-def enter(policy: Policy) -> None:
+def enter(policy: JailPolicy) -> None:
     """Close the walls around the calling process.  Irreversible.  Raises ``JailError``.  Threads that it has already
     (the CUDA driver's) get the user and the seccomp filter, but Landlock does not bind them."""
     parent = os.getppid()
@@ -79,13 +79,13 @@ def enter(policy: Policy) -> None:
     _seccomp(bool(policy.execute), policy.one_group)
 
 
-def narrow(policy: Policy) -> None:
+def narrow(policy: JailPolicy) -> None:
     """Inside a jail, a smaller one for what is started next: fewer paths, and no signals to those who stay outside.
     The other walls are inherited.  Irreversible.  Raises ``JailError``."""
     _landlock(policy)
 
 
-def command(policy: Policy, program: Iterable[str]) -> list[str]:
+def command(policy: JailPolicy, program: Iterable[str]) -> list[str]:
     """The argument list that runs ``program`` in the jail; environment, folder and descriptors are the caller's."""
     return [sys.executable, "-I", "-S", __file__, json.dumps(asdict(policy)), *program]
 
@@ -140,7 +140,7 @@ def _libc_call(name: str, *arguments: object) -> int:
     return result
 
 
-def _limits(policy: Policy) -> None:
+def _limits(policy: JailPolicy) -> None:
     def limit(which: int, value: int) -> None:
         hard = resource.getrlimit(which)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -162,7 +162,7 @@ def _limits(policy: Policy) -> None:
         limit(resource.RLIMIT_NPROC, policy.processes)
 
 
-def _become_own_user(policy: Policy) -> None:
+def _become_own_user(policy: JailPolicy) -> None:
     uid = _FIRST_UID + os.getpid()
     for path in policy.write:
         if os.path.isdir(path):
@@ -201,7 +201,7 @@ def landlock_abi() -> int:
     return max(0, int(_libc.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
-def _landlock(policy: Policy) -> None:
+def _landlock(policy: JailPolicy) -> None:
     abi = landlock_abi()
     if not abi:
         return  # the proof names the missing wall
@@ -428,13 +428,13 @@ def _main() -> None:
 
         parent = os.getppid()
         uid = os.stat(f"/proc/{parent}").st_uid
-        enter(Policy())
+        enter(JailPolicy())
         breaches = _attacks(sys.argv[2], parent)
         if os.geteuid() == uid:
             breaches["own_user"] = "runs as the user of its judge"
         print(json.dumps(breaches), flush=True)
         os._exit(0)
-    enter(Policy.from_json(json.loads(sys.argv[1])))
+    enter(JailPolicy.from_json(json.loads(sys.argv[1])))
     try:
         os.execvp(sys.argv[2], sys.argv[2:])
     except OSError as failure:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.sandbox.jail import jail, scratch
-from cuda_agent.sandbox.jail.cgroups import Group, Groups
+from cuda_agent.sandbox.jail.cgroups import ControlGroup, Groups
 from cuda_agent.sandbox.jail.descendants import descendants
 from cuda_agent.sandbox.wire import Frame, printable, receive_frame, send_frame
 
@@ -155,7 +155,7 @@ def _processors(count: int) -> Iterator[None]:
         os.sched_setaffinity(0, all_of_them)
 
 
-class Worker:
+class JailedProcess:
     """One jailed process, with the folder ``home`` that goes with it.  It serves once ``wait_started`` returned.
     ``seconds`` is what it may still spend running; waiting for it is what is counted.  ``overrun``: a further look of
     the watchdog, which names what it uses too much."""
@@ -164,11 +164,11 @@ class Worker:
         self,
         parent: WarmParent,
         options: dict[str, Any],
-        policy: jail.Policy,
+        policy: jail.JailPolicy,
         memory_mb: int,
         home: Path,
         groups: Groups | None = None,
-        overrun: "Callable[[Worker], str] | None" = None,
+        overrun: "Callable[[JailedProcess], str] | None" = None,
     ) -> None:
         self._overrun = overrun
         self._parent = parent
@@ -187,7 +187,7 @@ class Worker:
             theirs.close()
         self.alive = True
         self._private = 1 << 60
-        self._group: Group | None = None
+        self._group: ControlGroup | None = None
         if groups:  # it waits for its first request: nothing untrusted has run
             tasks = _MOST_PROCESSES * 8 if self._forks else 2 * _MOST_THREADS
             try:
@@ -424,13 +424,13 @@ def _name_of_signal(number: int) -> str:
 
 
 @contextlib.contextmanager
-def taking_turns(*workers: Worker) -> Iterator[Callable[[Worker], None]]:
+def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], None]]:
     """``turn(worker)``: from now on only this one of ``workers`` may run, the others are stopped.  The idle threads of
     a library wait actively for milliseconds, and a candidate may leave threads behind: neither slows what is timed
     next."""
-    running: Worker | None = None
+    running: JailedProcess | None = None
 
-    def turn(worker: Worker) -> None:
+    def turn(worker: JailedProcess) -> None:
         nonlocal running
         if worker is running or worker not in workers:
             return

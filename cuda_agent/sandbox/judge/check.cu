@@ -16,10 +16,10 @@ __device__ double number(T v) {
 }
 
 __device__ void gather(Found* found, unsigned long long wrong, unsigned long long first, double largest) {
-  for (int lane = 16; lane; lane /= 2) {
-    wrong += __shfl_down_sync(~0u, wrong, lane);
-    first = min(first, __shfl_down_sync(~0u, first, lane));
-    largest = fmax(largest, __shfl_down_sync(~0u, largest, lane));
+  for (int format = 16; format; format /= 2) {
+    wrong += __shfl_down_sync(~0u, wrong, format);
+    first = min(first, __shfl_down_sync(~0u, first, format));
+    largest = fmax(largest, __shfl_down_sync(~0u, largest, format));
   }
   if (threadIdx.x % 32) return;
   if (wrong) {
@@ -39,9 +39,9 @@ __device__ void moments(const T* want, long long n, double* sums) {
     double w = number(want[i]);
     if (isfinite(w)) square += w * w, count += 1;
   }
-  for (int lane = 16; lane; lane /= 2) {
-    square += __shfl_down_sync(~0u, square, lane);
-    count += __shfl_down_sync(~0u, count, lane);
+  for (int format = 16; format; format /= 2) {
+    square += __shfl_down_sync(~0u, square, format);
+    count += __shfl_down_sync(~0u, count, format);
   }
   if (threadIdx.x % 32 == 0) atomicAdd(sums, square), atomicAdd(sums + 1, count);
 }
@@ -104,9 +104,9 @@ __device__ void distance(const T* have, const double* exact, long long n, double
     double d = number(have[i]) - exact[i];
     off += d * d, norm += exact[i] * exact[i];
   }
-  for (int lane = 16; lane; lane /= 2) {
-    off += __shfl_down_sync(~0u, off, lane);
-    norm += __shfl_down_sync(~0u, norm, lane);
+  for (int format = 16; format; format /= 2) {
+    off += __shfl_down_sync(~0u, off, format);
+    norm += __shfl_down_sync(~0u, norm, format);
   }
   if (threadIdx.x % 32 == 0) atomicAdd(sums, off), atomicAdd(sums + 1, norm);
 }

@@ -1,6 +1,6 @@
 """Whether what a worker tells of the device's clock can be true.
 
-In the extension and python lanes the solution shares its process with the events that time it, and could forge them,
+In the extension and python formats the solution shares its process with the events that time it, and could forge them,
 or leave work to a stream that they do not cover.  So the judge's own clock sets a bound: what a chain of calls on
 different inputs, in one request, takes longer than one call, from the request until the judge holds a copy of all
 outputs.  The difference leaves out what a request costs; what an empty call of the same form costs, measured before

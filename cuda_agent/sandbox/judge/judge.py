@@ -24,11 +24,11 @@ from cuda_agent.errors import TaskError
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.judge.buffers import byte_count
-from cuda_agent.sandbox.judge.oracle import Settings, TaskKilled, memory_of
-from cuda_agent.sandbox.judge.prepared import Prepared
-from cuda_agent.sandbox.judge.strict import yardstick
-from cuda_agent.sandbox.judge.trial import Refused, Trial
-from cuda_agent.sandbox.judge.workshop import Workshop
+from cuda_agent.sandbox.judge.prepared import PreparedTask
+from cuda_agent.sandbox.judge.reference_client import JudgeSettings, TaskKilled, memory_of
+from cuda_agent.sandbox.judge.strict import strict_baselines
+from cuda_agent.sandbox.judge.trial import CandidateRefused, Trial
+from cuda_agent.sandbox.judge.workers import WorkerPool
 from cuda_agent.sandbox.wire import Probe, Verdict, receive_frame, send_frame
 
 _Answer = TypeVar("_Answer")
@@ -55,26 +55,26 @@ def _forget(verdict: Verdict) -> None:
 
 
 class Judge:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
-        self._workshop = Workshop(settings)
-        self._lease = self._workshop.lease
-        self._prepared: OrderedDict[str, Prepared] = OrderedDict()
+        self._workers = WorkerPool(settings)
+        self._lease = self._workers.lease
+        self._prepared: OrderedDict[str, PreparedTask] = OrderedDict()
         self._trial: Trial | None = None
-        self._settling = 0.0  # seconds of the last ``settle``
+        self._cleanup_seconds = 0.0  # seconds of the last ``cleanup``
         self.memory = memory_of(settings.device)
 
     def prove(self) -> dict[str, str]:
         return jail.prove(self.settings.required_walls, Path(self.settings.scratch))
 
-    def prepared(self, task: dict[str, str]) -> Prepared:
+    def prepared(self, task: dict[str, str]) -> PreparedTask:
         digest = task["digest"]
         found = self._prepared.pop(digest, None)
         if found is not None and not found.oracle.alive:
             found.close()
             found = None
         if found is None:
-            found = Prepared(task["code"], digest, self._workshop)
+            found = PreparedTask(task["code"], digest, self._workers)
         self._prepared[digest] = found
         while len(self._prepared) > _MOST_PREPARED[self.settings.device]:
             self._prepared.popitem(last=False)[1].close()
@@ -89,43 +89,43 @@ class Judge:
     @_once_more
     def evaluate(self, request: dict[str, Any]) -> dict[str, Any]:
         """The verdict of a built solution, as JSON."""
-        self.settle()  # where the last one ended in an error of the task
-        before = self._settling
+        self.cleanup()  # where the last one ended in an error of the task
+        before = self._cleanup_seconds
         settings = self.settings
-        verdict = Verdict("ok", request["lane"], request["mode"], settings.device, settings.clock)  # type: ignore[arg-type]
+        verdict = Verdict("ok", request["format"], request["mode"], settings.device, settings.clock)  # type: ignore[arg-type]
         # Who is refused does not wait for baselines, and no candidate is there while they are measured.
         for timed in (True,) if self.prepared(request["task"]).measured(verdict.mode) else (False, True):
             if timed:
                 prepared = self.prepared(request["task"])
                 prepared.measure(compile=True)
                 if verdict.mode == "strict":
-                    yardstick(prepared)
+                    strict_baselines(prepared)
             if self._tried(request, verdict, timed):
-                self.settle()
+                self.cleanup()
                 _forget(verdict)
                 self._tried(request, verdict, timed)
             if timed or verdict.status != "ok":
                 break
-            self.settle()
+            self.cleanup()
             _forget(verdict)
-        verdict.phases["settle"] = before
+        verdict.phases["cleanup"] = before
         if self.settings.clock == "model":
             verdict.phases = {}
         return verdict.to_json()
 
     def _tried(self, request: dict[str, Any], verdict: Verdict, timed: bool) -> bool:
-        """Fill in ``verdict`` by one trial; whether the candidate should have another one.  ``settle`` ends it."""
+        """Fill in ``verdict`` by one trial; whether the candidate should have another one.  ``cleanup`` ends it."""
         prepared = self.prepared(request["task"])
         base, spec = prepared.baselines, prepared.spec
         verdict.eager_seconds, verdict.compile_seconds = base.eager, base.compile
         verdict.bytes, verdict.flops = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs)), base.flops or None
         verdict.peak_bytes_per_second = prepared.peaks.bytes_per_second
-        self._trial = trial = Trial(self._workshop, prepared, request, verdict)
+        self._trial = trial = Trial(self._workers, prepared, request, verdict)
         try:
             trial.run(timed)
-        except Refused as refusal:
+        except CandidateRefused as refusal:
             verdict.status, verdict.message = refusal.status, str(refusal)
-            return refusal.doubtful
+            return refusal.retryable
         except TaskKilled:
             raise
         except (TaskError, driver.DriverError) as error:
@@ -136,15 +136,15 @@ class Judge:
             return True
         return False
 
-    def settle(self) -> None:
+    def cleanup(self) -> None:
         """End the last trial and prepare the next one, when nobody waits for it."""
         trial, self._trial = self._trial, None
         if trial:
             begin = time.perf_counter()
-            self._workshop.start_spare()
+            self._workers.start_spare()
             trial.close()
-            self._workshop.areas.make()
-            self._settling = time.perf_counter() - begin
+            self._workers.areas.make()
+            self._cleanup_seconds = time.perf_counter() - begin
 
     # ------------------------------------------------------------------------------------------------------------ probe
 
@@ -188,10 +188,10 @@ class Judge:
             signal.alarm(0)
 
     def close(self) -> None:
-        self.settle()
+        self.cleanup()
         for prepared in self._prepared.values():
             prepared.close()
-        self._workshop.close()
+        self._workers.close()
 
 
 def main() -> None:
@@ -199,7 +199,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # die with the client
     client = socket.socket(fileno=int(sys.argv[1]))
     fields = receive_frame(client).body
-    judge = Judge(Settings(**(fields | {"required_walls": tuple(fields["required_walls"])})))
+    judge = Judge(JudgeSettings(**(fields | {"required_walls": tuple(fields["required_walls"])})))
     try:
         breaches = judge.prove()
         if judge.settings.device == "cuda":
@@ -211,7 +211,7 @@ def main() -> None:
     if not judge.healthy():
         send_frame(client, "!", {"kind": "device", "message": f"{device} fails its health probe"})
         os._exit(1)
-    send_frame(client, "=", {"breaches": breaches, "torch": judge._workshop.torch})
+    send_frame(client, "=", {"breaches": breaches, "torch": judge._workers.torch})
     handlers = {"E": judge.evaluate, "P": judge.probe, "S": judge.spec}
     while True:
         try:
@@ -223,10 +223,10 @@ def main() -> None:
             answer = handlers[frame.kind](frame.body)
         except TaskError as error:
             send_frame(client, "!", {"kind": "task", "message": str(error)})
-            judge.settle()
+            judge.cleanup()
         else:
             send_frame(client, "=", answer)
-            judge.settle()
+            judge.cleanup()
             if frame.kind == "E" and answer["status"] in ("crash", "timeout") and not judge.healthy():
                 print(f"{device} failed its health probe", file=sys.stderr, flush=True)
                 os._exit(1)  # the client begins again with a new process; workers end with this one

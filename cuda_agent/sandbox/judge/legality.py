@@ -1,6 +1,6 @@
 """Whose work a result is: what ran in one call, sorted into own kernels, library calls and torch, and what that says.
 
-A plan's launcher is ours, so its list is exact; in the other lanes the candidate's own process tells what ran
+A plan's launcher is ours, so its list is exact; in the other formats the candidate's own process tells what ran
 (``observe``), which makes all of it advice.  Names are compared with the built library and the sources: a solution that
 wants to can call a kernel like one of cuBLAS, or the other way around.  Not covered: whether a library's kernel is a
 matrix product, a convolution or something else.
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cuda_agent.sandbox.wire import Lane, Ran, RanKind, printable
+from cuda_agent.sandbox.wire import Format, Ran, RanKind, printable
 
 _TORCH = re.compile(r"\b(at|at_cuda_detail|c10|torch|pytorch_flash|sdp|aten)::|^triton_(poi|red|per|tem)_")
 _COPIES = re.compile(r"FillFunctor|direct_copy_kernel")  # kernels of torch that compute nothing
@@ -101,7 +101,7 @@ def short(name: str) -> str:
     return cut if len(cut) <= _LONGEST else cut[: _LONGEST - 3] + "..."
 
 
-def advice(ran: Sequence[Ran], lane: Lane) -> list[str]:
+def advice(ran: Sequence[Ran], format: Format) -> list[str]:
     """What the kinds say: whether the result is the solution's own work."""
     if not ran:
         return []
@@ -112,7 +112,7 @@ def advice(ran: Sequence[Ran], lane: Lane) -> list[str]:
         lines.append(f"nothing of the solution's own was seen to run: torch computed with {_names(torch)}")
     elif torch:
         lines.append(f"torch computed a part: {_names(torch)}")
-    elif lane == "extension" and not by_kind["own"]:
+    elif format == "extension" and not by_kind["own"]:
         lines.append("no function of the extension was seen to run")
     if by_kind["unknown"]:
         lines.append(f"of unknown origin: {_names(by_kind['unknown'])}")

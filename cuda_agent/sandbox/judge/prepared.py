@@ -26,8 +26,8 @@ from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.judge import cost, cross_check, roofline
 from cuda_agent.sandbox.judge.buffers import byte_count
-from cuda_agent.sandbox.judge.oracle import Oracle, Views, memory_of, net
-from cuda_agent.sandbox.judge.workshop import Workshop
+from cuda_agent.sandbox.judge.reference_client import ReferenceClient, Views, memory_of, net
+from cuda_agent.sandbox.judge.workers import WorkerPool
 
 _CLOCK = 3  # of what is measured: a baseline taken in another way is none
 _BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # of one round: whichever comes first
@@ -38,7 +38,7 @@ _CAREFUL_ROUNDS = 12  # at most, until the two best agree
 
 
 @dataclass
-class Entry:
+class PoolEntry:
     index: int
     inputs: list[Any]  # the judge's own copies: arrays of ``host`` or ``device``
     outputs: list[Any]
@@ -65,30 +65,30 @@ def baselines_file(cache: str, digest: str, torch: str, threads: int, identity: 
     return Path(cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
 
-class Prepared:
+class PreparedTask:
     """One task, ready for candidates."""
 
-    def __init__(self, code: str, digest: str, workshop: Workshop) -> None:
-        settings = workshop.settings
+    def __init__(self, code: str, digest: str, workers: WorkerPool) -> None:
+        settings = workers.settings
         self._fixed = settings.clock == "model"
         self._secret = digest.encode() if self._fixed else secrets.token_bytes(16)
         self.settings = settings
         self.memory = memory_of(settings.device)
         self._fresh = 0
         self._inexact = False  # the model does not run in double precision
-        self._workshop = workshop
+        self._workers = workers
         self._code = code
         self._digest = digest
-        self._lease = workshop.lease
+        self._lease = workers.lease
         with self._lease.working():
-            self.oracle = Oracle(workshop.reference(), code, self.weights_seed, settings)
+            self.oracle = ReferenceClient(workers.reference(), code, self.weights_seed, settings)
         self.spec = self.oracle.spec
         size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs))
         calls = settings.checks + settings.timed_calls + (cross_check.CALLS if settings.device == "cuda" else 0)
-        self._pool: list[Entry | None] = [None] * max(2, min(calls, self.memory.pool_bytes() // max(1, size)))
+        self._pool: list[PoolEntry | None] = [None] * max(2, min(calls, self.memory.pool_bytes() // max(1, size)))
         self.base = 0
         self._empty = math.inf
-        self.empty_candidate: dict[str, float] = {}  # the same of candidates, by lane
+        self.empty_candidate: dict[str, float] = {}  # the same of candidates, by format
         self.baselines = self._load()
         self.peaks = roofline.Peaks()
 
@@ -110,7 +110,7 @@ class Prepared:
                 with contextlib.suppress(TaskError, driver.DriverError):  # whoever needs it finds out
                     self.entry(self.base + used - 1)
 
-    def entry(self, index: int, timing: bool = False) -> Entry:
+    def entry(self, index: int, timing: bool = False) -> PoolEntry:
         """Inputs and oracle outputs number ``index``; made when the pool does not hold them.  ``timing``: the caller
         holds the timing lease."""
         place = index % len(self._pool)
@@ -119,10 +119,10 @@ class Prepared:
             with contextlib.nullcontext() if timing else self._lease.working():
                 inputs = self.oracle.inputs(self._seed(index))
                 assert inputs is not None
-                entry = self._pool[place] = Entry(index, inputs, self.oracle.outputs(inputs))
+                entry = self._pool[place] = PoolEntry(index, inputs, self.oracle.outputs(inputs))
         return entry
 
-    def fresh(self, kind: str) -> Entry | None:
+    def fresh(self, kind: str) -> PoolEntry | None:
         """Inputs of a kind that nobody has seen, with eager's outputs and the exact ones; None when the task has no
         such inputs, or nothing finite comes of them."""
         self._fresh += 1
@@ -137,7 +137,7 @@ class Prepared:
                     exact = self.oracle.exact(inputs)
                 except TaskError:
                     self._inexact = True
-        return Entry(-1, inputs, outputs, exact) if exact is not None or kind == "normal" else None
+        return PoolEntry(-1, inputs, outputs, exact) if exact is not None or kind == "normal" else None
 
     def outputs_at(self, inputs: list[Any], precision: str) -> list[Any]:
         """Eager's outputs at another precision than the task's own."""
@@ -149,12 +149,12 @@ class Prepared:
                 if self.oracle.alive:
                     self.oracle.precision("default")
 
-    def compiled(self, mode: str, precision: str) -> Oracle:
+    def compiled(self, mode: str, precision: str) -> ReferenceClient:
         """A reference whose calls are compiled.  The caller closes it.  ``WorkerError`` when torch.compile fails."""
         inputs = self.entry(self.base).inputs
-        worker, known = self._workshop.compiler()
+        worker, known = self._workers.compiler()
         with self._lease.working():
-            oracle = Oracle(worker, self._code, self.weights_seed, self.settings)
+            oracle = ReferenceClient(worker, self._code, self.weights_seed, self.settings)
             try:
                 oracle.precision(precision)
                 oracle.compile(inputs, known, mode)
@@ -208,13 +208,13 @@ class Prepared:
         file = Path(self.settings.cache) / "peaks" / f"{key}.json"
         return roofline.of_cpu(self.settings.threads, file, self._lease.timing, again)
 
-    def too_fast(self, seconds: float) -> str:
+    def below_physical_floor(self, seconds: float) -> str:
         """What is wrong with the time of a solution that writes what the reference writes (empty: nothing)."""
         base = self.baselines
         numbers = seconds, base.eager or 0.0, base.written or 0
-        if doubt := roofline.too_fast(*numbers, self.peaks):
+        if doubt := roofline.below_physical_floor(*numbers, self.peaks):
             self.peaks = self._peaks(again=True)  # what is measured may have been measured on a busy machine
-            doubt = roofline.too_fast(*numbers, self.peaks)
+            doubt = roofline.below_physical_floor(*numbers, self.peaks)
         return doubt
 
     @property
@@ -239,7 +239,7 @@ class Prepared:
             break
         self.baselines.compile_tried = True
 
-    def empty_call(self, oracle: Oracle, inputs: list[Any]) -> float:
+    def empty_call(self, oracle: ReferenceClient, inputs: list[Any]) -> float:
         """Seconds of a reference call that computes nothing.  The least ever seen: on a busy machine an empty call may
         take long, and what is subtracted from a time must never be more than what was really in it."""
         if self.settings.device == "cuda":
@@ -248,14 +248,14 @@ class Prepared:
         self._empty = min(self._empty, *(oracle.seconds(inputs, null=True) for _ in range(calls)))
         return self._empty
 
-    def medians(self, *oracles: Oracle, careful: bool = False) -> list[float]:
+    def medians(self, *oracles: ReferenceClient, careful: bool = False) -> list[float]:
         """Median seconds of one call of each reference, interleaved, the empty call subtracted: of each its best round,
         since other work on the machine only ever makes calls slower, and must not stay in the cache.  ``careful``:
         until two rounds of each agree."""
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
         rounds: list[list[float]] = []
 
-        def seconds(oracle: Oracle, inputs: list[Any]) -> float:
+        def seconds(oracle: ReferenceClient, inputs: list[Any]) -> float:
             turn(oracle.worker)
             return oracle.seconds(inputs)
 
@@ -279,7 +279,7 @@ class Prepared:
 
     def _file(self) -> Path:
         settings = self.settings
-        return baselines_file(settings.cache, self._digest, self._workshop.torch, settings.threads, settings.identity)
+        return baselines_file(settings.cache, self._digest, self._workers.torch, settings.threads, settings.identity)
 
     def _load(self) -> Baselines:
         if self._fixed:

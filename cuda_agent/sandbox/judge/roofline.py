@@ -71,7 +71,7 @@ class Peaks:
         return self.operations.get(kind)
 
 
-def too_fast(seconds: float, eager: float, written: int, peaks: Peaks) -> str:
+def below_physical_floor(seconds: float, eager: float, written: int, peaks: Peaks) -> str:
     """What is wrong with a time that is shorter than writing the outputs takes (empty: nothing).  Where eager is as
     fast, it is the floor that is wrong."""
     floor = peaks.floor(written)

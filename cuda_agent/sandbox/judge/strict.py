@@ -5,7 +5,7 @@ eager's own; it is timed until the speed-up's interval is narrow; and its time i
 at every precision, so that a gain that is only a rougher arithmetic shows as one.
 
 The yardstick of a task (baselines, eager's errors) is measured once and kept with its baselines.  Not covered: inputs
-that are not contiguous (no lane ever sees any), training mode, gradients.
+that are not contiguous (no format ever sees any), training mode, gradients.
 """
 
 import itertools
@@ -19,7 +19,7 @@ import numpy
 
 from cuda_agent.errors import TaskError
 from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError
-from cuda_agent.sandbox.judge.prepared import Entry, Prepared
+from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
 from cuda_agent.sandbox.wire import KINDS, baseline
 
 _INPUTS = 10  # at least so many; normal ones fill up where kinds are not possible
@@ -32,7 +32,7 @@ _NARROW = 0.02  # width of the speed-up's interval, relative
 _RESAMPLES = 400
 
 
-def yardstick(prepared: Prepared) -> dict[str, dict[str, Any]]:
+def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
     """Of a task: ``seconds`` of every baseline, relative ``errors`` of eager by precision, ``failed`` baselines.  Made
     when the cache does not have it."""
     if not prepared.baselines.strict:
@@ -41,7 +41,7 @@ def yardstick(prepared: Prepared) -> dict[str, dict[str, Any]]:
     return prepared.baselines.strict
 
 
-def _measure(prepared: Prepared) -> dict[str, dict[str, Any]]:
+def _measure(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
     oracle, device = prepared.oracle, prepared.settings.device
     found: dict[str, dict[str, Any]] = {"seconds": {}, "errors": {}, "failed": {}}
     entry = prepared.fresh("normal")
@@ -68,14 +68,16 @@ def _measure(prepared: Prepared) -> dict[str, dict[str, Any]]:
     return found
 
 
-def error(prepared: Prepared, have: Sequence[Any], exact: Sequence[Any]) -> float:
+def error(prepared: PreparedTask, have: Sequence[Any], exact: Sequence[Any]) -> float:
     """Relative error in the 2-norm, over all floating outputs."""
     squares = [prepared.memory.distance(h, e, t) for h, e, t in zip(have, exact, prepared.spec.outputs, strict=True)]
     off, norm = sum(s[0] for s in squares), sum(s[1] for s in squares)
     return math.sqrt(off / norm) if norm > 0 else math.sqrt(off)
 
 
-def check(prepared: Prepared, call: Callable[[Any, str], list[Any]], tolerance: float) -> tuple[dict[str, Any], str]:
+def check(
+    prepared: PreparedTask, call: Callable[[Any, str], list[Any]], tolerance: float
+) -> tuple[dict[str, Any], str]:
     """Check a candidate (``call`` runs it) on inputs of every kind.  Gives what there is to say, and what is wrong
     (empty: nothing)."""
     said: dict[str, Any] = {"kinds": {}, "skipped": [], "error": 0.0, "eager_error": 0.0, "repeatable": True}
@@ -104,7 +106,7 @@ def check(prepared: Prepared, call: Callable[[Any, str], list[Any]], tolerance: 
     return said, ""
 
 
-def _as_good_as_eager(prepared: Prepared, entry: Entry, mine: float) -> bool:
+def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, mine: float) -> bool:
     """Whether eager, at one of the precisions that have baselines, is about as far from the exact outputs: some inputs
     leave little of a result but cancellation."""
     for precision in _PRECISIONS[prepared.settings.device]:

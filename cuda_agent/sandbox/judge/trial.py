@@ -18,17 +18,17 @@ from typing import Any
 
 from cuda_agent.errors import TaskError
 from cuda_agent.sandbox import driver
-from cuda_agent.sandbox.jail.processes import NotStarted, Worker, WorkerDied, WorkerError, taking_turns
+from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.judge import cost, legality, strict
 from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.judge.cross_check import LONGEST_CHAIN, CrossCheck
-from cuda_agent.sandbox.judge.oracle import net, seconds_of_call
-from cuda_agent.sandbox.judge.prepared import Entry, Prepared
-from cuda_agent.sandbox.judge.workshop import Workshop
+from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
+from cuda_agent.sandbox.judge.reference_client import net, seconds_of_call
+from cuda_agent.sandbox.judge.workers import WorkerPool
 from cuda_agent.sandbox.wire import Verdict, baseline
 
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
-_NULL_CALLS = (7, 2)  # of the first worker of a task and lane, and of a later one
+_NULL_CALLS = (7, 2)  # of the first worker of a task and format, and of a later one
 _FEWEST_TIMED = {"cpu": 4, "cuda": 20}  # calls on a GPU cost little beside the start of its worker
 _ENOUGH_SECONDS = 0.2
 _OBSERVE_SECONDS = 5.0  # for one observed call, the profiler's start included
@@ -43,22 +43,22 @@ _STATUS = {
 }  # fmt: skip
 
 
-class Refused(Exception):
-    """Ends a trial: the candidate's fault.  ``doubtful``: or it may be another's; then it gets a second trial."""
+class CandidateRefused(Exception):
+    """Ends a trial: the candidate's fault.  ``retryable``: or it may be another's; then it gets a second trial."""
 
-    def __init__(self, status: Any, message: str, doubtful: bool = False) -> None:
+    def __init__(self, status: Any, message: str, retryable: bool = False) -> None:
         super().__init__(message)
         self.status = status
-        self.doubtful = doubtful
+        self.retryable = retryable
 
 
 class Trial:
     """One candidate worker, from start to the last timed call."""
 
-    def __init__(self, workshop: Workshop, prepared: Prepared, request: dict[str, Any], verdict: Verdict) -> None:
-        self._settings = workshop.settings
-        self._lease = workshop.lease
-        self._workshop = workshop
+    def __init__(self, workers: WorkerPool, prepared: PreparedTask, request: dict[str, Any], verdict: Verdict) -> None:
+        self._settings = workers.settings
+        self._lease = workers.lease
+        self._workers = workers
         self._memory = prepared.memory
         self._prepared = prepared
         self._request = request
@@ -66,22 +66,22 @@ class Trial:
         self._next = prepared.base
         self._fixed = self._settings.clock == "model"
         self._null = 0.0
-        self._cross: CrossCheck | None = None  # on a GPU, in the lanes whose host code is not ours
+        self._cross: CrossCheck | None = None  # on a GPU, in the formats whose host code is not ours
         self._anchor: float | None = None  # eager's median beside the candidate, where that counts
-        self._worker: Worker | None = None
+        self._worker: JailedProcess | None = None
         self._loaded = False
         spec = prepared.spec
         size = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs))
         slots = 3 if size <= _SLOTS_BYTES[self._settings.device] else 2
-        if self._settings.device == "cuda" and request["lane"] != "plan":
+        if self._settings.device == "cuda" and request["format"] != "plan":
             slots = min(max(2, 3 * _SLOTS_BYTES["cuda"] // max(1, size)), LONGEST_CHAIN)
-        spare = {"spare": workshop.areas} if self._settings.device == "cpu" else {}
+        spare = {"spare": workers.areas} if self._settings.device == "cpu" else {}
         self._buffers = self._memory.Buffers(spec, slots=slots, fixed=self._fixed, **spare)
         self._buffers.set_weights(prepared.oracle.weights)
         self._seen: list[list[Any]] = []  # outputs of earlier calls: a later call must not give them again
 
     def run(self, timed: bool) -> None:
-        """Start, check and, if ``timed``, time.  Raises ``Refused``."""
+        """Start, check and, if ``timed``, time.  Raises ``CandidateRefused``."""
         strictly = self._verdict.mode == "strict"
         self.start()
         if strictly:
@@ -108,12 +108,12 @@ class Trial:
         with self._lease.working(), self._judged():
             self._open()
         if self._settings.clock == "real" and self._settings.device == "cpu":
-            known, lane = self._prepared.empty_candidate, request["lane"]
+            known, format = self._prepared.empty_candidate, request["format"]
             inputs = self._prepared.entry(self._next).inputs
             with self._lease.timing(), self._judged():
-                least = min(self._timed(inputs, kind="N")[0] for _ in range(_NULL_CALLS[lane in known]))
-            self._null = known[lane] = min(least, known.get(lane, least))
-        if self._settings.device == "cuda" and request["lane"] != "plan":
+                least = min(self._timed(inputs, kind="N")[0] for _ in range(_NULL_CALLS[format in known]))
+            self._null = known[format] = min(least, known.get(format, least))
+        if self._settings.device == "cuda" and request["format"] != "plan":
             inputs = self._prepared.entry(self._next).inputs
             with self._lease.timing(), self._judged():
                 host = self._prepared.oracle.host_seconds(inputs)
@@ -124,17 +124,17 @@ class Trial:
             with self._lease.working(), self._judged("while it was loaded"):
                 self._load()
         except WorkerError as error:
-            raise Refused("build_error", str(error)) from None
+            raise CandidateRefused("build_error", str(error)) from None
         self._verdict.phases["start"] = time.perf_counter() - begin
 
     def _open(self, profiler: bool = False) -> None:
         """A worker, and its buffers, before anything of the solution's."""
         request, buffers = self._request, self._buffers
-        place, workshop = request["load"].get("place"), self._workshop
-        self._worker = worker = workshop.locked(place, profiler) if place else workshop.candidate(profiler)
+        place, workers = request["load"].get("place"), self._workers
+        self._worker = worker = workers.locked(place, profiler) if place else workers.candidate(profiler)
         worker.seconds = self._settings.run_seconds + (_FINDING_SECONDS if place else 0.0)
         options = {
-            "lane": request["lane"],
+            "format": request["format"],
             "spec": buffers.spec.to_json(),
             "layout": buffers.layout,
             "weights": buffers.weights,
@@ -164,20 +164,20 @@ class Trial:
         begin = time.perf_counter()
         prepared, verdict = self._prepared, self._verdict
 
-        def call(entry: Entry, when: str) -> list[Any]:
+        def call(entry: PoolEntry, when: str) -> list[Any]:
             with self._lease.working():
                 return self._call(entry.inputs, when)
 
         verdict.strict, wrong = strict.check(prepared, call, self._settings.tolerance)
         if wrong:
-            raise Refused("wrong", wrong)
+            raise CandidateRefused("wrong", wrong)
         verdict.checks = verdict.strict["inputs"]
         verdict.phases["check"] = time.perf_counter() - begin
 
     def strict_time(self) -> None:
         """Time in turn with eager, in single precision, until the speed-up's interval is narrow."""
         prepared, verdict = self._prepared, self._verdict
-        yard = strict.yardstick(prepared)
+        yard = strict.strict_baselines(prepared)
         begin = time.perf_counter()
         assert self._worker and verdict.strict
         oracle = prepared.oracle
@@ -222,23 +222,23 @@ class Trial:
         verdict.phases["time"] = time.perf_counter() - begin
 
     def _believed(self, told: float) -> float:
-        """Raises ``Refused`` when the judge's own clock, or what the device can move, does not allow a median that the
+        """Raises ``CandidateRefused`` when the judge's own clock, or what the device can move, forbids a median that the
         device's clock gave.  Under the lease."""
         seconds, doubt = told, ""
         if self._cross:
             with self._judged("in a timed call"):
                 seconds, doubt = self._cross.believe(told, self._chain)
-        if not doubt and self._request["lane"] != "plan":
-            doubt = self._prepared.too_fast(seconds)
+        if not doubt and self._request["format"] != "plan":
+            doubt = self._prepared.below_physical_floor(seconds)
         if doubt:
-            raise Refused("cheat", doubt)
+            raise CandidateRefused("cheat", doubt)
         return seconds
 
     def observe(self) -> None:
         """Fill in what ran, by one more call or two after all that counts: a failure changes nothing else.  Quick mode
         asks for it where the static rules found something."""
         request, verdict = self._request, self._verdict
-        plan, strict_mode = request["lane"] == "plan", verdict.mode == "strict"
+        plan, strict_mode = request["format"] == "plan", verdict.mode == "strict"
         nodes = request["load"]["nodes"] if plan else []
         if plan and (self._fixed or not strict_mode):
             verdict.ran = legality.of_plan(nodes)
@@ -260,7 +260,7 @@ class Trial:
             if self._fixed:  # a share is a time, and so is their order
                 ran = sorted((replace(r, share=None) for r in ran), key=lambda r: (r.name, r.kind))
             verdict.ran = ran
-            verdict.advice += legality.advice(verdict.ran, verdict.lane)
+            verdict.advice += legality.advice(verdict.ran, verdict.format)
         if missing:
             verdict.advice.append(f"not observed: {missing}"[:300])
         verdict.phases["observe"] = time.perf_counter() - begin
@@ -300,7 +300,7 @@ class Trial:
 
     def cost(self) -> float:
         request, spec, threads = self._request, self._prepared.spec, self._settings.threads
-        if request["lane"] == "plan":
+        if request["format"] == "plan":
             return cost.plan(request["load"], spec, request["files"], threads)
         return cost.extension(spec, request["files"], threads)
 
@@ -384,7 +384,7 @@ class Trial:
 
     # ------------------------------------------------------------------------------------------------------------ calls
 
-    def _take(self, timing: bool = False) -> Entry:
+    def _take(self, timing: bool = False) -> PoolEntry:
         """The next inputs that this candidate has not seen.  ``timing``: the lease is held already."""
         entry = self._prepared.entry(self._next, timing)
         self._next += 1
@@ -435,17 +435,21 @@ class Trial:
             yield
         except WorkerDied as death:
             if not self._loaded:  # nothing untrusted has run in it
-                raise Refused("infra", f"a worker {death} before the solution was loaded", doubtful=True) from None
+                raise CandidateRefused(
+                    "infra", f"a worker {death} before the solution was loaded", retryable=True
+                ) from None
             killed = death.reason == "killed"  # by the system, by an operator, or by itself
-            raise Refused(_STATUS[death.reason], f"the solution {death} {when}".strip(), killed) from None
+            raise CandidateRefused(_STATUS[death.reason], f"the solution {death} {when}".strip(), killed) from None
         except WorkerError as error:
             if when == "while it was loaded":
                 raise
             if not self._loaded:
-                raise Refused("infra", f"a worker, before the solution was loaded: {error}", doubtful=True) from None
-            raise Refused("cheat" if error.cheat else "crash", f"{error} {when}".strip()) from None
+                raise CandidateRefused(
+                    "infra", f"a worker, before the solution was loaded: {error}", retryable=True
+                ) from None
+            raise CandidateRefused("cheat" if error.cheat else "crash", f"{error} {when}".strip()) from None
 
-    def _compare(self, entry: Entry, outputs: list[Any], when: str, audit: bool = False) -> None:
+    def _compare(self, entry: PoolEntry, outputs: list[Any], when: str, audit: bool = False) -> None:
         prepared, verdict = self._prepared, self._verdict
         cap = math.inf if verdict.mode == "strict" else 1.0
         tolerance, tensors = self._settings.tolerance * (_AUDIT if audit else 1), prepared.spec.outputs
@@ -455,8 +459,8 @@ class Trial:
             stale = any(self._memory.same(outputs, earlier) for earlier in self._seen)
             if stale or audit:
                 what = "the outputs of an earlier call were given again" if stale else "the outputs are wrong"
-                raise Refused("cheat", f"{when}: {what}: {message}")
-            raise Refused("wrong", f"{when}: {message}")
+                raise CandidateRefused("cheat", f"{when}: {what}: {message}")
+            raise CandidateRefused("wrong", f"{when}: {message}")
         if len(self._seen) < 2:
             self._seen.append(outputs)
 

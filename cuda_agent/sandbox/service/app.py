@@ -27,7 +27,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cuda_agent.config import WHERE_JUDGED, Sandbox
+from cuda_agent.config import WHERE_JUDGED, SandboxConfig
 from cuda_agent.errors import ConfigError
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.protocol import (
@@ -35,19 +35,19 @@ from cuda_agent.sandbox.protocol import (
     Answer,
     Build,
     Call,
-    Evaluate,
+    EvaluateRequest,
     OpenWorkspace,
-    Probe,
+    ProbeRequest,
     Request,
     ServiceError,
-    Spec,
+    SpecRequest,
     Submission,
     dumps,
     malformed,
     read_token,
 )
 from cuda_agent.sandbox.service.jobs import Job, seconds
-from cuda_agent.sandbox.service.service import Limits, Role, Service
+from cuda_agent.sandbox.service.service import Role, Service, ServiceLimits
 from cuda_agent.sandbox.wire import ToolResult
 
 OPEN = ("/healthz", "/readyz")  # routes that ask for no token
@@ -279,17 +279,17 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         raise ServiceError(status, error["kind"], error["message"], retry_after=5.0 if status == 503 else None)
 
     @app.post("/v1/evaluate", response_model=None)
-    async def evaluate(http: HttpRequest, request: Evaluate, size: Size) -> dict[str, Any]:
+    async def evaluate(http: HttpRequest, request: EvaluateRequest, size: Size) -> dict[str, Any]:
         """The verdict of a solution, when it is there."""
         return await at_once(http, request, size)
 
     @app.post("/v1/probe", response_model=None)
-    async def probe(http: HttpRequest, request: Probe, size: Size) -> dict[str, Any]:
+    async def probe(http: HttpRequest, request: ProbeRequest, size: Size) -> dict[str, Any]:
         """What running a task without a solution shows."""
         return await at_once(http, request, size)
 
     @app.post("/v1/spec", response_model=None)
-    async def spec(http: HttpRequest, request: Spec, size: Size) -> dict[str, Any]:
+    async def spec(http: HttpRequest, request: SpecRequest, size: Size) -> dict[str, Any]:
         """Shapes, dtypes and plain values of a task."""
         return await at_once(http, request, size)
 
@@ -364,7 +364,7 @@ class _Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._begin)
 
     async def end_when_worn(self) -> None:
-        await self._service.worn.wait()
+        await self._service.needs_recycle.wait()
         _log.info("worn: ends for a fresh process")
         self._begin()
 
@@ -378,7 +378,9 @@ class _Server(uvicorn.Server):
         self._drain.add_done_callback(lambda _: setattr(self, "should_exit", True))
 
 
-async def serve(config: Sandbox, cache: Path, roles: tuple[Role, ...], limits: Limits, host: str, port: int) -> None:
+async def serve(
+    config: SandboxConfig, cache: Path, roles: tuple[Role, ...], limits: ServiceLimits, host: str, port: int
+) -> None:
     """Serve until SIGTERM, then drain.  Takes the token out of this process's environment.  Raises ``ConfigError``,
     ``SandboxUnready``."""
     token = read_token(config, os.environ)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.local import LocalSandbox
-from cuda_agent.sandbox.protocol import Build, Evaluate, Probe, Request, ServiceError, Spec, agree
+from cuda_agent.sandbox.protocol import Build, EvaluateRequest, ProbeRequest, Request, ServiceError, SpecRequest, agree
 from cuda_agent.sandbox.service.jobs import Full, Job, Queue
 from cuda_agent.sandbox.service.metrics import Metrics
 from cuda_agent.sandbox.service.workspaces import Rooms
@@ -36,7 +36,7 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServiceLimits:
     """Of one service."""
 
     queue: int = 256  # jobs that wait
@@ -51,13 +51,13 @@ class Limits:
 class Service:
     """An async context manager around an open sandbox."""
 
-    def __init__(self, sandbox: LocalSandbox, roles: tuple[Role, ...], limits: Limits) -> None:
+    def __init__(self, sandbox: LocalSandbox, roles: tuple[Role, ...], limits: ServiceLimits) -> None:
         self.sandbox, self.roles, self.limits = sandbox, roles, limits
         self.rooms = Rooms(sandbox, limits.workspaces, limits.idle_seconds)
         self.metrics = _metrics()
         self.unready = "starting: the walls are not proven yet"  # empty: ready
         self.draining = False
-        self.worn = asyncio.Event()  # it has judged enough, or a cheat: time for a fresh process
+        self.needs_recycle = asyncio.Event()  # it has judged enough, or a cheat: time for a fresh process
         self._verdicts = 0
         self._waiting: dict[str, list[asyncio.Future[None]]] = defaultdict(list)
         places: dict[Hashable, int] = {judge: _AT_ONCE for judge in range(sandbox.judges)}
@@ -132,7 +132,7 @@ class Service:
         self.admit("build" if isinstance(request, Build) else "evaluate")
         agree(request.settings, self.sandbox.config)
         place: Hashable = "build"
-        if isinstance(request, Evaluate | Probe | Spec):
+        if isinstance(request, EvaluateRequest | ProbeRequest | SpecRequest):
             place = self.sandbox.judge_of(request.task.task())
         kind = request.kind  # type: ignore[attr-defined]
         try:
@@ -207,13 +207,13 @@ class Service:
 
     async def _answer(self, request: Request) -> dict[str, Any]:
         match request:
-            case Evaluate():
+            case EvaluateRequest():
                 verdict = await self.sandbox.evaluate(request.task.task(), request.solution.solution(), request.mode)
                 self._count_verdict(verdict)
                 return verdict.to_json()
-            case Probe():
+            case ProbeRequest():
                 return (await self.sandbox.probe(request.task.task(), request.compile)).to_json()
-            case Spec():
+            case SpecRequest():
                 return (await self.sandbox.spec(request.task.task())).to_json()
             case Build():
                 message = await self.sandbox.build(request.solution.solution(), request.task_spec())
@@ -228,14 +228,14 @@ class Service:
             self.metrics.add("infra_faults_total")
 
     def _count_verdict(self, verdict: Verdict) -> None:
-        self.metrics.add("verdicts_total", status=verdict.status, lane=verdict.lane)
+        self.metrics.add("verdicts_total", status=verdict.status, format=verdict.format)
         if verdict.status == "infra":
             self.metrics.add("infra_faults_total")
         if not verdict.cached:
             self._verdicts += 1
             cheated = verdict.status == "cheat" and self.limits.recycle_on_cheat
             if cheated or self._verdicts == self.limits.recycle_after:
-                self.worn.set()
+                self.needs_recycle.set()
             for phase, seconds in verdict.phases.items():
                 self.metrics.observe("phase_seconds", seconds, kind="evaluate", phase=phase)
 

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from cuda_agent.sandbox.wire import ALLOWED
-from cuda_agent.sandbox.worker.slots import store
+from cuda_agent.sandbox.worker.shared_tensors import store
 
 _MOST_DIMS, _MOST_RESULTS, _MOST_ARGUMENTS = 8, 8, 32
 _DTYPES = (

@@ -1,4 +1,4 @@
-"""The candidate worker: runs one solution, in any lane, and dies."""
+"""The candidate worker: runs one solution, in any format, and dies."""
 
 import contextlib
 import ctypes
@@ -15,12 +15,12 @@ import torch
 from cuda_agent.sandbox.wire import Frame
 from cuda_agent.sandbox.worker import library_nodes, observe
 from cuda_agent.sandbox.worker.binding import OnlyTheExtension, Outputs, load_module
+from cuda_agent.sandbox.worker.loop import WorkerLoop, build_model
 from cuda_agent.sandbox.worker.replay import play_back
-from cuda_agent.sandbox.worker.serving import Worker, build_model
-from cuda_agent.sandbox.worker.slots import Slots, flatten, map_memory, owned, rebuild, store, zeros
+from cuda_agent.sandbox.worker.shared_tensors import Slots, flatten, map_memory, owned, rebuild, store, zeros
 
 
-class Candidate(Worker):
+class Candidate(WorkerLoop):
     """Runs one solution.  It is started before anybody knows which one: first come the buffers (``B``), then the empty
     call may be timed, and then the solution is loaded (``L``)."""
 
@@ -36,7 +36,7 @@ class Candidate(Worker):
         # On the CPU the empty call's time is subtracted, so it holds nothing that a solution could leave out, such as
         # copying outputs to their place.  On a GPU empty chains go into a bound that must not be too high: they do it.
         self._commands = {"Z": self.empty_chain} if options["device"] == "cuda" else {"N": lambda frame: None}
-        self._commands["L"] = self.load_plan if options["lane"] == "plan" else self.load_model
+        self._commands["L"] = self.load_plan if options["format"] == "plan" else self.load_model
 
     def empty_chain(self, frame: Frame) -> Any:
         """Of outputs that are views for the reference, one costs what it costs to copy."""
@@ -68,9 +68,9 @@ class Candidate(Worker):
         self._commands["O"] = lambda call: observe.seconds_of(steps[call.slot], self._options["device"])
 
     def load_model(self, frame: Frame) -> None:
-        """``ModelNew`` of the extension lane, with its library and the rule to compute with it alone; or of the python
-        lane, free to use torch.  Built with the random numbers that built the reference, and given its weights."""
-        spec, restricted = self._options["spec"], self._options["lane"] == "extension"
+        """``ModelNew`` of the extension format, with its library and the rule to use nothing else; or of the python
+        format, free to use torch.  Built with the random numbers that built the reference, and given its weights."""
+        spec, restricted = self._options["spec"], self._options["format"] == "extension"
         numbers = range(len(self._slots.layout))
         given = [rebuild(spec["arguments"], self._slots.input_tensors(slot)) for slot in numbers]
         outputs = Outputs([self._slots.output_tensors(slot) for slot in numbers], self._options["device"])

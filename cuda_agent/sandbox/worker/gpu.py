@@ -1,6 +1,6 @@
 """A worker's side of the GPU: its context, the device's clock, and the executor of plans.
 
-A plan holds no host code: what runs here is ours, so the events that time a plan can be believed.  In the other lanes
+A plan holds no host code: what runs here is ours, so the events that time a plan can be believed.  In the other formats
 the solution shares this process with them, and they are hints that the judge checks from outside.
 """
 
@@ -16,7 +16,7 @@ import torch
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.wire import DELAY_UNIT
 from cuda_agent.sandbox.worker import library_nodes
-from cuda_agent.sandbox.worker.slots import Slots
+from cuda_agent.sandbox.worker.shared_tensors import Slots
 
 _CYCLES = 1.9e9  # a second of the delay kernel, about
 _HEAD_START, _LONGEST_DELAY = 2e-5, 2e-2  # seconds

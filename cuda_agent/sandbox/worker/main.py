@@ -35,7 +35,7 @@ from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
 from cuda_agent.sandbox.worker import gpu, observe
 from cuda_agent.sandbox.worker.candidate import Candidate
 from cuda_agent.sandbox.worker.reference import Reference
-from cuda_agent.sandbox.worker.replay import FirstPass
+from cuda_agent.sandbox.worker.replay import RecordingPass
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -63,7 +63,7 @@ def _serve(control: socket.socket, imports: Sequence[str]) -> None:
             for pid in children:
                 with contextlib.suppress(OSError):  # it has no group of its own
                     os.killpg(pid, signal.SIGKILL)
-            _bury(set())
+            _kill_orphans(set())
             return
         if frame.kind in "FB":
             parent, pid = os.getpid(), os.fork()
@@ -80,11 +80,11 @@ def _serve(control: socket.socket, imports: Sequence[str]) -> None:
         elif frame.kind == "W":
             _, status = os.waitpid(frame.body["pid"], 0)
             children.discard(frame.body["pid"])
-            _bury(children)
+            _kill_orphans(children)
             send_frame(control, "=", {"status": os.waitstatus_to_exitcode(status)})
 
 
-def _bury(living: set[int]) -> None:
+def _kill_orphans(living: set[int]) -> None:
     """End the processes that dead workers left (those that compile may start some).  All are stopped before any is
     killed: the rest of a fork bomb would go on otherwise."""
     seen: set[int] = set()
@@ -123,7 +123,7 @@ def _child(frame: Frame, parent: int) -> None:
                 os.environ["KINETO_LOG_LEVEL"] = "5"  # it would warn of a trace without the host's part
                 with contextlib.suppress(RuntimeError):  # not allowed on this machine: an observed call will say so
                     observe.kernels(lambda: torch.zeros(1, device="cuda"))
-        policy = jail.Policy.from_json(options["policy"])
+        policy = jail.JailPolicy.from_json(options["policy"])
         if policy.one_group:
             os.setpgid(0, 0)
         jail.enter(policy)  # which changes the user, and sets the signal of the parent's death anew
@@ -135,7 +135,7 @@ def _child(frame: Frame, parent: int) -> None:
         send_frame(channel, "=")
         torch.set_num_threads(options["threads"])
         torch.set_grad_enabled(False)
-        serve = {"reference": Reference, "candidate": Candidate, "first_pass": FirstPass}[options["role"]]
+        serve = {"reference": Reference, "candidate": Candidate, "first_pass": RecordingPass}[options["role"]]
         serve(channel, options, frame.fds[1:]).serve()
     except ConnectionError:
         pass

@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 from cuda_agent.sandbox.wire import Frame
 from cuda_agent.sandbox.worker import observe
 from cuda_agent.sandbox.worker.input_kinds import vary
-from cuda_agent.sandbox.worker.serving import Worker, run_module
-from cuda_agent.sandbox.worker.slots import Slots, argument_of, describe, flatten, is_plain, rebuild, store
+from cuda_agent.sandbox.worker.loop import WorkerLoop, run_module
+from cuda_agent.sandbox.worker.shared_tensors import Slots, argument_of, describe, flatten, is_plain, rebuild, store
 
 
-class Reference(Worker):
+class Reference(WorkerLoop):
     """Runs the task."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:

@@ -1,6 +1,6 @@
 """The worker's side of the two passes of a solution that compiles: the first runs programs, the second plays them back.
 
-``FirstPass`` serves the first: it runs the solution once on inputs of the task, and notes what every program answered.
+``RecordingPass`` serves the first: it runs the solution once on inputs of the task and records every program's answer.
 ``play_back`` readies the second, which may start none: a program that ran before seems to run again and answers the
 same, and what it made lies where it was left.  So ``load_inline`` asks ninja again, hears that all is built, and
 imports; Triton and TorchInductor find what they compiled.  Locks are not taken, since nobody can write there.
@@ -22,15 +22,15 @@ from typing import Any
 import torch
 
 from cuda_agent.sandbox.wire import NO_PROGRAMS, Frame
-from cuda_agent.sandbox.worker.serving import Worker, build_model, explain, run_module
-from cuda_agent.sandbox.worker.slots import argument_of, flatten, rebuild
+from cuda_agent.sandbox.worker.loop import WorkerLoop, build_model, explain, run_module
+from cuda_agent.sandbox.worker.shared_tensors import argument_of, flatten, rebuild
 
 _NOTES = "programs.json"
 _LOG = 1 << 18  # characters of an error that are told
 _RealPopen = subprocess.Popen
 
 
-class FirstPass(Worker):
+class RecordingPass(WorkerLoop):
     """Runs a solution where it may compile.  Answers nothing, or how it failed."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:

@@ -1,4 +1,4 @@
-// The executor of the plan lane on the CPU: runs the nodes of a plan in order and spreads the blocks of a kernel node over
+// The executor of the plan format on the CPU: runs the nodes of a plan in order and spreads the blocks of a kernel node over
 // a few threads that wait between calls.  Ours, built once; a candidate's library only exports the kernels.
 // It covers no error handling: a kernel that faults takes its single-use process with it.
 #include <linux/futex.h>

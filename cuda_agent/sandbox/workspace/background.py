@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from cuda_agent.sandbox.workspace.files import Refused
+from cuda_agent.sandbox.workspace.files import ToolRefused
 from cuda_agent.sandbox.workspace.shell import (
     BASH,
     PR_SET_CHILD_SUBREAPER,
@@ -46,12 +46,12 @@ class Backgrounds:
         self._started = 0
 
     def start(self, command: str) -> str:
-        """Its id.  Raises ``Refused``."""
+        """Its id.  Raises ``ToolRefused``."""
         for name in [name for name, channel in self._channels.items() if self._ask(channel, "s") is None]:
             self._forget(name)
         running = [name for name, channel in self._channels.items() if (self._ask(channel, "s") or {}).get("running")]
         if len(running) >= MOST:
-            raise Refused(f"{', '.join(running)} are running: at most {MOST} in the background")
+            raise ToolRefused(f"{', '.join(running)} are running: at most {MOST} in the background")
         self._started += 1
         name = f"bg{self._started}"
         requests, asks = os.pipe()  # the jail grants no sockets
@@ -65,11 +65,11 @@ class Backgrounds:
         return name
 
     def output(self, name: str) -> str:
-        """What it printed since it was asked last, and how it stands.  Raises ``Refused``."""
+        """What it printed since it was asked last, and how it stands.  Raises ``ToolRefused``."""
         return self._told(name, "o")
 
     def kill(self, name: str) -> str:
-        """Ends it; the rest of its output.  Raises ``Refused``."""
+        """Ends it; the rest of its output.  Raises ``ToolRefused``."""
         return self._told(name, "k")
 
     @contextlib.contextmanager
@@ -90,7 +90,7 @@ class Backgrounds:
     def _told(self, name: str, kind: str) -> str:
         if name not in self._channels:
             known = ", ".join(self._channels) or "none"
-            raise Refused(f"there is no background command {name[:20]!r} (there are: {known})")
+            raise ToolRefused(f"there is no background command {name[:20]!r} (there are: {known})")
         answer = self._ask(self._channels[name], kind)
         if answer is None:
             self._forget(name)

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from cuda_agent.sandbox.jail import scratch
 from cuda_agent.sandbox.wire import FRAME_LIMIT, HEAD, ToolResult, send_frame
-from cuda_agent.sandbox.workspace.shell import Limits
+from cuda_agent.sandbox.workspace.shell import CommandLimits
 
 Commands = Callable[[str, list[str], dict[str, str]], Awaitable[ToolResult]]
 """(compile, verify or profile; its arguments; the folder's files) -> what the command prints; an error exits with 1."""
@@ -42,8 +42,8 @@ class Workspaces:
     Its folders lie in a folder of their own in the system's temporary directory and go with it, also when this process
     is killed."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: CommandLimits | None = None) -> None:
+        self.limits = limits or CommandLimits()
         self._numbers = itertools.count()
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
@@ -142,7 +142,7 @@ async def open_workspace(
     protected: frozenset[str],
     commands: Commands,
     parent: Workspaces | None = None,
-    limits: Limits | None = None,
+    limits: CommandLimits | None = None,
 ) -> "AsyncIterator[Workspace]":
     """One workspace, of ``parent`` or of a parent that is started for it alone."""
     if parent is None:
@@ -157,7 +157,7 @@ class Workspace:
     """One open workspace.  Calls run one after the other."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, commands: Commands, limits: Limits
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, commands: Commands, limits: CommandLimits
     ) -> None:
         self._reader, self._writer, self._commands, self._limits = reader, writer, commands, limits
         self._turn = asyncio.Lock()

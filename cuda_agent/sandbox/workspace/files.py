@@ -1,7 +1,7 @@
 """The file tools of a workspace: Read, Write, Edit, MultiEdit and Glob in one folder, and what the folder holds.
 
 Everything in the folder may be hostile (links, FIFOs, huge or binary files, a million names), so every path is resolved
-and every read is bounded.  Refusals are ``Refused`` with one short line for the model.  This runs inside the jailed
+and every read is bounded.  Refusals are ``ToolRefused`` with one short line for the model.  This runs inside the jailed
 workspace process while no shell does; standard library only.  Not covered: the shell, Grep, and the walls (``jail``).
 """
 
@@ -22,7 +22,7 @@ DEPTH = 12
 READ_LINES = 2000
 
 
-class Refused(Exception):
+class ToolRefused(Exception):
     """A tool's error: its message is the tool's result."""
 
 
@@ -66,20 +66,20 @@ class Folder:
         name = self._writable(path)
         text = self._must_know(name)
         if not edits:
-            raise Refused("edits is empty")
+            raise ToolRefused("edits is empty")
         for number, edit in enumerate(edits, 1):
             where = f"edit {number}: " if len(edits) > 1 else ""
             old, new = edit["old_string"], edit["new_string"]
             count = text.count(old) if old else 0
             if count == 0:
-                raise Refused(f"{where}old_string not found in {name}")
+                raise ToolRefused(f"{where}old_string not found in {name}")
             if old == new:
-                raise Refused(f"{where}old_string and new_string are the same")
+                raise ToolRefused(f"{where}old_string and new_string are the same")
             if count > 1 and not edit.get("replace_all"):
-                raise Refused(f"{where}old_string occurs {count} times in {name}")
+                raise ToolRefused(f"{where}old_string occurs {count} times in {name}")
             text = text.replace(old, new)
             if len(text) > FILE_BYTES:
-                raise Refused(f"{name} would be larger than {FILE_BYTES} bytes")
+                raise ToolRefused(f"{name} would be larger than {FILE_BYTES} bytes")
         self._store(name, text)
         return "ok"
 
@@ -89,7 +89,7 @@ class Folder:
         prefix = "" if base == "." else base + "/"
         parts = tuple(part for part in pattern.split("/") if part not in ("", "."))
         if len(parts) > DEPTH:
-            raise Refused("the pattern is too deep")
+            raise ToolRefused("the pattern is too deep")
         names = (name for name, _ in self._walk(base))
         found = sorted(name for name in names if _matches(tuple(name[len(prefix) :].split("/")), parts))
         return "\n".join(found) or "(no matches)"
@@ -110,7 +110,7 @@ class Folder:
             path = os.path.join(self.root, name)
             try:
                 intact = not os.path.lexists(path) if content is None else self._text(name) == content
-            except Refused:
+            except ToolRefused:
                 intact = False
             if not intact:
                 changed.append(name)
@@ -128,7 +128,7 @@ class Folder:
                 continue
             try:
                 files[name] = self._text(name)
-            except Refused:
+            except ToolRefused:
                 continue
             total += size
             if len(files) >= FILES:
@@ -140,28 +140,28 @@ class Folder:
     def resolve(self, path: str) -> str:
         """The path relative to the folder, links followed."""
         if not isinstance(path, str) or not path or len(path) > 1024 or "\0" in path or not path.isprintable():
-            raise Refused("not a path")
+            raise ToolRefused("not a path")
         if path == "~" or path.startswith("~/"):
             path = path[2:] or "."
         full = os.path.realpath(os.path.join(self.root, path))
         if full != self.root and not full.startswith(self.root + "/"):
-            raise Refused(f"{path} is outside the work folder")
+            raise ToolRefused(f"{path} is outside the work folder")
         return posixpath.relpath(full, self.root)
 
     def _writable(self, path: str) -> str:
         name = self.resolve(path)
         if name in self.protected:
-            raise Refused(f"{name} is protected")
+            raise ToolRefused(f"{name} is protected")
         if os.path.isdir(os.path.join(self.root, name)):
-            raise Refused(f"{name} is a folder")
+            raise ToolRefused(f"{name} is a folder")
         return name
 
     def _must_know(self, name: str) -> str:
         _, text = self._known_text(name)
         if name not in self._seen:
-            raise Refused(f"read {name} first")
+            raise ToolRefused(f"read {name} first")
         if self._seen[name] != _digest(text):
-            raise Refused(f"{name} has changed: read it again")
+            raise ToolRefused(f"{name} has changed: read it again")
         return text
 
     def _known_text(self, path: str) -> tuple[str, str]:
@@ -174,32 +174,32 @@ class Folder:
                 os.path.join(self.root, name), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
             )
         except FileNotFoundError:
-            raise Refused(f"{name} does not exist") from None
+            raise ToolRefused(f"{name} does not exist") from None
         except OSError as error:
-            raise Refused(f"{name}: {error.strerror}") from None
+            raise ToolRefused(f"{name}: {error.strerror}") from None
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise Refused(f"{name} is not a file")
+                raise ToolRefused(f"{name} is not a file")
             data = b""
             while len(data) <= FILE_BYTES and (part := os.read(descriptor, FILE_BYTES + 1)):
                 data += part
         finally:
             os.close(descriptor)
         if len(data) > FILE_BYTES:
-            raise Refused(f"{name} is larger than {FILE_BYTES} bytes")
+            raise ToolRefused(f"{name} is larger than {FILE_BYTES} bytes")
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise Refused(f"{name} is not text") from None
+            raise ToolRefused(f"{name} is not text") from None
 
     def _store(self, name: str, content: str) -> None:
         """Atomically: another file of the same folder takes the name."""
         try:
             data = content.encode()
         except UnicodeEncodeError:
-            raise Refused("the content is not text") from None
+            raise ToolRefused("the content is not text") from None
         if len(data) > FILE_BYTES:
-            raise Refused(f"the content is larger than {FILE_BYTES} bytes")
+            raise ToolRefused(f"the content is larger than {FILE_BYTES} bytes")
         path = os.path.join(self.root, name)
         new = path + ".new~"
         try:
@@ -209,7 +209,7 @@ class Folder:
                 file.write(data)
             os.replace(new, path)
         except OSError as error:
-            raise Refused(f"{name}: {error.strerror}") from None
+            raise ToolRefused(f"{name}: {error.strerror}") from None
         self._seen[name] = _digest(content)
 
     def _discard(self, path: str) -> None:

@@ -52,7 +52,7 @@ exit "$status"
 
 
 @dataclass(frozen=True)
-class Limits:
+class CommandLimits:
     """Of one workspace.  A shell command's seconds do not count while compile, verify or profile is being answered."""
 
     shell_seconds: float = 30.0
@@ -64,7 +64,7 @@ class Limits:
 
 
 @dataclass
-class Outcome:
+class CommandOutcome:
     code: int
     output: str
     killed: str = ""  # why, when it was
@@ -95,11 +95,11 @@ class Output:
 class Shell:
     """Runs programs one after the other, each with all it starts in a jail inside this process's own."""
 
-    def __init__(self, folder: str, limits: Limits, files: Folder, client: socket.socket) -> None:
+    def __init__(self, folder: str, limits: CommandLimits, files: Folder, client: socket.socket) -> None:
         self.folder, self.limits, self.files, self.client = folder, limits, files, client
         self.state = ""  # what restores folder and variables
         work, self.pipes = f"{folder}/work", f"{folder}/pipes"
-        self.policy = jail.Policy(
+        self.policy = jail.JailPolicy(
             write=(work, f"{folder}/tmp", self.pipes),
             execute=(*jail.SYSTEM_EXECUTE, work, f"{folder}/bin"),
             cpu_seconds=max(1, int(limits.shell_seconds) * 2),
@@ -123,7 +123,7 @@ class Shell:
         self.keepers: set[int] = set()  # children that must outlive a command, with what they started
         self.paused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # while a time may be taken
 
-    def run(self, program: list[str], seconds: float) -> Outcome:
+    def run(self, program: list[str], seconds: float) -> CommandOutcome:
         """Until it ends, or is killed for what it uses.  Afterwards nothing that it started is alive."""
         requests = self._requests()
         out_read, out_write = os.pipe()
@@ -183,7 +183,7 @@ class Shell:
             os.close(descriptor)
         if state and len(state) <= _STATE_BYTES and not killed:
             self.state = state.decode(errors="replace").replace("\0", "")
-        return Outcome(code if code is not None else -signal.SIGKILL, output.text(), killed)
+        return CommandOutcome(code if code is not None else -signal.SIGKILL, output.text(), killed)
 
     def become(self, program: list[str], out: int, state: int, environment: dict[str, str]) -> None:
         """In a forked child: the program, in the jail of commands.  ``state``: where it leaves folder and variables."""

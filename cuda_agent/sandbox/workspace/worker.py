@@ -23,13 +23,13 @@ from typing import Any
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.wire import receive_frame, send_frame
 from cuda_agent.sandbox.workspace.background import Backgrounds
-from cuda_agent.sandbox.workspace.files import Folder, Refused
-from cuda_agent.sandbox.workspace.shell import (
+from cuda_agent.sandbox.workspace.files import Folder, ToolRefused
+from cuda_agent.sandbox.workspace.shell import (  # fmt: skip
     BASH,
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
     WRAPPER,
-    Limits,
+    CommandLimits,
     Shell,
     children,
     cut,
@@ -39,7 +39,7 @@ from cuda_agent.sandbox.workspace.shell import (
     prctl,
     reap,
     wake_on_child,
-)  # fmt: skip
+)
 
 # ---------------------------------------------------------------------------------------------------------- warm parent
 
@@ -117,9 +117,9 @@ def _worker(descriptor: int, folder: str) -> None:
     os.setsid()
     client = socket.socket(fileno=descriptor)
     opening = receive_frame(client).body
-    limits = Limits(**opening["limits"])
+    limits = CommandLimits(**opening["limits"])
     jail.enter(
-        jail.Policy(
+        jail.JailPolicy(
             read=(*jail.SYSTEM_READ, "/proc"),
             write=(folder,),
             execute=(*jail.SYSTEM_EXECUTE, folder),
@@ -144,7 +144,7 @@ def _worker(descriptor: int, folder: str) -> None:
 class Session:
     """One workspace: answers ``c`` (a tool call) and ``f`` (the files) with ``=``; asks ``?`` and is answered ``a``."""
 
-    def __init__(self, client: socket.socket, folder: str, files: Folder, limits: Limits) -> None:
+    def __init__(self, client: socket.socket, folder: str, files: Folder, limits: CommandLimits) -> None:
         self.client, self.folder, self.files, self.limits = client, folder, files, limits
         self.shell = Shell(folder, limits, files, client)
         self.backgrounds = Backgrounds(self.shell)
@@ -178,7 +178,7 @@ class Session:
             method = {"Read": "read", "Write": "write", "Edit": "edit", "MultiEdit": "multi_edit", "Glob": "glob"}[tool]
             with self.backgrounds.paused():
                 return cut(getattr(self.files, method)(**values), self.limits.output_chars), False
-        except Refused as refused:
+        except ToolRefused as refused:
             return self._presented(f"error: {refused}"), True
         except ConnectionError:
             raise
@@ -187,9 +187,9 @@ class Session:
 
     def _bash(self, command: str, timeout: float | None = None, run_in_background: bool = False) -> tuple[str, bool]:
         if not command.strip():
-            raise Refused("command is empty")
+            raise ToolRefused("command is empty")
         if len(command.encode(errors="replace")) > 100_000 or "\0" in command:
-            raise Refused("the command is too long or not text")
+            raise ToolRefused("the command is too long or not text")
         if run_in_background:
             return f"started in the background as {self.backgrounds.start(command)}", False
         seconds = min(timeout or self.limits.shell_seconds, self.limits.shell_seconds)
@@ -211,9 +211,9 @@ class Session:
         with self.backgrounds.paused():
             outcome = self.shell.run(search, 5.0)
         if outcome.killed:
-            raise Refused(outcome.killed)
+            raise ToolRefused(outcome.killed)
         if outcome.code > 1:
-            raise Refused(outcome.output.strip()[:500] or "the pattern cannot be used")
+            raise ToolRefused(outcome.output.strip()[:500] or "the pattern cannot be used")
         lines = sorted(line.removeprefix("./") for line in outcome.output.splitlines())
         return self._presented("\n".join(lines)) or "(no matches)"
 
@@ -248,25 +248,25 @@ _PARAMETERS: dict[str, dict[str, str]] = {  # a name that ends in "?" may be lef
 
 
 def checked(tool: str, arguments: Any, parameters: dict[str, str] | None = None) -> dict[str, Any]:
-    """The arguments of a call, of the right types; ``Refused`` names what is wrong.  Text such as "3" and "true"
+    """The arguments of a call, of the right types; ``ToolRefused`` names what is wrong.  Text such as "3" and "true"
     counts as the number or truth value it spells, because calls in XML carry text only."""
     parameters = parameters or _PARAMETERS.get(tool)
     if parameters is None:
-        raise Refused(f"there is no tool {tool[:40]!r}")
+        raise ToolRefused(f"there is no tool {tool[:40]!r}")
     if not isinstance(arguments, dict):
-        raise Refused(f"{tool} needs named arguments")
+        raise ToolRefused(f"{tool} needs named arguments")
     names = {name.rstrip("?"): kind for name, kind in parameters.items()}
     if unknown := sorted(map(str, arguments.keys() - names.keys())):
-        raise Refused(f"{tool} has no parameter {unknown[0][:40]!r}")
+        raise ToolRefused(f"{tool} has no parameter {unknown[0][:40]!r}")
     if missing := [name for name in parameters if not name.endswith("?") and name not in arguments]:
-        raise Refused(f"{tool} needs {missing[0]}")
+        raise ToolRefused(f"{tool} needs {missing[0]}")
     values = {name: _typed(tool, name, names[name], value) for name, value in arguments.items() if value is not None}
     values.pop("description", None)
     return values
 
 
 def _typed(tool: str, name: str, kind: str, value: Any) -> Any:
-    wrong = Refused(f"{tool}: {name} must be {kind}")
+    wrong = ToolRefused(f"{tool}: {name} must be {kind}")
     if kind == _STRING:
         if not isinstance(value, str):
             raise wrong
@@ -283,10 +283,10 @@ def _typed(tool: str, name: str, kind: str, value: Any) -> Any:
         except (ValueError, OverflowError):
             number = -1.0
         if not 0 < number < 1e9 or (kind == _INTEGER and number != int(number)):
-            raise Refused(f"{tool}: {name} must be {kind} above zero")
+            raise ToolRefused(f"{tool}: {name} must be {kind} above zero")
         return int(number) if kind == _INTEGER else number
     if not isinstance(value, list) or len(value) > 100:
-        raise Refused(f"{tool}: {name} must be a list")
+        raise ToolRefused(f"{tool}: {name} must be a list")
     if kind == _EDITS:
         parameters = _PARAMETERS["Edit"]
         return [checked("edit", item, {k: v for k, v in parameters.items() if k != "path"}) for item in value]

@@ -11,7 +11,7 @@ import torch
 from broadcast_cases import PROMPTS, serve
 from vllm_cases import reference, write_policy
 
-from cuda_agent.policy.engines.broadcast import Meeting, Member, TransferError, common_device, forms_of
+from cuda_agent.policy.engines.broadcast import Member, Rendezvous, TransferError, common_device, forms_of
 from cuda_agent.policy.engines.engine import EngineError
 from cuda_agent.policy.engines.vllm_plugin import digest
 from cuda_agent.policy.lora import adapters, attach, merged_parameters
@@ -92,7 +92,7 @@ def model(devices, folders):
 
 @pytest.fixture
 def meeting():
-    meeting = Meeting(HERE)
+    meeting = Rendezvous(HERE)
     yield meeting
     meeting.end()
 
@@ -137,7 +137,7 @@ def test_weights_that_were_not_sent_are_found_out(model, other):
 @pytest.mark.nightly
 def test_a_member_that_dies_takes_nobody_along(model, other, devices, folders, meeting):
     """The sender hears that the meeting has ended, lives on, and reaches another in a new one."""
-    doomed, first = Other(folders[0], devices[1]), Meeting(HERE)
+    doomed, first = Other(folders[0], devices[1]), Rendezvous(HERE)
     member = meet(first, model, doomed)
     os.kill(doomed.process.pid, signal.SIGSTOP)
     threading.Timer(0.5, lambda: os.kill(doomed.process.pid, signal.SIGKILL)).start()
@@ -153,7 +153,7 @@ def test_a_member_that_dies_takes_nobody_along(model, other, devices, folders, m
 
 
 def test_nobody_waits_longer_for_the_others_than_the_meeting_lasts():
-    meeting = Meeting(HERE)
+    meeting = Rendezvous(HERE)
     threading.Timer(0.5, meeting.end).start()
     with pytest.raises(TransferError):
         Member(HERE, meeting.port, 0, 2, "cpu")
@@ -162,7 +162,7 @@ def test_nobody_waits_longer_for_the_others_than_the_meeting_lasts():
 
 
 def test_who_waits_for_weights_that_nobody_sends_is_told_and_can_meet_again(model, other, meeting):
-    ended = Meeting(HERE)
+    ended = Rendezvous(HERE)
     meet(ended, model, other)
     other.begin("receive", forms_of(model))
     threading.Timer(0.5, ended.end).start()

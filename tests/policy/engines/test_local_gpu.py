@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cuda_agent.config import Policy
+from cuda_agent.config import PolicyConfig
 from cuda_agent.policy.engines.engine import SamplingParams
 from cuda_agent.policy.engines.local import LocalEngine
 from cuda_agent.policy.model import new_policy
@@ -19,7 +19,7 @@ def models(tokenizer):
     """Two of one shape, on the processor; far from uniform."""
     made = []
     for seed in (1, 2):
-        model = new_policy(Policy(layers=3, hidden=128, heads=4, kv_heads=2, context=1024), tokenizer, seed)
+        model = new_policy(PolicyConfig(layers=3, hidden=128, heads=4, kv_heads=2, context=1024), tokenizer, seed)
         with torch.no_grad():
             generator = torch.Generator().manual_seed(seed)
             for parameter in model.parameters():

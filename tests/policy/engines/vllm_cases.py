@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from cuda_agent.config import Policy
+from cuda_agent.config import PolicyConfig
 from cuda_agent.policy.engines.vllm_plugin import digest
 from cuda_agent.policy.engines.vllm_weights import load_served
 from cuda_agent.policy.model import load_model, new_policy, save_policy
@@ -20,7 +20,7 @@ _LOADING = threading.Lock()  # transformers cannot load two models at once
 
 def write_policy(folder: Path, tokenizer, seed: int):
     """A small random model, written to ``folder``: its next-token distributions are far from uniform."""
-    config = Policy(layers=2, hidden=64, heads=2, kv_heads=1, intermediate=128, context=CONTEXT)
+    config = PolicyConfig(layers=2, hidden=64, heads=2, kv_heads=1, intermediate=128, context=CONTEXT)
     model = new_policy(config, tokenizer, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

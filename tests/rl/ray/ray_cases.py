@@ -29,10 +29,10 @@ def config(**sections: Any) -> Config:
     values: dict[str, Any] = {
         "policy": POLICY | {"engine": "scripted", "threads": 1},
         "sandbox": {"clock": "model", "checks": 2, "timed_calls": 3},
-        "warmup": {"steps": 2, "batch": 4, "samples": 2, "minibatches": 2, "context": 1024},
+        "warmup": {"steps": 2, "episodes_per_step": 4, "samples_per_prompt": 2, "minibatches": 2, "context": 1024},
         "agent": {"turn_tokens": 300},
         "collect": {"samples": 2},
-        "ray": {"staleness": 0},
+        "ray": {"max_off_policy_steps": 0},
     }
     for name, settings in sections.items():
         values[name] = {**values.get(name, {}), **settings} if isinstance(settings, dict) else settings

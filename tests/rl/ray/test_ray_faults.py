@@ -84,7 +84,7 @@ def test_a_worker_killed_where_nobody_learns_is_replaced_and_nothing_counted_twi
 @pytest.fixture
 def broadcasts(monkeypatch):
     """What is put there happens right before the second broadcast, when its members have met."""
-    plain, count, happens = ray_broadcast.Circle.transfer, [0], []
+    plain, count, happens = ray_broadcast.WeightBroadcastGroup.transfer, [0], []
 
     async def transfer(circle, trainer, workers, forms):
         count[0] += 1
@@ -92,7 +92,7 @@ def broadcasts(monkeypatch):
             happens[0]()
         return await plain(circle, trainer, workers, forms)
 
-    monkeypatch.setattr(ray_broadcast.Circle, "transfer", transfer)
+    monkeypatch.setattr(ray_broadcast.WeightBroadcastGroup, "transfer", transfer)
     return happens
 
 
@@ -116,11 +116,13 @@ def test_weights_that_are_broadcast_are_those_of_the_object_store(tmp_path, inpu
     ctx = context(tmp_path / "one", config(**BROADCAST), inputs)
     warmup.run(ctx)
     assert learnt(tmp_path / "one") == peace
-    ranked = context(tmp_path / "two", config(**BROADCAST, training={"ranks": 2}), inputs)
+    ranked = context(tmp_path / "two", config(**BROADCAST, training={"num_processes": 2}), inputs)
     warmup.run(ranked)
     steps = read_metrics(tmp_path / "two" / "said" / "metrics.jsonl")
     assert learnt(tmp_path / "two")[2] == pytest.approx(peace[2], abs=1e-3)
-    assert max(values["engine_gap"] for values in steps.values()) < 1e-4, "sampled with the newest weights"
+    assert max(values["train_inference_mismatch"] for values in steps.values()) < 1e-4, (
+        "sampled with the newest weights"
+    )
     assert not [note for note in [*ctx.tracker.notes(), *ranked.tracker.notes()] if "broadcast" in note]
 
 
@@ -158,7 +160,7 @@ def test_a_broadcast_that_never_works_costs_time_and_nothing_else(tmp_path, inpu
     async def fail(circle, trainer, workers, forms):
         return [TransferError("no way"), *(TransferError("no way") for _ in workers)]
 
-    monkeypatch.setattr(ray_broadcast.Circle, "transfer", fail)
+    monkeypatch.setattr(ray_broadcast.WeightBroadcastGroup, "transfer", fail)
     ctx = context(tmp_path, config(**BROADCAST), inputs)
     warmup.run(ctx)
     assert learnt(tmp_path) == peace

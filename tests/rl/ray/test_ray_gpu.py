@@ -23,7 +23,7 @@ STEPS = {"warmup": {"steps": 3}}
 
 
 def test_ranks_on_gpus_of_two_actors_learn_what_those_of_one_process_learn(tmp_path, inputs):
-    ranks = {"training": {"ranks": 2, "device": "cuda"}, **STEPS}
+    ranks = {"training": {"num_processes": 2, "device": "cuda"}, **STEPS}
     warmup.run(context(tmp_path / "one", config(**ranks), inputs))
     spread = {"runtime": "ray", "ray": {"trainers": 2, "trainer_gpus": 1, "workers": 1}}
     ctx = context(tmp_path / "two", config(**ranks, **spread), inputs)
@@ -55,6 +55,8 @@ def test_weights_go_from_the_trainers_gpu_to_the_workers(tmp_path, inputs, monke
     warmup.run(ctx)
     steps = read_metrics(tmp_path / "said" / "metrics.jsonl")
     assert devices == ["cuda"] and list(steps) == [0, 1, 2]
-    assert max(values["engine_gap"] for values in steps.values()) < 1e-3, "sampled with the newest weights"
+    assert max(values["train_inference_mismatch"] for values in steps.values()) < 1e-3, (
+        "sampled with the newest weights"
+    )
     assert learnt(tmp_path)[0] != (inputs["policy"] / "model.safetensors").read_bytes()
     assert not [note for note in ctx.tracker.notes() if "broadcast" in note or "lost" in note] and of_ray() == []

@@ -7,8 +7,8 @@ import pytest
 
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import Episode, to_line
-from cuda_agent.rl.ray.players import Harvest, Lost, RayPlayers, Served
-from cuda_agent.rl.rollouts import Budget, episodes_of
+from cuda_agent.rl.ray.players import EpisodeCollector, Lost, RayPlayers, Served
+from cuda_agent.rl.rollouts import EpisodeBudget, episodes_of
 from cuda_agent.tasks.task import Task
 from tests.rl.ray.ray_cases import config, context
 
@@ -63,7 +63,7 @@ def players(tmp_path, monkeypatch, inputs):
         monkeypatch.setattr(ray, "kill", lambda actor: None)
         monkeypatch.setattr(ray, "remote", lambda kind: Method(lambda *arguments: next(left)))
         ctx = context(tmp_path, config(runtime="ray"), inputs)
-        return RayPlayers(ctx, Budget(1, 64, 1.0), None, 0, newest), ctx
+        return RayPlayers(ctx, EpisodeBudget(1, 64, 1.0), None, 0, newest), ctx
 
     return make
 
@@ -134,8 +134,8 @@ def test_a_worker_that_comes_late_is_given_the_newest_weights_before_it_plays(pl
         await made.open()
         await made.serve(Served(1, "one", "given"))
         jobs = episodes_of(TASKS, 1, "s")
-        harvest = Harvest(jobs, TASKS, 1)
-        assert await made.reap(harvest, jobs, "agent") == 1 and harvest.full
+        collector = EpisodeCollector(jobs, TASKS, 1)
+        assert await made.collect(collector, jobs, "agent") == 1 and collector.full
         while not asked:
             await asyncio.sleep(0)
         await made.serve(Served(2, "two", None))

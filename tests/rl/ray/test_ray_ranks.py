@@ -17,7 +17,12 @@ from cuda_agent.tracking import read_metrics
 from tests.rl.ray.ray_cases import Killer, config, context, learnt, of_ray, step_done
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray (pip install '.[ray]')")
-SPREAD = {"runtime": "ray", "ray": {"trainers": 2, "workers": 1}, "training": {"ranks": 2}, "warmup": {"steps": 3}}
+SPREAD = {
+    "runtime": "ray",
+    "ray": {"trainers": 2, "workers": 1},
+    "training": {"num_processes": 2},
+    "warmup": {"steps": 3},
+}
 
 
 @settings(max_examples=50, deadline=None)
@@ -83,7 +88,7 @@ def test_a_stage_goes_on_with_another_number_of_machines(tmp_path, inputs, peace
     first.should_stop = lambda: True
     with pytest.raises(TryAgain, match="stopped after step 1 of 3"):
         warmup.run(first)
-    alone = config(**SPREAD | {"ray": {"workers": 1}, "training": {"ranks": 1}})
+    alone = config(**SPREAD | {"ray": {"workers": 1}, "training": {"num_processes": 1}})
     again = context(tmp_path, alone, inputs)
     warmup.run(again)
     assert again.checkpoints.resumed == [1]

@@ -58,7 +58,7 @@ def test_every_task_keeps_its_share_where_more_is_played_than_needed(tmp_path, i
 
 
 def test_what_is_played_ahead_is_at_most_a_step_old_and_trained_on(tmp_path, inputs):
-    settings = config(runtime="ray", ray={"staleness": 1}, warmup={"steps": 4})
+    settings = config(runtime="ray", ray={"max_off_policy_steps": 1}, warmup={"steps": 4})
     warmup.run(context(tmp_path, settings, inputs))
     steps = read_metrics(tmp_path / "said" / "metrics.jsonl")
     assert list(steps) == [0, 1, 2, 3]

@@ -50,7 +50,7 @@ def test_two_replicas_play_for_one_trainer_and_one_of_them_is_killed(tmp_path, i
         runtime="ray",
         policy=SHAPE | {"engine": "vllm"},
         agent={"turn_tokens": 40},
-        warmup={"steps": 3, "batch": 8},
+        warmup={"steps": 3, "episodes_per_step": 8},
     )
     ctx = context(tmp_path, settings, inputs)
     killed: list[int] = []
@@ -66,7 +66,7 @@ def test_two_replicas_play_for_one_trainer_and_one_of_them_is_killed(tmp_path, i
     steps = read_metrics(tmp_path / "said" / "metrics.jsonl")
     assert list(steps) == [0, 1, 2] and killed
     assert {values["episodes"] for values in steps.values()} == {8}
-    assert max(values["engine_gap"] for values in steps.values()) < 1e-4, (
+    assert max(values["train_inference_mismatch"] for values in steps.values()) < 1e-4, (
         "every token was sampled with the newest weights"
     )
     assert [note for note in ctx.tracker.notes() if "rollout worker" in note and "lost" in note]

@@ -1,4 +1,4 @@
-"""The extension lane: a work folder with a Python module, kernels and bindings."""
+"""The extension format: a work folder with a Python module, kernels and bindings."""
 
 import pytest
 import torch

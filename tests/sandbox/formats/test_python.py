@@ -1,4 +1,4 @@
-"""The python lane: KernelBench's form, one model_new.py whose Python runs free inside the jail."""
+"""The python format: KernelBench's form, one model_new.py whose Python runs free inside the jail."""
 
 import pytest
 

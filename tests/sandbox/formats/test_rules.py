@@ -146,7 +146,7 @@ def test_the_published_folder_and_honest_plans_and_extensions_give_no_advice() -
     assert rules.findings(Solution("extension", published.FILES)) == []
     noted = {
         name for name, honest in HONEST.items()
-        if honest.lane != "python" and rules.findings(Solution(honest.lane, dict(honest.files)))
+        if honest.format != "python" and rules.findings(Solution(honest.format, dict(honest.files)))
     }  # fmt: skip
     assert noted == {"plan_helper_thread_that_is_done"}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cuda_agent.sandbox.jail import cgroups
-from cuda_agent.sandbox.jail.cgroups import Group, Groups
+from cuda_agent.sandbox.jail.cgroups import ControlGroup, Groups
 
 
 @pytest.fixture
@@ -21,13 +21,13 @@ def groups() -> Groups:
 
 
 @pytest.fixture
-def group(groups: Groups) -> Iterator[Group]:
+def group(groups: Groups) -> Iterator[ControlGroup]:
     group = groups.make(memory_mb=64, tasks=8)
     yield group
     group.close()
 
 
-def run(group: Group, code: str) -> subprocess.CompletedProcess[str]:
+def run(group: ControlGroup, code: str) -> subprocess.CompletedProcess[str]:
     """Python under the group's limits: it waits on its input until it is in the group."""
     process = subprocess.Popen(
         [sys.executable, "-S", "-c", f"import sys, os, threading, time\nsys.stdin.readline()\n{code}"],
@@ -38,17 +38,17 @@ def run(group: Group, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess([], process.returncode, out)
 
 
-def test_a_process_beyond_its_memory_is_ended_and_that_is_known(group: Group) -> None:
+def test_a_process_beyond_its_memory_is_ended_and_that_is_known(group: ControlGroup) -> None:
     done = run(group, "held = bytearray(200 << 20)\nprint('lived')")
     assert (done.returncode, done.stdout, group.killed()) == (-9, "", True)
 
 
-def test_a_process_within_its_memory_lives(group: Group) -> None:
+def test_a_process_within_its_memory_lives(group: ControlGroup) -> None:
     done = run(group, "held = bytearray(20 << 20)\nprint('lived')")
     assert (done.returncode, done.stdout, group.killed()) == (0, "lived\n", False)
 
 
-def test_tasks_beyond_the_limit_are_refused(group: Group) -> None:
+def test_tasks_beyond_the_limit_are_refused(group: ControlGroup) -> None:
     code = """
 for number in range(20):
     try:

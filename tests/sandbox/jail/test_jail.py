@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cuda_agent.config import Sandbox
+from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import SandboxUnready
 from cuda_agent.sandbox.jail import jail
 from tests.sandbox.conftest import Running, one_judge, plan_solution, task
@@ -20,7 +20,7 @@ print(json.dumps(jail._attacks(sys.argv[1], os.getppid())))
 
 
 def test_every_default_wall_is_proven_here(tmp_path: Path) -> None:
-    breaches = jail.prove(Sandbox().required_walls, tmp_path)
+    breaches = jail.prove(SandboxConfig().required_walls, tmp_path)
     assert not set(breaches) & {"no_new_privs", "landlock", "seccomp"}
 
 
@@ -38,13 +38,13 @@ def test_the_proof_notices_every_missing_wall(tmp_path: Path) -> None:
 
 def test_a_wall_that_does_not_exist_keeps_the_sandbox_unready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one_judge(monkeypatch)
-    running = Running(Sandbox(required_walls=["moat"]), tmp_path)
+    running = Running(SandboxConfig(required_walls=["moat"]), tmp_path)
     with pytest.raises(SandboxUnready, match="no such wall: moat"):
         running.evaluate(task(), plan_solution())
     running.close()
 
 
-def run_jailed(policy: jail.Policy, script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_jailed(policy: jail.JailPolicy, script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         jail.command(policy, ["bash", "-c", script]),
         cwd=folder, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=30,
@@ -55,7 +55,7 @@ def test_a_jailed_program_sees_its_folder_only(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "secret").write_text("secret")
-    policy = jail.Policy(write=(str(tmp_path / "mine"),), execute=jail.SYSTEM_EXECUTE, read_any=True)
+    policy = jail.JailPolicy(write=(str(tmp_path / "mine"),), execute=jail.SYSTEM_EXECUTE, read_any=True)
     script = "echo text > note; cat note; cat ../other/secret; echo x > ../other/new; cat /proc/1/environ; id -u"
     result = run_jailed(policy, script, tmp_path / "mine")
     lines = result.stdout.split()
@@ -65,7 +65,9 @@ def test_a_jailed_program_sees_its_folder_only(tmp_path: Path) -> None:
 
 
 def test_files_and_memory_of_a_jailed_program_are_limited(tmp_path: Path) -> None:
-    policy = jail.Policy(write=(str(tmp_path),), execute=jail.SYSTEM_EXECUTE, memory_mb=64, file_mb=1, read_any=True)
+    policy = jail.JailPolicy(
+        write=(str(tmp_path),), execute=jail.SYSTEM_EXECUTE, memory_mb=64, file_mb=1, read_any=True
+    )
     run_jailed(policy, "head -c 3000000 /dev/zero > big", tmp_path)
     assert (tmp_path / "big").stat().st_size == 1 << 20
     assert (

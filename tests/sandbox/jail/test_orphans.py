@@ -14,8 +14,8 @@ import pytest
 from cuda_agent.errors import TaskError
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.jail.descendants import descendants
-from cuda_agent.sandbox.jail.processes import WarmParent, Worker, warm_parent
-from cuda_agent.sandbox.judge.oracle import Oracle, Settings
+from cuda_agent.sandbox.jail.processes import JailedProcess, WarmParent, warm_parent
+from cuda_agent.sandbox.judge.reference_client import JudgeSettings, ReferenceClient
 from tests.sandbox.conftest import CHAIN
 from tests.sandbox.drill import _children
 
@@ -59,12 +59,12 @@ def run(parent: WarmParent, code: str) -> None:
     """In a worker as it compiles: with the right to start programs."""
     home = Path(tempfile.mkdtemp(prefix="orphans-"))
     read, execute = (*jail.SYSTEM_READ, sys.prefix, sys.base_prefix), (*jail.SYSTEM_EXECUTE, sys.base_prefix)
-    policy = jail.Policy(read=read, write=(str(home),), execute=execute, read_any=True, memory_mb=0, one_group=True)
+    policy = jail.JailPolicy(read=read, write=(str(home),), execute=execute, read_any=True, memory_mb=0, one_group=True)
     options = {"role": "reference", "threads": 1, "folder": str(home), "environment": {}, "device": "cpu"}
-    worker = Worker(parent, options, policy, 400, home)
+    worker = JailedProcess(parent, options, policy, 400, home)
     worker.wait_started()
-    settings = Settings(1, 1, 0.1, 1, 1.0, 400, "model", (), "", "", "")
-    Oracle(worker, CHAIN + code, 0, settings).close()
+    settings = JudgeSettings(1, 1, 0.1, 1, 1.0, 400, "model", (), "", "", "")
+    ReferenceClient(worker, CHAIN + code, 0, settings).close()
 
 
 def left(parent: WarmParent) -> set[int]:

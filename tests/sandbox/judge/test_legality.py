@@ -11,7 +11,7 @@ from cuda_agent.optimize.verdict_text import verdict_lines
 from cuda_agent.sandbox.judge import legality
 from cuda_agent.sandbox.wire import Ran, Solution, Verdict
 from cuda_agent.sandbox.worker import observe
-from cuda_agent.sandbox.worker.slots import owned
+from cuda_agent.sandbox.worker.shared_tensors import owned
 from tests.sandbox.conftest import Running, plan_solution, task
 from tests.sandbox.formats.test_extension import LINEAR, MODEL, folder
 from tests.sandbox.judge.test_roofline import PYTHON

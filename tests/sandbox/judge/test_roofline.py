@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuda_agent.sandbox import local
-from cuda_agent.sandbox.judge import oracle, roofline
+from cuda_agent.sandbox.judge import reference_client, roofline
 from cuda_agent.sandbox.judge.roofline import Peaks
 from cuda_agent.sandbox.wire import Solution, TaskSpec, Tensor
 from cuda_agent.sandbox.worker import observe
@@ -34,8 +34,10 @@ RATES = st.floats(1e6, 1e14)
 @given(SIZES, RATES, SIZES, st.floats(1, 4))
 def test_whoever_writes_at_the_peak_is_believed(written: int, rate: float, cache: int, slack: float) -> None:
     peaks = Peaks(rate, cache, slack)
-    assert roofline.too_fast(written / rate, 1e9, written, peaks) == ""
-    assert roofline.too_fast(max(0, written - cache) / rate, 1e9, written, peaks) == ""  # the rest stays in the cache
+    assert roofline.below_physical_floor(written / rate, 1e9, written, peaks) == ""
+    assert (
+        roofline.below_physical_floor(max(0, written - cache) / rate, 1e9, written, peaks) == ""
+    )  # the rest stays in the cache
 
 
 @given(SIZES, RATES, SIZES, st.floats(0.01, 0.9))
@@ -44,9 +46,9 @@ def test_a_time_below_the_floor_is_not_believed_unless_eager_is_as_fast(
 ) -> None:
     peaks = Peaks(rate, cache, 1.05)
     floor = peaks.floor(written)
-    doubt = roofline.too_fast(part * floor, floor, written, peaks)
+    doubt = roofline.below_physical_floor(part * floor, floor, written, peaks)
     assert bool(doubt) is (floor > 0)
-    assert roofline.too_fast(part * floor, 0.99 * floor, written, peaks) == ""
+    assert roofline.below_physical_floor(part * floor, 0.99 * floor, written, peaks) == ""
 
 
 @given(SIZES, SIZES)
@@ -139,7 +141,7 @@ def test_of_views_counts_what_a_copy_can_be_made_of() -> None:
     spec = TaskSpec(inputs, outputs, {}, (), ())
 
     def kept(*told: object) -> object:
-        return oracle.views({"views": list(told)}, spec)
+        return reference_client.views({"views": list(told)}, spec)
 
     assert kept([1, 16], None) == [[1, 16], None]
     assert kept([0, 1], [32]) == [[], [32]], "one row again and again may come from a whole tensor"

@@ -86,7 +86,7 @@ class Served:
 def body(solution: Solution | None = None, code: str = CHAIN, **more: Any) -> dict[str, Any]:
     """A request to evaluate."""
     solution = solution or plan_solution()
-    return {"task": {"code": code}, "solution": {"lane": solution.lane, "files": solution.files}} | more
+    return {"task": {"code": code}, "solution": {"format": solution.format, "files": solution.files}} | more
 
 
 def variant(number: int, code: str = CHAIN) -> dict[str, Any]:

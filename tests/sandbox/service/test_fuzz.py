@@ -50,7 +50,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 TEXT = st.text(st.characters(codec=None, exclude_categories=()), max_size=20)  # lone surrogates too
 WORDS = st.sampled_from(
-    ["task", "code", "solution", "lane", "files", "mode", "kind", "priority", "plan", "quick", "evaluate", "spec",
+    ["task", "code", "solution", "format", "files", "mode", "kind", "priority", "plan", "quick", "evaluate", "spec",
      "inputs", "shape", "dtype", "float32", "tool", "arguments", "Bash", "command", "protected", "text", "error"]
 )  # fmt: skip
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | TEXT | WORDS
@@ -63,7 +63,7 @@ ALMOST = st.fixed_dictionaries(
         "kind": st.sampled_from(["evaluate", "probe", "spec", "build"]) | LEAVES,
         "task": st.fixed_dictionaries({"code": st.just("import nothing") | LEAVES}) | ANY,
         "solution": st.fixed_dictionaries(
-            {"lane": st.sampled_from(["plan", "extension", "python"]) | LEAVES, "files": ANY}
+            {"format": st.sampled_from(["plan", "extension", "python"]) | LEAVES, "files": ANY}
         ),
         "spec": st.fixed_dictionaries(
             {name: ANY | st.just([]) for name in ("inputs", "outputs", "arguments", "init")}
@@ -152,7 +152,7 @@ PLANS = st.fixed_dictionaries(
 def check_plan(served: Served, plan: object) -> None:
     """The kernel does not compile, so that what passes for a plan is over soon."""
     files = {"plan.json": json.dumps(plan), "kernels/chain.cpp": "#error no\n"}
-    check_verdict(served.http.post("/v1/evaluate", json=body() | {"solution": {"lane": "plan", "files": files}}))
+    check_verdict(served.http.post("/v1/evaluate", json=body() | {"solution": {"format": "plan", "files": files}}))
 
 
 @examples(150)
@@ -178,7 +178,7 @@ CONTENTS = st.sampled_from(
 ) | st.text(max_size=40)  # fmt: skip
 SOLUTIONS = st.fixed_dictionaries(
     {
-        "lane": st.sampled_from(["plan", "extension"]),
+        "format": st.sampled_from(["plan", "extension"]),
         "files": st.dictionaries(FILE_NAMES, CONTENTS, max_size=6),
     }
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cuda_agent.config import Sandbox
+from cuda_agent.config import SandboxConfig
 from cuda_agent.sandbox.remote import RemoteSandbox
 from tests.sandbox.conftest import CHAIN, plan_solution, task
 from tests.sandbox.service.serving import QUICK, TOKEN, Served, body, variant
@@ -27,7 +27,7 @@ def request(number: int, every: int) -> tuple[dict, str]:
     if number % every == 0:
         return variant(number, CHAIN + f"# {number % 4}\n"), "ok"
     files = plan_solution().files | {"plan.json": f'{{"nodes": [], "note": {number}}}'}
-    return body() | {"solution": {"lane": "plan", "files": files}}, "build_error"
+    return body() | {"solution": {"format": "plan", "files": files}}, "build_error"
 
 
 async def submit(http: httpx.AsyncClient, number: int, every: int, codes: list[int]) -> dict:
@@ -136,7 +136,7 @@ def test_three_servers_under_load_lose_one_and_no_verdict(tmp_path, monkeypatch)
     done: list[int] = []
 
     async def all_of_it() -> list[str]:
-        async with RemoteSandbox(Sandbox(servers=[server.address for server in servers], **SETTINGS)) as sandbox:
+        async with RemoteSandbox(SandboxConfig(servers=[server.address for server in servers], **SETTINGS)) as sandbox:
 
             async def one(number: int, work: tuple) -> str:
                 verdict = await sandbox.evaluate(*work)

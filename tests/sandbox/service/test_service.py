@@ -94,7 +94,7 @@ def test_spec_and_probe_of_a_task_and_a_build_for_its_spec(served):
         "message": "",
     }
     broken = plan_solution(KERNEL.replace("y[i] =", "z[i] =")).files
-    answer = served.http.post("/v1/build", json={"solution": {"lane": "plan", "files": broken}, "spec": spec}).json()
+    answer = served.http.post("/v1/build", json={"solution": {"format": "plan", "files": broken}, "spec": spec}).json()
     assert answer["status"] == "build_error" and "kernels/chain.cpp:5" in answer["message"]
 
 
@@ -125,7 +125,7 @@ def test_whoever_hangs_up_takes_the_submission_back(served):
         served.http.post("/v1/evaluate", json=body(plan_solution(SLOW + "// c")), timeout=0.5)
     finished(served, first)
     finished(served, second)
-    assert metric(served, 'verdicts_total{lane="plan",status="timeout"}') >= 2
+    assert metric(served, 'verdicts_total{format="plan",status="timeout"}') >= 2
     for _ in range(100):
         if metric(served, "queue_length") + metric(served, "running ") == 0:
             return
@@ -170,7 +170,7 @@ def test_metrics_are_in_prometheus_form(served):
             assert any(line.startswith(name) for name in names), line
     for name in ("queue_length", "running", "verdicts_total", "rejected_total", "infra_faults_total", "phase_seconds"):
         assert f"cuda_agent_sandbox_{name}" in names
-    assert 'cuda_agent_sandbox_verdicts_total{lane="plan",status="ok"}' in text
+    assert 'cuda_agent_sandbox_verdicts_total{format="plan",status="ok"}' in text
     assert 'phase_seconds_bucket{kind="evaluate",phase="run",le="+Inf"}' in text
 
 
@@ -205,14 +205,14 @@ def test_every_route_but_health_asks_for_the_token(served, header):
         (body() | {"task": {"code": 3}}, "task.code"),
         (body() | {"task": {"code": "\ud800"}}, "task.code"),
         (body() | {"task": {"code": "x" * (1 << 20)}}, "task.code"),
-        (body() | {"solution": {"lane": "shell", "files": {}}}, "solution.lane"),
-        (body() | {"solution": {"lane": "plan", "files": {"../x": ""}}}, "solution.files"),
-        (body() | {"solution": {"lane": "plan", "files": {"/x": ""}}}, "solution.files"),
-        (body() | {"solution": {"lane": "plan", "files": {"a\0b": ""}}}, "solution.files"),
-        (body() | {"solution": {"lane": "plan", "files": {"a" * 300: ""}}}, "solution.files"),
-        (body() | {"solution": {"lane": "plan", "files": {"\ud800": ""}}}, "solution.files"),
-        (body() | {"solution": {"lane": "plan", "files": {str(n): "" for n in range(300)}}}, "solution.files"),
-        (body() | {"solution": {"lane": "plan", "files": {"a": "x" * (2 << 20)}}}, "solution.files"),
+        (body() | {"solution": {"format": "shell", "files": {}}}, "solution.format"),
+        (body() | {"solution": {"format": "plan", "files": {"../x": ""}}}, "solution.files"),
+        (body() | {"solution": {"format": "plan", "files": {"/x": ""}}}, "solution.files"),
+        (body() | {"solution": {"format": "plan", "files": {"a\0b": ""}}}, "solution.files"),
+        (body() | {"solution": {"format": "plan", "files": {"a" * 300: ""}}}, "solution.files"),
+        (body() | {"solution": {"format": "plan", "files": {"\ud800": ""}}}, "solution.files"),
+        (body() | {"solution": {"format": "plan", "files": {str(n): "" for n in range(300)}}}, "solution.files"),
+        (body() | {"solution": {"format": "plan", "files": {"a": "x" * (2 << 20)}}}, "solution.files"),
         (body() | {"settings": {"favourite": 3}}, "settings"),
     ],
 )
@@ -570,4 +570,4 @@ def test_a_server_that_has_judged_enough_ends_in_order(tmp_path):
         verdict = served.http.post("/v1/evaluate", json=body()).json()
         assert verdict["status"] == "ok"
         assert served.process.wait(60) == 0
-        assert "worn" in served.log.read_text()
+        assert "needs_recycle" in served.log.read_text()

@@ -12,7 +12,7 @@ import pytest
 
 from cuda_agent.sandbox.wire import ToolResult
 from cuda_agent.sandbox.workspace.client import Workspaces
-from cuda_agent.sandbox.workspace.shell import Limits
+from cuda_agent.sandbox.workspace.shell import CommandLimits
 
 FILES = {"model.py": "task\n", "kernels/a.cpp": "int x;\n"}
 
@@ -23,7 +23,9 @@ def loop():
         yield runner
 
 
-LIMITS = Limits(shell_seconds=6.0, output_chars=4000, memory_mb=200, processes=40, disk_mb=32, background_seconds=120.0)
+LIMITS = CommandLimits(
+    shell_seconds=6.0, output_chars=4000, memory_mb=200, processes=40, disk_mb=32, background_seconds=120.0
+)
 
 
 @pytest.fixture(scope="module")

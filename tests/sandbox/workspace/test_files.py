@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuda_agent.sandbox.workspace.files import FILE_BYTES, FILES, Folder, Refused, disk_use
+from cuda_agent.sandbox.workspace.files import FILE_BYTES, FILES, Folder, ToolRefused, disk_use
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def folder(tmp_path):
 
 
 def refusal(action, *arguments, **named):
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ToolRefused) as refused:
         action(*arguments, **named)
     return str(refused.value)
 
@@ -167,7 +167,7 @@ def test_whatever_the_tools_do_they_agree_with_a_dictionary(tmp_path_factory, st
     for step, name, *rest in steps:
         try:
             getattr(folder, step)(name, *rest)
-        except Refused:
+        except ToolRefused:
             continue
         assert name != "../up"
         if step == "write":

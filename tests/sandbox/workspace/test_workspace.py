@@ -14,7 +14,7 @@ import pytest
 
 from cuda_agent.sandbox.wire import ToolResult
 from cuda_agent.sandbox.workspace.client import ARGUMENT_BYTES, WorkspaceLost, Workspaces, open_workspace
-from cuda_agent.sandbox.workspace.shell import Limits, cut
+from cuda_agent.sandbox.workspace.shell import CommandLimits, cut
 from cuda_agent.sandbox.workspace.worker import checked
 
 FILES = {"model.py": "task\n", "SKILL.md": "rules\n", "kernels/a.cpp": "int x;\n"}
@@ -34,7 +34,7 @@ def loop():
 
 @pytest.fixture(scope="module")
 def parent(loop):
-    parent = Workspaces(Limits(shell_seconds=4.0, output_chars=4000, memory_mb=256, processes=32, disk_mb=32))
+    parent = Workspaces(CommandLimits(shell_seconds=4.0, output_chars=4000, memory_mb=256, processes=32, disk_mb=32))
     loop.run(parent.__aenter__())
     yield parent
     loop.run(parent.close())
@@ -330,7 +330,7 @@ def test_the_time_of_an_answer_is_not_the_commands_time(loop):
         return ToolResult("late")
 
     async def body():
-        async with open_workspace(FILES, PROTECTED, slow, limits=Limits(shell_seconds=3.0)) as workspace:
+        async with open_workspace(FILES, PROTECTED, slow, limits=CommandLimits(shell_seconds=3.0)) as workspace:
             return await workspace.call("Bash", {"command": "verify; echo after"})
 
     assert loop.run(body()) == ToolResult("late\nafter")
@@ -464,7 +464,7 @@ def test_a_worker_that_hangs_is_a_fault_of_ours(loop, monkeypatch):
             worker = int((await workspace.call("Bash", {"command": "echo $PPID"})).text)
             os.kill(worker, signal.SIGSTOP)
             monkeypatch.setattr("cuda_agent.sandbox.workspace.client._GRACE_SECONDS", 0.1)
-            monkeypatch.setattr(workspace, "_limits", Limits(shell_seconds=0.4))
+            monkeypatch.setattr(workspace, "_limits", CommandLimits(shell_seconds=0.4))
             with pytest.raises(WorkspaceLost, match="does not answer"):
                 await workspace.call("Bash", {"command": "echo"})
 
@@ -501,7 +501,7 @@ def test_many_at_once(loop):
             ).text
 
     async def all_of_them():
-        async with Workspaces(Limits(shell_seconds=60.0)) as parent:
+        async with Workspaces(CommandLimits(shell_seconds=60.0)) as parent:
             return await asyncio.gather(*(one(parent, number) for number in range(10, 42)))
 
     assert loop.run(all_of_them()) == [f"verify ['{n}'\n{n}" for n in range(10, 42)]

@@ -14,9 +14,16 @@ from typing import Any
 from cuda_agent.lease import Lease
 from cuda_agent.machine import processor
 from cuda_agent.sandbox.jail import cgroups, jail
-from cuda_agent.sandbox.jail.processes import NotStarted, WarmParent, Worker, WorkerDied, WorkerError, warm_parent
+from cuda_agent.sandbox.jail.processes import (
+    JailedProcess,
+    NotStarted,
+    WarmParent,
+    WorkerDied,
+    WorkerError,
+    warm_parent,
+)
 from cuda_agent.sandbox.judge import buffers
-from cuda_agent.sandbox.judge.oracle import Oracle, Settings
+from cuda_agent.sandbox.judge.reference_client import JudgeSettings, ReferenceClient
 
 _COMPILING = "cuda_agent.sandbox.worker.compiling"  # imported by the warm parent of compiling workers, never here
 
@@ -32,10 +39,10 @@ def get_init_inputs():
 """
 
 
-class Workshop:
+class WorkerPool:
     """Starts jailed workers: keeps the warm parents and the private folders."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
         self.lease = Lease(Path(settings.lease))  # one for all that its judge does, in one thread
         self._log = Path(settings.scratch) / "workers.log"
@@ -43,7 +50,7 @@ class Workshop:
         self._plain = warm_parent(settings.threads, self._log)
         self._compiling: WarmParent | None = None
         self._ready = False
-        self._spare: Worker | None = None
+        self._spare: JailedProcess | None = None
         self.areas = buffers.Spare()  # on a processor
 
     @property
@@ -53,7 +60,7 @@ class Workshop:
             self._ready = True
         return self._plain.torch
 
-    def candidate(self, profiler: bool = False) -> Worker:
+    def candidate(self, profiler: bool = False) -> JailedProcess:
         """A single-use worker that can write nothing but the outputs it is given later, and read its own folder.
         ``profiler``: torch's sees its kernels; nobody should time them then."""
         spare, self._spare = (None, self._spare) if profiler else (self._spare, None)
@@ -70,34 +77,34 @@ class Workshop:
         if self._spare is None or not self._spare.alive:
             self._spare = self._start_candidate()
 
-    def _start_candidate(self, **more: Any) -> Worker:
+    def _start_candidate(self, **more: Any) -> JailedProcess:
         assert self.torch
         home = self._home()
         home.chmod(0o755)
-        policy = jail.Policy(read=(str(home),), file_mb=0)
+        policy = jail.JailPolicy(read=(str(home),), file_mb=0)
         return self._start(self._plain, {"role": "candidate", **more}, policy, home, self._candidate_seconds())
 
     def _candidate_seconds(self) -> int:
         return int(self.settings.run_seconds * self.settings.threads * 4) + 60
 
-    def reference(self) -> Worker:
+    def reference(self) -> JailedProcess:
         """A worker for one task, with a small private folder: libraries make their cache folders when imported."""
         assert self.torch
         home = self._home()
-        worker = self._start(self._plain, {"role": "reference"}, jail.Policy(write=(str(home),), file_mb=16), home)
+        worker = self._start(self._plain, {"role": "reference"}, jail.JailPolicy(write=(str(home),), file_mb=16), home)
         worker.wait_started()
         return worker
 
-    def compiler(self) -> tuple[Worker, str]:
+    def compiler(self) -> tuple[JailedProcess, str]:
         """A reference worker that may run the C++ compiler, and the folder of what the warm-up found out."""
         self._parent_that_compiles()
         known = str(self._known())
         return self._start_compiler(self._home(), (known,)), known
 
-    def locked(self, place: dict[str, Any], profiler: bool = False) -> Worker:
+    def locked(self, place: dict[str, Any], profiler: bool = False) -> JailedProcess:
         """A candidate's worker that also reads what the solution's first pass left, and starts no program either."""
         parent, home = self._parent_that_compiles(), self._home()
-        policy = jail.Policy(read=(str(home), place["folder"]), file_mb=0)
+        policy = jail.JailPolicy(read=(str(home), place["folder"]), file_mb=0)
         options = {
             "role": "candidate", "folder": place["folder"], "environment": place["environment"], "profiler": profiler
         }  # fmt: skip
@@ -112,10 +119,10 @@ class Workshop:
             self._compiling.wait_ready()
         return self._compiling
 
-    def _start_compiler(self, home: Path, read: tuple[str, ...] = ()) -> Worker:
+    def _start_compiler(self, home: Path, read: tuple[str, ...] = ()) -> JailedProcess:
         assert self._compiling
         execute = (*jail.SYSTEM_EXECUTE, *jail.PYTHON)
-        policy = jail.Policy(read=read, write=(str(home),), execute=execute, file_mb=256, one_group=True)
+        policy = jail.JailPolicy(read=read, write=(str(home),), execute=execute, file_mb=256, one_group=True)
         worker = self._start(self._compiling, {"role": "reference"}, policy, home)
         worker.wait_started()
         return worker
@@ -127,10 +134,10 @@ class Workshop:
         self,
         parent: WarmParent,
         options: dict[str, Any],
-        policy: jail.Policy,
+        policy: jail.JailPolicy,
         home: Path,
         cpu_seconds: int = 1 << 20,
-    ) -> Worker:
+    ) -> JailedProcess:
         settings = self.settings
         policy = replace(
             policy,
@@ -148,7 +155,7 @@ class Workshop:
         options = {
             "threads": settings.threads, "folder": folder, "environment": environment, "device": settings.device
         } | options  # fmt: skip
-        return Worker(parent, options, policy, settings.memory_mb, home, self._groups)
+        return JailedProcess(parent, options, policy, settings.memory_mb, home, self._groups)
 
     def _known(self) -> Path:
         """What compiling workers share, made by a trusted warm-up when this machine's cache has none."""
@@ -162,7 +169,7 @@ class Workshop:
             if known.exists():
                 return known
             home = self._home()
-            oracle = Oracle(self._start_compiler(home), _WARM_UP, 0, self.settings)
+            oracle = ReferenceClient(self._start_compiler(home), _WARM_UP, 0, self.settings)
             with contextlib.suppress(WorkerError, WorkerDied):  # compiling fails here: then it will for the task
                 oracle.compile(oracle.inputs(0) or [], "")
             staged = Path(tempfile.mkdtemp(dir=known.parent))

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from cuda_agent.training.packing import Part, Row
+from cuda_agent.training.packing import PackedPart, PackedRow
 
 
-def part_of(row: Row, ranks: int, rank: int) -> Row:
+def part_of(row: PackedRow, ranks: int, rank: int) -> PackedRow:
     """What one rank computes of a row.  Its lengths stay those of the whole row, which a sequence of nothing fills up
     to a multiple of the blocks."""
     padding = -len(row.ids) % (2 * ranks)
@@ -31,8 +31,8 @@ def part_of(row: Row, ranks: int, rank: int) -> Row:
     before = place[row.before]
     own = before >= 0
     lengths = (*row.lengths, padding) if padding else row.lengths
-    part = Part(ranks, rank)
-    return Row(ids[mine], positions[mine], lengths, before[own], row.targets[own], row.tokens[own], part)
+    part = PackedPart(ranks, rank)
+    return PackedRow(ids[mine], positions[mine], lengths, before[own], row.targets[own], row.tokens[own], part)
 
 
 def attention(
@@ -41,7 +41,7 @@ def attention(
     value: Tensor,  # [1, kv_heads, tokens of this rank, size]
     scale: float,
     lengths: Sequence[int],
-    part: Part,
+    part: PackedPart,
 ) -> Tensor:
     """Causal attention inside the segments of the whole row, of this rank's queries: [1, heads, tokens, size]."""
     keys, values = _gather(key, part.ranks), _gather(value, part.ranks)

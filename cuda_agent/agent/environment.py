@@ -18,7 +18,7 @@ from cuda_agent.agent.prompt import agent_messages
 from cuda_agent.agent.skill import skill_text
 from cuda_agent.agent.tools import TOOL_NAMES, Style, describe, failed, solution_of
 from cuda_agent.sandbox.client import Sandbox, WorkFolder
-from cuda_agent.sandbox.wire import Lane, ToolResult, Verdict
+from cuda_agent.sandbox.wire import Format, ToolResult, Verdict
 from cuda_agent.tasks.task import Task
 
 _CHANGING = ("Write", "Edit", "MultiEdit")  # after one of these, verifying once more is no loop
@@ -29,7 +29,7 @@ class SandboxFault(Exception):
     """The sandbox failed twice: nobody's fault but ours."""
 
 
-class Game:
+class KernelEnvironment:
     """One game under way.  ``files``: the solution as of the last ``collect``; ``best``: the verdict of the best state
     so far; ``flags``: bad patterns that were seen ("malformed_call", "unknown_tool", "loop")."""
 
@@ -37,12 +37,12 @@ class Game:
         self,
         task: Task,
         sandbox: Sandbox,
-        lane: Lane = "plan",
+        format: Format = "plan",
         device: Literal["cpu", "cuda"] = "cpu",
         style: Style = "full",
     ) -> None:
         self.task, self.sandbox = task, sandbox
-        self.lane, self.device, self.style = lane, device, style
+        self.format, self.device, self.style = format, device, style
         self.files: dict[str, str] = {}
         self.best: Verdict | None = None
         self.flags: set[str] = set()
@@ -52,11 +52,11 @@ class Game:
 
     def messages(self) -> list[dict[str, Any]]:
         """What a player is told first: system and user."""
-        return agent_messages(self.task, self.style, self.lane, self.device)
+        return agent_messages(self.task, self.style, self.format, self.device)
 
     async def __aenter__(self) -> Self:
         """Opens the work folder.  Raises ``WorkspaceLost``, as does everything that uses it."""
-        files = {"model.py": self.task.code, "SKILL.md": skill_text(self.lane, self.device)}
+        files = {"model.py": self.task.code, "SKILL.md": skill_text(self.format, self.device)}
         self._opened = self.sandbox.workspace(files, frozenset(files), self._command)
         self._folder = await self._opened.__aenter__()
         return self
@@ -86,7 +86,7 @@ class Game:
     async def collect(self) -> dict[str, str]:
         """The solution as it stands in the folder."""
         assert self._folder is not None, "the work folder is not open"
-        self.files = dict(solution_of(await self._folder.files(), self.lane).files)
+        self.files = dict(solution_of(await self._folder.files(), self.format).files)
         return self.files
 
     async def finish(self) -> Verdict:
@@ -96,7 +96,7 @@ class Game:
     async def judge(self, files: Mapping[str, str]) -> Verdict:
         """The verdict of the solution in ``files``; remembers the best of the trajectory.  A fault of the sandbox is
         tried again once, then ``SandboxFault``."""
-        solution = solution_of(files, self.lane)
+        solution = solution_of(files, self.format)
         verdict = await self.sandbox.evaluate(self.task, solution, "quick")
         if verdict.status == "infra":
             verdict = await self.sandbox.evaluate(self.task, solution, "quick")

@@ -1,6 +1,6 @@
 """The oracle: a reference worker of one task, asked by the judge for values, outputs, times and counts.
 
-Also what judge and workers are set up with (``Settings``), and how a worker's times are taken.  Not covered:
+Also what judge and workers are set up with (``JudgeSettings``), and how a worker's times are taken.  Not covered:
 candidates, and what is kept of a task between them (``prepared``).
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from cuda_agent.errors import TaskError
 from cuda_agent.sandbox import driver
-from cuda_agent.sandbox.jail.processes import Worker, WorkerDied, WorkerError
+from cuda_agent.sandbox.jail.processes import JailedProcess, WorkerDied, WorkerError
 from cuda_agent.sandbox.judge import device as gpu_memory
 from cuda_agent.sandbox.judge import host as cpu_memory
 from cuda_agent.sandbox.judge.buffers import DTYPES, byte_count
@@ -26,7 +26,7 @@ _FLOATING = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Settings:
+class JudgeSettings:
     """What judge and pool need of the configuration, and where they may put things."""
 
     threads: int
@@ -71,10 +71,10 @@ class TaskKilled(TaskError):
     """Its worker was killed by nobody here.  That may be the task's doing, or anybody else's."""
 
 
-class Oracle:
+class ReferenceClient:
     """A reference worker of one task, which it owns, and its buffers.  Every failure of the task is a ``TaskError``."""
 
-    def __init__(self, worker: Worker, code: str, weights_seed: int, settings: Settings) -> None:
+    def __init__(self, worker: JailedProcess, code: str, weights_seed: int, settings: JudgeSettings) -> None:
         self.worker = worker
         self._limit = settings.run_seconds
         self._host = math.inf
@@ -87,7 +87,7 @@ class Oracle:
             self.close()
             raise
 
-    def _open(self, code: str, weights_seed: int, settings: Settings) -> None:
+    def _open(self, code: str, weights_seed: int, settings: JudgeSettings) -> None:
         answer = self._ask("T", {"code": code, "seed": weights_seed}, least=_OPENING_SECONDS)
         try:
             self.spec = TaskSpec.from_json(answer)

@@ -18,7 +18,7 @@ from cuda_agent.sandbox.wire import NO_PROGRAMS, Frame, receive_frame, send_fram
 _SOURCES = ("model.py", "model_new.py")  # names under which untrusted Python runs
 
 
-class Worker:
+class WorkerLoop:
     """Serves the judge: one frame in, one frame out.  ``=`` is a good answer, ``!`` an error with its message."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:

@@ -3,7 +3,7 @@
 import pytest
 from agent_cases import KERNEL, PLAN, TASK
 
-from cuda_agent.agent.game import Game, SandboxFault
+from cuda_agent.agent.environment import KernelEnvironment, SandboxFault
 from cuda_agent.sandbox.wire import Verdict
 
 FILES = {"kernels/fused.cpp": KERNEL, "plan.json": PLAN}
@@ -11,7 +11,7 @@ WRITES = [("Write", {"path": path, "content": text}) for path, text in FILES.ite
 
 
 async def play(sandbox, calls, judge=True, style="compact"):
-    async with Game(TASK, sandbox, style=style) as game:
+    async with KernelEnvironment(TASK, sandbox, style=style) as game:
         said = [await game.call(name, arguments) for name, arguments in calls]
         verdict = await game.finish() if judge else None
     return game, said, verdict
@@ -40,9 +40,9 @@ def test_mistakes_of_the_player_are_answers_and_are_noted(loop, sandbox):
 
 
 def test_a_player_is_told_the_task_and_in_full_the_rules(loop, sandbox):
-    system, user = Game(TASK, sandbox).messages()
+    system, user = KernelEnvironment(TASK, sandbox).messages()
     assert "plan.json" in system["content"] and "torch.relu" in user["content"]
-    assert len(Game(TASK, sandbox, style="compact").messages()[0]["content"]) < 20
+    assert len(KernelEnvironment(TASK, sandbox, style="compact").messages()[0]["content"]) < 20
     _, said, _ = loop.run(play(sandbox, [("Read", {"path": "SKILL.md"})], judge=False))
     assert "## The form of a solution" in said[0]
 
@@ -58,6 +58,6 @@ def test_a_fault_of_the_sandbox_is_tried_once_more_and_then_nobodys_verdict(loop
                 return Verdict("infra", "plan", "quick", "cpu", "model", message="the judge is gone")
             return await sandbox.evaluate(task, solution, mode)
 
-    assert loop.run(Game(TASK, Failing(1)).judge(FILES)).status == "ok"
+    assert loop.run(KernelEnvironment(TASK, Failing(1)).judge(FILES)).status == "ok"
     with pytest.raises(SandboxFault, match="the judge is gone"):
-        loop.run(Game(TASK, Failing(2)).judge(FILES))
+        loop.run(KernelEnvironment(TASK, Failing(2)).judge(FILES))
