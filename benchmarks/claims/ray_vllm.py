@@ -11,7 +11,7 @@ Two questions are asked of the rewards.  Does every step's mean over the seeds l
 the in-process seeds?  A mean of n falls out of the range of n others now and then (for n = 3 about every seventh), and
 a curve has several steps; so the verdict is the second: does the 95 % interval of the paired differences of whole
 curves (mean reward of all steps but the first, which plays what nobody has learnt yet) hold zero?  It is a t interval
-over the seeds.  ``train_inference_mismatch``: mean |difference| between engine's and trainer's log-probabilities over all
+over the seeds.  ``train_inference_mismatch``: mean |difference| of engine's and trainer's log-probabilities over all
 sampled tokens.
 """
 

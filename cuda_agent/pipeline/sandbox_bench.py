@@ -1,9 +1,9 @@
 """How many solutions the sandbox judges a minute on this machine, and where the time of one goes.
 
 Solutions of the scripted teacher with random designs, each built, checked and timed anew in a cache of its own, format
-by format: one alone, when what the one before left to be done is done; one right after the other; all at once.  The same
-kernel is wrapped for the ``extension`` format; the ``python`` format gets the reference itself.  Tasks are prepared first,
-as synthesis prepares them, and that is measured beside it.
+by format: first each alone after a pause, then one right after the other, then all at once.  The same kernel is wrapped
+for the ``extension`` format; the ``python`` format gets the reference itself.  Tasks are prepared first, as synthesis
+prepares them, and that is measured beside it.
 
 Not covered: how a solution's time spreads from run to run, and servers (``sandbox.servers`` is ignored).
 """

@@ -222,8 +222,8 @@ class Trial:
         verdict.phases["time"] = time.perf_counter() - begin
 
     def _believed(self, told: float) -> float:
-        """Raises ``CandidateRefused`` when the judge's own clock, or what the device can move, forbids a median that the
-        device's clock gave.  Under the lease."""
+        """Raises ``CandidateRefused`` when the judge's own clock, or what the device can move, forbids a median that
+        the device's clock gave.  Under the lease."""
         seconds, doubt = told, ""
         if self._cross:
             with self._judged("in a timed call"):
