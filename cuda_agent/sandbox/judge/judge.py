@@ -28,7 +28,7 @@ from cuda_agent.sandbox.judge.prepared import PreparedTask
 from cuda_agent.sandbox.judge.reference_client import JudgeSettings, TaskKilled, memory_of
 from cuda_agent.sandbox.judge.strict import strict_baselines
 from cuda_agent.sandbox.judge.trial import CandidateRefused, Trial
-from cuda_agent.sandbox.judge.workers import WorkerPool
+from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 from cuda_agent.sandbox.wire import Probe, Verdict, receive_frame, send_frame
 
 _Answer = TypeVar("_Answer")

@@ -27,7 +27,7 @@ from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError, taking_tu
 from cuda_agent.sandbox.judge import cost, cross_check, roofline
 from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.judge.reference_client import ReferenceClient, Views, memory_of, net
-from cuda_agent.sandbox.judge.workers import WorkerPool
+from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 
 _CLOCK = 3  # of what is measured: a baseline taken in another way is none
 _BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # of one round: whichever comes first

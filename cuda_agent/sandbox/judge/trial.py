@@ -24,7 +24,7 @@ from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.judge.cross_check import LONGEST_CHAIN, CrossCheck
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import net, seconds_of_call
-from cuda_agent.sandbox.judge.workers import WorkerPool
+from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 from cuda_agent.sandbox.wire import Verdict, baseline
 
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
