@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cuda_agent.config import Config, compose, flat, freeze, key_paths, load, restricted, section_values
+from cuda_agent.config import RENAMED, Config, compose, flat, freeze, key_paths, load, restricted, section_values
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline.graph import STAGES, check
 from cuda_agent.pipeline.schedule import derived, parameter_count
@@ -85,6 +85,16 @@ def test_a_mistake_is_told_with_path_expectation_and_nearest_name(override, said
     text = str(error.value)
     assert all(words in text for words in said), text
     assert len(text.splitlines()) < 20
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED))
+def test_a_key_of_before_is_refused_with_the_name_that_it_has_now(old):
+    new = RENAMED[old]
+    assert old not in key_paths() and new.split()[0] in key_paths()
+    for override in (f"{old}=1", f"+{old}=1"):
+        with pytest.raises(ConfigError) as error:
+            compose([override])
+        assert f"It is called {new} now." in str(error.value)
 
 
 def test_several_mistakes_are_told_at_once():
