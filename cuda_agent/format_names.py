@@ -6,4 +6,4 @@ It imports nothing, so that the configuration, the judge and its workers can sha
 
 from typing import Literal
 
-Format = Literal["plan", "extension", "python"]
+Format = Literal["plan", "extension", "python", "triton"]

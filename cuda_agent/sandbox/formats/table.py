@@ -1,7 +1,7 @@
 """The table of solution formats: the one place that says what each of them is."""
 
 from cuda_agent.format_names import Format
-from cuda_agent.sandbox.formats import extension, first_pass, plan, python
+from cuda_agent.sandbox.formats import extension, first_pass, plan, python, triton
 from cuda_agent.sandbox.formats.solution_format import SolutionFormat
 from cuda_agent.sandbox.wire import FormatTraits
 
@@ -36,6 +36,18 @@ _ALL = (
         needs=dict.fromkeys(("cpu", "cuda"), "PyTorch, and what the solution itself imports"),
         example=(("python", "model_new.py"),),
         first_pass=first_pass.time_for_python,
+    ),
+    SolutionFormat(
+        name="triton",
+        entry="model_new.py",
+        folder="",
+        build=triton.build,
+        traits=FormatTraits(rule="triton", own_work="kernel of triton.jit"),
+        needs={"cpu": "PyTorch, and Triton with TRITON_INTERPRET=1", "cuda": "PyTorch with CUDA, and Triton"},
+        example=(("python", "model_new.py"),),
+        first_pass=triton.first_pass_time,
+        environment=triton.ENVIRONMENT,
+        untimed={"cpu": triton.UNTIMED},
     ),
 )
 FORMATS: dict[Format, SolutionFormat] = {format.name: format for format in _ALL}

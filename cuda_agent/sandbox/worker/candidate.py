@@ -19,11 +19,13 @@ from cuda_agent.sandbox.worker.binding import OnlyTheExtension, Outputs, load_mo
 from cuda_agent.sandbox.worker.loop import WorkerLoop, build_model
 from cuda_agent.sandbox.worker.replay import play_back
 from cuda_agent.sandbox.worker.shared_tensors import Slots, flatten, map_memory, owned, rebuild, store, zeros
+from cuda_agent.sandbox.worker.triton_rule import only_triton
 
 # What makes the context of a call of ``ModelNew``, by the name of the rule.
 RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]] = {
     "": lambda outputs: nullcontext,
     "extension": lambda outputs: OnlyTheExtension,
+    "triton": only_triton,
 }
 
 
