@@ -254,8 +254,10 @@ class Bootstrap(Section):
 
 
 class Ppo(Section):
-    """PPO with a critic.  ``warmup`` and ``agentic`` each have one."""
+    """Policy optimization with PPO's clipped loss (paper, section 3.3).  ``warmup`` and ``agentic`` each have one."""
 
+    reward: Literal["ladder"] = Field("ladder", description="what a verdict is worth; ladder: -1, 1, 2 or 3 (Eq. 1)")
+    advantage: Literal["gae"] = Field("gae", description="estimator of advantages; gae: with a critic")
     steps: Positive = 6
     episodes_per_step: Positive = 64
     samples_per_prompt: Positive = Field(
