@@ -126,6 +126,60 @@ def explained_variance(values: Tensor, targets: Tensor) -> float:
     return 0.0 if spread == 0 else float(1 - (targets - values).var(correction=0) / spread)
 
 
+def group(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
+    """Rewards relative to their group, in units of its spread: GRPO (arXiv 2402.03300).
+
+    (reward - mean of the group) / ((biased) standard deviation of the group + epsilon).  In expectation, and with two
+    possible rewards, this scales the gradient of the expected reward of a task by a positive factor, which grows in
+    groups of more than two as the task succeeds nearly always or nearly never.
+
+    Args:
+        rewards: float [sequences].
+        groups: int64 [sequences], equal for the sequences of one group.
+        epsilon: Added to the standard deviation.
+
+    Returns:
+        float [sequences]; 0 in a group of one or of equal rewards.
+    """
+    centred, sizes = _centred(rewards, groups)
+    spread = (_group_sums(centred.square(), groups) / sizes).sqrt()
+    return (centred / (spread + epsilon)).to(rewards.dtype)
+
+
+def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Rewards minus the mean of the others in the group: REINFORCE leave-one-out (arXiv 2402.14740).
+
+    The baseline of a sequence does not depend on that sequence, so the gradient estimate is unbiased.
+
+    Args:
+        rewards: float [sequences].
+        groups: int64 [sequences], equal for the sequences of one group.
+
+    Returns:
+        float [sequences]; 0 in a group of one, which has no others.
+    """
+    centred, sizes = _centred(rewards, groups)
+    return (centred * sizes / (sizes - 1).clamp(min=1)).to(rewards.dtype)
+
+
+def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """(reward minus the mean of its group, size of its group), both float64 [sequences]."""
+    wide = rewards.double()
+    sizes = _group_sums(torch.ones_like(wide), groups)
+    return wide - _group_sums(wide, groups) / sizes, sizes
+
+
+def _group_sums(numbers: Tensor, groups: Tensor) -> Tensor:
+    """float [sequences] -> float [sequences]: the sum over the group of each sequence."""
+    _, members = groups.unique(return_inverse=True)
+    return torch.zeros_like(numbers).index_add(0, members, numbers)[members]
+
+
+def _on_all_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
+    """float [sequences] -> float [mask.sum()]: each sequence's advantage on all of its sampled tokens."""
+    return advantages[:, None].expand(mask.shape)[mask]
+
+
 def _whitened_gae(inputs: AdvantageInputs) -> Tensor:
     if inputs.values is None:
         raise ValueError("advantage=gae needs the values of a critic")
@@ -135,4 +189,6 @@ def _whitened_gae(inputs: AdvantageInputs) -> Tensor:
 
 ADVANTAGES = {
     "gae": Estimator(_whitened_gae, critic=True),  # PPO (paper, section 3.3)
+    "group": Estimator(lambda given: _on_all_tokens(group(given.rewards, given.groups), given.mask), critic=False),
+    "rloo": Estimator(lambda given: _on_all_tokens(rloo(given.rewards, given.groups), given.mask), critic=False),
 }
