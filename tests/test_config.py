@@ -76,6 +76,16 @@ def test_overrides_win_over_the_experiment():
             "warmup.samples_per_prompt=5",
             ["warmup", "episodes_per_step (64) must be a multiple of samples_per_prompt (5)"],
         ),
+        ("agentic.advantage=grpo", ["agentic.advantage", "one of gae, group, rloo", "'grpo'"]),
+        ("warmup.reward=speed", ["warmup.reward", "one of ladder, speedup"]),
+        (
+            "agentic={advantage: group, samples_per_prompt: 1}",
+            ["agentic.samples_per_prompt: expected at least 2", "agentic.advantage=group", "got 1"],
+        ),
+        (
+            "warmup={advantage: rloo, samples_per_prompt: 1}",
+            ["warmup.samples_per_prompt: expected at least 2", "warmup.advantage=rloo", "got 1"],
+        ),
         ("ray.address=http://box", ["ray.address", "host:port"]),
         ("runtime=Ray", ["runtime", "local, ray"]),
         ("agentic.context=4096", ["agentic.context", "policy.context (1024)", "4096"]),

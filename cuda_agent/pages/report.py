@@ -325,7 +325,8 @@ def _run(data: Data) -> str:
         facts.append(("seed", config["seed"]))
     for name in ("warmup", "agentic"):
         if ppo := config.get(name):
-            facts.append((name, f"{ppo['steps']} steps of {ppo['batch']} episodes, learning rate {ppo['actor_lr']:g}"))
+            size = f"{ppo['steps']} steps of {ppo['episodes_per_step']} episodes"
+            facts.append((name, f"{size}, learning rate {ppo['actor_lr']:g}"))
     listed = "".join(f"<tr><th scope='row'>{escape(k)}</th><td>{escape(str(v))}</td></tr>" for k, v in facts)
     return (
         f'<table class="facts-table"><tbody>{listed}</tbody></table>'
