@@ -22,7 +22,8 @@ def test_every_experiment_composes_validates_and_survives_freezing(name):
 def test_paper_carries_the_published_hyper_parameters():
     c = compose(["experiment=paper"])
     for ppo, context in ((c.warmup, 32768), (c.agentic, 131072)):
-        assert (ppo.actor_lr, ppo.critic_lr, ppo.batch, ppo.minibatches, ppo.epochs) == (3e-6, 6e-6, 1024, 1, 1)
+        assert (ppo.actor_lr, ppo.critic_lr) == (3e-6, 6e-6)
+        assert (ppo.episodes_per_step, ppo.minibatches, ppo.epochs) == (1024, 1, 1)
         assert (ppo.clip_low, ppo.clip_high, ppo.gamma, ppo.actor_lambda, ppo.critic_lambda) == (
             0.2,
             0.28,
