@@ -43,6 +43,7 @@ from cuda_agent.sandbox.jail.processes import (
     WorkerError,
     warm_parent,
 )
+from cuda_agent.sandbox.messages import WorkerOperation, WorkerOptions
 from cuda_agent.sandbox.wire import NO_PROGRAMS, Status, Verdict, printable
 from cuda_agent.tasks.task import Task
 
@@ -154,7 +155,7 @@ class FirstPass:
             one_group=True,
             read_any=True,
         )
-        options = {
+        options: WorkerOptions = {
             "role": "first_pass", "threads": self._threads, "folder": str(folder), "device": self._device,
             # gcc asks whether its temporary folder can be reached without privileges; a cache may be in a closed home
             "environment": place.environment | {"TMPDIR": str(home)},
@@ -166,7 +167,7 @@ class FirstPass:
                 worker = JailedProcess(self._warm(), options, policy, _MEMORY_MB, home, cgroups.find(), watch)
                 worker.wait_started()
                 worker.seconds = self._seconds
-                answer = worker.call("F", request)
+                answer = worker.call(WorkerOperation.RUN_FIRST_PASS, request)
             except (NotStarted, ConnectionError, ValueError) as lost:
                 self.close()
                 raise OSError(f"the first pass did not start: {lost}") from None

@@ -18,18 +18,30 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from cuda_agent.errors import TaskError
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.judge.prepared import PreparedTask
-from cuda_agent.sandbox.judge.reference_client import JudgeSettings, TaskKilled, memory_of
+from cuda_agent.sandbox.judge.reference_client import TaskKilled, memory_of
 from cuda_agent.sandbox.judge.strict import strict_baselines
 from cuda_agent.sandbox.judge.trial import CandidateRefused, Trial
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
-from cuda_agent.sandbox.wire import Probe, Verdict, receive_frame, send_frame
+from cuda_agent.sandbox.messages import (
+    EvaluateRequest,
+    JudgeError,
+    JudgeRequest,
+    JudgeSettings,
+    ProbeRequest,
+    Reply,
+    SpecRequest,
+    TaskSource,
+    receive_frame,
+    send_frame,
+)
+from cuda_agent.sandbox.wire import Probe, Verdict
 
 _Answer = TypeVar("_Answer")
 _MOST_PREPARED = {"cpu": 24, "cuda": 6}  # tasks kept ready, least recently used first out
@@ -67,7 +79,7 @@ class Judge:
     def prove(self) -> dict[str, str]:
         return jail.prove(self.settings.required_walls, Path(self.settings.scratch))
 
-    def prepared(self, task: dict[str, str]) -> PreparedTask:
+    def prepared(self, task: TaskSource) -> PreparedTask:
         digest = task["digest"]
         found = self._prepared.pop(digest, None)
         if found is not None and not found.oracle.alive:
@@ -81,13 +93,13 @@ class Judge:
         return found
 
     @_once_more
-    def spec(self, request: dict[str, Any]) -> dict[str, Any]:
+    def spec(self, request: SpecRequest) -> dict[str, Any]:
         return self.prepared(request["task"]).spec.to_json()
 
     # ---------------------------------------------------------------------------------------------------------- verdict
 
     @_once_more
-    def evaluate(self, request: dict[str, Any]) -> dict[str, Any]:
+    def evaluate(self, request: EvaluateRequest) -> dict[str, Any]:
         """The verdict of a built solution, as JSON."""
         self.cleanup()  # where the last one ended in an error of the task
         before = self._cleanup_seconds
@@ -113,7 +125,7 @@ class Judge:
             verdict.phases = {}
         return verdict.to_json()
 
-    def _tried(self, request: dict[str, Any], verdict: Verdict, timed: bool) -> bool:
+    def _tried(self, request: EvaluateRequest, verdict: Verdict, timed: bool) -> bool:
         """Fill in ``verdict`` by one trial; whether the candidate should have another one.  ``cleanup`` ends it."""
         prepared = self.prepared(request["task"])
         base, spec = prepared.baselines, prepared.spec
@@ -148,7 +160,7 @@ class Judge:
 
     # ------------------------------------------------------------------------------------------------------------ probe
 
-    def probe(self, request: dict[str, Any]) -> dict[str, Any]:
+    def probe(self, request: ProbeRequest) -> dict[str, Any]:
         """What running the task shows, as JSON; never raises for the task's sake."""
         try:
             return self._probe(request["task"], request["compile"]).to_json()
@@ -156,7 +168,7 @@ class Judge:
             return Probe(error=str(error)).to_json()
 
     @_once_more
-    def _probe(self, task: dict[str, str], compile: bool) -> Probe:
+    def _probe(self, task: TaskSource, compile: bool) -> Probe:
         prepared = self.prepared(task)
         spec, tolerance, memory = prepared.spec, self.settings.tolerance, self.memory
         first, second = prepared.entry(prepared.base), prepared.entry(prepared.base + 1)
@@ -198,21 +210,27 @@ def main() -> None:
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody of the same user reads this memory
     ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # die with the client
     client = socket.socket(fileno=int(sys.argv[1]))
-    fields = receive_frame(client).body
-    judge = Judge(JudgeSettings(**(fields | {"required_walls": tuple(fields["required_walls"])})))
+    judge = Judge(JudgeSettings.from_json(receive_frame(client).body))
+
+    def refuse(kind: Literal["jail", "device", "task"], message: str) -> None:
+        error: JudgeError = {"kind": kind, "message": message}
+        send_frame(client, Reply.ERROR, error)
+
     try:
         breaches = judge.prove()
         if judge.settings.device == "cuda":
             judge.memory.open_judge(Path(judge.settings.kernels))
     except (jail.JailError, driver.NoDevice) as error:
-        send_frame(client, "!", {"kind": "jail", "message": str(error)})
+        refuse("jail", str(error))
         return
     device = f"the device {judge.settings.device} {judge.settings.identity}".strip()
     if not judge.healthy():
-        send_frame(client, "!", {"kind": "device", "message": f"{device} fails its health probe"})
+        refuse("device", f"{device} fails its health probe")
         os._exit(1)
-    send_frame(client, "=", {"breaches": breaches, "torch": judge._workers.torch})
-    handlers = {"E": judge.evaluate, "P": judge.probe, "S": judge.spec}
+    send_frame(client, Reply.RESULT, {"breaches": breaches, "torch": judge._workers.torch})
+    handlers: dict[str, Callable[[Any], dict[str, Any]]] = {
+        JudgeRequest.EVALUATE: judge.evaluate, JudgeRequest.PROBE: judge.probe, JudgeRequest.SPEC: judge.spec,
+    }  # fmt: skip
     while True:
         try:
             frame = receive_frame(client)
@@ -220,14 +238,15 @@ def main() -> None:
             judge.close()
             return
         try:
-            answer = handlers[frame.kind](frame.body)
+            answer = handlers[frame.operation](frame.body)
         except TaskError as error:
-            send_frame(client, "!", {"kind": "task", "message": str(error)})
+            refuse("task", str(error))
             judge.cleanup()
         else:
-            send_frame(client, "=", answer)
+            send_frame(client, Reply.RESULT, answer)
             judge.cleanup()
-            if frame.kind == "E" and answer["status"] in ("crash", "timeout") and not judge.healthy():
+            failed = frame.operation == JudgeRequest.EVALUATE and answer["status"] in ("crash", "timeout")
+            if failed and not judge.healthy():
                 print(f"{device} failed its health probe", file=sys.stderr, flush=True)
                 os._exit(1)  # the client begins again with a new process; workers end with this one
 

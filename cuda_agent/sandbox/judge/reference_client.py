@@ -1,14 +1,13 @@
 """The oracle: a reference worker of one task, asked by the judge for values, outputs, times and counts.
 
-Also what judge and workers are set up with (``JudgeSettings``), and how a worker's times are taken.  Not covered:
-candidates, and what is kept of a task between them (``prepared``).
+Also how a worker's times are taken.  Not covered: candidates, and what is kept of a task between them (``prepared``).
 """
 
 import math
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from cuda_agent.errors import TaskError
@@ -17,32 +16,21 @@ from cuda_agent.sandbox.jail.processes import JailedProcess, WorkerDied, WorkerE
 from cuda_agent.sandbox.judge import device as gpu_memory
 from cuda_agent.sandbox.judge import host as cpu_memory
 from cuda_agent.sandbox.judge.buffers import DTYPES, byte_count
+from cuda_agent.sandbox.messages import (
+    ExactBuffers,
+    InputDraw,
+    JudgeSettings,
+    ReferenceBuffers,
+    TaskCode,
+    TaskCompilation,
+    WorkerOperation,
+)
 from cuda_agent.sandbox.wire import TaskSpec, span
 
 _COMPILE_SECONDS = 300.0  # of a large model, with nothing cached, on a busy machine
 _OPENING_SECONDS = 10.0  # at least, for a task: what it imports may come from a cold disk
 Views = list[list[int] | None]  # of outputs: strides of one that the reference gives as a view
 _FLOATING = ("float32", "float16", "bfloat16")
-
-
-@dataclass(frozen=True)
-class JudgeSettings:
-    """What judge and pool need of the configuration, and where they may put things."""
-
-    threads: int
-    checks: int
-    tolerance: float
-    timed_calls: int
-    run_seconds: float
-    memory_mb: int
-    clock: str
-    required_walls: tuple[str, ...]
-    cache: str  # survives; only trusted processes write it
-    scratch: str  # private folders of workers
-    lease: str
-    device: str = "cpu"
-    kernels: str = ""  # the built check.cu (cuda)
-    identity: str = ""  # of the GPU and its driver: what a time depends on
 
 
 def memory_of(device: str) -> Any:
@@ -88,7 +76,8 @@ class ReferenceClient:
             raise
 
     def _open(self, code: str, weights_seed: int, settings: JudgeSettings) -> None:
-        answer = self._ask("T", {"code": code, "seed": weights_seed}, least=_OPENING_SECONDS)
+        task: TaskCode = {"code": code, "seed": weights_seed}
+        answer = self._ask(WorkerOperation.OPEN_TASK, task, least=_OPENING_SECONDS)
         try:
             self.spec = TaskSpec.from_json(answer)
             tensors = (*self.spec.inputs, *self.spec.outputs, *self.spec.weights.values())
@@ -105,9 +94,11 @@ class ReferenceClient:
         except driver.DriverError:
             raise TaskError(f"the task's tensors take {size >> 20} MB, more than the device has left") from None
         buffers = self._buffers
-        layout = {"layout": buffers.layout, "values": buffers.value_inputs, "weights": buffers.value_weights}
-        layout["sizes"] = buffers.sizes
-        self._ask("M", layout, fds=buffers.descriptors)
+        places: ReferenceBuffers = {
+            "layout": buffers.layout, "sizes": buffers.sizes, "values": buffers.value_inputs,
+            "weights": buffers.value_weights,
+        }  # fmt: skip
+        self._ask(WorkerOperation.MAP_BUFFERS, places, fds=buffers.descriptors)
         self.weights = buffers.values(buffers.value_weights, list(self.spec.weights.values()))
 
     @property
@@ -116,7 +107,8 @@ class ReferenceClient:
 
     def inputs(self, seed: int, kind: str = "normal") -> list[Any] | None:
         """Values under this seed; None when the task's inputs have none of this kind."""
-        if not self._ask("G", {"seed": seed, "kind": kind}):
+        draw: InputDraw = {"seed": seed, "kind": kind}
+        if not self._ask(WorkerOperation.DRAW_INPUTS, draw):
             return None
         assert self._buffers
         copies: list[Any] = self._buffers.values(self._buffers.value_inputs, self.spec.inputs)
@@ -125,7 +117,7 @@ class ReferenceClient:
     def outputs(self, inputs: list[Any]) -> list[Any]:
         assert self._buffers
         self._buffers.fill(0, inputs)
-        self._ask("R", slot=0)
+        self._ask(WorkerOperation.RUN, slot=0)
         return self._buffers.outputs(0)
 
     def seconds(self, inputs: list[Any], null: bool = False) -> float:
@@ -137,7 +129,7 @@ class ReferenceClient:
         self._memory.flush()
         self.worker.seconds = self._limit
         with _of_the_task():
-            wall, told = self.worker.timed("N" if null else "R", slot)
+            wall, told = self.worker.timed(WorkerOperation.RUN_EMPTY if null else WorkerOperation.RUN, slot)
             seconds = seconds_of_call(self._device, wall, told)
         if told:
             self._host = min(self._host, told[1])
@@ -151,7 +143,7 @@ class ReferenceClient:
 
     def precision(self, name: str) -> None:
         """How matrix products compute from here on: default, fp32, tf32, bf16."""
-        self._ask("P", {"precision": name})
+        self._ask(WorkerOperation.SET_PRECISION, {"precision": name})
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
         """Outputs computed in double precision (float64 in place of every floating dtype); None when those or eager's
@@ -161,10 +153,10 @@ class ReferenceClient:
             wide = [replace(t, dtype="float64") if t.dtype in _FLOATING else t for t in self.spec.outputs]
             spec = replace(self.spec, inputs=(), outputs=tuple(wide), weights={})
             self._exact = buffers = self._memory.Buffers(spec, slots=1)
-            body = {"spec": spec.to_json(), "layout": buffers.layout, "sizes": buffers.sizes}
-            self._ask("E", body, fds=buffers.descriptors)
+            body: ExactBuffers = {"spec": spec.to_json(), "layout": buffers.layout, "sizes": buffers.sizes}
+            self._ask(WorkerOperation.MAP_EXACT, body, fds=buffers.descriptors)
         self._buffers.fill(0, inputs)
-        if not self._ask("X", slot=0):
+        if not self._ask(WorkerOperation.RUN_EXACT, slot=0):
             return None
         outputs: list[Any] = self._exact.outputs(0)
         return outputs
@@ -174,30 +166,33 @@ class ReferenceClient:
         assert self._buffers
         self._buffers.fill(0, inputs)
         self.worker.seconds = _COMPILE_SECONDS
-        self.worker.call("C", {"known": known, "mode": mode}, slot=0)
+        body: TaskCompilation = {"known": known, "mode": mode}
+        self.worker.call(WorkerOperation.COMPILE_TASK, body, slot=0)
 
     def count(self, inputs: list[Any]) -> tuple[int, int]:
         """Operators of one call and the bytes they touch."""
         assert self._buffers
         self._buffers.fill(0, inputs)
-        answer = self._ask("O", slot=0)
+        answer = self._ask(WorkerOperation.COUNT_OPERATORS, slot=0)
         return int(answer["operators"]), int(answer["bytes"])
 
     def account(self, inputs: list[Any]) -> tuple[int, int, Views]:
         """Operations of one call (0: not known), the bytes that it writes for its outputs, and which are views."""
         assert self._buffers
         self._buffers.fill(0, inputs)
-        answer = self._ask("A", slot=0)
+        answer = self._ask(WorkerOperation.ACCOUNT, slot=0)
         most = sum(byte_count(t) for t in self.spec.outputs)
         try:
             return max(0, int(answer["flops"])), min(max(0, int(answer["written"])), most), views(answer, self.spec)
         except (KeyError, TypeError, ValueError) as error:  # the task's own process says so
             raise TaskError(f"the task gave no account of a call: {error}") from None
 
-    def _ask(self, kind: str, body: Any = None, slot: int = 0, fds: list[int] | None = None, least: float = 0.0) -> Any:
+    def _ask(
+        self, operation: WorkerOperation, body: Any = None, slot: int = 0, fds: Sequence[int] = (), least: float = 0.0
+    ) -> Any:
         self.worker.seconds = max(self._limit, least)
         with _of_the_task():
-            return self.worker.call(kind, body, slot, fds or ())
+            return self.worker.call(operation, body, slot, fds)
 
     def close(self) -> None:
         self.worker.kill()

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from cuda_agent.sandbox.judge.cross_check import LONGEST_CHAIN, CrossCheck
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import net, seconds_of_call
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
+from cuda_agent.sandbox.messages import CandidateBuffers, EvaluateRequest, WorkerOperation
 from cuda_agent.sandbox.wire import Verdict, baseline
 
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
@@ -55,7 +57,7 @@ class CandidateRefused(Exception):
 class Trial:
     """One candidate worker, from start to the last timed call."""
 
-    def __init__(self, workers: WorkerPool, prepared: PreparedTask, request: dict[str, Any], verdict: Verdict) -> None:
+    def __init__(self, workers: WorkerPool, prepared: PreparedTask, request: EvaluateRequest, verdict: Verdict) -> None:
         self._settings = workers.settings
         self._lease = workers.lease
         self._workers = workers
@@ -111,14 +113,16 @@ class Trial:
             known, format = self._prepared.empty_candidate, request["format"]
             inputs = self._prepared.entry(self._next).inputs
             with self._lease.timing(), self._judged():
-                least = min(self._timed(inputs, kind="N")[0] for _ in range(_NULL_CALLS[format in known]))
+                calls = range(_NULL_CALLS[format in known])
+                least = min(self._timed(inputs, WorkerOperation.RUN_EMPTY)[0] for _ in calls)
             self._null = known[format] = min(least, known.get(format, least))
         if self._settings.device == "cuda" and request["format"] != "plan":
             inputs = self._prepared.entry(self._next).inputs
             with self._lease.timing(), self._judged():
                 host = self._prepared.oracle.host_seconds(inputs)
                 slots = len(self._buffers.slots)
-                self._cross = CrossCheck(slots, lambda *chain: self._chained("Z", *chain)[0], host)
+                empty = partial(self._chained, WorkerOperation.RUN_EMPTY_CHAIN)
+                self._cross = CrossCheck(slots, lambda *chain: empty(*chain)[0], host)
         self._loaded = True
         try:
             with self._lease.working(), self._judged("while it was loaded"):
@@ -133,7 +137,7 @@ class Trial:
         place, workers = request["load"].get("place"), self._workers
         self._worker = worker = workers.locked(place, profiler) if place else workers.candidate(profiler)
         worker.seconds = self._settings.run_seconds + (_FINDING_SECONDS if place else 0.0)
-        options = {
+        options: CandidateBuffers = {
             "format": request["format"],
             "spec": buffers.spec.to_json(),
             "layout": buffers.layout,
@@ -141,13 +145,13 @@ class Trial:
             "sizes": buffers.sizes,
             "views": self._prepared.views,
         }
-        worker.call("B", options, fds=buffers.descriptors)
+        worker.call(WorkerOperation.MAP_BUFFERS, options, fds=buffers.descriptors)
 
     def _load(self) -> None:
         worker, load = self._worker, self._request["load"]
         assert worker
         files = {name: worker.hand_over(Path(load[name]), name) for name in _FILES if load.get(name)}
-        worker.call("L", load | files | {"seed": self._prepared.weights_seed})
+        worker.call(WorkerOperation.LOAD_SOLUTION, load | files | {"seed": self._prepared.weights_seed})
 
     def check(self) -> None:
         begin = time.perf_counter()
@@ -246,7 +250,7 @@ class Trial:
         if not strict_mode and not request.get("observe"):
             return
         begin = time.perf_counter()
-        told, missing = self._observed("O")
+        told, missing = self._observed(WorkerOperation.OBSERVE_OPERATORS)
         if plan:
             verdict.ran = legality.of_plan(nodes, told)
         else:
@@ -274,10 +278,10 @@ class Trial:
                 self._load()
         except (WorkerDied, WorkerError, NotStarted) as error:
             return None, str(error)
-        _, missing = self._observed("K", first=True)
-        return (None, missing) if missing else self._observed("K")
+        _, missing = self._observed(WorkerOperation.OBSERVE_KERNELS, first=True)
+        return (None, missing) if missing else self._observed(WorkerOperation.OBSERVE_KERNELS)
 
-    def _observed(self, kind: str, first: bool = False) -> tuple[Any, str]:
+    def _observed(self, operation: WorkerOperation, first: bool = False) -> tuple[Any, str]:
         """What the worker tells of one more call, and why it tells nothing.  ``first``: it still prepares things."""
         worker = self._worker
         if worker is None or not worker.alive:
@@ -290,7 +294,7 @@ class Trial:
             if not first:
                 worker.seconds = min(self._settings.run_seconds, _OBSERVE_SECONDS)
             with self._lease.working():
-                told = worker.call(kind, slot=slot)
+                told = worker.call(operation, slot=slot)
                 outputs = self._buffers.outputs(slot)
             tensors = self._prepared.spec.outputs
             wrong = self._memory.mismatch(entry.outputs, outputs, tensors, self._settings.tolerance)[0]
@@ -390,13 +394,15 @@ class Trial:
         self._next += 1
         return entry
 
-    def _timed(self, inputs: Sequence[Any], kind: str = "R") -> tuple[float, list[Any]]:
+    def _timed(
+        self, inputs: Sequence[Any], operation: WorkerOperation = WorkerOperation.RUN
+    ) -> tuple[float, list[Any]]:
         assert self._worker
         slot = secrets.randbelow(len(self._buffers.slots))
         self._worker.stop()
         self._buffers.fill(slot, inputs)
         self._memory.flush()
-        wall, told = self._worker.timed(kind, slot, self._cross.delay if self._cross else 0)
+        wall, told = self._worker.timed(operation, slot, self._cross.delay if self._cross else 0)
         outputs = self._buffers.outputs(slot)
         if self._cross:
             self._cross.heard(told[1])
@@ -409,18 +415,18 @@ class Trial:
         self._worker.stop()
         for slot, entry in enumerate(entries):
             self._buffers.fill(slot, entry.inputs)
-        wall, host, outputs = self._chained("C", count, delay)
+        wall, host, outputs = self._chained(WorkerOperation.RUN_CHAIN, count, delay)
         for entry, own in zip(entries, outputs, strict=True):
             self._compare(entry, own, "an audit of a timed call", audit=True)
         return wall, host
 
-    def _chained(self, kind: str, count: int, delay: int) -> tuple[float, float, list[list[Any]]]:
+    def _chained(self, operation: WorkerOperation, count: int, delay: int) -> tuple[float, float, list[list[Any]]]:
         """Seconds from the request until the outputs are copied, of the host while it enqueued; and the outputs."""
         assert self._worker
         self._worker.stop()
         self._memory.flush()
         begin = time.perf_counter()
-        wall, told = self._worker.timed(kind, count, delay)
+        wall, told = self._worker.timed(operation, count, delay)
         seconds_of_call(self._settings.device, wall, told)  # no nonsense
         outputs = [self._buffers.outputs(slot) for slot in range(count)]
         return time.perf_counter() - begin, told[1], outputs
