@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from cuda_agent.errors import ConfigError
+from cuda_agent.format_names import Format
 
 Positive = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
@@ -97,7 +98,7 @@ class RunConfig(Section):
 
 
 class SandboxConfig(Section):
-    format: Literal["plan", "extension", "python"] = Field("plan", description="form of the solutions")
+    format: Format = Field("plan", description="form of the solutions")
     device: Literal["cpu", "cuda"] = "cpu"
     clock: Literal["real", "model"] = Field(
         "real", description="model: a deterministic cost instead of time, for drills"

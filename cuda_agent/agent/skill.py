@@ -1,9 +1,11 @@
-"""The rules of the game, in words: what SKILL.md in the work folder says, by format and device.
+"""The rules in words: the text of SKILL.md in the work folder, by format and device.
 
-Text only.  The sandbox enforces what is written here, and more; nothing depends on a model believing it.
+Text only.  The sandbox enforces these rules and more, whether or not a model follows the text.
 """
 
-from cuda_agent.sandbox.wire import Format
+from collections.abc import Callable
+
+from cuda_agent.format_names import Format
 
 _GOAL = """# Make this PyTorch model fast
 
@@ -145,11 +147,22 @@ program can be started and nothing can be written; it finds what it compiled.
 """
 
 
+def _of_extension(device: str) -> str:
+    text = _EXTENSION
+    for mark, filling in (_OF_CPU if device == "cpu" else _OF_CUDA).items():
+        text = text.replace(mark, filling)
+    return text
+
+
+# The form of a solution, by format and then by device.
+_FORMS: dict[Format, Callable[[str], str]] = {
+    "plan": lambda device: _PLAN if device == "cpu" else _PLAN_CUDA,
+    "extension": _of_extension,
+    "python": lambda device: _PYTHON,
+}
+
+
 def skill_text(format: Format = "plan", device: str = "cpu") -> str:
-    """The whole of SKILL.md."""
+    """The whole of SKILL.md for solutions of this format on this device."""
     on = " on the CPU of this machine" if device == "cpu" else " on its GPU"
-    form = {"plan": _PLAN if device == "cpu" else _PLAN_CUDA, "extension": _EXTENSION, "python": _PYTHON}[format]
-    if format == "extension":
-        for mark, text in (_OF_CPU if device == "cpu" else _OF_CUDA).items():
-            form = form.replace(mark, text)
-    return _GOAL.replace("{device}", on) + form
+    return _GOAL.replace("{device}", on) + _FORMS[format](device)

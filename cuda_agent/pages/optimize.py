@@ -15,6 +15,7 @@ from cuda_agent.agent.tools import standing
 from cuda_agent.pages.charts import bars, clock_time, duration, factor, interval_chart, number, ticks
 from cuda_agent.pages.page import diff_rows, document, safe, source, style_sheet
 from cuda_agent.pages.tables import empty, plural
+from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.wire import BASELINES, Probe, Tensor, Verdict, baseline, baseline_parts
 
 _ENDS = {
@@ -269,11 +270,7 @@ def _kernels(best: Find | None) -> str:
 def _use(best: Find | None, verdict: Verdict | None) -> str:
     if best is None or verdict is None:
         return empty("There is nothing to use yet. Go on with a larger budget: --resume, with this folder.")
-    needs = {
-        "plan": "PyTorch and g++" if verdict.device == "cpu" else "PyTorch with CUDA, whose NVRTC compiles the kernels",
-        "extension": f"PyTorch and {'g++' if verdict.device == 'cpu' else 'nvcc'}",
-        "python": "PyTorch, and what the solution itself imports",
-    }[verdict.format]
+    needs = FORMATS[verdict.format].needs[verdict.device]
     snippet = "from model_new import ModelNew\n\nmodel = ModelNew(*get_init_inputs()).eval()\n"
     snippet += "model.load_state_dict(old_model.state_dict())\n"
     snippet += "output = model(*inputs)" if verdict.device == "cpu" else "output = model.cuda()(*inputs)"

@@ -129,6 +129,7 @@ class ProbeRequest(TypedDict):
 class EvaluateRequest(TypedDict):
     task: TaskSource
     format: Format
+    traits: dict[str, Any]  # FormatTraits as JSON
     mode: Mode
     load: dict[str, Any]  # what was built of the solution; its form depends on the format
     files: dict[str, str]
@@ -172,9 +173,10 @@ class ReferenceBuffers(TypedDict):
 
 
 class CandidateBuffers(TypedDict):
-    """Offsets and sizes are bytes."""
+    """Offsets and sizes are bytes.  ``host_is_ours`` and ``rule``: see ``FormatTraits``."""
 
-    format: Format
+    host_is_ours: bool
+    rule: str
     spec: dict[str, Any]  # TaskSpec as JSON
     layout: list[dict[str, list[int]]]
     sizes: list[int]

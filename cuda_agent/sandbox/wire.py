@@ -1,7 +1,7 @@
 """The sandbox's data types: solutions, task specifications, verdicts and probes, with their JSON.
 
-Only the standard library is imported here, since workers import this module.  Not covered: the frames that carry these
-types between processes (``messages``), and the service's HTTP (``protocol``).
+Only the standard library and the list of formats' names are imported here, since workers import this module.  Not
+covered: the frames that carry these types between processes (``messages``), and the service's HTTP (``protocol``).
 """
 
 import hashlib
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Format = Literal["plan", "extension", "python"]
+from cuda_agent.format_names import Format
+
 Mode = Literal["quick", "strict"]
 Status = Literal["ok", "build_error", "wrong", "cheat", "timeout", "crash", "infra"]
 
@@ -54,6 +55,25 @@ class Solution:
     def digest(self) -> str:
         """sha256 over format and files, independent of their order."""
         return hashlib.sha256(json.dumps([self.format, sorted(self.files.items())]).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class FormatTraits:
+    """What the judge and its workers know of a solution's format; it crosses in the request, since they import none.
+
+    Attributes:
+        host_is_ours: the launcher is the sandbox's code, so that the device's times and the list of what ran are exact.
+        rule: which rule ``ModelNew.forward`` runs under (``worker.candidate.RULES``); empty: none.
+        own_work: what a call must be seen to run, in words; empty: nothing.
+        advisory: the solution's Python ran free: what it computed with is not known.
+        untimed: why no time is taken; empty: times are taken.
+    """
+
+    host_is_ours: bool = False
+    rule: str = ""
+    own_work: str = ""
+    advisory: bool = False
+    untimed: str = ""
 
 
 RanKind = Literal["own", "library", "torch", "memset", "unknown"]
@@ -106,11 +126,8 @@ class Verdict:
     peak_flops: float | None = None  # a second, of the device in the arithmetic of the solution
     ran: list[Ran] = field(default_factory=list)  # in one call; empty: not observed
     advice: list[str] = field(default_factory=list)  # what static rules and ``ran`` give to think about; no refusal
-
-    @property
-    def advisory(self) -> bool:
-        """Whether the solution's own Python ran free: what it computed with is not known."""
-        return self.format == "python"
+    advisory: bool = False  # the solution's own Python ran free: what it computed with is not known
+    untimed: str = ""  # why no time was taken, where the format has none on this device
 
     @property
     def reward(self) -> int | None:
@@ -135,7 +152,6 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         """The fields, with what is derived from them."""
         return asdict(self) | {
-            "advisory": self.advisory,
             "reward": self.reward,
             "speedup_eager": self.speedup_eager,
             "speedup_compile": self.speedup_compile,

@@ -10,11 +10,16 @@ by ``library``.
 import json
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from cuda_agent.errors import SandboxUnready
+from cuda_agent.sandbox.build.builder import Builder, BuildError, CompilerMissing
 from cuda_agent.sandbox.formats import library_nodes
 from cuda_agent.sandbox.formats.expressions import Buffer, PlanError, evaluate
+from cuda_agent.sandbox.formats.solution_format import Toolchain
 from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
 
@@ -36,6 +41,7 @@ _FORMATS = {
 }
 WORKSPACE_DTYPES = frozenset(_FORMATS)
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*\s*(<[\w\s,:.+-]*>)?")
+_RUNTIME = Path(__file__).parents[1] / "worker" / "runtime.cpp"
 _MOST_NODES, _MOST_BLOCKS, _MOST_WORKSPACE = 256, 1 << 24, 1 << 30
 _MOST_GRID, _MOST_BLOCK, _MOST_THREADS = ((1 << 31) - 1, 65535, 65535), (1024, 1024, 64), 1024
 
@@ -68,7 +74,44 @@ class Program:
         return {key: value for key, value in asdict(self).items() if key not in ("source", "expressions")}
 
 
-def compile_plan(files: dict[str, str], spec: TaskSpec, device: str = "cpu") -> Program:
+async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
+    """Build the kernels; what the worker is told to load: the program, and its libraries or image.
+
+    Raises:
+        PlanError: the plan is not one.
+        BuildError: the compiler refuses the kernels.
+        SandboxUnready: the executor of plans does not build here.
+    """
+    program = compile_plan(files, spec, tools.device)
+    sources = {name: text for name, text in files.items() if name != "plan.json"}
+    load = program.to_json()
+    if tools.device == "cuda":
+        load |= {"image": "", "names": {}}
+        if program.source:
+            sources["plan.cu"] = program.source
+            built = await tools.builder.kernels(sources, "plan.cu", program.expressions, tools.architecture)
+            load |= {"image": str(built[0]), "names": built[1]}
+        return load
+    load |= {"runtime": str(await runtime(tools.builder)), "library": None}
+    if program.source:
+        sources["trampoline.cpp"] = program.source
+        load["library"] = str(await tools.builder.library(sources, ["trampoline.cpp"]))
+    return load
+
+
+async def runtime(builder: Builder) -> Path:
+    """The executor of plans on the CPU, built once; this also proves that the compiler works.
+
+    Raises:
+        SandboxUnready: it does not.
+    """
+    try:
+        return await builder.library({"runtime.cpp": _RUNTIME.read_text()}, ["runtime.cpp"], ours=True)
+    except (BuildError, CompilerMissing) as error:
+        raise SandboxUnready(f"the C++ compiler does not work in the sandbox: {error}") from None
+
+
+def compile_plan(files: Mapping[str, str], spec: TaskSpec, device: str = "cpu") -> Program:
     """The program of ``files["plan.json"]`` for a task with these shapes.  Raises ``PlanError``."""
     if "plan.json" not in files:
         raise PlanError("there is no plan.json")
@@ -177,7 +220,7 @@ def _memset(node: dict[str, Any], where: str, names: dict[str, Any]) -> dict[str
 
 
 def _function(
-    node: Any, where: str, names: dict[str, Any], files: dict[str, str], index: int
+    node: Any, where: str, names: dict[str, Any], files: Mapping[str, str], index: int
 ) -> tuple[dict[str, Any], str]:
     """A kernel node on cpu, and the C++ that calls its function."""
     _object(node, where, {"kernel", "function"}, {"kernel", "function", "grid", "args"})
@@ -199,7 +242,7 @@ def _function(
 
 
 def _kernel(
-    node: Any, where: str, names: dict[str, Any], files: dict[str, str], index: int
+    node: Any, where: str, names: dict[str, Any], files: Mapping[str, str], index: int
 ) -> tuple[dict[str, Any], str]:
     """A kernel node on cuda, and the source that tells the types of its arguments."""
     known = {"kernel", "function", "grid", "block", "shared", "cluster", "cooperative", "args"}
@@ -228,7 +271,7 @@ def _kernel(
     return item, told
 
 
-def _named_function(node: dict[str, Any], where: str, files: dict[str, str]) -> str:
+def _named_function(node: dict[str, Any], where: str, files: Mapping[str, str]) -> str:
     path, function = node["kernel"], node["function"]
     if not isinstance(path, str) or path not in files:
         raise PlanError(f"{where}.kernel: there is no file {path!r}")

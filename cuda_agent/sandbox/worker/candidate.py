@@ -1,11 +1,12 @@
 """The candidate worker: runs one solution, in any format, and dies."""
 
-import contextlib
 import ctypes
 import itertools
+import os
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ from cuda_agent.sandbox.worker.binding import OnlyTheExtension, Outputs, load_mo
 from cuda_agent.sandbox.worker.loop import WorkerLoop, build_model
 from cuda_agent.sandbox.worker.replay import play_back
 from cuda_agent.sandbox.worker.shared_tensors import Slots, flatten, map_memory, owned, rebuild, store, zeros
+
+# What makes the context of a call of ``ModelNew``, by the name of the rule.
+RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]] = {
+    "": lambda outputs: nullcontext,
+    "extension": lambda outputs: OnlyTheExtension,
+}
 
 
 class Candidate(WorkerLoop):
@@ -35,7 +42,7 @@ class Candidate(WorkerLoop):
         )
         # On the CPU the empty call's time is subtracted, so it holds nothing that a solution could leave out, such as
         # copying outputs to their place.  On a GPU empty chains go into a bound that must not be too high: they do it.
-        load = self.load_plan if options["format"] == "plan" else self.load_model
+        load = self.load_plan if options["host_is_ours"] else self.load_model
         self._commands = {WorkerOperation.LOAD_SOLUTION: load}
         if options["device"] == "cuda":
             self._commands[WorkerOperation.RUN_EMPTY_CHAIN] = self.empty_chain
@@ -74,20 +81,21 @@ class Candidate(WorkerLoop):
         )
 
     def load_model(self, frame: Frame) -> None:
-        """``ModelNew`` of the extension format, with its library and the rule to use nothing else; or of the python
-        format, free to use torch.  Built with the random numbers that built the reference, and given its weights."""
-        spec, restricted = self._options["spec"], self._options["format"] == "extension"
+        """``ModelNew``, under the rule of its format: built with the random numbers that built the reference, and given
+        its weights."""
+        spec, restricted = self._options["spec"], bool(self._options["rule"])
+        os.environ.update(frame.body["environment"])
         numbers = range(len(self._slots.layout))
         given = [rebuild(spec["arguments"], self._slots.input_tensors(slot)) for slot in numbers]
         outputs = Outputs([self._slots.output_tensors(slot) for slot in numbers], self._options["device"])
-        if restricted:
+        if "library" in frame.body:
             sys.modules["cuda_extension"] = load_module(frame.body["library"], outputs)
         if frame.body.get("place"):
             play_back(Path(frame.body["place"]["folder"]))
         torch.manual_seed(frame.body["seed"])
         model = build_model(frame.body["code"], [item["value"] for item in spec["init"]], self._options["device"])
         weights = self._slots.weight_tensors()
-        rule = OnlyTheExtension if restricted else contextlib.nullcontext
+        rule = RULES[self._options["rule"]](outputs)
         given_places, views = self._slots.given, self._options["views"]
         if restricted or model.state_dict().keys() == weights.keys():  # KernelBench's own solutions may rename them
             model.load_state_dict(weights, strict=True)
