@@ -28,7 +28,7 @@ from typing import Any
 from cuda_agent.config import WHERE_JUDGED, SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.machine import processor
-from cuda_agent.sandbox.build import builder
+from cuda_agent.sandbox.build import builder, toolchain
 from cuda_agent.sandbox.formats import first_pass, plan, rules
 from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
 from cuda_agent.sandbox.formats.table import FORMATS
@@ -119,7 +119,7 @@ class LocalSandbox:
         source = {"check.cu": (_HERE / "judge" / "check.cu").read_text()}
         try:
             image, _ = await self._builder.kernels(source, "check.cu", [], self._architecture)
-        except (builder.BuildError, builder.CompilerMissing) as error:
+        except (builder.BuildError, toolchain.CompilerMissing) as error:
             raise SandboxUnready(f"the CUDA compiler does not work in the sandbox: {error}") from None
         return str(image), found["identity"]
 
@@ -140,7 +140,7 @@ class LocalSandbox:
                 source = {"proof.cpp": f'extern "C" const char proof[] = "{proof}";'}
                 built = await self._builder.library(source, ["proof.cpp"])
             shutil.rmtree(built.parent)
-        except (builder.BuildError, builder.CompilerMissing) as error:
+        except (builder.BuildError, toolchain.CompilerMissing) as error:
             raise SandboxUnready(f"the compiler does not work in the sandbox: {error}") from None
 
     async def __aexit__(self, *_: object) -> None:
@@ -190,7 +190,7 @@ class LocalSandbox:
             verdict = self._refusal(solution, mode, "build_error", str(error))
             verdict.advice = advice
             return verdict
-        except builder.CompilerMissing as error:
+        except toolchain.CompilerMissing as error:
             raise SandboxUnready(str(error)) from None
         except first_pass.FirstPassFailed as failure:
             return self._refusal(solution, mode, failure.status, str(failure))

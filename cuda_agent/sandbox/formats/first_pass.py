@@ -32,7 +32,7 @@ from typing import Any
 
 from cuda_agent.lease import Lease
 from cuda_agent.machine import processor
-from cuda_agent.sandbox.build import builder
+from cuda_agent.sandbox.build import builder, toolchain
 from cuda_agent.sandbox.formats.solution_format import FirstPassTime
 from cuda_agent.sandbox.jail import cgroups, jail, scratch
 from cuda_agent.sandbox.jail.descendants import descendants
@@ -232,8 +232,8 @@ def _toolchain(architecture: str) -> dict[str, str]:
     found = {
         "PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "MAX_JOBS": "2",
     }  # fmt: skip
-    with contextlib.suppress(builder.CompilerMissing):
-        home = Path(builder.find_nvcc().compiler).resolve().parents[1]
+    with contextlib.suppress(toolchain.CompilerMissing):
+        home = Path(toolchain.find_nvcc().compiler).resolve().parents[1]
         found |= {"CUDA_HOME": str(home), "PATH": f"{home}/bin:{found['PATH']}"}
     if architecture:
         code = architecture.removeprefix("sm_")

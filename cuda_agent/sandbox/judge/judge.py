@@ -24,10 +24,11 @@ from cuda_agent.errors import TaskError
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.judge.buffers import byte_count
+from cuda_agent.sandbox.judge.decisions import CandidateRefused
 from cuda_agent.sandbox.judge.prepared import PreparedTask
 from cuda_agent.sandbox.judge.reference_client import TaskKilled, memory_of
 from cuda_agent.sandbox.judge.strict import strict_baselines
-from cuda_agent.sandbox.judge.trial import CandidateRefused, Trial
+from cuda_agent.sandbox.judge.trial import Trial
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 from cuda_agent.sandbox.messages import (
     EvaluateRequest,

@@ -3,7 +3,7 @@
 A candidate is checked on fresh secret inputs first; then it is timed by this process's own clock, from the request to
 the answer and minus the empty call (measured before the candidate is loaded), interleaved with an eager anchor.  Every
 call, timed or not, has inputs of its own and its outputs checked: there is no call that a candidate could recognise
-and leave out.  Only here and in ``judge`` is a status decided.
+and leave out.  Only here, in ``decisions`` and in ``judge`` is a status decided.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import math
 import secrets
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerD
 from cuda_agent.sandbox.judge import cost, legality, strict
 from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.judge.cross_check import LONGEST_CHAIN, CrossCheck
+from cuda_agent.sandbox.judge.decisions import LOADING, CandidateRefused, is_clear, refusal, scale_baselines
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import net, seconds_of_call
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
@@ -39,19 +40,6 @@ _DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
 _FINDING_SECONDS = 30.0  # more for a solution that compiled: torch.compile traces it again to find what it made
 _ALONE_CALLS, _BESIDE = 3, 1.03  # of eager without the candidate, and how much longer it may take beside it
 _FILES = ("runtime", "library", "image")  # of what is loaded
-_STATUS = {
-    "timeout": "timeout", "crash": "crash", "memory": "crash", "threads": "crash", "protocol": "crash",
-    "processes": "crash", "killed": "crash",
-}  # fmt: skip
-
-
-class CandidateRefused(Exception):
-    """Ends a trial: the candidate's fault.  ``retryable``: or it may be another's; then it gets a second trial."""
-
-    def __init__(self, status: Any, message: str, retryable: bool = False) -> None:
-        super().__init__(message)
-        self.status = status
-        self.retryable = retryable
 
 
 class Trial:
@@ -127,11 +115,8 @@ class Trial:
                 empty = partial(self._chained, WorkerOperation.RUN_EMPTY_CHAIN)
                 self._cross = CrossCheck(slots, lambda *chain: empty(*chain)[0], host)
         self._loaded = True
-        try:
-            with self._lease.working(), self._judged("while it was loaded"):
-                self._load()
-        except WorkerError as error:
-            raise CandidateRefused("build_error", str(error)) from None
+        with self._lease.working(), self._judged(LOADING):
+            self._load()
         self._verdict.phases["start"] = time.perf_counter() - begin
 
     def _open(self, profiler: bool = False) -> None:
@@ -318,6 +303,8 @@ class Trial:
         prepared, verdict = self._prepared, self._verdict
         fewest = _FEWEST_TIMED[self._settings.device]
         first = prepared.entry(prepared.base).inputs
+        base = prepared.baselines
+        compile_share = base.compile / base.eager if base.compile is not None and base.eager else None
         eager: list[float] = []
         assert self._worker
         candidate, reference = self._worker, prepared.oracle.worker
@@ -338,7 +325,7 @@ class Trial:
                     eager.append(net(prepared.oracle.seconds(entry.inputs), empty))
                 if time.perf_counter() - begin > _ENOUGH_SECONDS:
                     fewest = min(fewest, _FEWEST_TIMED["cpu"])  # slow calls differ by less
-                if number + 1 >= fewest and self._clear(verdict.samples, eager):
+                if number + 1 >= fewest and is_clear(verdict.samples, eager, compile_share):
                     break
             verdict.seconds = self._believed(statistics.median(verdict.samples))
             baseline = prepared.baselines.eager or 0.0
@@ -370,25 +357,9 @@ class Trial:
                 if verdict.strict and oracle.alive:
                     oracle.precision("default")
         share = min(1.0, _BESIDE * alone / self._anchor)
-        verdict.eager_seconds = share * (verdict.eager_seconds or self._anchor)
-        if verdict.compile_seconds is not None:
-            verdict.compile_seconds *= share
-        if verdict.strict:
-            for name, seconds in verdict.strict["baselines"].items():
-                verdict.strict["baselines"][name] = share * seconds
-            verdict.strict["interval"] = [share * bound for bound in verdict.strict["interval"]]
+        verdict.eager_seconds = verdict.eager_seconds or self._anchor
+        scale_baselines(verdict, share)
         verdict.phases["time"] += time.perf_counter() - begin
-
-    def _clear(self, samples: Sequence[float], eager: Sequence[float]) -> bool:
-        """Whether more calls could still change what is more than 5 % faster than what."""
-        mine, anchor = statistics.median(samples), statistics.median(eager)
-        spread = statistics.median(abs(s - mine) for s in samples) / mine
-        spread += statistics.median(abs(s - anchor) for s in eager) / anchor
-        base = self._prepared.baselines
-        rivals = [anchor]
-        if base.compile is not None and base.eager:
-            rivals.append(base.compile * anchor / base.eager)
-        return all(abs(mine / (0.95 * rival) - 1) > 0.03 + 2 * spread for rival in rivals)
 
     # ------------------------------------------------------------------------------------------------------------ calls
 
@@ -440,24 +411,16 @@ class Trial:
             return self._timed(inputs)[1]
 
     @contextlib.contextmanager
-    def _judged(self, when: str = "") -> Any:
+    def _judged(self, when: str = "") -> Iterator[None]:
+        """Turn the death or error of the worker into a refusal.
+
+        Raises:
+            CandidateRefused: the worker died, or the solution raised.
+        """
         try:
             yield
-        except WorkerDied as death:
-            if not self._loaded:  # nothing untrusted has run in it
-                raise CandidateRefused(
-                    "infra", f"a worker {death} before the solution was loaded", retryable=True
-                ) from None
-            killed = death.reason == "killed"  # by the system, by an operator, or by itself
-            raise CandidateRefused(_STATUS[death.reason], f"the solution {death} {when}".strip(), killed) from None
-        except WorkerError as error:
-            if when == "while it was loaded":
-                raise
-            if not self._loaded:
-                raise CandidateRefused(
-                    "infra", f"a worker, before the solution was loaded: {error}", retryable=True
-                ) from None
-            raise CandidateRefused("cheat" if error.cheat else "crash", f"{error} {when}".strip()) from None
+        except (WorkerDied, WorkerError) as error:
+            raise refusal(error, self._loaded, when) from None
 
     def _compare(self, entry: PoolEntry, outputs: list[Any], when: str, audit: bool = False) -> None:
         prepared, verdict = self._prepared, self._verdict

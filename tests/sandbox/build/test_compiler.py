@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cuda_agent.sandbox.build import builder as build
+from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.build.compiler import Waiting
 from cuda_agent.sandbox.jail.scratch import make_folder
 from tests.sandbox.conftest import KERNEL, Running, plan_solution, task
@@ -85,7 +86,7 @@ def test_both_ways_flush_denormals_alike(
     Whether a shared library does so depends on the compiler (GCC does up to 12), so the compiler itself is asked."""
     denormal = "float('2.3e-308') / 4.0"  # below the smallest normal double
     (tmp_path / "k.cpp").write_text("int x;")
-    subprocess.run(["g++", *build.FLAGS, "-shared", "k.cpp", "-o", "k.so"], cwd=tmp_path, check=True)
+    subprocess.run(["g++", *toolchain.FLAGS, "-shared", "k.cpp", "-o", "k.so"], cwd=tmp_path, check=True)
     expected = in_library(tmp_path / "k.so", denormal)
     assert expected in ("0.0", "5.75e-309")
     fast = in_library(built(builder, PLAIN), denormal)
