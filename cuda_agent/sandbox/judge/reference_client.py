@@ -1,6 +1,6 @@
-"""The oracle: a reference worker of one task, asked by the judge for values, outputs, times and counts.
+"""The judge's client of a reference worker: inputs, expected outputs, times and counts of one task.
 
-Also how a worker's times are taken.  Not covered: candidates, and what is kept of a task between them (``prepared``).
+Also how a worker's times are read.  Not covered: candidates, and what is kept of a task between them (``prepared``).
 """
 
 import math
@@ -34,13 +34,21 @@ _FLOATING = ("float32", "float16", "bfloat16")
 
 
 def memory_of(device: str) -> Any:
-    """The module that keeps and compares the bytes of this device."""
+    """The module with buffers and comparisons for this device: ``host`` or ``device``."""
     return gpu_memory if device == "cuda" else cpu_memory
 
 
 def seconds_of_call(device: str, wall: float, told: Any) -> float:
-    """On the CPU what passed here.  On a GPU the device's own time, which the worker tells: never more than what passed
-    here, and no nonsense."""
+    """Seconds of one call.
+
+    Args:
+        device: "cpu" or "cuda".
+        wall: seconds by the judge's clock, from the request to the answer.
+        told: on a GPU, the worker's [seconds of the device, seconds of the host]; ignored on the CPU.
+
+    Raises:
+        WorkerError: ``told`` is no such pair, or a part of it exceeds ``wall``.
+    """
     if device == "cpu":
         return wall
     match told:
@@ -50,17 +58,23 @@ def seconds_of_call(device: str, wall: float, told: Any) -> float:
 
 
 def net(seconds: float, empty: float) -> float:
-    """A time without the empty call.  What is left is at least a tenth: more than that the clock cannot resolve, and a
-    time near zero must not come out of noise."""
+    """``seconds`` minus the seconds of an empty call, at least a tenth of ``seconds``: noise must not yield a time near
+    zero."""
     return max(seconds - empty, seconds / 10)
 
 
 class TaskKilled(TaskError):
-    """Its worker was killed by nobody here.  That may be the task's doing, or anybody else's."""
+    """The reference worker died from a signal that the judge did not send (the OOM killer, say)."""
 
 
 class ReferenceClient:
-    """A reference worker of one task, which it owns, and its buffers.  Every failure of the task is a ``TaskError``."""
+    """Owns a reference worker of one task, and its buffers.  Arrays are ``numpy`` arrays on the CPU and
+    ``device.Array`` on a GPU, one a tensor of the spec.
+
+    Raises:
+        TaskError: from every method, where the task fails.
+        TaskKilled: where its worker died from a signal that the judge did not send.
+    """
 
     def __init__(self, worker: JailedProcess, code: str, weights_seed: int, settings: JudgeSettings) -> None:
         self.worker = worker
@@ -106,7 +120,7 @@ class ReferenceClient:
         return self.worker.alive
 
     def inputs(self, seed: int, kind: str = "normal") -> list[Any] | None:
-        """Values under this seed; None when the task's inputs have none of this kind."""
+        """Input values drawn under ``seed``; None if the task's inputs have no values of this kind (``wire.KINDS``)."""
         draw: InputDraw = {"seed": seed, "kind": kind}
         if not self._ask(WorkerOperation.DRAW_INPUTS, draw):
             return None
@@ -115,13 +129,15 @@ class ReferenceClient:
         return copies
 
     def outputs(self, inputs: list[Any]) -> list[Any]:
+        """Eager's outputs for these inputs."""
         assert self._buffers
         self._buffers.fill(0, inputs)
         self._ask(WorkerOperation.RUN, slot=0)
         return self._buffers.outputs(0)
 
     def seconds(self, inputs: list[Any], null: bool = False) -> float:
-        """One timed call (``null``: of nothing), buffers refilled before the clock starts."""
+        """Seconds of one call (``null``: of a call that computes nothing).  Buffers are refilled before the clock
+        starts."""
         assert self._buffers
         slot = secrets.randbelow(2)
         self.worker.stop()
@@ -136,7 +152,7 @@ class ReferenceClient:
         return seconds
 
     def host_seconds(self, inputs: list[Any]) -> float:
-        """In how much time its host enqueues a call on the GPU, at best."""
+        """The fewest seconds that the host has needed to enqueue a call on the GPU."""
         for _ in range(3 if self._host == math.inf else 0):  # first calls start libraries
             self.seconds(inputs)
         return self._host
@@ -170,14 +186,15 @@ class ReferenceClient:
         self.worker.call(WorkerOperation.COMPILE_TASK, body, slot=0)
 
     def count(self, inputs: list[Any]) -> tuple[int, int]:
-        """Operators of one call and the bytes they touch."""
+        """The number of operators of one call, and the bytes they read and write."""
         assert self._buffers
         self._buffers.fill(0, inputs)
         answer = self._ask(WorkerOperation.COUNT_OPERATORS, slot=0)
         return int(answer["operators"]), int(answer["bytes"])
 
     def account(self, inputs: list[Any]) -> tuple[int, int, Views]:
-        """Operations of one call (0: not known), the bytes that it writes for its outputs, and which are views."""
+        """Floating-point operations of one call (0: not known), the bytes that it writes for its outputs, and strides of
+        the outputs that are views."""
         assert self._buffers
         self._buffers.fill(0, inputs)
         answer = self._ask(WorkerOperation.ACCOUNT, slot=0)
