@@ -67,7 +67,7 @@ def submit(
 ) -> None:
     """Start the whole workflow on a cluster. Needs a kubeconfig and nothing else."""
     from cuda_agent.cluster import submit as cluster
-    from cuda_agent.config import compose
+    from cuda_agent.compose import compose
 
     what = cluster.submission(compose(overrides or []), profile, release)
     if dry_run:

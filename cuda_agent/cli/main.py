@@ -77,7 +77,7 @@ def run(
     Goes on with the newest unfinished run of the same configuration; stages that were made before come from the cache.
     Ctrl-C stops in order: stages write a checkpoint, and the same command goes on from there.
     """
-    from cuda_agent.config import compose
+    from cuda_agent.compose import compose
     from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline.graph import STAGES, up_to
 
@@ -141,7 +141,7 @@ def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
 
     A policy.base that is a folder, and not on this machine, is noted: `run` would refuse it.
     """
-    from cuda_agent.config import compose, freeze
+    from cuda_agent.compose import compose, freeze
     from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline.schedule import derived, require_base
 
@@ -199,7 +199,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Check and time one solution of one task in the sandbox."""
-    from cuda_agent.config import compose
+    from cuda_agent.compose import compose
     from cuda_agent.optimize import evaluation
     from cuda_agent.optimize.verdict_text import verdict_lines
     from cuda_agent.pipeline import runs
@@ -291,7 +291,7 @@ def benchmark(
 
     Budgets are those of experiment=benchmark; overrides change them, as in evaluate.turns=20 sandbox.threads=4.
     """
-    from cuda_agent.config import compose
+    from cuda_agent.compose import compose
     from cuda_agent.optimize import evaluation
     from cuda_agent.pipeline import runs
 

@@ -129,7 +129,7 @@ def optimize(
 def _run(order: Any, overrides: list[str], source: Path, folder: Path, resume: bool, as_json: bool) -> Any:
     import asyncio
 
-    from cuda_agent.config import compose
+    from cuda_agent.compose import compose
     from cuda_agent.optimize import screen, search
     from cuda_agent.pipeline import runs
 

@@ -21,7 +21,7 @@ import httpx
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.cluster.forward import forwarded, pod_of
 from cuda_agent.cluster.submit import PROFILE_LABEL
-from cuda_agent.config import flat, validate
+from cuda_agent.compose import flat, validate
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline.episodes import FILE, PACKED, TOKENIZER, Left
 from cuda_agent.pipeline.graph import STAGES

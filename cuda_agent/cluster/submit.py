@@ -16,7 +16,8 @@ from typing import Any
 from cuda_agent.cluster import rayjobs
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.cluster.pools import ROLES, WORKFLOW_LABEL, version_name
-from cuda_agent.config import Config, freeze
+from cuda_agent.compose import freeze
+from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline.graph import STAGES, Stage
 from cuda_agent.pipeline.local import StageView

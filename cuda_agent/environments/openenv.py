@@ -24,7 +24,8 @@ from pydantic import Field
 
 from cuda_agent.agent.environment import KernelEnvironment, SandboxFault
 from cuda_agent.agent.tools import TOOLS
-from cuda_agent.config import SandboxConfig, compose
+from cuda_agent.compose import compose
+from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import TaskError
 from cuda_agent.sandbox.client import Sandbox as OpenSandbox
 from cuda_agent.sandbox.client import open_sandbox

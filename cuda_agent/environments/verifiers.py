@@ -21,7 +21,8 @@ from pydantic import Field, WithJsonSchema
 
 from cuda_agent.agent.environment import KernelEnvironment
 from cuda_agent.agent.tools import TOOLS
-from cuda_agent.config import Config, compose
+from cuda_agent.compose import compose
+from cuda_agent.config import Config
 from cuda_agent.pipeline.runs import local_home
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.tasks.io import read_any

@@ -17,7 +17,8 @@ from cuda_agent.cluster import doctor as cluster_doctor
 from cuda_agent.cluster import engines, maintenance, pod, pod_maintenance, pools
 from cuda_agent.cluster import submit as cluster
 from cuda_agent.cluster.api import Cluster, ClusterError
-from cuda_agent.config import Config, compose, freeze
+from cuda_agent.compose import compose, freeze
+from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError, TryAgain
 from cuda_agent.pipeline.graph import STAGES
 from tests.cluster.control_plane import MISSING, NAMESPACE, ControlPlane
