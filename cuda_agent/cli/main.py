@@ -1,9 +1,10 @@
-"""The one command line: parses, calls, prints.
+"""The command line: parses, calls, prints.
 
-Whatever a command needs is imported inside of it, so that ``--help`` answers at once.  Errors that a person can mend
-are one screen on stderr and an exit code: 75 try again, 78 wrong configuration or input, 79 a gate was missed.
+Commands import their dependencies inside their functions, so that ``--help`` answers at once.  An error that a person
+can fix is printed as one screen on stderr; exit codes: 75 try again, 78 wrong configuration or input, 79 a gate was
+missed.
 
-What it does not cover: any work of its own.
+What it does not cover: the work of the commands.
 """
 
 import json
@@ -41,7 +42,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4"),
 ]
-MOST_DROPPED = 10  # of an import, listed
+MOST_DROPPED = 10  # dropped items of an import that are listed
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for a program")]
 
 
@@ -86,7 +87,7 @@ def run(
         rows = up_to(STAGES, to) if to else STAGES
     except ValueError as error:
         raise ConfigError(f"--to: {error}") from None
-    if any(row.name == "bootstrap" for row in rows):  # which loads it
+    if any(row.name == "bootstrap" for row in rows):  # bootstrap loads the base model
         from cuda_agent.pipeline.schedule import require_base
 
         require_base(config.policy.base)
@@ -154,7 +155,7 @@ def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
         _print_schedule(composed, sha256, schedule)
     try:
         require_base(composed.policy.base)
-    except ConfigError as error:  # it may be a path of a cluster's pods
+    except ConfigError as error:  # the path may exist in a cluster's pods only
         print(f"note: {error}, on this machine", file=sys.stderr)
 
 

@@ -1,6 +1,6 @@
-"""The commands of the sandbox: serve it, measure it, test it, print its formats.
+"""The commands of the sandbox: serve it, measure it, test it, print its schemas.
 
-As in ``cli``, whatever a command needs is imported inside of it.
+As in ``cli.main``, commands import their dependencies inside their functions.
 """
 
 import json

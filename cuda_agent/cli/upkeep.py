@@ -1,6 +1,6 @@
-"""The commands that keep an installation in order: is everything there, and what may go.
+"""The commands for an installation: ``doctor`` checks it, ``gc`` removes what no run needs.
 
-As in ``cli``, whatever a command needs is imported inside of it.
+As in ``cli.main``, commands import their dependencies inside their functions.
 """
 
 import json
@@ -19,7 +19,7 @@ Release = Annotated[str, typer.Option(help="full name of the chart's release")]
 
 
 def add_to(app: typer.Typer) -> None:
-    """Puts the commands into the one command line."""
+    """Adds the commands to the command line."""
     examples: dict[Callable[..., None], tuple[str, ...]] = {
         doctor: ("cuda-agent doctor --store s3://kernels/main", "cuda-agent doctor my-cluster --namespace cuda-agent"),
         gc: ("cuda-agent gc --keep 5 --dry-run", "cuda-agent gc --on my-cluster --dry-run"),
