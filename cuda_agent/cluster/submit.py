@@ -277,7 +277,7 @@ def views(workflow: dict[str, Any], stages: Sequence[Stage] = STAGES) -> list[St
 
 
 def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:
-    """Adds to each waiting stage the warnings of Kubernetes about its pod, such as a missing secret or a lack of nodes."""
+    """Adds to each waiting stage the warnings of Kubernetes about its pod, such as a missing secret or no free node."""
     waiting = {view.name: view for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
     if not waiting:
         return

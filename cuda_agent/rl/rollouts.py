@@ -1,8 +1,8 @@
-"""Rollouts: what every stage that plays a policy shares — opening its engine and its sandbox, and playing a batch of
-episodes with seeds that depend on the configuration alone.
+"""Rollouts: opens a policy's engine and its sandbox, and plays batches of episodes.  Seeds depend on the configuration
+alone.
 
-Not here: training (``learning``), scoring (``scores``), what an episode is (``agent.loop``), and the same in Ray's
-actors (``ray_players``).
+What it does not cover: training (``ppo``), scoring (``scores``), the episode itself (``agent.loop``), and rollouts in
+Ray's actors (``ray.players``).
 """
 
 import hashlib
@@ -34,12 +34,12 @@ from cuda_agent.tasks.task import Task
 
 Kind = Literal["single", "agent"]
 Style = Literal["compact", "full"]
-Job = tuple[Task, str]  # an episode to play, and its id, which decides its seed
+Job = tuple[Task, str]  # a task, and the id of the episode, which determines its seed
 
 
 @dataclass(frozen=True)
 class EpisodeBudget:
-    """Of an episode; ``context`` in tokens."""
+    """The limits of an episode; ``context`` in tokens."""
 
     turns: int
     context: int
@@ -47,17 +47,17 @@ class EpisodeBudget:
 
 
 class Players(Protocol):
-    """Who plays episodes: ``Rollouts`` in this process, or others."""
+    """Plays episodes: ``Rollouts`` in this process, ``RayPlayers`` in others."""
 
     async def play(self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = ...) -> list[Episode]:
-        """The episodes of ``jobs`` in their order; ``on_done`` gets each as soon as it is finished."""
+        """Plays ``jobs`` and returns their episodes in order; ``on_done`` gets each as soon as it is finished."""
         ...
 
 
 @dataclass
 class Rollouts:
-    """A policy that is being played.  ``model`` is the one to train; ``engine`` serves a copy of its weights and is
-    given new ones by ``engine.update_from(model, version)``."""
+    """A policy with its engine and sandbox.  ``model`` is the one to train; ``engine`` serves a copy of its weights and
+    takes new ones by ``engine.update_from(model, version)``."""
 
     model: Any
     tokenizer: Any
@@ -72,7 +72,7 @@ class Rollouts:
     async def play(
         self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = lambda episode: None
     ) -> list[Episode]:
-        """As ``Players.play``."""
+        """See ``Players.play``."""
         run = run_single if kind == "single" else run_episode
 
         async def play_one(task: Task, name: str) -> Episode:
@@ -85,23 +85,28 @@ class Rollouts:
 
 
 def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
-    """``samples`` episodes a task, in the order of ``tasks``, with the ids ``label/task/sample``."""
+    """The jobs of ``samples`` episodes per task, in the order of ``tasks``, with the ids ``label/task/sample``."""
     return [(task, f"{label}/{task.name}/{sample}") for task in tasks for sample in range(samples)]
 
 
 @asynccontextmanager
 async def open_rollouts(ctx: WorkerContext, policy: Path, budget: EpisodeBudget) -> AsyncIterator[Rollouts]:
-    """Opens the policy in folder ``policy`` with its engine, and the sandbox."""
+    """Opens the policy in folder ``policy`` with its engine, and the sandbox.
+
+    Raises:
+        PolicyError: The folder holds no usable policy.
+        SandboxUnready: A required wall or the compiler is missing.
+    """
     import torch
 
     config = ctx.config
-    torch.set_num_threads(1)  # of this thread, which computes nothing much: ``LocalEngine.compute`` says why
+    torch.set_num_threads(1)  # this thread computes little: see ``LocalEngine.compute``
     lockstep = config.sandbox.clock == "model"
     model, tokenizer = load_policy(policy)
     if config.policy.engine == "local" and config.policy.device == "cuda":
         if not gpus():
             raise BadConfiguration("policy.device is cuda, and this machine has no GPU that PyTorch can use")
-        model.to("cuda")  # where a broadcast finds it, too
+        model.to("cuda")  # broadcasts send it from there
     style: Style = "compact" if config.policy.base is None else "full"
     settings = episode_settings(config, style, **asdict(budget))
     chat = Chat(tokenizer, style)
@@ -126,7 +131,7 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, budget: EpisodeBudget)
 async def _open_engine(
     ctx: WorkerContext, folder: Path, model: Any, chat: Chat
 ) -> AsyncIterator[LocalEngine | VllmEngine | ScriptedEngine]:
-    """The engine that the configuration names, serving ``model``, which came from ``folder``."""
+    """The configured engine, serving ``model``, which was loaded from ``folder``."""
     policy = ctx.config.policy
     if policy.engine == "vllm":
         try:
@@ -162,7 +167,7 @@ async def _open_engine(
 
 
 def episode_settings(config: Config, style: Style, *, turns: int, context: int, temperature: float) -> EpisodeSettings:
-    """The configuration as the agent loop wants it."""
+    """The settings of the agent loop, from the configuration."""
     return EpisodeSettings(
         format=config.sandbox.format,
         style=style,
@@ -182,8 +187,8 @@ def seed_of(seed: int, name: str) -> int:
 
 
 def draw(tasks: Sequence[Task], count: int, seed: int, step: int) -> list[Task]:
-    """The tasks of one training step: epochs of shuffled tasks cut into pieces of ``count``, so every task is seen
-    equally often; a function of (seed, step) alone."""
+    """The tasks of one training step: shuffled epochs cut into pieces of ``count``, so that every task is drawn equally
+    often; a function of (seed, step) alone."""
     drawn: list[Task] = []
     for position in range(step * count, (step + 1) * count):
         epoch, index = divmod(position, len(tasks))

@@ -1,7 +1,7 @@
-"""ScriptedEngine: answers from a function instead of a model, for tests and drills of everything around an engine.
+"""ScriptedEngine: answers from a function instead of a model, for tests and drills.
 
-Its log-probabilities are those of a given model (teacher forcing), or -1 for every token when there is none.
-Not here: sampling; the seed only reaches the function.
+Its log-probabilities are those of a given model (teacher forcing), or -1 for every token without one.  There is no
+sampling; the seed only reaches the function.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,10 +1,10 @@
-"""How new weights reach vLLM: by a folder on disk, by a LoRA adapter, or broadcast.
+"""Transfers of new weights to vLLM: by a folder on disk, by a LoRA adapter, or by a broadcast.
 
-Each way is one function of the replicas and what they shall serve; pausing, deaths and verification are ``vllm``'s.
-Broadcast takes NCCL between GPUs and Gloo between CPUs, in a process group of its own beside any other.
+Each way is one function of the replicas and the weights; pausing, deaths and verification belong to ``vllm``.  A
+broadcast uses NCCL between GPUs and Gloo between CPUs, in a separate process group.
 
-Not here: what the workers do with them (``vllm_plugin``), and trainers of several processes, whose weights must be
-gathered before they are sent.
+What it does not cover: the workers' end (``vllm_plugin``), and trainers of several processes, whose weights must be
+gathered first.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from cuda_agent.policy.model import load_model
 
 
 class WeightReceiver(Protocol):
-    """A server, as a transfer sees it."""
+    """The part of a server that a transfer uses."""
 
     url: str
     workers: int  # processes that hold weights
@@ -36,15 +36,15 @@ class WeightReceiver(Protocol):
 
 
 class Broadcast:
-    """The trainer's end.  The group lasts as long as its members do."""
+    """The trainer's end of a broadcast group, which lasts as long as its members do."""
 
     def __init__(self) -> None:
         self._group: Any = None
         self._members: list[WeightReceiver] = []
 
     async def send(self, replicas: Sequence[WeightReceiver], model: Any) -> None:
-        """Gives the model's parameters to all ``replicas``.  A failure of any is everyone's: it ends the group, and the
-        next call makes another."""
+        """Sends the model's parameters to all ``replicas``.  A failure of one ends the group; the next call creates
+        another."""
         device = model.device.type
         if others := sorted({replica.device for replica in replicas} - {device}):
             raise EngineError(
@@ -78,8 +78,8 @@ class Broadcast:
 
 
 async def _together(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) -> None:
-    """Runs the collective ``work`` in a thread beside the calls that make the others take part.  When a call fails the
-    collective may never end: the thread is then left behind."""
+    """Runs the collective ``work`` in a thread, beside the calls that make the others take part.  If a call fails the
+    collective may never end; the thread is then left behind."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
@@ -113,7 +113,11 @@ async def _together(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) ->
 
 
 def save_weights(model: Any, folder: Path, adapter: bool) -> None:
-    """Writes what ``disk`` or ``lora`` loads.  ``PolicyError`` where a model has no adapter."""
+    """Writes the folder for ``disk`` or ``lora``.
+
+    Raises:
+        PolicyError: ``adapter`` is set and the model has none.
+    """
     if not adapter:
         save_merged(model, folder)
     elif not adapters(model):
@@ -123,7 +127,7 @@ def save_weights(model: Any, folder: Path, adapter: bool) -> None:
 
 
 def load_served(folder: Path, base: Path | None) -> Any:
-    """The model of a folder; of an adapter's folder, the model ``base`` with the adapter merged in."""
+    """The model of a folder; for an adapter's folder, the model ``base`` with the adapter merged."""
     if base is None:
         return load_model(folder)
     model = load_model(base)
