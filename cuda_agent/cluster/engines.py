@@ -21,7 +21,6 @@ from cuda_agent.cluster.pools import (
     COMPONENT_LABEL,
     CONTAINER_SECURITY,
     NAME_LABEL,
-    POD_SECURITY,
     POOL_LABEL,
     RUN_NAME,
     WORKFLOW_LABEL,
@@ -60,24 +59,10 @@ def _stages(name: str) -> list[dict[str, Any]]:
 
 def engine_objects() -> list[dict[str, Any]]:
     """The objects without a profile and a run, in the order of creation."""
-    own = {"matchLabels": {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "engine"}}
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": f"{RUN_NAME}-engine", "labels": _LABELS},
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": own["matchLabels"],
-            "ports": [{"name": "http", "port": ENGINE_PORT, "protocol": "TCP"}],
-        },
-    }
-    policy = _policy(
-        f"{RUN_NAME}-engine",
-        own,
-        [{"from": _stages(RUN_NAME), "ports": [{"port": ENGINE_PORT, "protocol": "TCP"}]}],
-        [],
-    )
+    own = {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "engine"}
+    service = pools.headless_service(f"{RUN_NAME}-engine", _LABELS, own, ENGINE_PORT)
+    ingress = [pools.from_to(_stages(RUN_NAME), ENGINE_PORT)]
+    policy = pools.network_policy(f"{RUN_NAME}-engine", _LABELS, own, ingress, [])
     container = {
         "name": "engine",
         "image": f"cuda-agent-engine:{version('cuda-agent')}",
@@ -94,11 +79,14 @@ def engine_objects() -> list[dict[str, Any]]:
         "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5, "timeoutSeconds": 5},
         "securityContext": CONTAINER_SECURITY,
         "volumeMounts": [
-            {"name": "work", "mountPath": "/scratch"},
-            {"name": "tmp", "mountPath": "/tmp"},
+            *pools.SCRATCH_MOUNTS,
             {"name": "memory", "mountPath": "/dev/shm"},
             {"name": "weights", "mountPath": FOLDER, "readOnly": True},
         ],
+    }
+    volumes = {
+        "memory": {"emptyDir": {"medium": "Memory"}},
+        "weights": {"persistentVolumeClaim": {"claimName": "", "readOnly": True}},
     }
     replicas = {
         "apiVersion": "apps/v1",
@@ -108,43 +96,14 @@ def engine_objects() -> list[dict[str, Any]]:
             "replicas": 1,
             "podManagementPolicy": "Parallel",
             "serviceName": f"{RUN_NAME}-engine",
-            "selector": own,
+            "selector": {"matchLabels": own},
             "template": {
                 "metadata": {"labels": _LABELS},
-                "spec": {
-                    "automountServiceAccountToken": False,
-                    "enableServiceLinks": False,
-                    "serviceAccountName": "cuda-agent-sandbox",
-                    "terminationGracePeriodSeconds": 30,
-                    "securityContext": POD_SECURITY,
-                    "containers": [container],
-                    "volumes": [
-                        {"name": "work", "emptyDir": {}},
-                        {"name": "tmp", "emptyDir": {}},
-                        {"name": "memory", "emptyDir": {"medium": "Memory"}},
-                        {"name": "weights", "persistentVolumeClaim": {"claimName": "", "readOnly": True}},
-                    ],
-                },
+                "spec": pools.pod_spec("sandbox", 30, container, volumes),
             },
         },
     }
     return [service, policy, replicas]
-
-
-def _policy(
-    name: str, pods: Mapping[str, Any], ingress: list[dict[str, Any]], egress: list[dict[str, Any]]
-) -> dict[str, Any]:
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": name, "labels": _LABELS},
-        "spec": {
-            "podSelector": pods,
-            "policyTypes": ["Ingress", "Egress"],
-            "ingress": ingress,
-            "egress": egress,
-        },
-    }
 
 
 def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: Config) -> list[dict[str, Any]]:
@@ -163,9 +122,10 @@ def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: 
         replicas = {"podSelector": wall["spec"]["podSelector"]}
         wall["spec"] |= {"ingress": [{"from": _stages(workflow)}], "egress": [{"to": _stages(workflow)}]}
         for suffix, peer in zip(("stages", "ray"), _stages(workflow), strict=True):
-            opened = _policy(
-                f"{workflow}-engine-{suffix}", peer["podSelector"], [{"from": [replicas]}], [{"to": [replicas]}]
-            )
+            opened = pools.network_policy(
+                f"{workflow}-engine-{suffix}", _LABELS, peer["podSelector"]["matchLabels"],
+                [{"from": [replicas]}], [{"to": [replicas]}],
+            )  # fmt: skip
             made.insert(0, pools.named(opened, workflow))
     owner = pools.owned_by(workflow, uid)
     for item in made:

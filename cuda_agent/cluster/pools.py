@@ -43,6 +43,8 @@ POD_SECURITY: dict[str, Any] = {
     "fsGroup": 65532,
     "seccompProfile": {"type": "RuntimeDefault"},
 }
+SCRATCH_MOUNTS = [{"name": "work", "mountPath": "/scratch"}, {"name": "tmp", "mountPath": "/tmp"}]
+_EMPTY: dict[str, Any] = {"emptyDir": {}}
 
 
 def version_name() -> str:
@@ -59,30 +61,69 @@ def pool_objects() -> list[dict[str, Any]]:
         "type": "Opaque",
         "stringData": {},
     }
-    service = {
+    own = {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "sandbox"}
+    stage = {"podSelector": {"matchLabels": {WORKFLOW_LABEL: RUN_NAME, COMPONENT_LABEL: "stage"}}}
+    policy = network_policy(f"{RUN_NAME}-sandbox", _LABELS, own, [from_to([stage], PORT)], [])
+    return [secret, headless_service(f"{RUN_NAME}-sandbox", _LABELS, own, PORT), policy, *map(_pool, ROLES)]
+
+
+def headless_service(name: str, labels: Mapping[str, str], selector: Mapping[str, str], port: int) -> dict[str, Any]:
+    """A Service that gives each pod an address."""
+    return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {"name": f"{RUN_NAME}-sandbox", "labels": _LABELS},
+        "metadata": {"name": name, "labels": labels},
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,  # an unready server can then be asked for the reason
-            "selector": {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "sandbox"},
-            "ports": [{"name": "http", "port": PORT, "protocol": "TCP"}],
+            "selector": selector,
+            "ports": [{"name": "http", "port": port, "protocol": "TCP"}],
         },
     }
-    stage = {"podSelector": {"matchLabels": {WORKFLOW_LABEL: RUN_NAME, COMPONENT_LABEL: "stage"}}}
-    policy = {
+
+
+def network_policy(
+    name: str,
+    labels: Mapping[str, str],
+    pods: Mapping[str, str],
+    ingress: Sequence[Mapping[str, Any]],
+    egress: Sequence[Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Limits the traffic of the pods with these labels; without ``egress`` only what comes in."""
+    rules = {"ingress": ingress} if egress is None else {"ingress": ingress, "egress": egress}
+    return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": {"name": f"{RUN_NAME}-sandbox", "labels": _LABELS},
-        "spec": {
-            "podSelector": {"matchLabels": {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "sandbox"}},
-            "policyTypes": ["Ingress", "Egress"],
-            "ingress": [{"from": [stage], "ports": [{"port": PORT, "protocol": "TCP"}]}],
-            "egress": [],
-        },
+        "metadata": {"name": name, "labels": labels},
+        "spec": {"podSelector": {"matchLabels": pods}, "policyTypes": [key.capitalize() for key in rules]} | rules,
     }
-    return [secret, service, policy, *(_pool(role) for role in ROLES)]
+
+
+def from_to(peers: Sequence[Mapping[str, Any]], port: int) -> dict[str, Any]:
+    """An ingress rule: these peers may connect to this port."""
+    return {"from": peers, "ports": [{"port": port, "protocol": "TCP"}]}
+
+
+def pod_spec(
+    account: str, grace: int, container: Mapping[str, Any], volumes: Mapping[str, Mapping[str, Any]] = {}
+) -> dict[str, Any]:
+    """A pod of one container without a service-account token.
+
+    Args:
+        account: suffix of its service account.
+        grace: seconds from SIGTERM to SIGKILL.
+        container: mounts the scratch volumes ``work`` and ``tmp``.
+        volumes: name -> source of further volumes.
+    """
+    return {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "serviceAccountName": f"cuda-agent-{account}",
+        "terminationGracePeriodSeconds": grace,
+        "securityContext": POD_SECURITY,
+        "containers": [container],
+        "volumes": [{"name": n, **v} for n, v in ({"work": _EMPTY, "tmp": _EMPTY} | dict(volumes)).items()],
+    }
 
 
 def _pool(role: str) -> dict[str, Any]:
@@ -93,17 +134,8 @@ def _pool(role: str) -> dict[str, Any]:
         "image": f"cuda-agent-sandbox:{version('cuda-agent')}",
         "command": ["python3", "-m", "cuda_agent.cli"],
         "args": [
-            "sandbox",
-            "serve",
-            "--host",
-            "0.0.0.0",
-            "--port",
-            str(PORT),
-            "--roles",
-            role,
-            "--open-metrics",
-            "--recycle-after",
-            "1000",
+            *("sandbox", "serve", "--host", "0.0.0.0", "--port", str(PORT), "--roles", role),
+            *("--open-metrics", "--recycle-after", "1000"),
         ],
         "env": [
             {"name": "HOME", "value": "/scratch"},
@@ -115,7 +147,7 @@ def _pool(role: str) -> dict[str, Any]:
         "livenessProbe": {"httpGet": {"path": "/healthz", "port": "http"}, "periodSeconds": 20, "failureThreshold": 6},
         "startupProbe": {"httpGet": {"path": "/healthz", "port": "http"}, "periodSeconds": 1, "failureThreshold": 300},
         "securityContext": CONTAINER_SECURITY,
-        "volumeMounts": [{"name": "work", "mountPath": "/scratch"}, {"name": "tmp", "mountPath": "/tmp"}],
+        "volumeMounts": SCRATCH_MOUNTS,
     }
     return {
         "apiVersion": "apps/v1",
@@ -128,15 +160,7 @@ def _pool(role: str) -> dict[str, Any]:
             "selector": {"matchLabels": {POOL_LABEL: RUN_NAME, ROLE_LABEL: role}},
             "template": {
                 "metadata": {"labels": labels},
-                "spec": {
-                    "automountServiceAccountToken": False,
-                    "enableServiceLinks": False,
-                    "serviceAccountName": "cuda-agent-sandbox",
-                    "terminationGracePeriodSeconds": 90,
-                    "securityContext": POD_SECURITY,
-                    "containers": [container],
-                    "volumes": [{"name": "work", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}],
-                },
+                "spec": pod_spec("sandbox", 90, container),
             },
         },
     }

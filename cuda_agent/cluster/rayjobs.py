@@ -26,11 +26,14 @@ from cuda_agent.cluster.pools import (
     COMPONENT_LABEL,
     CONTAINER_SECURITY,
     NAME_LABEL,
-    POD_SECURITY,
     POOL_LABEL,
     PORT,
     RUN_NAME,
+    SCRATCH_MOUNTS,
+    from_to,
+    network_policy,
     owned_by,
+    pod_spec,
 )
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY
@@ -74,17 +77,8 @@ def ray_objects() -> list[dict[str, Any]]:
     labels = {NAME_LABEL: "cuda-agent", COMPONENT_LABEL: "stage", POOL_LABEL: RUN_NAME, RAY_LABEL: RUN_NAME}
     between = {"podSelector": {"matchLabels": {RAY_LABEL: RUN_NAME}}}
     operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kuberay"}}}
-    policy = {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": RUN_NAME, "labels": labels},
-        "spec": {
-            **between,
-            "policyTypes": ["Ingress", "Egress"],
-            "ingress": [{"from": [between]}, {"from": [operator], "ports": [{"port": DASHBOARD, "protocol": "TCP"}]}],
-            "egress": [{"to": [between]}],
-        },
-    }
+    ingress = [{"from": [between]}, from_to([operator], DASHBOARD)]
+    policy = network_policy(RUN_NAME, labels, {RAY_LABEL: RUN_NAME}, ingress, [{"to": [between]}])
     job = {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -118,49 +112,31 @@ def ray_objects() -> list[dict[str, Any]]:
             },
         },
     }
-    sandbox = {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": f"{RUN_NAME}-sandbox", "labels": labels},
-        "spec": {
-            "podSelector": {"matchLabels": {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "sandbox"}},
-            "policyTypes": ["Ingress"],
-            "ingress": [{"from": [between], "ports": [{"port": PORT, "protocol": "TCP"}]}],
-        },
-    }
+    servers = {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "sandbox"}
+    sandbox = network_policy(f"{RUN_NAME}-sandbox", labels, servers, [from_to([between], PORT)])
     return [policy, sandbox, job]
 
 
 def _pod(labels: Mapping[str, str], grace: int, port: int) -> dict[str, Any]:
     """A pod's template.  ``port``: open when Ray is up; KubeRay's own probes need a program that the image may lack."""
     probe = {"tcpSocket": {"port": port}, "periodSeconds": 5, "timeoutSeconds": 5}
+    container = {
+        "name": "ray",
+        "image": f"cuda-agent-ray:{version('cuda-agent')}",
+        "env": [
+            {"name": "HOME", "value": "/scratch"},
+            {"name": "CUDA_AGENT_HOME", "value": "/scratch/home"},
+            {"name": "CUDA_AGENT_RAY_ADDRESS", "value": "auto"},
+            {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
+        ],
+        "readinessProbe": probe | {"failureThreshold": 12},
+        "livenessProbe": probe | {"failureThreshold": 60, "initialDelaySeconds": 60},
+        "securityContext": CONTAINER_SECURITY,
+        "volumeMounts": SCRATCH_MOUNTS,
+    }
     return {
         "metadata": {"labels": dict(labels)},
-        "spec": {
-            "automountServiceAccountToken": False,
-            "enableServiceLinks": False,
-            "serviceAccountName": "cuda-agent-stage",
-            "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": grace,
-            "securityContext": POD_SECURITY,
-            "containers": [
-                {
-                    "name": "ray",
-                    "image": f"cuda-agent-ray:{version('cuda-agent')}",
-                    "env": [
-                        {"name": "HOME", "value": "/scratch"},
-                        {"name": "CUDA_AGENT_HOME", "value": "/scratch/home"},
-                        {"name": "CUDA_AGENT_RAY_ADDRESS", "value": "auto"},
-                        {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
-                    ],
-                    "readinessProbe": probe | {"failureThreshold": 12},
-                    "livenessProbe": probe | {"failureThreshold": 60, "initialDelaySeconds": 60},
-                    "securityContext": CONTAINER_SECURITY,
-                    "volumeMounts": [{"name": "work", "mountPath": "/scratch"}, {"name": "tmp", "mountPath": "/tmp"}],
-                }
-            ],
-            "volumes": [{"name": "work", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}],
-        },
+        "spec": pod_spec("stage", grace, container) | {"restartPolicy": "Never"},
     }
 
 

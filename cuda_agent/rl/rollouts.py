@@ -21,10 +21,10 @@ from cuda_agent.errors import BadConfiguration, TryAgain
 from cuda_agent.lease import Lease
 from cuda_agent.machine import gpus
 from cuda_agent.policy.chat import Chat
-from cuda_agent.policy.engines.engine import EngineLost
+from cuda_agent.policy.engines.engine import Engine, EngineLost
 from cuda_agent.policy.engines.local import LocalEngine
 from cuda_agent.policy.engines.scripted import ScriptedEngine
-from cuda_agent.policy.engines.vllm import VllmEngine, open_vllm
+from cuda_agent.policy.engines.vllm import open_vllm
 from cuda_agent.policy.episode import Episode
 from cuda_agent.policy.model import load_policy
 from cuda_agent.rl.scripted import Script
@@ -61,7 +61,7 @@ class Rollouts:
 
     model: Any
     tokenizer: Any
-    engine: LocalEngine | VllmEngine | ScriptedEngine
+    engine: Engine
     chat: Chat
     sandbox: Sandbox
     settings: EpisodeSettings
@@ -128,9 +128,7 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, budget: EpisodeBudget)
 
 
 @asynccontextmanager
-async def _open_engine(
-    ctx: WorkerContext, folder: Path, model: Any, chat: Chat
-) -> AsyncIterator[LocalEngine | VllmEngine | ScriptedEngine]:
+async def _open_engine(ctx: WorkerContext, folder: Path, model: Any, chat: Chat) -> AsyncIterator[Engine]:
     """The configured engine, serving ``model``, which was loaded from ``folder``."""
     policy = ctx.config.policy
     if policy.engine == "vllm":
@@ -152,7 +150,7 @@ async def _open_engine(
         except EngineLost as error:
             raise TryAgain(str(error)) from error
         return
-    engine: LocalEngine | ScriptedEngine
+    engine: Engine
     if policy.engine == "scripted":
         engine = ScriptedEngine(Script(chat, read_tasks(ctx.inputs["tasks"])), chat.tokenizer, model)
     else:

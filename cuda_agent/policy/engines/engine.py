@@ -3,9 +3,9 @@
 Everything that trains speaks token ids; text is never re-tokenized between turns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 
 class EngineError(RuntimeError):
@@ -44,8 +44,16 @@ class Engine(Protocol):
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion: ...
 
-    async def update(self, version: int, folder: str) -> None:
-        """Serves the weights of the Hugging Face folder ``folder`` from the next call on."""
+    async def update_from(self, model: Any, version: int) -> None:
+        """Serves the weights of ``model`` as ``version`` from the next call on; it must not be trained meanwhile.
+
+        Raises:
+            EngineError: The weights cannot be served; the engine then serves no more.
+        """
+        ...
+
+    async def compute(self, job: Callable[[], Any]) -> Any:
+        """Runs ``job`` in the thread that computes, and returns its result."""
         ...
 
     async def close(self) -> None: ...

@@ -120,18 +120,24 @@ class LocalEngine:
             self._interrupt = True  # free its row soon
             raise
 
-    async def update(self, version: int, folder: str) -> None:
-        """Serves the weights in ``folder`` as ``version``.  Requests in the batch finish on the old weights first;
-        waiting ones get the new.
-
-        Raises:
-            EngineError: The weights cannot be served; the engine then serves no more.
-        """
-        await self._change(version, folder)
-
     async def update_from(self, model: Any, version: int) -> None:
-        """As ``update``, from a model in this process, which must not be trained meanwhile."""
-        await self._change(version, model)
+        """See ``Engine.update_from``.  Requests in the batch finish on the old weights first; waiting ones get the
+        new."""
+        self._updating = self._updating or asyncio.Lock()
+        async with self._updating:
+            if self._driver and not self._driver.done():
+                await asyncio.wait([self._driver])  # ends with the active requests
+            if self._failure:
+                raise EngineError(f"the engine has failed: {self._failure}") from self._failure
+            try:
+                load = asyncio.get_running_loop().run_in_executor(self._worker, self._load, model, self._decoder)
+                self._decoder = await load
+            except BaseException as error:
+                self._failure = error  # never continue with wrong weights
+                raise
+            self.version = version
+        if self._waiting:
+            self._wake()
 
     async def compute(self, job: Callable[[], Any]) -> Any:
         """Runs ``job`` in the worker thread, between requests.
@@ -204,23 +210,6 @@ class LocalEngine:
     @property
     def _paused(self) -> bool:
         return self._updating is not None and self._updating.locked()
-
-    async def _change(self, version: int, source: Any) -> None:
-        self._updating = self._updating or asyncio.Lock()
-        async with self._updating:
-            if self._driver and not self._driver.done():
-                await asyncio.wait([self._driver])  # ends with the active requests
-            if self._failure:
-                raise EngineError(f"the engine has failed: {self._failure}") from self._failure
-            try:
-                load = asyncio.get_running_loop().run_in_executor(self._worker, self._load, source, self._decoder)
-                self._decoder = await load
-            except BaseException as error:
-                self._failure = error  # never go on with weights that are not those asked for
-                raise
-            self.version = version
-        if self._waiting:
-            self._wake()
 
     # In the worker thread
 

@@ -32,7 +32,7 @@ from cuda_agent.policy.engines.vllm_plugin import cache_bytes, digest
 from cuda_agent.policy.engines.vllm_pool import FIRST
 from cuda_agent.policy.engines.vllm_replica import HEALTH_SECONDS, Busy, Fault, Replica
 from cuda_agent.policy.engines.vllm_server import VllmServer
-from cuda_agent.policy.engines.vllm_weights import Broadcast, load_served, save_weights
+from cuda_agent.policy.engines.vllm_weights import Broadcast, save_weights
 
 Sync = Literal["disk", "lora", "nccl"]
 SHARED = "CUDA_AGENT_ENGINE_FOLDER"  # folder for new weights that the servers can read
@@ -51,15 +51,13 @@ class VllmEngine:
     """The engine over ``replicas``, which have been greeted.  ``policy`` is the folder of an adapter's base weights;
     new weights are written below ``work``, which every server must be able to read."""
 
-    def __init__(
-        self, replicas: Sequence[Replica], policy: Path, work: Path, sync: Sync = "disk", threads: int = 2
-    ) -> None:
+    def __init__(self, replicas: Sequence[Replica], work: Path, sync: Sync = "disk", threads: int = 2) -> None:
         import torch
 
         self.version = 0
         self.context = min(replica.context for replica in replicas)  # most tokens of prompt and completion together
         self._replicas = list(replicas)
-        self._policy, self._work, self._sync = policy, work, sync
+        self._work, self._sync = work, sync
         self._salt = uuid.uuid4().hex  # unique per engine, so that versions of two engines differ
         self._adapter: str | None = None
         self._last_words = ""  # last error of the server that was lost last
@@ -104,20 +102,19 @@ class VllmEngine:
             if not self._underway:
                 self._idle.set()
 
-    async def update(self, version: int, folder: str) -> None:
-        """Serves the weights in ``folder`` (with ``sync`` lora: the adapter) as ``version``.  Running requests finish
-        on the old weights first.
-
-        Raises:
-            EngineError: A server serves anything else; the engine then serves no more.
-        """
-        base = self._policy if self._sync == "lora" else None
-        model = await self.compute(lambda: load_served(Path(folder), base))
-        await self._change(version, model, Path(folder))
-
     async def update_from(self, model: Any, version: int) -> None:
-        """As ``update``, from a model in this process, which must not be trained meanwhile."""
-        await self._change(version, model, None)
+        """See ``Engine.update_from``.  Running requests finish on the old weights first."""
+        async with self._updating:
+            self._check()
+            self._open.clear()
+            try:
+                await self._idle.wait()
+                await self._exchange(version, model)
+            except BaseException as error:
+                self._failure = error  # never continue with wrong weights
+                raise
+            finally:
+                self._open.set()
 
     async def verify(self, model: Any) -> None:
         """Checks that every server serves the weights of ``model``.
@@ -196,28 +193,15 @@ class VllmEngine:
 
     # Weights
 
-    async def _change(self, version: int, model: Any, folder: Path | None) -> None:
-        async with self._updating:
-            self._check()
-            self._open.clear()
-            try:
-                await self._idle.wait()
-                await self._exchange(version, model, folder)
-            except BaseException as error:
-                self._failure = error  # never continue with wrong weights
-                raise
-            finally:
-                self._open.set()
-
-    async def _exchange(self, version: int, model: Any, folder: Path | None) -> None:
+    async def _exchange(self, version: int, model: Any) -> None:
         for replica in self._replicas:  # a recovered server gets the new weights too
             if not replica.alive and replica.server is None and await replica.healthy():
                 with contextlib.suppress(Fault):
                     await replica.greet()
                     replica.alive = True
-        written: Path | None = None
-        if folder is None and self._sync != "nccl":
-            folder = written = self._work / "weights" / f"{version}-{uuid.uuid4().hex[:8]}"
+        folder: Path | None = None
+        if self._sync != "nccl":
+            folder = self._work / "weights" / f"{version}-{uuid.uuid4().hex[:8]}"
             await self.compute(lambda: save_weights(model, folder, self._sync == "lora"))
         before: dict[Replica, list[Any]] = {}
 
@@ -238,7 +222,7 @@ class VllmEngine:
             replica.episodes = 0
         if self._written is not None:
             shutil.rmtree(self._written, ignore_errors=True)
-        self._written = written
+        self._written = folder
 
     async def _send(self, version: int, model: Any, folder: Path | None) -> None:
         if self._sync == "disk":
@@ -402,7 +386,7 @@ async def open_vllm(
             await asyncio.gather(*(replica.greet() for replica in found))
         except Fault as error:
             raise EngineLost(f"a vLLM server does not answer: {error}") from error
-        engine = VllmEngine(found, policy, Path(os.environ.get(SHARED, work)) if servers else work, sync, threads)
+        engine = VllmEngine(found, Path(os.environ.get(SHARED, work)) if servers else work, sync, threads)
         if servers and sync != "lora":
             await engine.update_from(model, 0)
         else:

@@ -18,8 +18,7 @@ from cuda_agent.errors import PolicyError
 from cuda_agent.policy.engines.broadcast import address_towards, send
 from cuda_agent.policy.engines.engine import EngineError
 from cuda_agent.policy.engines.vllm_plugin import TRANSFER_SECONDS, transfer_group, transfer_store
-from cuda_agent.policy.lora import adapters, merge_adapter, merged_parameters, save_adapter, save_merged
-from cuda_agent.policy.model import load_model
+from cuda_agent.policy.lora import adapters, merged_parameters, save_adapter, save_merged
 
 
 class WeightReceiver(Protocol):
@@ -124,12 +123,3 @@ def save_weights(model: Any, folder: Path, adapter: bool) -> None:
         raise PolicyError("policy.vllm.sync=lora serves adapters, and what is trained has none: set lora.rank")
     else:
         save_adapter(model, folder)
-
-
-def load_served(folder: Path, base: Path | None) -> Any:
-    """The model of a folder; for an adapter's folder, the model ``base`` with the adapter merged."""
-    if base is None:
-        return load_model(folder)
-    model = load_model(base)
-    merge_adapter(model, folder)
-    return model
