@@ -79,7 +79,7 @@ class Rest:
             verify=_trusted(),
             timeout=_SECONDS,
         )
-        self._places: dict[str, str] = {}  # run -> artifact address
+        self._artifact_uris: dict[str, str] = {}  # run -> artifact address
 
     def experiment(self, name: str, artifacts: str | None) -> str:
         response = self._client.get("mlflow/experiments/get-by-name", params={"experiment_name": name})
@@ -114,10 +114,10 @@ class Rest:
             self._post("runs/log-batch", {"run_id": run_id, **batch})
 
     def upload(self, run_id: str, path: Path) -> None:
-        if run_id not in self._places:
+        if run_id not in self._artifact_uris:
             answer = self._client.get("mlflow/runs/get", params={"run_id": run_id}).raise_for_status()
-            self._places[run_id] = answer.json()["run"]["info"]["artifact_uri"]
-        place = self._places[run_id]
+            self._artifact_uris[run_id] = answer.json()["run"]["info"]["artifact_uri"]
+        place = self._artifact_uris[run_id]
         if not place.startswith("mlflow-artifacts:"):
             Library(self._uri).upload(run_id, path)
             return
@@ -141,7 +141,7 @@ class Rest:
 
     def _entry(self, run: dict[str, Any]) -> MlflowEntry:
         info, data = run["info"], run.get("data", {})
-        self._places[info["run_id"]] = info["artifact_uri"]
+        self._artifact_uris[info["run_id"]] = info["artifact_uri"]
         return MlflowEntry(
             info["run_id"],
             {item["key"] for item in data.get("params", [])},

@@ -202,7 +202,7 @@ class Mirror:
         return self._arrived.wait(timeout)
 
     def _work(self) -> None:
-        api, told, pause = None, False, 1.0
+        api, warned, pause = None, False, 1.0
         while True:
             self._changed.wait()
             self._changed.clear()
@@ -215,10 +215,10 @@ class Mirror:
                     self._arrived.set()
                     return
             except Exception as error:  # a failure of MLflow does not stop the run
-                if not told:
+                if not warned:
                     reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
                     self._trouble(f"MLflow at {self._uri} is away ({reason}); metrics are kept in the store.")
-                    told = True
+                    warned = True
                 self._there = None  # read the present state again
                 self._changed.set()
                 pause = min(2 * pause, 30.0)

@@ -13,22 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cuda_agent.cli.runs import AsJson, Namespace, RunName, cluster_of
+from cuda_agent.cli.options import AsJson, Namespace, Overrides, Release, RunName
+from cuda_agent.cli.runs import cluster_of
 
 if TYPE_CHECKING:
     from cuda_agent.cluster.api import Cluster
     from cuda_agent.pipeline.local import StageView
     from cuda_agent.pipeline.sweep import Point
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4"),
-]
 On = Annotated[
     str | None, typer.Option("--on", metavar="CONTEXT", help="context of your kubeconfig; else the current one")
 ]
 Profile = Annotated[str, typer.Option(help="what the run's pods get: a profile of the chart")]
-Release = Annotated[str, typer.Option(help="full name of the chart's release")]
 EVERY = 1.0  # seconds between two queries of a run
 AWAY = 120.0  # seconds without an answer of the API server before watching ends
 
@@ -50,9 +46,7 @@ def add_to(app: typer.Typer) -> None:
         mlflow: ("cuda-agent mlflow",),
         render: ("cuda-agent render", "cuda-agent render --check"),
     }
-    for command, lines in examples.items():
-        title = "Examples" if len(lines) > 1 else "Example"
-        app.command(epilog="\b\n" + "\n  ".join([f"{title}:", *lines]))(command)
+    add_commands(app, examples)
 
 
 def submit(

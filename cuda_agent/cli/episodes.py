@@ -1,13 +1,13 @@
 """`cuda-agent episodes`: parses, calls, prints."""
 
-import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cuda_agent.cli.runs import STORE, AsJson, Namespace, StoreOption, Where, find
+from cuda_agent.cli.options import STORE, AsJson, Namespace, StoreOption, Where, print_json
+from cuda_agent.cli.runs import find
 
 if TYPE_CHECKING:
     from cuda_agent.pages.episode_story import EpisodeEntry, EpisodeRow
@@ -71,7 +71,7 @@ def episodes(
             asked = ", ".join([*(f"{k} {v}" for k, v in said.items() if v is not None), f"sorted by {sort}"])
             _write(page, render(title, chosen, len(entries), asked, most))
     if as_json:
-        print(json.dumps([entry.row.to_json() for entry in chosen], indent=1))
+        print_json([entry.row.to_json() for entry in chosen])
     elif page is None:
         print("\n".join(_lines(chosen, len(entries), most, nothing)))
     else:

@@ -19,6 +19,7 @@ from cuda_agent.cli import cluster as cli_cluster
 from cuda_agent.cli import episodes as cli_episodes
 from cuda_agent.cli import optimize, upkeep
 from cuda_agent.cli import runs as cli_runs
+from cuda_agent.cli.options import AsJson, Overrides, print_json
 from cuda_agent.cli.pod import pod_app
 from cuda_agent.cli.sandbox import sandbox_app
 from cuda_agent.errors import UserError
@@ -38,12 +39,7 @@ tasks_app = typer.Typer(help="Look at task sets, and import others'.", no_args_i
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(sandbox_app, name="sandbox")
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4"),
-]
 MOST_DROPPED = 10  # dropped items of an import that are listed
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for a program")]
 
 
 def main() -> None:
@@ -58,10 +54,6 @@ def main() -> None:
     except UserError as error:
         print(f"cuda-agent: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1, ensure_ascii=False))
 
 
 @app.command(
@@ -110,7 +102,7 @@ def run(
         stages = {
             name: {"key": m.key, "outputs": m.outputs, "seconds": m.seconds} for name, m in outcome.manifests.items()
         }
-        _print_json(
+        print_json(
             {
                 "run": outcome.run,
                 "code": outcome.code,
@@ -150,7 +142,7 @@ def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
     text, sha256 = freeze(composed)
     schedule = derived(composed)
     if as_json:
-        _print_json({"config": json.loads(text), "sha256": sha256, "schedule": schedule})
+        print_json({"config": json.loads(text), "sha256": sha256, "schedule": schedule})
     else:
         _print_schedule(composed, sha256, schedule)
     try:
@@ -209,7 +201,7 @@ def evaluate(
     cache = runs.local_home(settings.run.store) / "cache"
     verdict = evaluation.run_to_end(evaluation.evaluate(settings.sandbox, cache, task, solution, mode, again))
     if as_json:
-        _print_json(verdict.to_json())
+        print_json(verdict.to_json())
     else:
         print("\n".join(verdict_lines(verdict)))
     sys.exit(0 if verdict.status == "ok" else 75 if verdict.status == "infra" else 1)
@@ -238,9 +230,9 @@ def tasks_show(
         if chosen is None:
             close = difflib.get_close_matches(name, [task.name for task in tasks], n=1)
             raise TaskError(f"{source}: no task {name}." + (f" Did you mean {close[0]}?" if close else ""))
-        _print_json(asdict(chosen)) if as_json else print(chosen.code)
+        print_json(asdict(chosen)) if as_json else print(chosen.code)
     elif as_json:
-        _print_json([asdict(task) for task in tasks])
+        print_json([asdict(task) for task in tasks])
     else:
         for task in tasks:
             print(f"{task.name:32} {task.split:8} {task.family:10} {task.data_source:14} {', '.join(task.ops)}")
@@ -259,7 +251,7 @@ def tasks_import(
     imported = import_tasks(source, folder)
     count, dropped = len(imported.tasks), imported.dropped
     if as_json:
-        _print_json({"tasks": count, "folder": str(folder), "dropped": dropped, "copies": imported.copies})
+        print_json({"tasks": count, "folder": str(folder), "dropped": dropped, "copies": imported.copies})
         return
     print(f"{count} tasks in {folder / 'tasks.parquet'}")
     if imported.copies:
@@ -309,7 +301,7 @@ def benchmark(
     say = (lambda line: None) if as_json else (lambda line: print(line, file=sys.stderr))
     scores = evaluation.run_to_end(evaluation.benchmark(settings, cache, who, tasks, output, say))
     if as_json:
-        _print_json(scores.to_json())
+        print_json(scores.to_json())
     else:
         print("\n".join(evaluation.score_lines(scores)))
 

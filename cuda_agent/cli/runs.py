@@ -14,22 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cuda_agent.cli.options import STORE, AsJson, Namespace, RunName, StoreOption, Where, print_json
+
 if TYPE_CHECKING:
     from cuda_agent.cluster.api import Cluster
     from cuda_agent.pipeline.runs import Facts, Run
     from cuda_agent.storage import Store
 
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="a run, the beginning of its name, or `last`")]
-Where = Annotated[
-    str | None,
-    typer.Option("--on", metavar="local|CONTEXT", help="the store, or a cluster (`.`: the current one); else both"),
-]
-Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="namespace; else that of the context")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for a program")]
-StoreOption = Annotated[
-    str, typer.Option("--store", envvar="CUDA_AGENT_STORE", help="a folder or s3://bucket/prefix, as in run.store")
-]
-STORE = ".cuda-agent/store"
 EVERY = 0.5  # seconds between two reads of a log
 
 
@@ -67,7 +58,7 @@ def list_all(
                 raise
     rows = _cluster_rows(place) if place else _local_rows(store)
     if as_json:
-        print(json.dumps(rows, indent=1))
+        print_json(rows)
         return
     if not rows and place:
         print(f"no runs in namespace {place.namespace} of {place.name}; start one: cuda-agent submit experiment=smoke")
@@ -175,7 +166,7 @@ def diff(
 
     found = runs.diff(_facts(one, store, on, namespace), _facts(other, store, on, namespace))
     if as_json:
-        print(json.dumps(found, indent=1, ensure_ascii=False))
+        print_json(found)
         return
     print(" -> ".join(found["runs"]))
     for key, (before, after) in found["config"].items():

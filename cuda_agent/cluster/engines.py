@@ -84,7 +84,7 @@ def engine_objects() -> list[dict[str, Any]]:
             {"name": "weights", "mountPath": FOLDER, "readOnly": True},
         ],
     }
-    volumes = {
+    volumes: dict[str, dict[str, Any]] = {
         "memory": {"emptyDir": {"medium": "Memory"}},
         "weights": {"persistentVolumeClaim": {"claimName": "", "readOnly": True}},
     }

@@ -164,8 +164,8 @@ async def _look_at(task: Task, sandbox: Any, transcript: Transcript) -> tuple[Pr
 
 def _baselines(probe: Probe) -> str:
     known = {"eager PyTorch": probe.eager_seconds, "torch.compile": probe.compile_seconds}
-    told = [f"{name} takes {seconds * 1e6:.1f} us" for name, seconds in known.items() if seconds]
-    return f"Measured here: {', '.join(told)}." if told else ""
+    measured = [f"{name} takes {seconds * 1e6:.1f} us" for name, seconds in known.items() if seconds]
+    return f"Measured here: {', '.join(measured)}." if measured else ""
 
 
 @contextlib.asynccontextmanager
@@ -302,14 +302,14 @@ def write_result(
 
 def _about(verdict: Verdict, device: str) -> str:
     against = {"eager PyTorch": verdict.speedup_eager, "torch.compile": verdict.speedup_compile}
-    told = " and ".join(f"{ratio:.2f} times as fast as {name}" for name, ratio in against.items() if ratio)
+    measured = " and ".join(f"{ratio:.2f} times as fast as {name}" for name, ratio in against.items() if ratio)
     needs = {
         "plan": "PyTorch and g++" if device == "cpu" else "PyTorch with CUDA",
         "extension": "PyTorch and a compiler",
     }
     clock = ", by a model clock that measures nothing" if verdict.clock == "model" else ""
     return (
-        f"`from model_new import ModelNew`: {told or 'correct'} in {verdict.mode} mode{clock}.\n"
+        f"`from model_new import ModelNew`: {measured or 'correct'} in {verdict.mode} mode{clock}.\n"
         f"Needs {needs.get(verdict.format, 'PyTorch')}; kernels are built once and kept. For inference.\n"
     )
 

@@ -45,11 +45,11 @@ def on_the_wire(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[s
     if form == "raw":
         return [_raw(message) for message in messages]
     sent: list[dict[str, Any]] = []
-    told = not tools
+    listed = not tools
     for message in messages:
         role, content = message["role"], message.get("content") or ""
-        if role == "system" and not told:
-            content, told = f"{content}\n\n{spell_out(tools)}", True
+        if role == "system" and not listed:
+            content, listed = f"{content}\n\n{spell_out(tools)}", True
         if role == "assistant":
             content = message.get("raw") or written(content, message.get("tool_calls") or ())
         if role == "tool":

@@ -94,7 +94,7 @@ class LocalEngine:
         self._driver: asyncio.Task[None] | None = None
         self._updating: asyncio.Lock | None = None
         self._failure: BaseException | None = None
-        self._worker = ThreadPoolExecutor(1, "engine", initializer=_settle, initargs=(threads, self._device))
+        self._worker = ThreadPoolExecutor(1, "engine", initializer=_init_thread, initargs=(threads, self._device))
         self._decoder: Decoder = self._worker.submit(self._load, model, None).result()
 
     @property
@@ -175,7 +175,7 @@ class LocalEngine:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                await self._settle()
+                await self._wait_until_quiet()
                 free = self._batch - sum(not request.future.cancelled() for request in self._active)
                 joining = [] if self._paused else [r for r in self._waiting if not r.future.cancelled()][:free]
                 if not joining and not self._active:
@@ -199,7 +199,7 @@ class LocalEngine:
             if self._failure is None:
                 raise
 
-    async def _settle(self) -> None:
+    async def _wait_until_quiet(self) -> None:
         """Returns when all tasks of the event loop have run and submitted their requests."""
         quiet = 0
         while quiet < QUIET_PASSES:
@@ -343,7 +343,7 @@ class LocalEngine:
             self._active[row] = last
 
 
-def _settle(threads: int, device: torch.device) -> None:
+def _init_thread(threads: int, device: torch.device) -> None:
     """Settings of the worker thread."""
     torch.set_num_threads(threads)
     if device.type == "cuda":

@@ -60,7 +60,7 @@ class VllmEngine:
         self._work, self._sync = work, sync
         self._salt = uuid.uuid4().hex  # unique per engine, so that versions of two engines differ
         self._adapter: str | None = None
-        self._last_words = ""  # last error of the server that was lost last
+        self._last_error = ""  # last error of the server that was lost last
         self._written: Path | None = None  # folder of the served weights
         self._broadcast = Broadcast()
         self._homes: dict[str, Replica] = {}
@@ -93,7 +93,7 @@ class VllmEngine:
                 try:
                     choice = await self._patiently(replica, prompt, params)
                 except Fault as error:
-                    self._bury(replica, error)
+                    self._drop(replica, error)
                     continue
                 logprobs = [min(float(value), 0.0) for value in choice["logprobs"]["token_logprobs"]]
                 return Completion(choice["token_ids"], logprobs, self.version, choice["finish_reason"])
@@ -164,15 +164,15 @@ class VllmEngine:
     def _alive(self) -> list[Replica]:
         alive = [replica for replica in self._replicas if replica.alive]
         if not alive:
-            raise EngineLost(f"none of {len(self._replicas)} vLLM servers is left: {self._last_words}")
+            raise EngineLost(f"none of {len(self._replicas)} vLLM servers is left: {self._last_error}")
         return alive
 
-    def _bury(self, replica: Replica, error: Exception) -> None:
+    def _drop(self, replica: Replica, error: Exception) -> None:
         if replica.alive:
             replica.alive = False
-            self._last_words = f"{replica.url}: {error}"
+            self._last_error = f"{replica.url}: {error}"
             if replica.server is not None:
-                self._last_words += f"\n{replica.server.tail()}"
+                self._last_error += f"\n{replica.server.tail()}"
 
     async def _patiently(self, replica: Replica, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
         """Retries a failed request unless the server is gone; retries a busy server for longer."""
@@ -233,7 +233,7 @@ class VllmEngine:
             except Fault:  # a dead server ended the group; the others can join a new one
                 for replica in self._alive():
                     if not await replica.healthy():
-                        self._bury(replica, EngineError("lost while weights were broadcast"))
+                        self._drop(replica, EngineError("lost while weights were broadcast"))
                 await self._broadcast.send(self._alive(), model)
         else:
             name = f"{self._salt}-{version}-{uuid.uuid4().hex[:8]}"
@@ -288,7 +288,7 @@ class VllmEngine:
             try:
                 await action(replica)
             except Fault as error:
-                self._bury(replica, error)
+                self._drop(replica, error)
 
         await asyncio.gather(*(one(replica) for replica in self._alive()))
         self._alive()

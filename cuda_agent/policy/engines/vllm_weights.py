@@ -55,7 +55,7 @@ class Broadcast:
             parameters = list(merged_parameters(model))
             dtype = replicas[0].dtype
             tensors = [[name, dtype, list(tensor.shape)] for name, tensor in parameters]
-            await _together(
+            await _collective(
                 lambda: send(self._group, parameters, str(model.device), dtype),
                 [replica.call("cuda_agent_receive", tensors=tensors) for replica in replicas],
             )
@@ -72,17 +72,17 @@ class Broadcast:
         for replica in replicas:
             calls.append(replica.call("cuda_agent_join", host=host, port=store.port, rank=rank, size=size))
             rank += replica.workers
-        await _together(lambda: group.append(transfer_group(store, host, 0, size, device)), calls)
+        await _collective(lambda: group.append(transfer_group(store, host, 0, size, device)), calls)
         self._group, self._members = group[0], list(replicas)
 
 
-async def _together(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) -> None:
+async def _collective(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) -> None:
     """Runs the collective ``work`` in a thread, beside the calls that make the others take part.  If a call fails the
     collective may never end; the thread is then left behind."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
-    def settle(error: BaseException | None) -> None:
+    def finish(error: BaseException | None) -> None:
         if not done.done():
             done.set_result(None) if error is None else done.set_exception(
                 EngineError(f"weights could not be broadcast: {error}")
@@ -95,7 +95,7 @@ async def _together(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) ->
         except BaseException as caught:
             error = caught
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, error)
+            loop.call_soon_threadsafe(finish, error)
 
     threading.Thread(target=run, name="broadcast", daemon=True).start()
     tasks = [asyncio.ensure_future(call) for call in calls]

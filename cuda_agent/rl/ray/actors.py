@@ -37,13 +37,13 @@ from cuda_agent.training.ranks import Ranks
 
 
 class RolloutWorker:
-    """Plays episodes.  ``site`` names the stage's cache, which is used if this machine has it; folders of ``inputs``
+    """Plays episodes.  ``context`` names the stage's cache, which is used if this machine has it; folders of ``inputs``
     are unpacked here."""
 
-    def __init__(self, site: WorkerContext, budget: EpisodeBudget, inputs: Mapping[str, Files]) -> None:
+    def __init__(self, context: WorkerContext, budget: EpisodeBudget, inputs: Mapping[str, Files]) -> None:
         _end_with_parent()
         self._stack = AsyncExitStack()
-        self._site = _settle(site, inputs, self._stack)
+        self._context = _with_private_folders(context, inputs, self._stack)
         self._budget = budget
         self._rollouts: Rollouts | None = None
         self._playing: dict[int, asyncio.Task[Any]] = {}
@@ -53,7 +53,7 @@ class RolloutWorker:
     async def open(self) -> int:
         """Opens engine and sandbox.  Returns the process id."""
         self._rollouts = await self._stack.enter_async_context(
-            open_rollouts(self._site, self._site.inputs["policy"], self._budget)
+            open_rollouts(self._context, self._context.inputs["policy"], self._budget)
         )
         return os.getpid()
 
@@ -126,23 +126,23 @@ class TrainerActor:
     leads, none if its processes are on its own machine."""
 
     def __init__(
-        self, site: WorkerContext, settings: Ppo, inputs: Mapping[str, Files], make_critic: Any, hosts: Any
+        self, context: WorkerContext, settings: Ppo, inputs: Mapping[str, Files], make_critic: Any, hosts: Any
     ) -> None:
         _end_with_parent()
         self._stack = ExitStack()
-        self._site = _settle(site, inputs, self._stack)
+        self._context = _with_private_folders(context, inputs, self._stack)
         self._settings, self._make_critic, self._hosts = settings, make_critic, hosts
-        self._coming = self._site.work / "checkpoint"
+        self._coming = self._context.work / "checkpoint"
         self._learner: Any = None
         self._member: Member | None = None
 
     def open(self) -> None:
         if self._hosts:
-            site = replace(self._site, ranks=SpreadRanks(self._hosts, self._site))
+            context = replace(self._context, ranks=SpreadRanks(self._hosts, self._context))
         else:
-            site = self._stack.enter_context(shared_training(self._site))
+            context = self._stack.enter_context(shared_training(self._context))
         self._learner = ActorCritic(
-            site, self._settings, load_model(site.inputs["policy"]), self._make_critic(site.inputs)
+            context, self._settings, load_model(context.inputs["policy"]), self._make_critic(context.inputs)
         )
 
     def pid(self) -> int:
@@ -255,15 +255,17 @@ class RankHost:
         remove(self._home)
 
 
-def _settle(site: WorkerContext, inputs: Mapping[str, Files], stack: ExitStack | AsyncExitStack) -> WorkerContext:
-    """``site`` with private folders of this process, which are removed when ``stack`` is closed."""
+def _with_private_folders(
+    context: WorkerContext, inputs: Mapping[str, Files], stack: ExitStack | AsyncExitStack
+) -> WorkerContext:
+    """``context`` with private folders of this process, which are removed when ``stack`` is closed."""
     home = make_folder("actor")
     home.chmod(0o700)
     stack.callback(remove, home)
     for name, files in inputs.items():
         unpack(files, home / name)
     (home / "work").mkdir()
-    return replace(site, inputs={name: home / name for name in inputs}, work=home / "work")
+    return replace(context, inputs={name: home / name for name in inputs}, work=home / "work")
 
 
 def _end_with_parent() -> None:

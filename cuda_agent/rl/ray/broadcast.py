@@ -40,7 +40,7 @@ class WeightBroadcastGroup:
         """
         errors = await self._join([trainer, *workers])
         if not any(errors):
-            errors = await self._together(
+            errors = await self._all_or_none(
                 [trainer.send.remote(), *(worker.receive.remote(forms) for worker in workers)]
             )
         if any(errors):
@@ -52,17 +52,17 @@ class WeightBroadcastGroup:
             return [None] * len(members)
         self.end()
         places: list[str] = []
-        errors = await self._together([member.place.remote() for member in members], places)
+        errors = await self._all_or_none([member.place.remote() for member in members], places)
         if any(errors):
             return errors
         self._rendezvous = meeting = Rendezvous(self._host)
         device, size = common_device(places), len(members)
         joined = [m.join.remote(meeting.host, meeting.port, rank, size, device) for rank, m in enumerate(members)]
-        errors = await self._together(joined)
+        errors = await self._all_or_none(joined)
         self._members = members
         return errors
 
-    async def _together(self, calls: Sequence[Awaitable[Any]], results: list[Any] | None = None) -> Errors:
+    async def _all_or_none(self, calls: Sequence[Awaitable[Any]], results: list[Any] | None = None) -> Errors:
         """Awaits all calls, after the first failure only for a short time.  Without a failure ``results`` holds their
         results."""
         tasks = [asyncio.ensure_future(call) for call in calls]

@@ -33,7 +33,7 @@ CLOSING_SECONDS = 20.0
 GRACE_SECONDS = 60.0  # beyond the deadlines of a worker's episodes
 
 
-class Served(NamedTuple):
+class ServedPolicy(NamedTuple):
     """The policy that the workers play.  ``weights``: a reference into Ray's object store, if the weights are there."""
 
     version: int
@@ -41,7 +41,7 @@ class Served(NamedTuple):
     weights: Any
 
 
-class Lost(Exception):
+class WorkerLost(Exception):
     """An actor or its engine is gone."""
 
 
@@ -82,15 +82,15 @@ class EpisodeCollector:
 
     def episodes(self) -> list[Episode]:
         """The episodes in the order of the jobs."""
-        places: dict[str, list[int]] = {}
+        positions: dict[str, list[int]] = {}
         for index, (_, name) in enumerate(self._jobs):
-            places.setdefault(name, []).append(index)
+            positions.setdefault(name, []).append(index)
         chosen = []
         for task, episodes in self._kept.items():
             others = [episode for episode in episodes if episode.reward is None]
             chosen += [*self._rewarded(task), *others][: self._wanted[task]]
-        placed = [(places[episode.id].pop(0), episode) for episode in chosen]
-        return [episode for _, episode in sorted(placed, key=lambda item: item[0])]
+        ordered = [(positions[episode.id].pop(0), episode) for episode in chosen]
+        return [episode for _, episode in sorted(ordered, key=lambda item: item[0])]
 
     def _rewarded(self, task: str) -> list[Episode]:
         return [episode for episode in self._kept[task] if episode.reward is not None]
@@ -108,7 +108,7 @@ class RayPlayers:
         budget: EpisodeBudget,
         group: Any,
         first: int,
-        newest: Callable[[Served], Awaitable[Served | None]] | None = None,
+        newest: Callable[[ServedPolicy], Awaitable[ServedPolicy | None]] | None = None,
     ) -> None:
         """Places the workers on the bundles of ``group`` from number ``first`` on."""
         import ray
@@ -116,12 +116,12 @@ class RayPlayers:
         self._ray = ray
         self._ctx, self._budget = ctx, budget
         self._group, self._first = group, first
-        self._places = ctx.config.ray
+        self._settings = ctx.config.ray
         self._newest = newest
-        self._site = WorkerContext(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
+        self._context = WorkerContext(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
         self._inputs = ray.put({name: pack(ctx.inputs[name]) for name in ("policy", "tasks")})
-        self.workers = [WorkerSlot(number) for number in range(self._places.workers)]
-        self._served: Served | None = None
+        self.workers = [WorkerSlot(number) for number in range(self._settings.workers)]
+        self._served: ServedPolicy | None = None
         self._newer = asyncio.Event()  # set when the served weights are outdated
         self._lost = 0  # workers lost since the last completed round
 
@@ -161,8 +161,8 @@ class RayPlayers:
                             if collector.full:
                                 break
                 if left and not collector.full:
-                    raise Lost("it stopped playing")
-            except (TimeoutError, Lost) as error:
+                    raise WorkerLost("it stopped playing")
+            except (TimeoutError, WorkerLost) as error:
                 self.lose(worker, actor, error)
                 await dispatch(left)
             if collector.full:
@@ -228,7 +228,7 @@ class RayPlayers:
                 async with asyncio.timeout(OPENING_SECONDS):
                     with self._losses():
                         await call(worker, actor)
-            except (TimeoutError, Lost) as error:
+            except (TimeoutError, WorkerLost) as error:
                 self.lose(worker, actor, error)
 
         await asyncio.gather(*(one(worker, worker.actor) for worker in self.living))
@@ -242,11 +242,11 @@ class RayPlayers:
         """
         if worker.actor is not actor:
             return  # reported before
-        if not isinstance(error, TimeoutError | Lost):
+        if not isinstance(error, TimeoutError | WorkerLost):
             try:
                 with self._losses():
                     raise error
-            except (TimeoutError, Lost) as lost:
+            except (TimeoutError, WorkerLost) as lost:
                 error = lost
         worker.actor = None
         self._ray.kill(actor)
@@ -259,10 +259,10 @@ class RayPlayers:
 
     async def _open(self, worker: WorkerSlot) -> None:
         """Opens an actor in this slot, with the newest weights."""
-        places, worker.has, worker.received = self._places, None, False
-        options = on_bundle(self._group, self._first + worker.number, places.worker_cpus, places.worker_gpus)
+        settings, worker.has, worker.received = self._settings, None, False
+        options = on_bundle(self._group, self._first + worker.number, settings.worker_cpus, settings.worker_gpus)
         made = self._ray.remote(cast(Any, RolloutWorker)).options(**options)
-        actor = made.remote(_share(self._site, worker.number), self._budget, self._inputs)
+        actor = made.remote(_share(self._context, worker.number), self._budget, self._inputs)
         try:
             async with asyncio.timeout(OPENING_SECONDS):
                 with self._losses():
@@ -275,35 +275,35 @@ class RayPlayers:
                 async with asyncio.timeout(OPENING_SECONDS):
                     with self._losses():
                         await self._give(worker, actor, served)
-        except (TimeoutError, Lost) as error:
+        except (TimeoutError, WorkerLost) as error:
             worker.actor, worker.opening = actor, None
             self.lose(worker, actor, error)
             await worker.opening  # type: ignore[misc]
             return
         worker.actor, worker.opening = actor, None
 
-    async def serve(self, served: Served) -> None:
+    async def serve(self, served: ServedPolicy) -> None:
         """All workers serve this policy from now on, except for turns that are being sampled."""
         self._served, newer, self._newer = served, self._newer, asyncio.Event()
         newer.set()
         await self._of_all(lambda worker, actor: self._give(worker, actor, served))
 
-    async def _give(self, worker: WorkerSlot, actor: Any, served: Served) -> None:
+    async def _give(self, worker: WorkerSlot, actor: Any, served: ServedPolicy) -> None:
         await actor.serve.remote(served.version, None if worker.received else served.weights, served.digest)
         worker.has, worker.received = served[:2], False
 
     @contextmanager
     def _losses(self) -> Iterator[None]:
-        """Turns errors that a new worker may avoid into ``Lost``; raises an actor's own errors unchanged."""
+        """Turns errors that a new worker may avoid into ``WorkerLost``; raises an actor's own errors unchanged."""
         try:
             yield
         except self._ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, (EngineError, TryAgain)):
-                raise Lost(str(error.cause)) from error
+                raise WorkerLost(str(error.cause)) from error
             raise (error.cause if isinstance(error.cause, Exception) else error) from error
         except self._ray.exceptions.RayError as error:
             raise_if_init_failed(error)
-            raise Lost(f"{type(error).__name__} {error}") from error
+            raise WorkerLost(f"{type(error).__name__} {error}") from error
 
     # --------------------------------------------------------------------------------------------------- begin and end
 
@@ -335,26 +335,28 @@ async def end_actors(actors: Sequence[Any]) -> None:
 
 
 @asynccontextmanager
-async def open_places(ctx: StageContext, trainers: int) -> AsyncIterator[Any]:
+async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterator[Any]:
     """A placement group: bundles for the trainer, then one for each rollout worker.
 
     Raises:
         BadConfiguration: This machine lacks the resources.
         TryAgain: The cluster does not provide them in time.
     """
-    places, servers = ctx.config.ray, ctx.config.policy.vllm.servers
-    if servers and len(servers) < places.workers:
-        raise BadConfiguration(f"ray.workers is {places.workers}, and policy.vllm.servers has {len(servers)} for them")
-    bundles = [{"CPU": places.trainer_cpus, "GPU": places.trainer_gpus}] * trainers
-    bundles += [{"CPU": places.worker_cpus, "GPU": places.worker_gpus}] * places.workers
+    settings, servers = ctx.config.ray, ctx.config.policy.vllm.servers
+    if servers and len(servers) < settings.workers:
+        raise BadConfiguration(
+            f"ray.workers is {settings.workers}, and policy.vllm.servers has {len(servers)} for them"
+        )
+    bundles = [{"CPU": settings.trainer_cpus, "GPU": settings.trainer_gpus}] * trainers
+    bundles += [{"CPU": settings.worker_cpus, "GPU": settings.worker_gpus}] * settings.workers
     bundles = [{name: count for name, count in bundle.items() if count} or {"CPU": 0.01} for bundle in bundles]
     gpus = math.ceil(sum(bundle.get("GPU", 0.0) for bundle in bundles))
-    if places.address is None and gpus > (here := _gpus()):
+    if settings.address is None and gpus > (here := _gpus()):
         asked = "ray.worker_gpus and ray.trainer_gpus add" if trainers else "ray.worker_gpus adds"
         raise BadConfiguration(f"{asked} up to {gpus}, and this machine has {here}")
     cpus = sum(bundle.get("CPU", 0.0) for bundle in bundles)
     weights = sum(path.stat().st_size for path in ctx.inputs["policy"].rglob("*") if path.is_file())
-    with open_ray(places.address, math.ceil(cpus), gpus, 3 * weights):
+    with open_ray(settings.address, math.ceil(cpus), gpus, 3 * weights):
         from ray.util.placement_group import placement_group, remove_placement_group
 
         group = placement_group(bundles, strategy="SPREAD")
@@ -369,8 +371,8 @@ async def open_places(ctx: StageContext, trainers: int) -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def open_players(ctx: StageContext, budget: EpisodeBudget) -> AsyncIterator[RayPlayers]:
-    """Rollout workers for a policy that is not trained.  Raises as ``open_places`` does."""
-    async with open_places(ctx, 0) as group:
+    """Rollout workers for a policy that is not trained.  Raises as ``open_placement_group`` does."""
+    async with open_placement_group(ctx, 0) as group:
         players = RayPlayers(ctx, budget, group, 0)
         try:
             await players.open()
@@ -379,13 +381,13 @@ async def open_players(ctx: StageContext, budget: EpisodeBudget) -> AsyncIterato
             await players.close()
 
 
-def _share(site: WorkerContext, worker: int) -> WorkerContext:
+def _share(context: WorkerContext, worker: int) -> WorkerContext:
     """The context with this worker's share of external vLLM servers: each worker changes the weights of its own
     servers."""
-    config = site.config
+    config = context.config
     vllm = config.policy.vllm.model_copy(update={"servers": config.policy.vllm.servers[worker :: config.ray.workers]})
     policy = config.policy.model_copy(update={"vllm": vllm})
-    return replace(site, config=config.model_copy(update={"policy": policy}))
+    return replace(context, config=config.model_copy(update={"policy": policy}))
 
 
 def _gpus() -> int:

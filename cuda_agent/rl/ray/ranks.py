@@ -25,16 +25,16 @@ class SpreadRanks:
     """See ``training.ranks.Group``.  The processes of ``training`` are distributed evenly over ``hosts``, the
     actors."""
 
-    def __init__(self, hosts: Sequence[Any], site: WorkerContext) -> None:
+    def __init__(self, hosts: Sequence[Any], context: WorkerContext) -> None:
         import ray
 
         self._ray, self._hosts = ray, list(hosts)
         self._rendezvous = Rendezvous(ray.util.get_node_ip_address())
-        training, each = site.config.training, site.config.training.num_processes // len(hosts)
+        training, each = context.config.training, context.config.training.num_processes // len(hosts)
         settings = {
             "device": training.device,
-            "threads": max(1, site.config.policy.threads // each),
-            "lease": site.cache / "lease",
+            "threads": max(1, context.config.policy.threads // each),
+            "lease": context.cache / "lease",
             "world": training.num_processes,
             "address": f"{self._rendezvous.host}:{self._rendezvous.port}",
         }

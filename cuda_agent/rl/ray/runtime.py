@@ -20,7 +20,7 @@ from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.policy.engines.broadcast import TransferError
 from cuda_agent.policy.episode import Episode
 from cuda_agent.rl.ray.broadcast import WeightBroadcastGroup
-from cuda_agent.rl.ray.players import EpisodeCollector, RayPlayers, Served, end_actors, open_places
+from cuda_agent.rl.ray.players import EpisodeCollector, RayPlayers, ServedPolicy, end_actors, open_placement_group
 from cuda_agent.rl.ray.trainer import TrainerHandle
 from cuda_agent.rl.rollouts import Kind, episodes_of
 from cuda_agent.rl.runtime import MakeCritic, RolloutBatch, budget_of
@@ -38,8 +38,8 @@ class RayRuntime:
 
         self._ray = ray
         self._ctx, self._settings, self._kind = ctx, settings, kind
-        site = WorkerContext(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
-        self._trainer = TrainerHandle(ctx, site, settings, make_critic, group)
+        context = WorkerContext(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
+        self._trainer = TrainerHandle(ctx, context, settings, make_critic, group)
         self._players = RayPlayers(ctx, budget_of(ctx, settings), group, ctx.config.ray.trainers, self._with_weights)
         self._broadcasts = WeightBroadcastGroup(ray.util.get_node_ip_address())
 
@@ -71,7 +71,7 @@ class RayRuntime:
         digest = await self._trainer.of(self._trainer.actor.digest.remote())
         for worker in self._players.workers:
             worker.received = False
-        served = Served(version, digest, None)
+        served = ServedPolicy(version, digest, None)
         broadcast = self._ctx.config.ray.sync == "broadcast" and await self._broadcast()
         if not broadcast or any(not worker.received for worker in self._players.living):
             # This process owns the reference, so that the weights outlive the trainer.
@@ -79,7 +79,7 @@ class RayRuntime:
             await self._trainer.of(self._trainer.actor.digest.remote())  # wait until the weights are stored
         await self._players.serve(served)
 
-    async def _with_weights(self, served: Served) -> Served | None:
+    async def _with_weights(self, served: ServedPolicy) -> ServedPolicy | None:
         """``served`` with its weights; None if the trainer has trained since, or is gone, so that newer weights will
         follow."""
         if served.weights is not None or self._trainer.actor is None:
@@ -129,8 +129,8 @@ class RayRuntime:
 async def open_ray_runtime(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
 ) -> AsyncIterator[RayRuntime]:
-    """The runtime.  Raises as ``players.open_places`` does."""
-    async with open_places(ctx, ctx.config.ray.trainers) as group:
+    """The runtime.  Raises as ``players.open_placement_group`` does."""
+    async with open_placement_group(ctx, ctx.config.ray.trainers) as group:
         runtime = RayRuntime(ctx, settings, kind, make_critic, group)
         try:
             await runtime.open()

@@ -31,13 +31,13 @@ class TrainerHandle:
     ``actors.TrainerActor``, and ``of`` awaits their results.  There is no actor before ``open`` and after ``lost``."""
 
     def __init__(
-        self, ctx: StageContext, site: WorkerContext, settings: Ppo, make_critic: MakeCritic, group: Any
+        self, ctx: StageContext, context: WorkerContext, settings: Ppo, make_critic: MakeCritic, group: Any
     ) -> None:
         import ray
 
         self._ray = ray
-        self._ctx, self._site, self._settings, self._make_critic = ctx, site, settings, make_critic
-        self._group, self._places = group, ctx.config.ray
+        self._ctx, self._context, self._settings, self._make_critic = ctx, context, settings, make_critic
+        self._group, self._resources = group, ctx.config.ray
         self._inputs = ray.put({name: pack(ctx.inputs[name]) for name in ("policy", "critic") if name in ctx.inputs})
         self.actor: Any = None
         self._hosts: list[Any] = []  # one actor per machine, if there are several
@@ -49,15 +49,15 @@ class TrainerHandle:
     async def open(self) -> None:
         """Creates the actors.  With several machines, one more actor on the first of them leads and computes
         nothing."""
-        places, spread = self._places, self._places.trainers > 1
-        cpus, gpus = places.trainer_cpus, places.trainer_gpus
+        resources, spread = self._resources, self._resources.trainers > 1
+        cpus, gpus = resources.trainer_cpus, resources.trainer_gpus
         if spread:
             host = self._ray.remote(cast(Any, RankHost))
-            where = [on_bundle(self._group, number, cpus, gpus) for number in range(places.trainers)]
+            where = [on_bundle(self._group, number, cpus, gpus) for number in range(resources.trainers)]
             self._hosts = [host.options(**options).remote() for options in where]
             cpus, gpus = 0.0, 0.0
         actor = self._ray.remote(cast(Any, TrainerActor)).options(**on_bundle(self._group, 0, cpus, gpus))
-        self.actor = actor.remote(self._site, self._settings, self._inputs, self._make_critic, self._hosts)
+        self.actor = actor.remote(self._context, self._settings, self._inputs, self._make_critic, self._hosts)
         await self.of(self.actor.open.remote())
 
     async def of(self, reference: Awaitable[Result]) -> Result:
