@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cuda_agent.cli.options import AsJson, Namespace, Overrides, Release, RunName
+from cuda_agent.cli.options import AsJson, Namespace, Overrides, Release, RunName, add_commands
 from cuda_agent.cli.runs import cluster_of
 
 if TYPE_CHECKING:
