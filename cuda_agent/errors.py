@@ -16,7 +16,8 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """The configuration is wrong; the message gives the key's full path, what is expected, the nearest right name."""
+    """The configuration is wrong; the message gives the key's full path, the expected value and the nearest right
+    name."""
 
 
 class TaskError(UserError):

@@ -64,7 +64,7 @@ def _checked(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except ClusterError as error:
-        return Check(name, False, str(error).splitlines()[0], "ask whoever runs the cluster")
+        return Check(name, False, str(error).splitlines()[0], "ask the administrator of the cluster")
     except Exception as error:  # a failing check is a finding, not a crash
         return Check(name, False, f"could not be checked: {type(error).__name__}: {str(error).splitlines()[:1]}")
 

@@ -85,6 +85,7 @@ async def optimize(
         cache: folder of builds and baselines.
         source: the problem.
         folder: the result; with ``resume`` it holds a search that goes on.
+        resume: whether to continue the search in ``folder``.
         watch: receives every event.
         stop: set by a person; the search ends with the best solution so far.
 
@@ -107,44 +108,35 @@ async def optimize(
             f"for this problem that takes about {least}"
         )
     with opened(order, settings, task, folder, resume):
-        return await _search(order, settings, cache, task, folder, resume, watch, stop)
-
-
-async def _search(
-    order: SearchOrder,
-    settings: SandboxConfig,
-    cache: Path,
-    task: Task,
-    folder: Path,
-    resume: bool,
-    watch: Watch,
-    stop: asyncio.Event,
-) -> SearchOutcome:
-    states, findings, spent = so_far(folder / "transcript.jsonl") if resume else ({}, Findings(), {})
-    minutes = None if order.minutes is None else order.minutes * 60
-    budget = SearchBudget(order.tokens, minutes, order.money, order.price_in, order.price_out)
-    if spent:
-        budget.prompt, budget.sampled, budget.estimated = spent["prompt"], spent["sampled"], spent["estimated"]
-        budget.before = spent["seconds"]
-    transcript = Transcript(folder / "transcript.jsonl", lambda: budget.elapsed, watch)
-    try:
-        async with open_sandbox(settings, cache) as sandbox:
-            transcript.tell("begin", task=task.name, order=order.to_json(), device=settings.device, resumed=resume)
-            looked = await _unless(stop, _look_at(task, sandbox, transcript), sandbox)
-            if looked is None:
-                raise KeyboardInterrupt
-            probe, spec = looked
-            async with _served(order, states) as model:
-                work = _Attempts(order, task, model, sandbox, budget, findings, transcript, _baselines(probe), states)
-                why = await work.run(stop)
-            best = await _confirm(task, sandbox, findings, transcript, stop)
-            reached = best is not None and (factor(best.strict or best.quick) or 0.0) >= order.terms.target
-            outcome = SearchOutcome(folder, why, best, order.terms.target, reached, budget.facts(), work.message)
-            transcript.tell("outcome", **{k: v for k, v in outcome.to_json().items() if k not in ("kind", "verdict")})
-            write_result(outcome, task, spec, probe, order, settings)
-    finally:
-        transcript.close()
-    return outcome
+        states, findings, spent = so_far(folder / "transcript.jsonl") if resume else ({}, Findings(), {})
+        minutes = None if order.minutes is None else order.minutes * 60
+        budget = SearchBudget(order.tokens, minutes, order.money, order.price_in, order.price_out)
+        if spent:
+            budget.prompt, budget.sampled, budget.estimated = spent["prompt"], spent["sampled"], spent["estimated"]
+            budget.before = spent["seconds"]
+        transcript = Transcript(folder / "transcript.jsonl", lambda: budget.elapsed, watch)
+        try:
+            async with open_sandbox(settings, cache) as sandbox:
+                transcript.tell("begin", task=task.name, order=order.to_json(), device=settings.device, resumed=resume)
+                looked = await _unless(stop, _look_at(task, sandbox, transcript), sandbox)
+                if looked is None:
+                    raise KeyboardInterrupt
+                probe, spec = looked
+                async with _served(order, states) as model:
+                    work = _Attempts(
+                        order, task, model, sandbox, budget, findings, transcript, _baselines(probe), states
+                    )
+                    why = await work.run(stop)
+                best = await _confirm(task, sandbox, findings, transcript, stop)
+                reached = best is not None and (factor(best.strict or best.quick) or 0.0) >= order.terms.target
+                outcome = SearchOutcome(folder, why, best, order.terms.target, reached, budget.facts(), work.message)
+                transcript.tell(
+                    "outcome", **{k: v for k, v in outcome.to_json().items() if k not in ("kind", "verdict")}
+                )
+                write_result(outcome, task, spec, probe, order, settings)
+        finally:
+            transcript.close()
+        return outcome
 
 
 async def _look_at(task: Task, sandbox: Any, transcript: Transcript) -> tuple[Probe, TaskSpec]:

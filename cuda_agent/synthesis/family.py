@@ -243,7 +243,7 @@ _OTHERS = (5.2, -0.7, 1.1, -1.8, 0.2, -0.4, 2.1, 0.9, -0.2, -2.4, 1.6, -1.2, 0.4
 
 
 def chain_values(chain: tuple[tuple[str, str | None], ...]) -> list[float]:
-    """The chain at fixed points from far left to far right of the normal distribution; the second input is mixed in."""
+    """Values of the chain at fixed points across the normal distribution, with a second input beside each."""
     values = list(_POINTS)
     for name, constant in chain:
         others = [float(constant)] * len(values) if constant else _OTHERS
@@ -262,10 +262,10 @@ def _admissible(chain: tuple[tuple[str, str | None], ...], ending: str | None) -
             return False
         values = changed
     low, *_, high = ordered = sorted(values)
-    middle = sorted(values[1:-1])  # without the tails, which a row may not have
+    middle = sorted(values[1:-1])  # without the tails, which a row may lack
     if max(-low, high) > 2000 or middle[-3] - middle[2] <= (ENDINGS[ending].spread if ending else 0.2):
         return False
-    # The largest of many numbers below a bound is the bound: the extreme must lie far out, and be far out.
+    # The maximum of many bounded numbers is the bound itself: the extreme must lie far out.
     extreme, third = (low, ordered[2]) if ending == "amin" else (high, ordered[-3])
     far = values.index(extreme) in (0, len(values) - 1) and abs(extreme - third) > 0.3
     return far or ending not in ("amax", "amin")

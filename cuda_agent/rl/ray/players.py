@@ -382,8 +382,7 @@ async def open_players(ctx: StageContext, budget: EpisodeBudget) -> AsyncIterato
 
 
 def _share(context: WorkerContext, worker: int) -> WorkerContext:
-    """The context with this worker's share of external vLLM servers: each worker changes the weights of its own
-    servers."""
+    """The context with this worker's share of external vLLM servers, whose weights it alone changes."""
     config = context.config
     vllm = config.policy.vllm.model_copy(update={"servers": config.policy.vllm.servers[worker :: config.ray.workers]})
     policy = config.policy.model_copy(update={"vllm": vllm})
