@@ -87,9 +87,7 @@ class SandboxConfig(Section):
     timed_calls: Positive = Field(12, description="most timed calls of a candidate in quick mode")
     build_seconds: float = Field(20.0, gt=0, description="limit for one build")
     first_pass_seconds: float = Field(
-        180.0,
-        gt=0,
-        description="limit for a Python solution that compiles (load_inline, Triton, ...) to do so",
+        180.0, gt=0, description="limit for a Python solution that compiles (load_inline, Triton, ...) to do so"
     )
     run_seconds: float = Field(10.0, gt=0, description="limit for one evaluation after the build")
     memory_mb: Positive = Field(2048, description="limit for one worker")
@@ -341,8 +339,7 @@ class Config(Section):
     seed: int = 0
     run: RunConfig = RunConfig()
     runtime: Literal["local", "ray"] = Field(
-        "local",
-        description="where rollouts and PPO run: in the process of the stage, or in Ray's actors",
+        "local", description="where rollouts and PPO run: in the process of the stage, or in Ray's actors"
     )
     ray: Ray = Ray()
     sandbox: SandboxConfig = SandboxConfig()

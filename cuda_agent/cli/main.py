@@ -57,7 +57,7 @@ def main() -> None:
 
 
 @app.command(
-    epilog="\b\nExamples:\n  cuda-agent run experiment=demo\n  cuda-agent run experiment=smoke critic.lr=1e-4 --new",
+    epilog="\b\nExamples:\n  cuda-agent run experiment=demo\n  cuda-agent run experiment=smoke critic.lr=1e-4 --new"
 )
 def run(
     overrides: Overrides = None,

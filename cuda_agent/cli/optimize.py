@@ -138,10 +138,7 @@ def _run(order: Any, overrides: list[str], source: Path, folder: Path, resume: b
 
     async def work() -> Any:
         stop = asyncio.Event()
-        with (
-            search.on_interrupt(asyncio.get_running_loop(), stop),
-            screen.watching(as_json) as watch,
-        ):
+        with search.on_interrupt(asyncio.get_running_loop(), stop), screen.watching(as_json) as watch:
             return await search.optimize(order, settings.sandbox, cache, source, folder, resume, watch, stop)
 
     return asyncio.run(work())

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4"),
+    list[str] | None, typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4")
 ]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="a run, the beginning of its name, or `last`")]
 Where = Annotated[

@@ -97,10 +97,7 @@ def engine_objects() -> list[dict[str, Any]]:
             "podManagementPolicy": "Parallel",
             "serviceName": f"{RUN_NAME}-engine",
             "selector": {"matchLabels": own},
-            "template": {
-                "metadata": {"labels": _LABELS},
-                "spec": pools.pod_spec("sandbox", 30, container, volumes),
-            },
+            "template": {"metadata": {"labels": _LABELS}, "spec": pools.pod_spec("sandbox", 30, container, volumes)},
         },
     }
     return [service, policy, replicas]

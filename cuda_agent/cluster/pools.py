@@ -158,10 +158,7 @@ def _pool(role: str) -> dict[str, Any]:
             "podManagementPolicy": "Parallel",
             "serviceName": f"{RUN_NAME}-sandbox",
             "selector": {"matchLabels": {POOL_LABEL: RUN_NAME, ROLE_LABEL: role}},
-            "template": {
-                "metadata": {"labels": labels},
-                "spec": pod_spec("sandbox", 90, container),
-            },
+            "template": {"metadata": {"labels": labels}, "spec": pod_spec("sandbox", 90, container)},
         },
     }
 

@@ -18,16 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.agent.progress import (
-    Event,
-    Find,
-    Findings,
-    SearchBudget,
-    State,
-    Transcript,
-    factor,
-    read_events,
-)
+from cuda_agent.agent.progress import Event, Find, Findings, SearchBudget, State, Transcript, factor, read_events
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import TaskError
 from cuda_agent.optimize.attempt import Attempt, least_tokens

@@ -52,9 +52,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
     tokenizer.train_from_iterator(
         texts,
         trainers.BpeTrainer(
-            vocab_size=vocab - reserved,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
+            vocab_size=vocab - reserved, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
         ),
     )
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (PAD, *CONTROL)])

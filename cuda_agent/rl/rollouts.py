@@ -110,20 +110,9 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, budget: EpisodeBudget)
     style: Style = "compact" if config.policy.base is None else "full"
     settings = episode_settings(config, style, **asdict(budget))
     chat = Chat(tokenizer, style)
-    async with (
-        open_sandbox(config.sandbox, ctx.cache) as sandbox,
-        _open_engine(ctx, policy, model, chat) as engine,
-    ):
+    async with open_sandbox(config.sandbox, ctx.cache) as sandbox, _open_engine(ctx, policy, model, chat) as engine:
         yield Rollouts(
-            model,
-            tokenizer,
-            engine,
-            chat,
-            sandbox,
-            settings,
-            config.seed,
-            config.agent.concurrency,
-            lockstep,
+            model, tokenizer, engine, chat, sandbox, settings, config.seed, config.agent.concurrency, lockstep
         )
 
 

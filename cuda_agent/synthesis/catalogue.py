@@ -321,20 +321,8 @@ _SHAPES = [
     ),
     Operator("torch.flip", "shape", _BATCHED, shaped("torch.flip({x}, (-1,))", lambda x: x)),
     Operator("torch.roll", "shape", _BATCHED, shaped("torch.roll({x}, 3, dims=-1)", lambda x: x)),
-    Operator(
-        "torch.cat",
-        "shape",
-        _BATCHED,
-        joined("torch.cat([{x}, {y}], dim=-1)", -1),
-        gives=ANY,
-    ),
-    Operator(
-        "torch.stack",
-        "shape",
-        (2, 3),
-        joined("torch.stack([{x}, {y}], dim=1)", None),
-        gives=ANY,
-    ),
+    Operator("torch.cat", "shape", _BATCHED, joined("torch.cat([{x}, {y}], dim=-1)", -1), gives=ANY),
+    Operator("torch.stack", "shape", (2, 3), joined("torch.stack([{x}, {y}], dim=1)", None), gives=ANY),
     Operator("torch.tile", "shape", (2, 3), shaped("torch.tile({x}, (2,))", lambda x: (*x[:-1], 2 * x[-1]))),
     Operator(
         "torch.repeat_interleave",
