@@ -332,7 +332,7 @@ def open_existing(store: str) -> "Store":
     """Opens a store that exists; commands that only read create no folder.
 
     Raises:
-        ConfigError: There is none.
+        StoreUnavailable: There is none.
     """
     from cuda_agent.storage import StoreUnavailable, local_folder, open_store
 

@@ -85,7 +85,7 @@ def check_address(url: str, key_env: str) -> None:
     """Checks the address without connecting.
 
     Raises:
-        ServedModelError: It is no valid address, or the key is missing.
+        ServedModelError: It is no valid address, or holds a user name or password.
     """
     try:
         parts = urlsplit(url)

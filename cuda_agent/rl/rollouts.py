@@ -95,6 +95,7 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, budget: EpisodeBudget)
 
     Raises:
         PolicyError: The folder holds no usable policy.
+        BadConfiguration: ``policy.device`` is cuda, and there is no GPU.
         SandboxUnready: A required wall or the compiler is missing.
     """
     import torch

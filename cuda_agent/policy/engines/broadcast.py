@@ -57,7 +57,7 @@ class Member:
     processes create their members at about the same time; the constructor returns when all have joined.
 
     Raises:
-        TransferError: The rendezvous ended before.
+        TransferError: The rendezvous cannot be reached, or ended before all had joined.
     """
 
     def __init__(self, host: str, port: int, rank: int, size: int, device: str) -> None:
