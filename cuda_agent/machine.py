@@ -1,4 +1,4 @@
-"""What this machine computes with: its processor, as builds and times depend on it, and its GPUs."""
+"""The hardware of this machine: its processor, which builds and times depend on, and its GPUs."""
 
 import hashlib
 import platform
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """A digest of the processor's model and features: what ``-march=native`` and a time depend on."""
+    """A digest of the processor's model and features, which ``-march=native`` and times depend on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -17,7 +17,7 @@ def processor() -> str:
 
 
 def gpus() -> int:
-    """How many GPUs this process may use."""
+    """The number of GPUs that this process may use."""
     import torch
 
     return torch.cuda.device_count()
