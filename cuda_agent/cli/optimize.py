@@ -83,6 +83,7 @@ def optimize(
     from cuda_agent.errors import ConfigError
     from cuda_agent.optimize import folder as folders
     from cuda_agent.policy.served import ServedModelError
+    from cuda_agent.sandbox.formats.table import FORMATS
 
     words = arguments or []
     overrides, sources = [w for w in words if "=" in w], [w for w in words if "=" not in w]
@@ -115,6 +116,8 @@ def optimize(
         order = folders.SearchOrder(base_url, model)
         changes.setdefault("device", _device(overrides))
     order = folders.with_changes(order, changes)
+    if why := FORMATS[order.terms.format].untimed.get(order.terms.device):
+        raise ConfigError(f"--format {order.terms.format} --device {order.terms.device}: {why}")
     overrides = [w for w in overrides if not w.startswith(("sandbox.format=", "sandbox.device="))]
     overrides += [f"sandbox.format={order.terms.format}", f"sandbox.device={order.terms.device}"]
     outcome = _run(order, overrides, source, folder, resume is not None, as_json)

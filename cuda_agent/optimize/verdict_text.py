@@ -15,7 +15,9 @@ def verdict_lines(verdict: Verdict) -> list[str]:
         lines.append(verdict.message)
     if verdict.advisory:
         lines.append("advisory: the solution's Python ran free, and what it computed with is not known")
-    if verdict.clock == "model":
+    if verdict.untimed:
+        lines.append(f"not timed: {verdict.untimed}")
+    elif verdict.clock == "model":
         lines.append("sandbox.clock=model: the times below are a deterministic cost, not measured")
     if verdict.seconds is not None:
         lines.append(_row("solution", verdict.seconds, note=_spread(verdict.samples)))

@@ -1,9 +1,8 @@
-"""The client of the sandbox: what stages and the command line call.
+"""The sandbox on this machine.
 
-``open_sandbox`` gives the one that the configuration asks for.  ``LocalSandbox`` runs everything on this machine: it
-builds solutions, hands them to judge processes, and caches verdicts by content.  Concurrency is bounded here (builds
-in parallel, timing alone); an infrastructure fault is retried once in a fresh judge and is never charged to the
-candidate.  Nothing that a model wrote runs in this process.
+``LocalSandbox`` builds solutions, sends them to judge processes, and caches verdicts by content.  Builds run in
+parallel, times are taken alone.  An infrastructure fault is retried once in a fresh judge and is never charged to the
+candidate.  No code of a model runs in this process.
 """
 
 import asyncio
@@ -58,7 +57,12 @@ _QUARANTINE = 60.0  # seconds until a device that failed its health probe is ask
 
 
 class LocalSandbox:
-    """An async context manager.  ``cache`` survives runs and is shared by the processes of this machine."""
+    """An async context manager: starts the judges, and ends them.  ``cache`` is a folder that outlives runs; the
+    processes of this machine share it.
+
+    Raises:
+        SandboxUnready: the cache or a temporary folder cannot be written, or the GPU or its compiler does not work.
+    """
 
     def __init__(self, config: SandboxConfig, cache: Path) -> None:
         self.config = config
@@ -108,7 +112,8 @@ class LocalSandbox:
         return self
 
     async def _device(self) -> tuple[str, str]:
-        """The judge's built kernels, and the identity of the GPU.  A process of its own asks: this one forks."""
+        """The judge's built kernels, and the identity of the GPU.  A separate process asks the driver, because this one
+        forks."""
         program = [sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"]
         environment = os.environ | {"PYTHONPATH": str(_HERE.parents[1])}
         answer = await asyncio.to_thread(subprocess.run, program, capture_output=True, env=environment)
@@ -124,12 +129,20 @@ class LocalSandbox:
         return str(image), found["identity"]
 
     async def ready(self) -> None:
-        """Prove the walls, and that the compiler works.  Raises ``SandboxUnready`` that names what is missing."""
+        """Prove that the walls stand and that the compiler works.
+
+        Raises:
+            SandboxUnready: names what is missing.
+        """
         await asyncio.gather(*(judge.begin() for judge in self._judges))
         await self.prove_compiler()
 
     async def prove_compiler(self) -> None:
-        """Build something new: what lies in the cache proves nothing.  Raises ``SandboxUnready``."""
+        """Build a source that no cache holds.
+
+        Raises:
+            SandboxUnready: the compiler does not work.
+        """
         proof = secrets.token_hex(16)
         try:
             if self.config.device == "cuda":
@@ -153,8 +166,12 @@ class LocalSandbox:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick", again: bool = False) -> Verdict:
-        """The verdict of ``solution``.  ``again``: measured anew, whatever the cache says.  Raises ``TaskError`` when
-        the task itself cannot be run, ``SandboxUnready`` when the sandbox cannot start."""
+        """The verdict of ``solution``.  ``again``: measure anew and ignore the cache.
+
+        Raises:
+            TaskError: the task itself cannot be run.
+            SandboxUnready: the sandbox cannot start.
+        """
         file = self._verdict_file(task, solution, mode)
         if not again and (found := _read_json(file)) is not None:
             verdict = Verdict.from_json(found)
@@ -166,7 +183,7 @@ class LocalSandbox:
             except (_JudgeLost, OSError) as lost:  # OSError: a full disk, a cache that cannot be written
                 verdict = self._refusal(solution, mode, "infra", str(lost))
             if verdict.status != "infra":
-                with contextlib.suppress(OSError):  # it is only known to nobody else then
+                with contextlib.suppress(OSError):  # the verdict counts without the cache, too
                     await asyncio.to_thread(_write_json, file, verdict.to_json())
                 break
         return verdict
@@ -215,18 +232,22 @@ class LocalSandbox:
         return verdict
 
     async def _prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
-        """Build: what the worker is told to load."""
+        """Build the solution; returns the request that the worker loads.  Raises as ``SolutionFormat.build``."""
         format = FORMATS[solution.format]
         load = await format.build(solution.files, spec, Toolchain(self._builder, self._architecture))
         return load | {"environment": dict(format.environment.get(self.config.device, {}))}
 
     async def _place(self, task: Task, solution: Solution) -> dict[str, Any]:
-        """Run the first pass; where its results lie."""
+        """Run the first pass, or find it in the cache; returns where its results lie.  Raises ``FirstPassFailed``."""
         more = FORMATS[solution.format].environment.get(self.config.device)
         return asdict(await self._first_pass(task, solution.files, self._architecture, more))
 
     async def spec(self, task: Task) -> TaskSpec:
-        """Shapes, dtypes and plain values of a task.  Raises ``TaskError``."""
+        """Shapes, dtypes and plain values of a task.
+
+        Raises:
+            TaskError: the task cannot be run.
+        """
         if task.digest not in self._specs:
             request: SpecRequest = {"task": _source(task)}
             spec = TaskSpec.from_json(await self._judge(task).ask(JudgeRequest.SPEC, request))
@@ -237,7 +258,7 @@ class LocalSandbox:
         return self._specs[task.digest]
 
     async def build(self, solution: Solution, spec: TaskSpec) -> str:
-        """Build a solution and leave it in the cache; empty, or what the compiler says.  No judge takes part."""
+        """Build a solution into the cache, without a judge; returns the compiler's message, empty on success."""
         try:
             await self._prepare(solution, spec)
         except (SolutionError, builder.BuildError) as error:
@@ -245,12 +266,12 @@ class LocalSandbox:
         return ""
 
     def kill(self) -> None:
-        """End the judges at once and for good, with whatever they judge: for a process that can wait no longer."""
+        """End the judges at once and for good, without waiting for the verdicts under way."""
         for judge in self._judges:
             judge.kill()
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
-        """Run a task without a solution.  What is wrong with it is in ``Probe.error``."""
+        """Run a task without a solution.  ``Probe.error`` says what is wrong with the task."""
         request: ProbeRequest = {"task": _source(task), "compile": compile}
         for attempt in (1, 2):
             try:
@@ -277,7 +298,7 @@ class LocalSandbox:
         return len(self._judges)
 
     def judge_of(self, task: Task) -> int:
-        """Always the same judge for a task: it keeps it prepared."""
+        """The judge of a task, always the same one: it keeps the task prepared."""
         return int(task.digest, 16) % len(self._judges)
 
     def _judge(self, task: Task) -> "_JudgeHandle":
@@ -300,7 +321,7 @@ class _JudgeLost(Exception):
 
 
 class _JudgeHandle:
-    """A judge process, started at the first request and again after a loss; answers one request at a time."""
+    """A judge process.  It starts at the first request and again after a loss, and answers one request at a time."""
 
     program = "cuda_agent.sandbox.judge.judge"
 
@@ -314,7 +335,11 @@ class _JudgeHandle:
         self._killed = False
 
     async def begin(self) -> None:
-        """Start it now.  Raises ``SandboxUnready``."""
+        """Start it now.
+
+        Raises:
+            SandboxUnready: it does not start.
+        """
         async with self._turn:
             await asyncio.shield(asyncio.to_thread(self._begin))
 
@@ -328,10 +353,16 @@ class _JudgeHandle:
                 raise SandboxUnready(f"the judge does not start: {error}; {self._last_words()}") from None
 
     async def ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
-        """Raises ``TaskError``, ``SandboxUnready`` or ``_JudgeLost``."""
+        """Send one request and wait for its answer.
+
+        Raises:
+            TaskError: the task cannot be run.
+            SandboxUnready: the judge does not start.
+            _JudgeLost: the judge died, or its device is quarantined.
+        """
         async with self._turn:
             answer = asyncio.ensure_future(asyncio.to_thread(self._ask, operation, body))
-            answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard, if by nobody else
+            answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio would warn of it
             return await asyncio.shield(answer)
 
     def _ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
@@ -397,7 +428,7 @@ class _JudgeHandle:
             self._stop()
 
     def kill(self) -> None:
-        """For good, and without waiting for the request that it answers."""
+        """End it for good, without waiting for the request under way."""
         self._killed = True
         if (process := self._process) is not None:
             process.kill()

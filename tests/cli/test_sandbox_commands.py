@@ -67,3 +67,10 @@ def test_where_solutions_are_judged_is_no_part_of_a_stages_key_but_that_it_is_el
         keys = [identify(stage, config, {}).key for config in (here, there, elsewhere)]
         assert keys[1] == keys[2]
         assert (keys[0] != keys[1]) == stage.timing
+
+
+def test_optimize_refuses_a_format_that_takes_no_time_on_the_device(tmp_path):
+    arguments = ["optimize", "model.py", "--base-url", "http://127.0.0.1:9/v1", "--model", "m", "--format", "triton"]
+    result = CliRunner().invoke(main.app, [*arguments, "--device", "cpu", "--output", str(tmp_path / "out")])
+    assert "--format triton --device cpu" in str(result.exception) and "speed needs a GPU" in str(result.exception)
+    assert not (tmp_path / "out").exists()

@@ -17,7 +17,7 @@ from cuda_agent.sandbox.wire import TaskSpec
 
 _HERE = Path(__file__).parent
 HEADER, _SURFACE = "binding_registry.h", "torch_surface.h"
-_FIXED = ("binding.cpp", HEADER)  # of the published folder; ours stand in for them
+_FIXED = ("binding.cpp", HEADER)  # of the published folder; replaced by ours
 _SOURCES = {"cpu": (".cpp", ".cc", ".h", ".hpp"), "cuda": (".cpp", ".cc", ".h", ".hpp", ".cu", ".cuh")}
 _UNITS = (".cpp", ".cc", ".cu")
 _FOREIGN = re.compile(r"^\s*#\s*include\s*[<\"]((?:torch|ATen|c10|pybind11)/[^>\"]*)[>\"]", re.MULTILINE)

@@ -1,13 +1,13 @@
-"""The first pass of the python format: a solution that brings its own compilers runs once where it may start programs.
+"""The first pass: a solution that brings its own compilers runs once where it may start programs.
 
-A source that names ``load_inline``, Triton, ``torch.compile`` and their like, or that the locked pass refused a
-program, is run once in a jailed worker: constructor and forward, on inputs that the task draws in that very process.
-It may start programs and write one folder.  When it and all that it started are dead, what it left there is copied,
-plain files only, and stays in the cache; the locked pass reads it at the same address and starts nothing (``passes``).
+The formats say which solutions get one (``SolutionFormat.first_pass``).  A jailed worker runs constructor and forward
+on inputs that the task draws in the same process; it may start programs and write one folder.  When the worker and all
+its programs are dead, the plain files of the folder are copied into the cache.  The locked pass reads them at the same
+path and starts nothing (``worker.replay``).
 
-Trusted, and imports neither task nor solution.  What the folder holds is hostile: nobody but the jailed candidate ever
-loads it.  While somebody takes a time, the pass stands still.  Not covered: a device that the pass leaves sick; build
-servers, which know no task and so make no first pass.
+This module is trusted and imports neither task nor solution.  The folder's content is hostile: only the jailed
+candidate loads it.  The pass stops while a time is taken.  Not covered: a device that the pass leaves in a bad state;
+build servers, which have no task and so make no first pass.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ _IMPORTS = ("cuda_agent.sandbox.worker.compiling",)  # of the warm parent
 
 
 class FirstPassFailed(Exception):
-    """The solution's fault, with the status it gets."""
+    """The solution is at fault; ``status`` is the one of its verdict."""
 
     def __init__(self, status: Status, message: str) -> None:
         super().__init__(message)
@@ -67,7 +67,7 @@ class FirstPassFailed(Exception):
 
 @dataclass(frozen=True)
 class FirstPassResult:
-    """What a first pass left, and the environment in which it finds it again."""
+    """The folder that a first pass left, and the environment in which the locked pass finds it."""
 
     folder: str
     environment: dict[str, str]
@@ -89,7 +89,17 @@ def was_refused(verdict: Verdict) -> bool:
 
 
 class FirstPass:
-    """``folder``: of the cache.  ``scratch``: a folder that jailed users can reach.  At most ``parallel`` run."""
+    """Runs first passes and caches their folders.
+
+    Args:
+        folder: of the cache.
+        scratch: a folder that jailed users can reach.
+        lease: the folder of the lease that pauses work while a time is taken.
+        device: ``cpu`` or ``cuda``.
+        threads: of the worker.
+        seconds: limit of one pass.
+        parallel: passes that run at once.
+    """
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path, device: str, threads: int, seconds: float, parallel: int = 2
@@ -216,7 +226,7 @@ class FirstPass:
 
 
 def _folders(folder: Path) -> dict[str, str]:
-    """Where compilers that live in Python keep what they made.  Addresses are part of what they look up."""
+    """Where Python's compilers keep their results.  They look them up by path, among other things."""
     return {
         "HOME": str(folder), "TMPDIR": str(folder), "TORCH_EXTENSIONS_DIR": f"{folder}/extensions",
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_HOME": str(folder),
@@ -228,7 +238,7 @@ _LINKS = "links"
 
 
 def _toolchain(architecture: str) -> dict[str, str]:
-    """Where programs are, and for what they compile."""
+    """Where programs are, and the architecture they compile for."""
     found = {
         "PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "MAX_JOBS": "2",
     }  # fmt: skip
@@ -247,7 +257,7 @@ def _toolchain(architecture: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _working(folder: Path) -> Iterator[Callable[[], None]]:
-    """The lease of those who work; the function gives it back for a moment, to whoever waits to take a time."""
+    """Holds the lease for work; the yielded function gives it back for a moment, so that a waiting timer can run."""
     lease = Lease(folder)
     with contextlib.closing(lease), contextlib.ExitStack() as held:
         held.enter_context(lease.working())
@@ -260,7 +270,7 @@ def _working(folder: Path) -> Iterator[Callable[[], None]]:
 
 
 def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[JailedProcess], str]:
-    """What the watchdog calls: names what is used too much."""
+    """The watchdog's check: names the resource that is overrun, or nothing."""
     looked = breathed = time.monotonic()
 
     def overrun(worker: JailedProcess) -> str:
@@ -300,7 +310,7 @@ def _private_bytes(pid: int) -> int:
 
 
 def _entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
-    """All that lies below, folders before what they hold, with the depth; links are not followed."""
+    """All entries below, folders before their content, with their depth; links are not followed."""
     unread = [(str(folder), 1)]
     while unread:
         path, depth = unread.pop()
@@ -312,7 +322,7 @@ def _entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
 
 
 def too_much(folder: Path) -> str:
-    """What a first pass may not leave: too many files, too large, too deep.  Empty where all is well."""
+    """Names the limit that a folder exceeds (files, size, depth); empty where it exceeds none."""
     count = size = 0
     try:
         for entry, depth in _entries(folder):
@@ -334,7 +344,11 @@ def too_much(folder: Path) -> str:
 
 
 def _freeze(folder: Path) -> None:
-    """Replace the folder by a copy of its plain files, which belongs to us.  Nobody else has it open any more."""
+    """Replace the folder by a copy of its plain files, owned by this process's user.
+
+    Raises:
+        FirstPassFailed: the folder exceeds a limit.
+    """
     if what := too_much(folder):
         raise FirstPassFailed("build_error", f"the solution left {what} where it compiled")
     staged = Path(tempfile.mkdtemp(dir=folder.parent))

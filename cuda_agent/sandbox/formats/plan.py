@@ -1,10 +1,10 @@
-"""The plan format: reading ``plan.json``, and turning it into a program for the executor.
+"""The plan format: reads ``plan.json``, and compiles it into a program for the executor.
 
 ``compile_plan`` is pure: it checks the plan against the task's shapes, evaluates every integer expression, and writes
-the source through which the executor reaches the kernels: on ``cpu`` a C++ trampoline, on ``cuda`` a translation unit
-that also tells the types of their arguments.  Errors name the node.  Nothing is built or run here, and the keys that
-only ``cuda`` has (block, shared memory, cluster, cooperative launches) are refused on the CPU.  Library nodes are read
-by ``library``.
+the source through which the executor calls the kernels: on ``cpu`` a C++ trampoline, on ``cuda`` a translation unit
+that also tells the types of their arguments.  Errors name the node.  The keys that only ``cuda`` has (block, shared
+memory, cluster, cooperative launches) are refused on the CPU.  ``build`` calls the compiler.  ``library_nodes`` reads
+the nodes of libraries.
 """
 
 import json
@@ -113,7 +113,11 @@ async def runtime(builder: Builder) -> Path:
 
 
 def compile_plan(files: Mapping[str, str], spec: TaskSpec, device: str = "cpu") -> Program:
-    """The program of ``files["plan.json"]`` for a task with these shapes.  Raises ``PlanError``."""
+    """The program of ``files["plan.json"]`` for a task with these shapes.
+
+    Raises:
+        PlanError: names the node, and what is wrong with it.
+    """
     if "plan.json" not in files:
         raise PlanError("there is no plan.json")
     try:

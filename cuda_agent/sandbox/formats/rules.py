@@ -1,9 +1,8 @@
-"""Static rules: what the text of a solution shows of torch, libraries, streams, threads, probes, hooks and patches.
+"""Static rules: find uses of torch, libraries, streams, threads, probes, hooks and patches in a solution's text.
 
-Python is read by ``ast``, C++ and CUDA by a small tokenizer that skips comments; CUDA inside of a Python string is
-found too.  What is found is advice for the author and for an audit, never a verdict: a name can be spelled in many ways
-that are not seen here (``getattr``, macros, bytes), and what is seen may be harmless.  Not covered: what runs
-(``observe``), and whether it is right.
+``ast`` reads Python; a small tokenizer that skips comments reads C++ and CUDA, inside Python strings too.  Findings are
+advice for the author and for an audit, never a verdict: a name can be spelled in ways that the rules miss (``getattr``,
+macros, bytes), and a finding may be harmless.  Not covered: what runs (``worker.observe``), and whether it is right.
 
 Standard library only; nothing of a solution is executed.
 """
@@ -47,7 +46,7 @@ class Finding:
 
 
 def findings(solution: Solution) -> list[Finding]:
-    """What the rules see, by file and line.  Text that does not parse has no findings: a build says what is wrong."""
+    """The findings, by file and line.  Text that does not parse has none; its build reports the error."""
     found: set[Finding] = set()
     left = _MOST_TEXT
     for name, whole in sorted(solution.files.items()):

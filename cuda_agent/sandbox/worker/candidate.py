@@ -1,4 +1,8 @@
-"""The candidate worker: runs one solution, in any format, and dies."""
+"""The candidate worker: runs one solution, and ends.
+
+The judge sends one-letter commands: ``B`` buffers, ``N``/``Z`` the empty call on a CPU/GPU, ``L`` load, ``R`` one call,
+``C`` a chain of calls, ``O`` one call observed by operator, ``K`` one call observed by kernel.
+"""
 
 import ctypes
 import itertools
@@ -30,8 +34,8 @@ RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]]
 
 
 class Candidate(WorkerLoop):
-    """Runs one solution.  It is started before anybody knows which one: first come the buffers, then the empty call may
-    be timed, and then the solution is loaded."""
+    """Runs one solution.  The process starts before its solution is known: the buffers come first, then the empty call
+    may be timed, then the solution is loaded."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
         super().__init__(channel, options, fds)
@@ -52,7 +56,7 @@ class Candidate(WorkerLoop):
             self._commands[WorkerOperation.RUN_EMPTY] = lambda frame: None
 
     def empty_chain(self, frame: Frame) -> Any:
-        """Of outputs that are views for the reference, one costs what it costs to copy."""
+        """Times a chain that only copies outputs.  An output that is a view for the reference costs its copy."""
         slots = [self._slots.output_tensors(slot) for slot in range(frame.slot)]
         views = self._options["views"]
         results = [[zeros(*pair) for pair in zip(targets, views, strict=True)] for targets in slots]
@@ -64,7 +68,7 @@ class Candidate(WorkerLoop):
         return self._finished(enqueue, frame)
 
     def _finished(self, enqueue: Callable[[], None], frame: Frame) -> Any:
-        """The times of a chain of ``frame.slot`` calls, once the device is through with it."""
+        """Seconds of a chain of ``frame.slot`` calls, after the device has finished it."""
         times = self._clocked(enqueue, frame.extra)[1]
         torch.cuda.synchronize()
         return times
@@ -83,8 +87,11 @@ class Candidate(WorkerLoop):
         )
 
     def load_model(self, frame: Frame) -> None:
-        """``ModelNew``, under the rule of its format: built with the random numbers that built the reference, and given
-        its weights."""
+        """Load ``ModelNew`` under the rule of its format, built with the reference's random numbers and weights.
+
+        A format with a rule must have the reference's parameter names; without one other names are taken, as
+        KernelBench's own solutions have them.
+        """
         spec, restricted = self._options["spec"], bool(self._options["rule"])
         os.environ.update(frame.body["environment"])
         numbers = range(len(self._slots.layout))
@@ -99,7 +106,7 @@ class Candidate(WorkerLoop):
         weights = self._slots.weight_tensors()
         rule = RULES[self._options["rule"]](outputs)
         given_places, views = self._slots.given, self._options["views"]
-        if restricted or model.state_dict().keys() == weights.keys():  # KernelBench's own solutions may rename them
+        if restricted or model.state_dict().keys() == weights.keys():
             model.load_state_dict(weights, strict=True)
 
         def run(call: Frame) -> Any:
@@ -112,8 +119,8 @@ class Candidate(WorkerLoop):
             return times
 
         def answer(slot: int) -> Any:
-            """On a GPU outputs are copied after the clock has stopped: a view of something would cost nothing there,
-            and so it may where the reference's is one."""
+            """On a GPU the outputs are copied after the clock has stopped, where a view costs nothing.  So a view is
+            copied inside the timed call, unless the reference's output is a view too."""
             results = model(*given[slot])
             if self._options["device"] == "cpu":
                 return results
@@ -125,7 +132,7 @@ class Candidate(WorkerLoop):
                 ]
 
         def observed(call: Frame, watch: Callable[[Callable[..., Any]], Any]) -> Any:
-            """One call in the hands of ``watch``."""
+            """One call, run by ``watch``."""
             results: list[Any] = []
 
             def watched(seen: observe.Operators | None = None) -> None:
@@ -168,8 +175,16 @@ class _Node(ctypes.Structure):
 
 
 def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[int], None]:
-    """Load the libraries and resolve the program's arguments to addresses, once a slot.  ``program`` is
-    ``plan.Program`` as JSON.  A scalar argument is an 8-byte cell; a buffer argument is its address."""
+    """Load the libraries and resolve the program's arguments to addresses, once a slot.
+
+    Args:
+        program: ``plan.Program`` as JSON.  A scalar argument is an 8-byte cell, a buffer argument its address.
+        slots: the buffers.
+        threads: of the executor.
+
+    Returns:
+        The function that runs one slot; ``steps`` on it holds each node alone.
+    """
     runtime = ctypes.CDLL(program["runtime"])
     library = ctypes.CDLL(program["library"]) if program["library"] else None
     keep: list[Any] = []
@@ -182,8 +197,8 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
             ctypes.memmove(workspaces[name], content, len(content))
 
     def bind(slot: int) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
-        """Kernels and memsets that follow each other are one call of the executor, a library node is its own; and
-        beside them each node alone."""
+        """The steps of a slot, and each node alone.  Consecutive kernels and memsets are one step; a library node is a
+        separate step."""
 
         def address(buffer: str) -> int:
             return slots.address(slot, buffer, workspaces)

@@ -9,6 +9,7 @@ from cuda_agent.agent.tools import describe
 from cuda_agent.errors import SandboxUnready
 from cuda_agent.exploits.cases.triton import EXPLOITS, HONEST, KERNEL
 from cuda_agent.exploits.records import python
+from cuda_agent.optimize.verdict_text import verdict_lines
 from cuda_agent.sandbox.formats.triton import UNTIMED, kernels
 from cuda_agent.sandbox.wire import Solution
 from tests.sandbox.conftest import Running, task
@@ -27,6 +28,7 @@ def test_a_right_solution_is_correct_and_gets_no_time(timed: Running) -> None:
     assert verdict.seconds is verdict.eager_seconds is verdict.compile_seconds is None and verdict.samples == []
     assert verdict.reward == 1
     assert UNTIMED in describe(verdict, "profile", "compact")
+    assert f"not timed: {UNTIMED}" in verdict_lines(verdict)
 
 
 def test_strict_mode_checks_and_takes_no_time(running: Running) -> None:
