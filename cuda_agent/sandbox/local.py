@@ -32,7 +32,7 @@ from cuda_agent.sandbox.formats import first_pass, plan, rules
 from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.jail import scratch
-from cuda_agent.sandbox.jail.processes import KEEPING_MEMORY
+from cuda_agent.sandbox.jail.warm_parent import KEEPING_MEMORY
 from cuda_agent.sandbox.messages import (
     EvaluateRequest,
     JudgeRequest,

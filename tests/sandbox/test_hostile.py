@@ -15,7 +15,8 @@ import pytest
 from cuda_agent.errors import TaskError
 from cuda_agent.sandbox.build.builder import BuildError, first_errors
 from cuda_agent.sandbox.jail import jail
-from cuda_agent.sandbox.jail.processes import JailedProcess, warm_parent
+from cuda_agent.sandbox.jail.processes import JailedProcess
+from cuda_agent.sandbox.jail.warm_parent import warm_parent
 from cuda_agent.sandbox.judge.check import mismatch
 from cuda_agent.sandbox.messages import HEAD, WorkerOperation, WorkerOptions, receive_frame
 from cuda_agent.sandbox.wire import Solution, Tensor

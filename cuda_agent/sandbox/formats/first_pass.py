@@ -36,14 +36,8 @@ from cuda_agent.sandbox.build import builder, toolchain
 from cuda_agent.sandbox.formats.solution_format import FirstPassTime
 from cuda_agent.sandbox.jail import cgroups, jail, scratch
 from cuda_agent.sandbox.jail.descendants import descendants
-from cuda_agent.sandbox.jail.processes import (
-    JailedProcess,
-    NotStarted,
-    WarmParent,
-    WorkerDied,
-    WorkerError,
-    warm_parent,
-)
+from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError
+from cuda_agent.sandbox.jail.warm_parent import WarmParent, warm_parent
 from cuda_agent.sandbox.messages import WorkerOperation, WorkerOptions
 from cuda_agent.sandbox.wire import NO_PROGRAMS, Status, Verdict, printable
 from cuda_agent.tasks.task import Task

@@ -1,8 +1,8 @@
-"""The judge's handles of untrusted processes: the warm parent, and its workers with their watchdog.
+"""The judge's handle of an untrusted process, with its watchdog.
 
-A worker that overruns its time, memory or threads is killed here, by the judge, who waits for it in short steps and
-looks at it between them; nothing depends on the worker's cooperation.  Not covered: what is asked of a worker, and what
-its answers mean.
+The judge waits for a worker in steps of 20 ms and looks at it between them.  It kills a worker that overruns its time,
+memory or threads; nothing depends on the worker's cooperation.  Not covered: what is asked of a worker, and what its
+answers mean.
 """
 
 import contextlib
@@ -11,11 +11,8 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from typing import Any
 from cuda_agent.sandbox.jail import jail, scratch
 from cuda_agent.sandbox.jail.cgroups import ControlGroup, Groups
 from cuda_agent.sandbox.jail.descendants import descendants
+from cuda_agent.sandbox.jail.warm_parent import WarmParent
 from cuda_agent.sandbox.messages import Reply, WorkerOperation, WorkerOptions, receive_frame, send_frame
 from cuda_agent.sandbox.wire import printable
 
@@ -31,22 +29,18 @@ _MOST_THREADS = 64
 _GROUP_MB = 64  # beside a worker's own memory: what the kernel keeps for it, and cached files
 _MOST_PROCESSES = 48  # below a worker that may start some: less than root's workers may have, and for everybody
 _START_SECONDS = 30.0
-_LEAVE_SECONDS = 5  # for a warm parent that was told to go
 _STOP_SECONDS = 1.0  # until a process that was told to stop counts as one that cannot be
 _END_SECONDS = 0.2  # for the threads of a process that was killed
 _IDLE_NS = 200_000  # a thread that worked less was only started
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-# Memory given back after each call and mapped again in the next, or not, as fragmentation has it, doubles a time.
-KEEPING_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    "MALLOC_TOP_PAD_": str(16 << 20),
-}
-_PACKAGE = Path(__file__).resolve().parents[3]
 
 
 class WorkerDied(Exception):
-    """``reason``: timeout, memory, threads, processes, disk, crash, protocol, or killed (a SIGKILL not sent here)."""
+    """The worker is gone.
+
+    Attributes:
+        reason: timeout, memory, threads, processes, disk, crash, protocol, or killed (a SIGKILL not sent here).
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -54,112 +48,26 @@ class WorkerDied(Exception):
 
 
 class NotStarted(RuntimeError):
-    """A worker did not get as far as closing its walls: our fault, never a candidate's."""
+    """A worker ended before it had closed its walls.  Nothing untrusted had run: the fault is never a candidate's."""
 
 
 class WorkerError(Exception):
-    """The untrusted code raised; the worker lives.  ``cheat``: it broke a rule that the worker knows."""
+    """The untrusted code raised an error; the worker lives.
+
+    Attributes:
+        cheat: whether the code broke a rule that the worker knows.
+    """
 
     cheat = False
 
 
-def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmParent":
-    """Started, and not yet ready.  ``imports``: further modules that it imports first.  It and its workers have as many
-    processors as they may have threads: more would be an advantage over the baselines."""
-    ours, theirs = socket.socketpair()
-    environment = {
-        "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
-        "PYTHONPATH": str(_PACKAGE), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0",
-        "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": str(threads),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1", **KEEPING_MEMORY, "USER": "worker", "LOGNAME": "worker",
-    }  # fmt: skip
-    with open(log, "ab") as errors, _processors(threads), theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "cuda_agent.sandbox.worker.main", str(theirs.fileno()), *imports],
-            env=environment, cwd="/", stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
-            pass_fds=[theirs.fileno()], close_fds=True,
-        )  # fmt: skip
-
-    def end() -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_LEAVE_SECONDS)
-        process.kill()
-        process.wait()
-
-    return WarmParent(process.pid, ours, end)
-
-
-class WarmParent:
-    """The process that imported torch and forks workers.  ``end``: called when it was told to go, returns when it is
-    gone."""
-
-    def __init__(self, pid: int, channel: socket.socket, end: Callable[[], None]) -> None:
-        self.pid = pid
-        self._socket = channel
-        self._end = end
-        self._turn = threading.Lock()  # of those who ask it something, where they are several threads
-        self.torch = ""
-
-    def wait_ready(self) -> None:
-        answer = receive_frame(self._socket).body
-        if answer["threads"] != 1:
-            raise RuntimeError(f"the warm parent has {answer['threads']} threads: its children could hang")
-        self.torch = answer["torch"]
-
-    def fork(self, options: WorkerOptions, fds: Sequence[int]) -> int:
-        return int(self._ask(WorkerOperation.FORK_WORKER, options, fds)["pid"])
-
-    def reap(self, pid: int) -> int:
-        """The exit code of a worker that is dead or dying; negative: the signal."""
-        return int(self._ask(WorkerOperation.REAP_WORKER, {"pid": pid})["status"])
-
-    def branch(self, imports: Sequence[str]) -> "WarmParent":
-        """Another one, not yet ready, which imports more and does not import torch again: forked from this one, which
-        must outlive it."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            pid = int(self._ask(WorkerOperation.FORK_PARENT, {"imports": [*imports]}, [theirs.fileno()])["pid"])
-
-        def end() -> None:
-            with contextlib.suppress(OSError):  # this one was killed, and that one is not ours to wait for
-                ended = select.poll()
-                descriptor = os.pidfd_open(pid)
-                try:
-                    ended.register(descriptor, select.POLLIN)
-                    if not ended.poll(1000 * _LEAVE_SECONDS):
-                        os.kill(pid, signal.SIGKILL)
-                finally:
-                    os.close(descriptor)
-                self.reap(pid)
-
-        return WarmParent(pid, ours, end)
-
-    def _ask(self, operation: WorkerOperation, body: Mapping[str, Any], fds: Sequence[int] = ()) -> Any:
-        with self._turn:
-            send_frame(self._socket, operation, body, fds=fds)
-            return receive_frame(self._socket).body
-
-    def close(self) -> None:
-        self._socket.close()
-        self._end()
-
-
-@contextlib.contextmanager
-def _processors(count: int) -> Iterator[None]:
-    """What is started meanwhile gets ``count`` of this process's processors, the same ones each time."""
-    all_of_them = sorted(os.sched_getaffinity(0))
-    first = os.getpid() * count  # judges run side by side: others for each, where there are enough
-    os.sched_setaffinity(0, {all_of_them[(first + i) % len(all_of_them)] for i in range(count)})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, all_of_them)
-
-
 class JailedProcess:
-    """One jailed process, with the folder ``home`` that goes with it.  It serves once ``wait_started`` returned.
-    ``seconds`` is what it may still spend running; waiting for it is what is counted.  ``overrun``: a further look of
-    the watchdog, which names what it uses too much."""
+    """One jailed process and its private folder.  It serves once ``wait_started`` has returned.
+
+    Attributes:
+        seconds: time that may still be spent waiting for its answers; set before each request.
+        alive: whether it has not been killed here.
+    """
 
     def __init__(
         self,
@@ -171,6 +79,17 @@ class JailedProcess:
         groups: Groups | None = None,
         overrun: "Callable[[JailedProcess], str] | None" = None,
     ) -> None:
+        """Fork it.
+
+        Args:
+            parent: forks and reaps it.
+            options: what it is to be.
+            policy: its jail.
+            memory_mb: limit of its private memory, beyond what it has once started.
+            home: its folder; removed with it.
+            groups: where its control group is made; None: the watchdog alone limits it.
+            overrun: a further look of the watchdog; returns the reason to kill it, or nothing.
+        """
         self._overrun = overrun
         self._parent = parent
         self._memory_mb = memory_mb
@@ -199,7 +118,11 @@ class JailedProcess:
                 raise
 
     def wait_started(self) -> None:
-        """Until its walls are closed; nothing untrusted has run yet."""
+        """Block until its walls are closed.  Nothing untrusted has run then.
+
+        Raises:
+            NotStarted: it ended before.
+        """
         self.seconds = _START_SECONDS
         try:
             self._answer()
@@ -208,7 +131,7 @@ class JailedProcess:
         self._private = self._private_bytes()
 
     def hand_over(self, file: Path, name: str) -> str:
-        """A file of the trusted cache, readable for this worker under its own folder; gives the path there."""
+        """Make a file of the trusted cache readable below the worker's folder; returns its path there."""
         place = self._home / f"{name}{file.suffix}"
         place.unlink(missing_ok=True)  # a copy would go through the link, into the cache
         try:
@@ -218,7 +141,12 @@ class JailedProcess:
         return str(place)
 
     def call(self, operation: WorkerOperation, body: Any = None, slot: int = 0, fds: Sequence[int] = ()) -> Any:
-        """One request and its answer.  ``WorkerError``: the untrusted code raised.  ``WorkerDied``: it is gone."""
+        """Send one request and return the body of its answer.
+
+        Raises:
+            WorkerError: the untrusted code raised an error.
+            WorkerDied: the worker is gone.
+        """
         self._go_on()
         try:
             send_frame(self._socket, operation, body, slot, fds)
@@ -227,13 +155,19 @@ class JailedProcess:
         return self._answer()
 
     def timed(self, operation: WorkerOperation, slot: int, extra: int = 0) -> tuple[float, Any]:
-        """Seconds from the request to the answer, by the judge's clock; and what the worker says.  The worker runs
-        between the clock's two readings and at no other time: whoever fills its buffers first stops it (``stop``), and
-        it stays stopped while its outputs are copied.  So it gains nothing by looking at inputs early, or by answering
-        before it is done."""
+        """Seconds from the request to the answer by the judge's clock, and the body of the answer.
+
+        The worker runs between the clock's two readings and at no other time: callers stop it before they fill its
+        buffers, and it stays stopped while its outputs are copied.  So it gains nothing by looking at inputs early, or
+        by answering before it is done.
+
+        Raises:
+            WorkerError: the untrusted code raised an error.
+            WorkerDied: the worker is gone, or answered before it was asked.
+        """
         self.stop()
         if self._poll.poll(0):
-            raise self._died("protocol" if self._said() else "crash")  # an answer that nobody asked for
+            raise self._died("protocol" if self._said() else "crash")  # an answer without a request
         try:
             send_frame(self._socket, operation, slot=slot, extra=extra)
         except OSError:
@@ -250,7 +184,7 @@ class JailedProcess:
         return end - start, answer
 
     def stop(self) -> None:
-        """It does nothing until the next request; returns when that is so."""
+        """Stop the process until the next request; returns once it is stopped, or after 1 s."""
         if self.alive and not self._stopped:
             self._stopped = True
             self.signal(signal.SIGSTOP)
@@ -306,7 +240,11 @@ class JailedProcess:
                 raise self._died("timeout")
 
     def watch(self) -> None:
-        """Kill it when it uses too much."""
+        """Look at what it uses.
+
+        Raises:
+            WorkerDied: it used too much, and was killed.
+        """
         if self._private_bytes() - self._private > self._memory_mb << 20:
             raise self._died("memory")
         if self._threads() > _MOST_THREADS:
@@ -356,9 +294,11 @@ class JailedProcess:
                 os.kill(self.pid, number)
 
     def spread(self) -> None:
-        """A processor of its own for each thread that works, where there are no more processors than such threads:
-        the scheduler wakes a helper beside the busy main thread and may leave it there for whole calls, which then take
-        twice as long.  Threads that never worked yet, and a process of one thread, keep their freedom."""
+        """Bind each working thread to one processor, where there are no more processors than such threads.
+
+        The scheduler wakes a helper beside the busy main thread and may leave it there for whole calls, which then take
+        twice as long.  Threads that have not worked yet, and a process of one thread, are not bound.
+        """
         processors = sorted(os.sched_getaffinity(self._parent.pid))
         busy = sorted(self._busy(), reverse=True)
         if len(busy) < len(processors) or len(busy) == 1:
@@ -368,14 +308,14 @@ class JailedProcess:
                 os.sched_setaffinity(thread, [processors[index % len(processors)]])
 
     def gather(self) -> None:
-        """All processors for all threads again."""
+        """Let all threads run on all processors again."""
         processors = os.sched_getaffinity(self._parent.pid)
         for _, thread in self._busy():
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(thread, processors)
 
     def _busy(self) -> list[tuple[int, int]]:
-        """(nanoseconds of work, thread) of the threads that worked."""
+        """(nanoseconds of processor time, thread id) of the threads that have worked."""
         found = []
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{self.pid}/task"):
@@ -385,11 +325,11 @@ class JailedProcess:
         return found
 
     def kill(self, wait: float = 0.0) -> int:
-        """End it, after up to ``wait`` seconds for it to end by itself; gives the exit code (negative: signal)."""
+        """Kill it, after up to ``wait`` seconds for it to end by itself; returns the exit code (negative: signal)."""
         return self._killed(wait)[0]
 
     def _killed(self, wait: float) -> tuple[int, bool]:
-        """The same, and whether the kernel had ended it for want of memory."""
+        """As ``kill``, and whether the kernel had ended it for want of memory."""
         if not self.alive:
             return 0, False
         self.alive = False
@@ -426,9 +366,11 @@ def _name_of_signal(number: int) -> str:
 
 @contextlib.contextmanager
 def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], None]]:
-    """``turn(worker)``: from now on only this one of ``workers`` may run, the others are stopped.  The idle threads of
-    a library wait actively for milliseconds, and a candidate may leave threads behind: neither slows what is timed
-    next."""
+    """Yields ``turn(worker)``: from now on only this one of ``workers`` may run; the others are stopped.
+
+    The idle threads of a library spin for milliseconds, and a candidate may leave threads behind: neither may slow the
+    worker that is timed next.
+    """
     running: JailedProcess | None = None
 
     def turn(worker: JailedProcess) -> None:

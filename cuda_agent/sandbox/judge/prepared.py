@@ -2,7 +2,7 @@
 
 What depends on the task alone (spec, weights, pool, baselines) is computed once and shared by all candidates.  The
 judge chooses every seed; the reference worker only turns seeds into values.  Under the model clock seeds and pool are
-fixed, so that two runs agree bit for bit.  Not covered: candidates.
+fixed, so that two runs agree bit for bit.  Not covered: candidates (``trial``).
 """
 
 import contextlib

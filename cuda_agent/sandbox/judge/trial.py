@@ -72,7 +72,8 @@ class Trial:
         self._seen: list[list[Any]] = []  # outputs of earlier calls: a later call must not give them again
 
     def run(self, timed: bool) -> None:
-        """Start, check and, if ``timed``, time.  Raises ``CandidateRefused``."""
+        """Start, check and, if ``timed``, time.  Raises ``CandidateRefused`` where the candidate fails, ``TaskError``
+        where the reference does."""
         strictly = self._verdict.mode == "strict"
         self.start()
         if strictly:
@@ -215,8 +216,8 @@ class Trial:
         verdict.phases["time"] = time.perf_counter() - begin
 
     def _believed(self, told: float) -> float:
-        """Raises ``CandidateRefused`` when the judge's own clock, or what the device can move, forbids a median that
-        the device's clock gave.  Under the lease."""
+        """The median ``told``, if the judge's own clock and the device's bandwidth allow it; raises
+        ``CandidateRefused`` else.  The caller holds the lease."""
         seconds, doubt = told, ""
         if self._cross:
             with self._judged("in a timed call"):

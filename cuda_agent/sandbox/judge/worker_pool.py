@@ -1,4 +1,7 @@
-"""The workshop: starts jailed workers, and keeps one candidate's worker started in advance."""
+"""Starts the jailed workers of one judge, and keeps one candidate's worker started in advance.
+
+Not covered: what a worker is asked (``trial``, ``reference_client``), and its watchdog (``jail.processes``).
+"""
 
 import contextlib
 import fcntl
@@ -14,14 +17,8 @@ from typing import Any, Literal
 from cuda_agent.lease import Lease
 from cuda_agent.machine import processor
 from cuda_agent.sandbox.jail import cgroups, jail
-from cuda_agent.sandbox.jail.processes import (
-    JailedProcess,
-    NotStarted,
-    WarmParent,
-    WorkerDied,
-    WorkerError,
-    warm_parent,
-)
+from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError
+from cuda_agent.sandbox.jail.warm_parent import WarmParent, warm_parent
 from cuda_agent.sandbox.judge import buffers
 from cuda_agent.sandbox.judge.reference_client import ReferenceClient
 from cuda_agent.sandbox.messages import JudgeSettings, WorkerOptions
@@ -45,7 +42,7 @@ class WorkerPool:
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
-        self.lease = Lease(Path(settings.lease))  # one for all that its judge does, in one thread
+        self.lease = Lease(Path(settings.lease))  # the judge has one thread, and so one lease
         self._log = Path(settings.scratch) / "workers.log"
         self._groups = cgroups.find()
         self._plain = warm_parent(settings.threads, self._log)
@@ -62,11 +59,17 @@ class WorkerPool:
         return self._plain.torch
 
     def candidate(self, profiler: bool = False) -> JailedProcess:
-        """A single-use worker that can write nothing but the outputs it is given later, and read its own folder.
-        ``profiler``: torch's sees its kernels; nobody should time them then."""
+        """A single-use worker that reads its own folder and writes nothing but the outputs it is given later.
+
+        Args:
+            profiler: whether torch's profiler watches its kernels; such a worker must not be timed.
+
+        Raises:
+            NotStarted: it ended before its walls were closed.
+        """
         spare, self._spare = (None, self._spare) if profiler else (self._spare, None)
         if spare is not None and spare.alive:
-            with contextlib.suppress(NotStarted):  # it died while nobody watched
+            with contextlib.suppress(NotStarted):  # it died while it waited
                 spare.wait_started()
                 return spare
         worker = self._start_candidate(profiler=profiler)
@@ -74,7 +77,7 @@ class WorkerPool:
         return worker
 
     def start_spare(self) -> None:
-        """Begin to start the next candidate's worker, for which nobody waits now."""
+        """Begin to start the next candidate's worker; does not wait for it."""
         if self._spare is None or not self._spare.alive:
             self._spare = self._start_candidate()
 
@@ -103,7 +106,7 @@ class WorkerPool:
         return self._start_compiler(self._home(), (known,)), known
 
     def locked(self, place: dict[str, Any], profiler: bool = False) -> JailedProcess:
-        """A candidate's worker that also reads what the solution's first pass left, and starts no program either."""
+        """A candidate's worker that also reads what the solution's first pass left.  It starts no program either."""
         parent, home = self._parent_that_compiles(), self._home()
         policy = jail.JailPolicy(read=(str(home), place["folder"]), file_mb=0)
         where = {"folder": place["folder"], "environment": place["environment"]}

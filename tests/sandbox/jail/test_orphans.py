@@ -14,7 +14,8 @@ import pytest
 from cuda_agent.errors import TaskError
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.jail.descendants import descendants
-from cuda_agent.sandbox.jail.processes import JailedProcess, WarmParent, warm_parent
+from cuda_agent.sandbox.jail.processes import JailedProcess
+from cuda_agent.sandbox.jail.warm_parent import WarmParent, warm_parent
 from cuda_agent.sandbox.judge.reference_client import ReferenceClient
 from cuda_agent.sandbox.messages import JudgeSettings
 from tests.sandbox.conftest import CHAIN

@@ -1,0 +1,143 @@
+"""The warm parent: a process that has imported torch and forks jailed workers.
+
+Not covered: what the parent and its workers run (``worker.main``), and handles of single workers (``processes``).
+"""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.sandbox.messages import WorkerOperation, WorkerOptions, receive_frame, send_frame
+
+_LEAVE_SECONDS = 5  # between the end of its stream and SIGKILL
+# Memory given back after each call and mapped again in the next, or not, as fragmentation has it, doubles a time.
+KEEPING_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(16 << 20),
+}
+_PACKAGE = Path(__file__).resolve().parents[3]
+
+
+def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmParent":
+    """Start a warm parent; it is ready when ``wait_ready`` returns.
+
+    Args:
+        threads: of each worker, and processors of all of them: more would be an advantage over the baselines.
+        log: file that its standard error is appended to.
+        imports: modules that it imports beside torch.
+    """
+    ours, theirs = socket.socketpair()
+    environment = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
+        "PYTHONPATH": str(_PACKAGE), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": str(threads),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1", **KEEPING_MEMORY, "USER": "worker", "LOGNAME": "worker",
+    }  # fmt: skip
+    with open(log, "ab") as errors, _processors(threads), theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "cuda_agent.sandbox.worker.main", str(theirs.fileno()), *imports],
+            env=environment, cwd="/", stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
+            pass_fds=[theirs.fileno()], close_fds=True,
+        )  # fmt: skip
+
+    def end() -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_LEAVE_SECONDS)
+        process.kill()
+        process.wait()
+
+    return WarmParent(process.pid, ours, end)
+
+
+class WarmParent:
+    """The process that imported torch and forks workers.  Its methods may be called from several threads.
+
+    Attributes:
+        torch: version, once it is ready.
+    """
+
+    def __init__(self, pid: int, channel: socket.socket, end: Callable[[], None]) -> None:
+        self.pid = pid
+        self._socket = channel
+        self._end = end
+        self._turn = threading.Lock()
+        self.torch = ""
+
+    def wait_ready(self) -> None:
+        """Block until it has imported torch.
+
+        Raises:
+            RuntimeError: it has more than one thread, so that its children could hang.
+            ConnectionError: it died.
+        """
+        answer = receive_frame(self._socket).body
+        if answer["threads"] != 1:
+            raise RuntimeError(f"the warm parent has {answer['threads']} threads: its children could hang")
+        self.torch = answer["torch"]
+
+    def fork(self, options: WorkerOptions, fds: Sequence[int]) -> int:
+        """The process id of a new worker, whose socket is the first of ``fds``.
+
+        Raises:
+            ConnectionError: this process is gone.
+        """
+        return int(self._ask(WorkerOperation.FORK_WORKER, options, fds)["pid"])
+
+    def reap(self, pid: int) -> int:
+        """Wait for a worker that is dead or dying; returns its exit code (negative: the signal).
+
+        Raises:
+            ConnectionError: this process is gone.
+        """
+        return int(self._ask(WorkerOperation.REAP_WORKER, {"pid": pid})["status"])
+
+    def branch(self, imports: Sequence[str]) -> "WarmParent":
+        """Fork another warm parent, not yet ready, which imports more modules.  This one must outlive it."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            pid = int(self._ask(WorkerOperation.FORK_PARENT, {"imports": [*imports]}, [theirs.fileno()])["pid"])
+
+        def end() -> None:
+            with contextlib.suppress(OSError):  # this one was killed, and that one is not ours to wait for
+                ended = select.poll()
+                descriptor = os.pidfd_open(pid)
+                try:
+                    ended.register(descriptor, select.POLLIN)
+                    if not ended.poll(1000 * _LEAVE_SECONDS):
+                        os.kill(pid, signal.SIGKILL)
+                finally:
+                    os.close(descriptor)
+                self.reap(pid)
+
+        return WarmParent(pid, ours, end)
+
+    def _ask(self, operation: WorkerOperation, body: Mapping[str, Any], fds: Sequence[int] = ()) -> Any:
+        with self._turn:
+            send_frame(self._socket, operation, body, fds=fds)
+            return receive_frame(self._socket).body
+
+    def close(self) -> None:
+        """End it and wait for its end."""
+        self._socket.close()
+        self._end()
+
+
+@contextlib.contextmanager
+def _processors(count: int) -> Iterator[None]:
+    """Processes started meanwhile get ``count`` of this process's processors, the same ones each time."""
+    all_of_them = sorted(os.sched_getaffinity(0))
+    first = os.getpid() * count  # judges run side by side, on different processors where there are enough
+    os.sched_setaffinity(0, {all_of_them[(first + i) % len(all_of_them)] for i in range(count)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, all_of_them)
