@@ -91,8 +91,8 @@ Shape = Annotated[
 Flag = Annotated[bool, _refuse("true or false", _is(bool))]
 Byte = Annotated[
     int,
-    _refuse("a byte from 0 to 255, not {0}", lambda value: _is(int)(value) and 0 <= value <= 255),
     Field(ge=0, le=255),
+    _refuse("a byte from 0 to 255, not {0}", lambda value: _is(int)(value) and 0 <= value <= 255),
 ]
 Compute = Annotated[
     Any,
