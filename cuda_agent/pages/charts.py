@@ -47,7 +47,6 @@ def line_chart(
     bounds: tuple[float | None, float | None] = (None, None),
     rule: tuple[float, str] | None = None,
     percent: bool = False,
-    x_label: str = "step",
 ) -> Markup:
     """One curve.  ``bounds`` are values the axis must include (None: fit); ``rule`` draws a dashed line with its
     label."""
@@ -81,7 +80,7 @@ def line_chart(
         parts.append(f'<text class="tick" x="{x(value):.1f}" y="{height - 9}" text-anchor="{anchor}">{value:g}</text>')
     parts.append(
         f'<text class="tick" x="{(left + width - right) / 2:.0f}" y="{height - 9}" text-anchor="middle">'
-        f"{safe(x_label) if x_high > x_low else ''}</text>"
+        f"{'step' if x_high > x_low else ''}</text>"
     )
     places = [(x(at), y(value)) for at, value in points]
     path = " ".join(f"{px:.1f},{py:.1f}" for px, py in places)
@@ -92,8 +91,7 @@ def line_chart(
     parts.append(f'<polyline class="curve" points="{path}"/>')
     if len(points) <= 24:
         parts += [
-            f'<circle class="dot" cx="{px:.1f}" cy="{py:.1f}" r="2.6">'
-            f"<title>{safe(x_label)} {at:g}: {say(v)}</title></circle>"
+            f'<circle class="dot" cx="{px:.1f}" cy="{py:.1f}" r="2.6"><title>step {at:g}: {say(v)}</title></circle>'
             for (px, py), (at, v) in zip(places, points, strict=True)
         ]
     else:

@@ -8,10 +8,8 @@ with a digest that must hold after they were loaded.
 """
 
 import asyncio
-import ctypes
 import os
 import shutil
-import signal
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
@@ -22,7 +20,7 @@ from typing import Any
 from cuda_agent.config import Ppo
 from cuda_agent.context import WorkerContext
 from cuda_agent.errors import BadConfiguration
-from cuda_agent.machine import gpus
+from cuda_agent.machine import die_with_parent, gpus
 from cuda_agent.policy.engines.broadcast import Form, Member, Weights, forms_of, load_weights, place, weights_of
 from cuda_agent.policy.engines.vllm_plugin import digest
 from cuda_agent.policy.episode import from_line, to_line
@@ -42,7 +40,7 @@ class RolloutWorker:
     of ``inputs`` are unpacked here."""
 
     def __init__(self, site: WorkerContext, budget: EpisodeBudget, inputs: Mapping[str, Files]) -> None:
-        _end_with_parent()
+        die_with_parent()  # Ray's workers outlive a raylet that is killed by seconds, and would go on computing
         self._stack = AsyncExitStack()
         self._site = _settle(site, inputs, self._stack)
         self._budget = budget
@@ -118,7 +116,7 @@ class TrainerActor:
     def __init__(
         self, site: WorkerContext, settings: Ppo, inputs: Mapping[str, Files], make_critic: Any, hosts: Any
     ) -> None:
-        _end_with_parent()
+        die_with_parent()
         self._stack = ExitStack()
         self._site = _settle(site, inputs, self._stack)
         self._settings, self._make_critic, self._hosts = settings, make_critic, hosts
@@ -197,7 +195,7 @@ class RankHost:
     """The ranks of one machine, for whoever leads those of all; see ``training.ranks.Ranks``."""
 
     def __init__(self) -> None:
-        _end_with_parent()
+        die_with_parent()
         self._home = make_folder("actor")
         self._home.chmod(0o700)
         self._coming, self._going = self._home / "coming", self._home / "going"
@@ -250,8 +248,3 @@ def _settle(site: WorkerContext, inputs: Mapping[str, Files], stack: ExitStack |
         unpack(files, home / name)
     (home / "work").mkdir()
     return replace(site, inputs={name: home / name for name in inputs}, work=home / "work")
-
-
-def _end_with_parent() -> None:
-    """Ray's workers outlive a raylet that is killed by seconds, and would go on computing."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
