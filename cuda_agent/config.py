@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from cuda_agent.errors import ConfigError
+from cuda_agent.format_names import Format
 
 Positive = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
@@ -97,7 +98,7 @@ class RunConfig(Section):
 
 
 class SandboxConfig(Section):
-    format: Literal["plan", "extension", "python"] = Field("plan", description="form of the solutions")
+    format: Format = Field("plan", description="form of the solutions")
     device: Literal["cpu", "cuda"] = "cpu"
     clock: Literal["real", "model"] = Field(
         "real", description="model: a deterministic cost instead of time, for drills"
@@ -254,8 +255,19 @@ class Bootstrap(Section):
 
 
 class Ppo(Section):
-    """PPO with a critic.  ``warmup`` and ``agentic`` each have one."""
+    """Policy optimization with PPO's clipped loss (paper, section 3.3).  ``warmup`` and ``agentic`` each have one."""
 
+    reward: Literal["ladder", "speedup"] = Field(
+        "ladder",
+        description="what a verdict is worth; ladder: -1, 1, 2 or 3 (Eq. 1); speedup: -1, or 3 s/(1 + s) for a correct "
+        "solution that is s times as fast as the faster of eager and torch.compile",
+    )
+    advantage: Literal["gae", "group", "rloo"] = Field(
+        "gae",
+        description="estimator of advantages; gae: with a critic; group: reward minus the mean of a task's samples, "
+        "divided by their standard deviation (GRPO); rloo: reward minus the mean of the other samples; group and rloo "
+        "train no critic, and read neither its keys nor gamma and lambda",
+    )
     steps: Positive = 6
     episodes_per_step: Positive = 64
     samples_per_prompt: Positive = Field(
@@ -387,6 +399,17 @@ class Config(Section):
                 raise ValueError(
                     f"{name}.context: expected at most policy.context ({self.policy.context}), "
                     f"got {getattr(self, name).context}."
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _samples_can_be_compared(self) -> "Config":
+        for name in ("warmup", "agentic"):
+            ppo: Ppo = getattr(self, name)
+            if ppo.advantage != "gae" and ppo.samples_per_prompt < 2:
+                raise ValueError(
+                    f"{name}.samples_per_prompt: expected at least 2 with {name}.advantage={ppo.advantage}, which "
+                    f"compares the samples of a task, got {ppo.samples_per_prompt}."
                 )
         return self
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cuda_agent.config import Config, compose, flat, freeze, key_paths, load, restricted, section_values
+from cuda_agent.config import RENAMED, Config, compose, flat, freeze, key_paths, load, restricted, section_values
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline.graph import STAGES, check
 from cuda_agent.pipeline.schedule import derived, parameter_count
@@ -22,7 +22,13 @@ def test_every_experiment_composes_validates_and_survives_freezing(name):
 def test_paper_carries_the_published_hyper_parameters():
     c = compose(["experiment=paper"])
     for ppo, context in ((c.warmup, 32768), (c.agentic, 131072)):
-        assert (ppo.actor_lr, ppo.critic_lr, ppo.batch, ppo.minibatches, ppo.epochs) == (3e-6, 6e-6, 1024, 1, 1)
+        assert (ppo.actor_lr, ppo.critic_lr, ppo.episodes_per_step, ppo.minibatches, ppo.epochs) == (
+            3e-6,
+            6e-6,
+            1024,
+            1,
+            1,
+        )
         assert (ppo.clip_low, ppo.clip_high, ppo.gamma, ppo.actor_lambda, ppo.critic_lambda) == (
             0.2,
             0.28,
@@ -70,6 +76,16 @@ def test_overrides_win_over_the_experiment():
             "warmup.samples_per_prompt=5",
             ["warmup", "episodes_per_step (64) must be a multiple of samples_per_prompt (5)"],
         ),
+        ("agentic.advantage=grpo", ["agentic.advantage", "one of gae, group, rloo", "'grpo'"]),
+        ("warmup.reward=speed", ["warmup.reward", "one of ladder, speedup"]),
+        (
+            "agentic={advantage: group, samples_per_prompt: 1}",
+            ["agentic.samples_per_prompt: expected at least 2", "agentic.advantage=group", "got 1"],
+        ),
+        (
+            "warmup={advantage: rloo, samples_per_prompt: 1}",
+            ["warmup.samples_per_prompt: expected at least 2", "warmup.advantage=rloo", "got 1"],
+        ),
         ("ray.address=http://box", ["ray.address", "host:port"]),
         ("runtime=Ray", ["runtime", "local, ray"]),
         ("agentic.context=4096", ["agentic.context", "policy.context (1024)", "4096"]),
@@ -85,6 +101,16 @@ def test_a_mistake_is_told_with_path_expectation_and_nearest_name(override, said
     text = str(error.value)
     assert all(words in text for words in said), text
     assert len(text.splitlines()) < 20
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED))
+def test_a_key_of_before_is_refused_with_the_name_that_it_has_now(old):
+    new = RENAMED[old]
+    assert old not in key_paths() and new.split()[0] in key_paths()
+    for override in (f"{old}=1", f"+{old}=1"):
+        with pytest.raises(ConfigError) as error:
+            compose([override])
+        assert f"It is called {new} now." in str(error.value)
 
 
 def test_several_mistakes_are_told_at_once():

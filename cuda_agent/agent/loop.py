@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from cuda_agent.agent.environment import KernelEnvironment, Sandbox, SandboxFault
 from cuda_agent.agent.prompt import one_shot_messages, parse_answer
+from cuda_agent.agent.reward import REWARDS
 from cuda_agent.agent.tools import TOOLS, Style, solution_of
 from cuda_agent.errors import TaskError
 from cuda_agent.policy.chat import Chat
@@ -43,6 +44,7 @@ class EpisodeSettings:
     format: Format = "plan"
     style: Style = "full"
     device: Literal["cpu", "cuda"] = "cpu"
+    reward: str = "ladder"  # a name in ``agent.reward.REWARDS``
 
 
 async def run_episode(
@@ -110,7 +112,7 @@ class Rollout:
             logprobs=self.logprobs,
             versions=self.versions,
             turns=self.turns,
-            reward=None if verdict is None or verdict.reward is None else float(verdict.reward),
+            reward=REWARDS[self.settings.reward](verdict) if verdict else None,
             ended=ended,
             verdict=verdict.to_json() if verdict else None,
             best=self.game.best.to_json() if self.game.best else None,

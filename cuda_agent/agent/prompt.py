@@ -1,8 +1,8 @@
-"""What a policy is shown of a task, and how its one-shot answer is read.
+"""Prompts: the messages that show a task to a policy, and the parser of its one-shot answer.
 
-Two styles.  "full" spells out everything, for models that can read.  "compact" is for a policy that is small and
-trained on this form: a word that says which game is played, and the task's source without what every task has.  Both
-are made from the task's code alone; nothing is executed.
+There are two styles.  "full" spells out everything, for general models.  "compact" is for a small policy that is
+trained on this form: one word for the mode, and the task's source without what every task has.  Both are made from the
+task's code alone; nothing is executed.
 
 Not covered: token ids (``policy.chat``) and the work folder (``loop``).
 """
@@ -14,7 +14,8 @@ from typing import Any
 
 from cuda_agent.agent.skill import skill_text
 from cuda_agent.agent.tools import TOOLS, Style
-from cuda_agent.sandbox.wire import Format
+from cuda_agent.format_names import Format
+from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.tasks.task import Task
 
 __all__ = ["TOOLS", "agent_messages", "compact_source", "one_shot_messages", "parse_answer", "write_answer"]
@@ -26,11 +27,6 @@ _ONE_SHOT = """You write fast kernels. Answer with the files of your solution, e
 names language and path, like this:
 {example}You have one answer and no tools.
 """
-_EXAMPLES = {
-    "plan": "```cpp kernels/fused.cpp\n...\n```\n```json plan.json\n...\n```\n",
-    "extension": "```python model_new.py\n...\n```\n```cpp kernels/fused.cpp\n...\n```\n",
-    "python": "```python model_new.py\n...\n```\n",
-}
 _AGENT = """You write fast kernels, working alone in a folder with tools. `model.py` is the problem and `SKILL.md` the
 rules, which are repeated here. When you are done, answer without calling a tool: the files in the folder are then
 judged.
@@ -38,15 +34,16 @@ judged.
 
 
 def one_shot_messages(task: Task, style: Style, format: Format = "plan", device: str = "cpu") -> list[dict[str, Any]]:
-    """System and user message of the game without tools."""
+    """System and user message of a one-shot answer."""
     if style == "compact":
         return _messages("answer", compact_source(task.code))
-    system = f"{_ONE_SHOT.format(example=_EXAMPLES[format])}\n{skill_text(format, device)}"
+    example = "".join(f"```{language} {path}\n...\n```\n" for language, path in FORMATS[format].example)
+    system = f"{_ONE_SHOT.format(example=example)}\n{skill_text(format, device)}"
     return _messages(system, f"```python model.py\n{task.code.rstrip()}\n```")
 
 
 def agent_messages(task: Task, style: Style, format: Format = "plan", device: str = "cpu") -> list[dict[str, Any]]:
-    """System and user message of the game with tools."""
+    """System and user message of an episode with tools."""
     if style == "compact":
         return _messages("agent", compact_source(task.code))
     user = f"Optimise the model in `model.py`:\n```python\n{task.code.rstrip()}\n```"

@@ -1,9 +1,11 @@
-"""The rules of the game, in words: what SKILL.md in the work folder says, by format and device.
+"""The rules in words: the text of SKILL.md in the work folder, by format and device.
 
-Text only.  The sandbox enforces what is written here, and more; nothing depends on a model believing it.
+Text only.  The sandbox enforces these rules and more, whether or not a model follows the text.
 """
 
-from cuda_agent.sandbox.wire import Format
+from collections.abc import Callable
+
+from cuda_agent.format_names import Format
 
 _GOAL = """# Make this PyTorch model fast
 
@@ -144,12 +146,51 @@ It may compile (`load_inline`, Triton, `torch.compile`): that happens once befor
 program can be started and nothing can be written; it finds what it compiled.
 """
 
+_TRITON = """
+## The form of a solution: `model_new.py` with kernels of Triton
+One file that defines `class ModelNew` with the signature and the parameter names of `Model` (the state_dict is loaded
+into it). Its forward computes with kernels of `triton.jit` only, besides creating and reshaping tensors.
+```python
+import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def fused(x, y, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + i, tl.sqrt(tl.abs(tl.load(x + i, mask=i < n))), mask=i < n)
+
+class ModelNew(torch.nn.Module):
+    def forward(self, x):
+        y = torch.empty_like(x)
+        fused[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), BLOCK=1024)
+        return y
+```
+- Kernels are compiled, and `triton.autotune` chooses its configuration, in one call before the solution is judged, on
+  inputs of the same shapes. When it is judged no program can be started: compile nothing that this call does not need.
+- Matrix products are `tl.dot`. Operators of PyTorch are refused, in grid functions and hooks of the kernels too.
+"""
+_TRITON_ON_CPU = """- On the CPU Triton's interpreter checks correctness only: no time is taken. Keep grids small.
+"""
+
+
+def _of_extension(device: str) -> str:
+    text = _EXTENSION
+    for mark, filling in (_OF_CPU if device == "cpu" else _OF_CUDA).items():
+        text = text.replace(mark, filling)
+    return text
+
+
+# The form of a solution, by format and then by device.
+_FORMS: dict[Format, Callable[[str], str]] = {
+    "plan": lambda device: _PLAN if device == "cpu" else _PLAN_CUDA,
+    "extension": _of_extension,
+    "python": lambda device: _PYTHON,
+    "triton": lambda device: _TRITON + (_TRITON_ON_CPU if device == "cpu" else ""),
+}
+
 
 def skill_text(format: Format = "plan", device: str = "cpu") -> str:
-    """The whole of SKILL.md."""
+    """The whole of SKILL.md for solutions of this format on this device."""
     on = " on the CPU of this machine" if device == "cpu" else " on its GPU"
-    form = {"plan": _PLAN if device == "cpu" else _PLAN_CUDA, "extension": _EXTENSION, "python": _PYTHON}[format]
-    if format == "extension":
-        for mark, text in (_OF_CPU if device == "cpu" else _OF_CUDA).items():
-            form = form.replace(mark, text)
-    return _GOAL.replace("{device}", on) + form
+    return _GOAL.replace("{device}", on) + _FORMS[format](device)

@@ -1,14 +1,16 @@
-"""What the agent's tools are: their schemas, what compile, verify and profile say of a verdict, and which files count.
+"""The agent's tools: their schemas, and the text that compile, verify and profile print for a verdict.
 
-Pure functions and one table.  ``describe`` is used by the loop and by those who write dialogues beforehand, so that the
-text is the same.  Not covered: running the tools (``sandbox.workspace``).
+Pure functions and one table.  The agent loop and the writers of example dialogues share ``describe``, so that both show
+the same text.  Not covered: running the tools (``sandbox.workspace``).
 """
 
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from cuda_agent.sandbox.wire import Format, Solution, Verdict
+from cuda_agent.format_names import Format
+from cuda_agent.sandbox.formats.table import FORMATS
+from cuda_agent.sandbox.wire import Solution, Verdict
 
 Style = Literal["compact", "full"]
 COMMANDS = ("compile", "verify", "profile")
@@ -28,6 +30,8 @@ def describe(verdict: Verdict, command: str, style: Style) -> str:
         return f"{command}: {verdict.status}" + (f": {verdict.message}" if style == "full" and verdict.message else "")
     if command == "verify":
         return "verify: ok" if style == "compact" else f"verify: ok ({verdict.checks} checks passed)"
+    if verdict.untimed:
+        return f"profile: correct, not timed: {verdict.untimed}"
     against = {"eager": verdict.speedup_eager, "compile": verdict.speedup_compile}
     ratios = [f"{_ratio(value)}x {name}" for name, value in against.items() if value is not None]
     text = f"profile: {' '.join(ratios)}"
@@ -68,16 +72,8 @@ def first_error(message: str) -> str:
 
 
 def solution_of(files: Mapping[str, str], format: Format) -> Solution:
-    """The files that answer the task: notes, scripts and the task itself are none."""
-    entry = "plan.json" if format == "plan" else "model_new.py"
-    return Solution(
-        format,
-        {
-            path: text
-            for path, text in files.items()
-            if path == entry or (format != "python" and path.startswith("kernels/"))
-        },
-    )
+    """The files of a work folder that belong to the solution."""
+    return Solution(format, {path: text for path, text in files.items() if FORMATS[format].belongs(path)})
 
 
 def _ratio(value: float) -> str:

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from cuda_agent.format_names import Format
+
 _EPILOG = """\b
 Examples:
   export OPENAI_API_KEY=...
@@ -50,7 +52,7 @@ def optimize(
     price_in: Annotated[float | None, typer.Option(min=0, help="of a million tokens read")] = None,
     price_out: Annotated[float | None, typer.Option(min=0, help="of a million tokens written")] = None,
     format: Annotated[
-        Literal["plan", "extension", "python"] | None,
+        Format | None,
         typer.Option(help="form of the solution; plan can be believed most [default: plan]"),
     ] = None,
     device: Annotated[

@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from cuda_agent.format_names import Format
+
 sandbox_app = typer.Typer(
     help="Serve the sandbox, measure it, test it, print its formats.", no_args_is_help=True, rich_markup_mode=None
 )
@@ -74,7 +76,7 @@ def bench(
     solutions: Annotated[
         int, typer.Option(min=1, help="a task and format, and again as many for the second round")
     ] = 5,
-    formats: Annotated[str, typer.Option(help="any of plan, extension, python, with commas")] = "plan,extension,python",
+    formats: Annotated[str | None, typer.Option(help="some of them, with commas, as in plan,python")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for a program")] = False,
 ) -> None:
     """Measure evaluations on this machine: seconds by phase, and how many a minute, one by one and all at once."""
@@ -102,7 +104,7 @@ def schema(which: Annotated[Literal["verdict", "plan"], typer.Argument(help="ver
     "  cuda-agent sandbox selftest --only by_address\n  cuda-agent sandbox selftest --device cuda"
 )
 def selftest(
-    format: Annotated[Literal["plan", "extension", "python"] | None, typer.Option(help="only this format")] = None,
+    format: Annotated[Format | None, typer.Option(help="only this format")] = None,
     only: Annotated[str | None, typer.Option(metavar="NAME", help="one exploit, honest solution or wall")] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="what the solutions run on")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for a program")] = False,

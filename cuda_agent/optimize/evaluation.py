@@ -14,8 +14,10 @@ from typing import Any, Literal, TypeVar
 
 from cuda_agent.config import Config, SandboxConfig
 from cuda_agent.errors import ConfigError, TaskError, UserError
+from cuda_agent.format_names import Format
 from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
+from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.wire import Mode, Solution, Verdict
 from cuda_agent.storage import local_folder, open_store
 from cuda_agent.tasks.io import read_any, task_from_file
@@ -99,7 +101,7 @@ def policy_folder(text: str, store_uri: str) -> Path:
     return target
 
 
-def read_solution(folder: Path, format: Literal["plan", "extension", "python"]) -> Solution:
+def read_solution(folder: Path, format: Format) -> Solution:
     """The files of a solution folder: plan.json or model_new.py, and kernels/.  Raises TaskError that names what is
     missing."""
     if not folder.is_dir():
@@ -107,7 +109,7 @@ def read_solution(folder: Path, format: Literal["plan", "extension", "python"]) 
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        if name not in ("plan.json", "model_new.py") and not name.startswith("kernels/"):
+        if not any(known.belongs(name) for known in FORMATS.values()):
             continue
         if path.stat().st_size > LARGEST:
             raise TaskError(f"{path}: larger than {LARGEST >> 20} MiB")
@@ -115,18 +117,16 @@ def read_solution(folder: Path, format: Literal["plan", "extension", "python"]) 
             files[name] = path.read_text()
         except UnicodeDecodeError:
             raise TaskError(f"{path}: is no text") from None
-    entry = "plan.json" if format == "plan" else "model_new.py"
+    entry = FORMATS[format].entry
     if entry not in files:
-        other = (
-            "extension" if entry == "plan.json" and "model_new.py" in files else "plan" if "plan.json" in files else ""
-        )
+        other = next((known.name for known in FORMATS.values() if known.entry in files), "")
         hint = f". It looks like format {other}: add sandbox.format={other}" if other else ""
         raise TaskError(f"{folder}: no {entry}; format {format} needs {_wanted(format)}{hint}")
     return Solution(format, files)
 
 
-def _wanted(format: str) -> str:
-    return "plan.json and kernels/" if format == "plan" else "model_new.py and kernels/"
+def _wanted(format: Format) -> str:
+    return f"{FORMATS[format].entry} and kernels/"
 
 
 async def evaluate(

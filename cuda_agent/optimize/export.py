@@ -1,19 +1,23 @@
 """A solution as one ``model_new.py`` that needs PyTorch and a compiler, and nothing of this package.
 
-``model_new`` is pure text work: the task's own source stays in the file (so ``ModelNew`` has the parameters, names and
-constructor of ``Model``), the kernels stand in it as strings, and what runs them is the source of ``standalone_*``.
-Kernels are built in the first call (an ``extension`` when it is imported) and kept in the user's cache.
+``model_new`` only writes text.  The task's own source stays in the file, so that ``ModelNew`` has the parameters, names
+and constructor of ``Model``; the kernels are strings in it, and the source of ``standalone_*`` runs them.  Kernels are
+built in the first call (those of an ``extension`` at import) and kept in the user's cache.
 
-Covers inference for the shapes, types and plain arguments that the task draws; everything else is refused in words by
-the exported file.  Not covered: several devices, CUDA graphs, other forms of a GPU's kernels than the plan or folder.
+The exported file is for inference with the shapes, types and plain arguments that the task draws, and refuses others
+with a message.  Not covered: several devices, and CUDA graphs.
 """
 
 import re
+from collections.abc import Callable
 from importlib.resources import files as package_files
 from typing import Any
 
+from cuda_agent.format_names import Format
 from cuda_agent.sandbox.build import builder
 from cuda_agent.sandbox.formats import extension, plan
+from cuda_agent.sandbox.formats.python import check_module
+from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.wire import Solution, TaskSpec, Tensor
 
 _PRELUDE = "".join(f"#include <{name}>\n" for name in ("cmath", "algorithm", "cstdint", "cstring", "limits"))
@@ -47,14 +51,17 @@ class ModelNew(Model):
 
 
 def model_new(task_code: str, solution: Solution, spec: TaskSpec, device: str, about: str = "") -> str:
-    """The source of the file.  ``about``: lines for its head, without ``#``.  Raises ``PlanError`` or
-    ``ExtensionError`` for a solution that is none."""
+    """The source of the file.  ``about``: lines for its head, without ``#``.  The entry of a format without an exporter
+    needs nothing of this package and is exported as it is.
+
+    Raises:
+        SolutionError: the files are no solution.
+    """
     head = "".join(f"# {line}".rstrip() + "\n" for line in about.splitlines())
-    if solution.format == "python":
-        return f"{head}{solution.files['model_new.py']}"
-    if solution.format == "extension":
-        return head + _of_extension(solution, spec, device)
-    return head + _of_plan(task_code, solution, spec, device)
+    exporter = _EXPORTERS.get(solution.format)
+    if exporter is None:
+        return head + solution.files[FORMATS[solution.format].entry]
+    return head + exporter(task_code, solution, spec, device)
 
 
 def _of_plan(task_code: str, solution: Solution, spec: TaskSpec, device: str) -> str:
@@ -86,8 +93,8 @@ def _of_plan(task_code: str, solution: Solution, spec: TaskSpec, device: str) ->
     )
 
 
-def _of_extension(solution: Solution, spec: TaskSpec, device: str) -> str:
-    extension.check_module(solution.files, spec)
+def _of_extension(task_code: str, solution: Solution, spec: TaskSpec, device: str) -> str:
+    check_module(solution.files, spec)
     sources, units, uses = extension.sources_of(solution.files, device)
     if device == "cpu":
         flags = [*builder.FLAGS, "-include", "prelude.h", "-I.", "-Isurface", "-fopenmp"]
@@ -104,6 +111,12 @@ def _of_extension(solution: Solution, spec: TaskSpec, device: str) -> str:
         ("What builds and calls them.", _runtime(("standalone_plan.py", "standalone_extension.py"))),
         ("The solution's own module.", f"_MODULE = {_string(code)}\n\n_with_extension({start}, _MODULE, globals())"),
     )
+
+
+_EXPORTERS: dict[Format, Callable[[str, Solution, TaskSpec, str], str]] = {
+    "plan": _of_plan,
+    "extension": _of_extension,
+}
 
 
 def _runtime(parts: tuple[str, ...]) -> str:

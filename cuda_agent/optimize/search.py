@@ -43,6 +43,7 @@ from cuda_agent.optimize.export import model_new
 from cuda_agent.policy.served import ServedModel, ServedModelError, check_address
 from cuda_agent.policy.text_calls import Form
 from cuda_agent.sandbox.client import open_sandbox
+from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.wire import Probe, TaskSpec, Verdict, printable
 from cuda_agent.tasks.io import task_from_file
@@ -428,14 +429,10 @@ def write_result(
 def _about(verdict: Verdict, device: str) -> str:
     against = {"eager PyTorch": verdict.speedup_eager, "torch.compile": verdict.speedup_compile}
     told = " and ".join(f"{ratio:.2f} times as fast as {name}" for name, ratio in against.items() if ratio)
-    needs = {
-        "plan": "PyTorch and g++" if device == "cpu" else "PyTorch with CUDA",
-        "extension": "PyTorch and a compiler",
-    }
     clock = ", by a model clock that measures nothing" if verdict.clock == "model" else ""
     return (
         f"`from model_new import ModelNew`: {told or 'correct'} in {verdict.mode} mode{clock}.\n"
-        f"Needs {needs.get(verdict.format, 'PyTorch')}; kernels are built once and kept. For inference.\n"
+        f"Needs {FORMATS[verdict.format].needs[device]}; kernels are built once and kept. For inference.\n"
     )
 
 

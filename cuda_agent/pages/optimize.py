@@ -17,6 +17,7 @@ from cuda_agent.agent.tools import standing
 from cuda_agent.pages.charts import clock_time, duration, factor, interval_chart, number, svg, ticks
 from cuda_agent.pages.page import page, plural
 from cuda_agent.pages.text import safe
+from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.wire import BASELINES, Probe, Tensor, Verdict, baseline, baseline_parts
 
 _ENDS = {
@@ -71,6 +72,7 @@ def render(
         failed=_failed(verdict),
         rooflines=_roofline(verdict),
         files=sorted(files, key=lambda item: not item[0].startswith("kernels/")),
+        needs=FORMATS[verdict.format].needs[verdict.device] if verdict else "",
         attempts=_attempts(events),
         track=_track(events),
         measured=_measured(verdict, probe),

@@ -1,11 +1,12 @@
 """How many solutions the sandbox judges a minute on this machine, and where the time of one goes.
 
-Solutions of the scripted teacher with random designs, each built, checked and timed anew in a cache of its own, format
-by format: first each alone after a pause, then one right after the other, then all at once.  The same kernel is wrapped
-for the ``extension`` format; the ``python`` format gets the reference itself.  Tasks are prepared first, as synthesis
-prepares them, and that is measured beside it.
+The scripted teacher writes solutions with random designs.  Each is built, checked and timed anew in a private cache,
+format by format: first each alone after a pause, then one right after the other, then all at once.  The ``extension``
+format wraps the same kernel; the ``python`` format gets the reference itself.  Tasks are prepared first, as synthesis
+prepares them; that is measured too.
 
-Not covered: how a solution's time spreads from run to run, and servers (``sandbox.servers`` is ignored).
+Not covered: how a solution's time spreads from run to run, servers (``sandbox.servers`` is ignored), and formats in
+which the teacher does not write.
 """
 
 import asyncio
@@ -31,17 +32,20 @@ from cuda_agent.synthesis.filters import TaskRefused, check_eager
 from cuda_agent.synthesis.teacher import KERNEL, PLAN, solve
 from cuda_agent.tasks.task import Task
 
-FORMATS: tuple[Format, ...] = ("plan", "extension", "python")
 WINDOW = (1e-4, 5e-3)  # seconds of an eager call: the demo's
 PAUSE = 0.25  # seconds before a solution that is judged alone
 
 
-def formats_of(text: str) -> tuple[Format, ...]:
-    """``plan,python`` -> the formats in their order.  Raises ``ConfigError``."""
-    wanted = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in wanted if name not in FORMATS]:
-        raise ConfigError(f"--formats: expected any of {', '.join(FORMATS)}, got {unknown[0]!r}")
-    return tuple(format for format in FORMATS if format in wanted)
+def formats_of(text: str | None) -> tuple[Format, ...]:
+    """``plan,python`` -> the formats in their order; ``None``: all that can be measured.
+
+    Raises:
+        ConfigError: there is no such format, or no solutions of it to measure.
+    """
+    wanted = list(_SOLUTIONS) if text is None else [name.strip() for name in text.split(",")]
+    if unknown := [name for name in wanted if name not in _SOLUTIONS]:
+        raise ConfigError(f"--formats: expected any of {', '.join(_SOLUTIONS)}, got {unknown[0]!r}")
+    return tuple(format for format in _SOLUTIONS if format in wanted)
 
 
 async def measure(config: SandboxConfig, tasks: int, solutions: int, formats: Sequence[Format]) -> dict[str, Any]:
@@ -64,7 +68,9 @@ async def _measure_lane(
     sandbox: LocalSandbox, tasks: Sequence[Task], format: Format, count: int, rng: random.Random
 ) -> dict[str, Any]:
     specs = {task.name: await sandbox.spec(task) for task in tasks}
-    drawn = distinct(tasks, 3 * count, rng, lambda task: solution_of(task, specs[task.name], format, rng))
+    drawn = distinct(
+        tasks, 3 * count, rng, lambda task: Solution(format, _SOLUTIONS[format](task, specs[task.name], rng))
+    )
     share = len(drawn) // 3
     verdicts: list[Verdict] = []
 
@@ -119,15 +125,6 @@ async def prepare(sandbox: LocalSandbox, count: int, rng: random.Random) -> tupl
     return tasks, seconds
 
 
-def solution_of(task: Task, spec: TaskSpec, format: Format, rng: random.Random) -> Solution:
-    """A solution of a task of the teacher's family in any format."""
-    if format == "python":
-        code = re.sub(r"^class Model\b", "class ModelNew", task.code, flags=re.MULTILINE)
-        return Solution(format, {"model_new.py": f"{code}\n# {rng.getrandbits(32)}\n"})
-    files = solve(task, rng).files
-    return Solution(format, files if format == "plan" else work_folder(files, spec))
-
-
 _BINDING = """#include "../binding_registry.h"
 {declaration};
 static Tensor forward({inputs}) {{
@@ -172,6 +169,28 @@ def work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
         arguments=", ".join(spelled[name] for name in node["args"]),
     )
     return {"model_new.py": _MODEL, KERNEL: files[KERNEL], KERNEL.replace(".cpp", "_binding.cpp"): binding}
+
+
+def _plan(task: Task, spec: TaskSpec, rng: random.Random) -> dict[str, str]:
+    return dict(solve(task, rng).files)
+
+
+def _extension(task: Task, spec: TaskSpec, rng: random.Random) -> dict[str, str]:
+    return work_folder(solve(task, rng).files, spec)
+
+
+def _python(task: Task, spec: TaskSpec, rng: random.Random) -> dict[str, str]:
+    """The reference itself; a comment makes it a new solution."""
+    code = re.sub(r"^class Model\b", "class ModelNew", task.code, flags=re.MULTILINE)
+    return {"model_new.py": f"{code}\n# {rng.getrandbits(32)}\n"}
+
+
+# Makes the files of a solution of a task of the teacher's family, in the formats that can be measured.
+_SOLUTIONS: dict[Format, Callable[[Task, TaskSpec, random.Random], dict[str, str]]] = {
+    "plan": _plan,
+    "extension": _extension,
+    "python": _python,
+}
 
 
 def distinct(

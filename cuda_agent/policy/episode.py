@@ -12,6 +12,11 @@ from typing import Any, Literal
 EPISODES = "episodes.jsonl"  # the file of a set
 
 
+def group_of(id: str) -> str:
+    """The group of the episode ``id``: the samples of one draw of a task in a step, "warmup/3/relu_sum-0017"."""
+    return id.rpartition("/")[0]
+
+
 @dataclass
 class Episode:
     """The five per-token lists have one entry a token of the whole conversation, prompt included.
@@ -21,7 +26,7 @@ class Episode:
     never rewarded -1.
     """
 
-    id: str  # unique within its set, e.g. "warmup/3/relu_sum-0017/2"
+    id: str  # <group>/<sample>, unique within its set, e.g. "warmup/3/relu_sum-0017/2"
     task: str
     kind: Literal["single", "agent"]
     ids: list[int]
@@ -41,6 +46,10 @@ class Episode:
         lengths = {len(self.ids), len(self.mask), len(self.logprobs), len(self.versions), len(self.turns)}
         if len(lengths) != 1:
             raise ValueError(f"episode {self.id}: per-token lists differ in length: {sorted(lengths)}")
+
+    @property
+    def group(self) -> str:
+        return group_of(self.id)
 
 
 def to_line(episode: Episode) -> str:

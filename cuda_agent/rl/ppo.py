@@ -1,6 +1,7 @@
-"""PPO: the loop of ``warmup`` and ``agentic``, the same wherever episodes are played and learnt from.
+"""The loop of ``warmup`` and ``agentic``: play a batch, learn from it, serve the new weights (paper, section 3.3).
 
-Not covered: the update itself (``training.recipes``) and the runtimes (``runtime``, ``ray.runtime``).
+The loop is the same for every runtime and estimator of advantages.  Not covered: the update itself
+(``training.recipes``) and the runtimes (``runtime``, ``ray.runtime``).
 """
 
 import asyncio
@@ -19,13 +20,14 @@ from cuda_agent.policy.episode import Episode
 from cuda_agent.rl.rollouts import Kind, draw
 from cuda_agent.rl.runtime import LearnerLost, MakeCritic, Result, RolloutBatch, Runtime, open_local
 from cuda_agent.tasks.io import read_tasks
+from cuda_agent.training.advantages import ADVANTAGES
 from cuda_agent.training.critic import Critic
 
 LOSSES = 3  # of the trainer in one step, until the stage gives up
 
 
 def _open_runtime(
-    ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
+    ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AbstractAsyncContextManager[Runtime]:
     if ctx.config.runtime == "local":
         return open_local(ctx, settings, kind, make_critic)
@@ -34,14 +36,28 @@ def _open_runtime(
     return open_ray_runtime(ctx, settings, kind, make_critic)
 
 
-async def train_ppo(ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic) -> tuple[Any, Any, Critic]:
-    """PPO: play a batch, learn from it, serve what was learnt; checkpointed after every step.
+async def train_ppo(
+    ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
+) -> tuple[Any, Any, Critic | None]:
+    """Trains the policy in ``ctx.inputs`` for ``settings.steps`` steps, from the newest checkpoint on.
 
-    Returns (model, tokenizer, critic)."""
+    Args:
+        ctx: Of the stage; inputs ``policy`` and ``tasks``, and those that ``make_critic`` reads.
+        settings: The stage's section of the configuration.
+        kind: Episodes of one answer ("single"), or with tools ("agent").
+        make_critic: Makes the critic to start from.  Called only if ``settings.advantage`` needs a critic.
+
+    Returns:
+        (model, tokenizer, critic); the critic is None where none was trained.
+
+    Raises:
+        TryAgain: The stage was told to stop, or the trainer was lost too often.
+    """
     config = ctx.config
     max_off_policy_steps = config.ray.max_off_policy_steps if config.runtime == "ray" else 0
     tasks = [task for task in read_tasks(ctx.inputs["tasks"]) if task.split == "train"]
-    async with _open_runtime(ctx, settings, kind, make_critic) as runtime:
+    needed = make_critic if ADVANTAGES[settings.advantage].critic else None
+    async with _open_runtime(ctx, settings, kind, needed) as runtime:
 
         async def play(step: int) -> RolloutBatch:
             return await runtime.play(
@@ -79,8 +95,16 @@ async def train_ppo(ctx: StageContext, settings: Ppo, kind: Kind, make_critic: M
 async def prefetch(
     play: Callable[[int], Awaitable[RolloutBatch]], steps: range, max_off_policy_steps: int
 ) -> AsyncGenerator[tuple[int, RolloutBatch], None]:
-    """(step, its batch) in order.  While the caller learns from one, the next ``max_off_policy_steps`` are played,
-    one after the other; none of them begins before the caller has learnt from the step that is that far back."""
+    """Yields (step, its batch) in order, and plays ahead.
+
+    While the caller learns from one batch, the next ``max_off_policy_steps`` are played, one after the other.  None
+    begins before the caller has learnt from the step that lies ``max_off_policy_steps`` + 1 before it.
+
+    Args:
+        play: Plays the batch of a step.
+        steps: Of the training.
+        max_off_policy_steps: 0 plays and learns in turns.
+    """
     under_way: deque[asyncio.Task[RolloutBatch]] = deque()
 
     async def play_after(before: asyncio.Task[RolloutBatch] | None, step: int) -> RolloutBatch:
@@ -103,7 +127,11 @@ async def prefetch(
 async def _retried_after_losses(
     ctx: StageContext, runtime: Runtime, step: int, job: Callable[[], Awaitable[Result]]
 ) -> Result:
-    """``job``, which begins where checkpoint ``step`` ends, and once more from there when the trainer is lost."""
+    """Runs ``job``, which begins where checkpoint ``step`` ends; again from there if the trainer is lost.
+
+    Raises:
+        TryAgain: The trainer was lost ``LOSSES`` times, or the checkpoint of ``step`` is not sound.
+    """
     for attempt in range(LOSSES):
         try:
             if attempt and (found := await runtime.restore()) != step:
@@ -115,13 +143,13 @@ async def _retried_after_losses(
 
 
 def oldest(episode: Episode) -> float:
-    """The first version of the weights that sampled a token of it."""
+    """The version of the weights that sampled the episode's oldest token; infinity where nothing was sampled."""
     return min(
         (version for version, mask in zip(episode.versions, episode.mask, strict=True) if mask), default=math.inf
     )
 
 
 def mean_age(episodes: Sequence[Episode], step: int) -> float:
-    """In steps, over all sampled tokens."""
+    """Mean age of the weights that sampled each token, in steps, over all sampled tokens."""
     ages = [step - v for e in episodes for v, mask in zip(e.versions, e.mask, strict=True) if mask]
     return sum(ages) / max(len(ages), 1)

@@ -7,6 +7,7 @@ actors (``ray_players``).
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -44,6 +45,7 @@ class EpisodeBudget:
     turns: int
     context: int
     temperature: float
+    reward: str = "ladder"  # a name in ``agent.reward.REWARDS``
 
 
 class Players(Protocol):
@@ -85,8 +87,17 @@ class Rollouts:
 
 
 def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
-    """``samples`` episodes a task, in the order of ``tasks``, with the ids ``label/task/sample``."""
-    return [(task, f"{label}/{task.name}/{sample}") for task in tasks for sample in range(samples)]
+    """``samples`` episodes a task, in the order of ``tasks``, with the ids ``label/task/sample``.
+
+    From the second time on that a task occurs, its draw is part of the id (``label/task#2/sample``), and so of the
+    seed: the episodes of each draw are others, and form a group of their own."""
+    draws: Counter[str] = Counter()
+    jobs: list[Job] = []
+    for task in tasks:
+        draws[task.name] += 1
+        draw = f"#{draws[task.name]}" if draws[task.name] > 1 else ""
+        jobs += [(task, f"{label}/{task.name}{draw}/{sample}") for sample in range(samples)]
+    return jobs
 
 
 @asynccontextmanager
@@ -161,7 +172,9 @@ async def _open_engine(
         await engine.close()
 
 
-def episode_settings(config: Config, style: Style, *, turns: int, context: int, temperature: float) -> EpisodeSettings:
+def episode_settings(
+    config: Config, style: Style, *, turns: int, context: int, temperature: float, reward: str = "ladder"
+) -> EpisodeSettings:
     """The configuration as the agent loop wants it."""
     return EpisodeSettings(
         format=config.sandbox.format,
@@ -173,6 +186,7 @@ def episode_settings(config: Config, style: Style, *, turns: int, context: int, 
         context=context,
         temperature=temperature,
         deadline_seconds=config.agent.deadline_seconds,
+        reward=reward,
     )
 
 

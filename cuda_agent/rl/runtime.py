@@ -1,4 +1,4 @@
-"""The runtime of PPO: what plays and what trains, and the one that does both in this process.
+"""The runtime of policy optimization: what plays episodes and what trains, and the one that does both in this process.
 
 Not covered: the loop (``ppo``), and Ray's actors (``ray.runtime``).
 """
@@ -20,18 +20,25 @@ from cuda_agent.rl.trainers import make_trainer, shared_training
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.recipes import ppo_update
+from cuda_agent.training.trainer import Trainer
 
-MakeCritic = Callable[[Mapping[str, Path]], Critic]  # from the stage's inputs
+MakeCritic = Callable[[Mapping[str, Path]], Critic]  # from the folders of the stage's inputs
 Result = TypeVar("Result")
 
 
 class LearnerLost(TryAgain):
-    """The trainer is gone, with all that it learnt since the newest checkpoint."""
+    """The trainer is gone, and with it what it learnt since the newest checkpoint."""
 
 
 @dataclass
 class RolloutBatch:
-    """The episodes of one step, and what they cost."""
+    """The episodes of one step.
+
+    Attributes:
+        episodes: In the order of their jobs: the samples of a group stand together.
+        seconds: Wall-clock time that playing them took.
+        metrics: Of the runtime, for the step's log.
+    """
 
     episodes: list[Episode]
     seconds: float
@@ -39,42 +46,58 @@ class RolloutBatch:
 
 
 class Runtime(Protocol):
-    """Who plays and who trains.  A step's number is also the version of the weights that it begins with."""
+    """Plays and trains.  A step's number is also the version of the weights that it begins with.
 
-    async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch: ...
+    ``learn``, ``serve``, ``save``, ``restore`` and ``result`` are called one after the other.  Each raises
+    ``LearnerLost`` where the trainer runs in other processes and these are gone.
+    """
+
+    async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
+        """Plays ``samples_per_prompt`` episodes of each of ``tasks``."""
+        ...
 
     async def learn(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
-        """One update; its metrics.  ``LearnerLost``, as from all below."""
+        """Takes one update on ``episodes`` and returns its metrics."""
         ...
 
     async def serve(self, version: int) -> None:
-        """Episodes are played with the trainer's weights from now on, turns under way excepted."""
+        """Episodes are played with the trainer's weights from now on; turns under way finish on the old ones."""
         ...
 
-    async def save(self, step: int) -> None: ...
+    async def save(self, step: int) -> None:
+        """Checkpoints the trainer under ``step``."""
+        ...
 
     async def restore(self) -> int:
-        """Goes on from the newest checkpoint; its step, 0 where there is none."""
+        """Loads the newest checkpoint and returns its step, 0 where there is none."""
         ...
 
-    async def result(self) -> tuple[Any, Any, Critic]:
-        """(model, tokenizer, critic) in this process."""
+    async def result(self) -> tuple[Any, Any, Critic | None]:
+        """Returns (model, tokenizer, critic) in this process; the critic is None where none is trained."""
         ...
 
 
 class ActorCritic:
-    """Actor and critic of one stage, and what is done with both."""
+    """The trainers of one stage: of the policy (actor) and, where the advantage needs one, of a critic."""
 
-    def __init__(self, site: WorkerContext, settings: Ppo, model: Any, critic: Critic) -> None:
+    def __init__(self, site: WorkerContext, settings: Ppo, model: Any, critic: Critic | None) -> None:
+        """
+        Args:
+            site: Where they compute, and the configuration.
+            settings: Of the stage.
+            model: The policy, a causal language model.
+            critic: None where nothing is to be valued.
+        """
         sizes: dict[str, Any] = {
             "longest": settings.context,
             "max_grad_norm": settings.max_grad_norm,
         }
         self._site, self._settings = site, settings
         self.actor = make_trainer(site, model, **sizes)
-        self.critic = make_trainer(site, critic, **sizes)
+        self.critic = None if critic is None else make_trainer(site, critic, **sizes)
 
     def update(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
+        """One batch of ``recipes.ppo_update``.  In the first ``critic_warmup`` steps the critic alone is trained."""
         config, settings = self._site.config, self._settings
         return ppo_update(
             self.actor,
@@ -82,22 +105,31 @@ class ActorCritic:
             episodes,
             settings,
             seed=seed_of(config.seed, f"{self._site.name}/{step}") % 2**31,
-            train_actor=step >= settings.critic_warmup,
+            train_actor=self.critic is None or step >= settings.critic_warmup,
             temperature=config.agent.temperature,
         )
 
     def save(self, folder: Path) -> None:
-        for name, trainer in (("actor", self.actor), ("critic", self.critic)):
+        """Writes a sub-folder ``actor`` and, with a critic, ``critic`` into ``folder``, which exists."""
+        for name, trainer in self._trainers():
             (folder / name).mkdir()
             trainer.save(folder / name)
 
     def load(self, folder: Path) -> None:
-        self.actor.load(folder / "actor")
-        self.critic.load(folder / "critic")
+        """Goes on from what ``save`` wrote.
+
+        Raises:
+            CorruptCheckpoint: The checkpoint is damaged or of another model.
+        """
+        for name, trainer in self._trainers():
+            trainer.load(folder / name)
+
+    def _trainers(self) -> list[tuple[str, Trainer]]:
+        return [("actor", self.actor), *([] if self.critic is None else [("critic", self.critic)])]
 
 
 class LocalRuntime:
-    """Everything in this process: one engine, one trainer, one after the other."""
+    """Everything in this process: one engine and one learner, which take turns."""
 
     def __init__(self, ctx: StageContext, settings: Ppo, kind: Kind, rollouts: Rollouts, learner: ActorCritic) -> None:
         self._ctx, self._settings, self._kind = ctx, settings, kind
@@ -121,21 +153,28 @@ class LocalRuntime:
     async def restore(self) -> int:
         return self._ctx.checkpoints.load(self._learner.load) or 0
 
-    async def result(self) -> tuple[Any, Any, Critic]:
-        return self._rollouts.model, self._rollouts.tokenizer, self._learner.critic.model
+    async def result(self) -> tuple[Any, Any, Critic | None]:
+        critic = self._learner.critic
+        return self._rollouts.model, self._rollouts.tokenizer, None if critic is None else critic.model
 
 
 def budget_of(ctx: WorkerContext, settings: Ppo) -> EpisodeBudget:
+    """The budget of the stage's episodes, and the form of their reward."""
     agent = ctx.config.agent
-    return EpisodeBudget(agent.turns, settings.context, agent.temperature)
+    return EpisodeBudget(agent.turns, settings.context, agent.temperature, settings.reward)
 
 
 @asynccontextmanager
 async def open_local(
-    ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
+    ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AsyncIterator[LocalRuntime]:
+    """Opens engine, sandbox and trainers in this process.  Without ``make_critic`` there is no critic."""
     with shared_training(ctx) as ctx:
         async with open_rollouts(ctx, ctx.inputs["policy"], budget_of(ctx, settings)) as rollouts:
-            make = partial(ActorCritic, ctx, settings, rollouts.model)
-            learner = await rollouts.engine.compute(lambda: make(make_critic(ctx.inputs)))
+
+            def make() -> ActorCritic:
+                critic = None if make_critic is None else make_critic(ctx.inputs)
+                return ActorCritic(ctx, settings, rollouts.model, critic)
+
+            learner = await rollouts.engine.compute(make)
             yield LocalRuntime(ctx, settings, kind, rollouts, learner)

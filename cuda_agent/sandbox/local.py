@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ from cuda_agent.config import WHERE_JUDGED, SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.machine import processor
 from cuda_agent.sandbox.build import builder
-from cuda_agent.sandbox.formats import extension, first_pass, plan, rules
+from cuda_agent.sandbox.formats import first_pass, plan, rules
+from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
+from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.jail import scratch
 from cuda_agent.sandbox.jail.processes import KEEPING_MEMORY
 from cuda_agent.sandbox.wire import Mode, Probe, Solution, TaskSpec, ToolResult, Verdict, receive_frame, send_frame
@@ -122,7 +124,7 @@ class LocalSandbox:
                 source = {"proof.cu": f"__device__ int proof_{proof};"}
                 built, _ = await self._builder.kernels(source, "proof.cu", [], self._architecture)
             else:
-                await self._runtime()
+                await plan.runtime(self._builder)
                 source = {"proof.cpp": f'extern "C" const char proof[] = "{proof}";'}
                 built = await self._builder.library(source, ["proof.cpp"])
             shutil.rmtree(built.parent)
@@ -165,13 +167,14 @@ class LocalSandbox:
         advice = rules.advice(found)
         begin = clock()
         if self.config.device == "cpu":
-            await self._runtime()
-        compiles = solution.format == "python" and first_pass.asks(solution.files.get("model_new.py", ""))
+            await plan.runtime(self._builder)
+        format, device = FORMATS[solution.format], self.config.device
+        first_pass_time = format.first_pass(solution.files, device)
         try:
             load = await self._prepare(solution, spec)
-            if compiles:
-                load["place"] = asdict(await self._first_pass(task, solution.files, self._architecture))
-        except (plan.PlanError, builder.BuildError, extension.ExtensionError) as error:
+            if first_pass_time == "before":
+                load["place"] = await self._place(task, solution)
+        except (SolutionError, builder.BuildError) as error:
             verdict = self._refusal(solution, mode, "build_error", str(error))
             verdict.advice = advice
             return verdict
@@ -180,15 +183,16 @@ class LocalSandbox:
         except first_pass.FirstPassFailed as failure:
             return self._refusal(solution, mode, failure.status, str(failure))
         built = clock() - begin
+        traits = replace(format.traits, untimed=format.untimed.get(device, ""))
         request = {
-            "task": {"digest": task.digest, "code": task.code}, "format": solution.format, "mode": mode, "load": load,
-            "files": solution.files, "observe": bool(found),
+            "task": {"digest": task.digest, "code": task.code}, "format": solution.format, "traits": asdict(traits),
+            "mode": mode, "load": load, "files": solution.files, "observe": bool(found),
         }  # fmt: skip
         verdict = Verdict.from_json(await judge.ask("E", request))
-        if solution.format == "python" and not compiles and first_pass.was_refused(verdict):
+        if first_pass_time == "when refused" and first_pass.was_refused(verdict):
             begin = clock()
             try:
-                load["place"] = asdict(await self._first_pass(task, solution.files, self._architecture))
+                load["place"] = await self._place(task, solution)
             except first_pass.FirstPassFailed as failure:
                 return self._refusal(solution, mode, failure.status, str(failure))
             built += clock() - begin
@@ -200,35 +204,14 @@ class LocalSandbox:
 
     async def _prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
         """Build: what the worker is told to load."""
-        if solution.format == "extension":
-            return await extension.prepare(solution.files, spec, self._builder, self._architecture)
-        if solution.format == "python":
-            extension.check_module(solution.files, spec)
-            return {"code": solution.files["model_new.py"]}
-        program = plan.compile_plan(solution.files, spec, self.config.device)
-        sources = {name: text for name, text in solution.files.items() if name != "plan.json"}
-        load = program.to_json()
-        if self.config.device == "cuda":
-            load |= {"image": "", "names": {}}
-            if program.source:
-                sources["plan.cu"] = program.source
-                built = await self._builder.kernels(sources, "plan.cu", program.expressions, self._architecture)
-                load |= {"image": str(built[0]), "names": built[1]}
-            return load
-        load |= {"runtime": str(await self._runtime()), "library": None}
-        if program.source:
-            sources["trampoline.cpp"] = program.source
-            load["library"] = str(await self._builder.library(sources, ["trampoline.cpp"]))
-        return load
+        format = FORMATS[solution.format]
+        load = await format.build(solution.files, spec, Toolchain(self._builder, self._architecture))
+        return load | {"environment": dict(format.environment.get(self.config.device, {}))}
 
-    async def _runtime(self) -> Path:
-        """Our executor of plans; and so the proof that the compiler works here."""
-        try:
-            return await self._builder.library(
-                {"runtime.cpp": (_HERE / "worker" / "runtime.cpp").read_text()}, ["runtime.cpp"], ours=True
-            )
-        except (builder.BuildError, builder.CompilerMissing) as error:
-            raise SandboxUnready(f"the C++ compiler does not work in the sandbox: {error}") from None
+    async def _place(self, task: Task, solution: Solution) -> dict[str, Any]:
+        """Run the first pass; where its results lie."""
+        more = FORMATS[solution.format].environment.get(self.config.device)
+        return asdict(await self._first_pass(task, solution.files, self._architecture, more))
 
     async def spec(self, task: Task) -> TaskSpec:
         """Shapes, dtypes and plain values of a task.  Raises ``TaskError``."""
@@ -245,7 +228,7 @@ class LocalSandbox:
         """Build a solution and leave it in the cache; empty, or what the compiler says.  No judge takes part."""
         try:
             await self._prepare(solution, spec)
-        except (plan.PlanError, builder.BuildError, extension.ExtensionError) as error:
+        except (SolutionError, builder.BuildError) as error:
             return str(error)
         return ""
 
@@ -289,7 +272,8 @@ class LocalSandbox:
         return self._judges[self.judge_of(task)]
 
     def _refusal(self, solution: Solution, mode: Mode, status: Any, message: str) -> Verdict:
-        return Verdict(status, solution.format, mode, self.config.device, self.config.clock, message)
+        advisory = FORMATS[solution.format].traits.advisory
+        return Verdict(status, solution.format, mode, self.config.device, self.config.clock, message, advisory=advisory)
 
     def _verdict_file(self, task: Task, solution: Solution, mode: Mode) -> Path:
         settings = self.config.model_dump(exclude={"required_walls", "format", *WHERE_JUDGED})

@@ -1,7 +1,7 @@
 """The sandbox's wire format: what crosses between a client, the judge and its workers.
 
-Only the standard library is imported here: the worker side of the sandbox may import this module and nothing else of
-the package.
+Only the standard library and the list of formats' names are imported here: the worker side of the sandbox may import
+this module and nothing else of the package.
 """
 
 import hashlib
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-Format = Literal["plan", "extension", "python"]
+from cuda_agent.format_names import Format
+
 Mode = Literal["quick", "strict"]
 Status = Literal["ok", "build_error", "wrong", "cheat", "timeout", "crash", "infra"]
 
@@ -57,6 +58,25 @@ class Solution:
     def digest(self) -> str:
         """sha256 over format and files, independent of their order."""
         return hashlib.sha256(json.dumps([self.format, sorted(self.files.items())]).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class FormatTraits:
+    """What the judge and its workers know of a solution's format; it crosses in the request, since they import none.
+
+    Attributes:
+        host_is_ours: the launcher is the sandbox's code, so that the device's times and the list of what ran are exact.
+        rule: which rule ``ModelNew.forward`` runs under (``worker.candidate.RULES``); empty: none.
+        own_work: what a call must be seen to run, in words; empty: nothing.
+        advisory: the solution's Python ran free: what it computed with is not known.
+        untimed: why no time is taken; empty: times are taken.
+    """
+
+    host_is_ours: bool = False
+    rule: str = ""
+    own_work: str = ""
+    advisory: bool = False
+    untimed: str = ""
 
 
 RanKind = Literal["own", "library", "torch", "memset", "unknown"]
@@ -109,11 +129,8 @@ class Verdict:
     peak_flops: float | None = None  # a second, of the device in the arithmetic of the solution
     ran: list[Ran] = field(default_factory=list)  # in one call; empty: not observed
     advice: list[str] = field(default_factory=list)  # what static rules and ``ran`` give to think about; no refusal
-
-    @property
-    def advisory(self) -> bool:
-        """Whether the solution's own Python ran free: what it computed with is not known."""
-        return self.format == "python"
+    advisory: bool = False  # the solution's own Python ran free: what it computed with is not known
+    untimed: str = ""  # why no time was taken, where the format has none on this device
 
     @property
     def reward(self) -> int | None:
@@ -138,7 +155,6 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         """The fields, with what is derived from them."""
         return asdict(self) | {
-            "advisory": self.advisory,
             "reward": self.reward,
             "speedup_eager": self.speedup_eager,
             "speedup_compile": self.speedup_compile,

@@ -1,17 +1,27 @@
-"""``agentic``: tasks, policy, critic -> ``policy``, ``critic``: multi-turn PPO in the sandbox (paper, section 3.3,
-stage 4), from the policy of rejection fine-tuning and the pretrained critic."""
+"""``agentic``: tasks, policy, critic -> ``policy``, ``critic``: multi-turn reinforcement learning in the sandbox
+(paper, section 3.3, stage 4), from the policy of rejection fine-tuning.
+
+The input ``critic`` is optional: without it, a critic that ``agentic.advantage`` needs starts from the policy.  Where
+no critic is trained, a declared output ``critic`` is the one that training would have started from.
+"""
 
 import asyncio
+from collections.abc import Mapping
+from pathlib import Path
 
 from cuda_agent.context import StageContext
 from cuda_agent.policy.model import save_policy
 from cuda_agent.rl.ppo import train_ppo
-from cuda_agent.training.critic import load_critic, save_critic
+from cuda_agent.training.critic import Critic, critic_from_policy, load_critic, save_critic
 
 
 def run(ctx: StageContext) -> None:
-    model, tokenizer, critic = asyncio.run(
-        train_ppo(ctx, ctx.config.agentic, "agent", lambda inputs: load_critic(inputs["critic"]))
-    )
+    model, tokenizer, critic = asyncio.run(train_ppo(ctx, ctx.config.agentic, "agent", first_critic))
     save_policy(model, tokenizer, ctx.outputs["policy"])
-    save_critic(critic, ctx.outputs["critic"])
+    if "critic" in ctx.outputs:
+        save_critic(first_critic(ctx.inputs) if critic is None else critic, ctx.outputs["critic"])
+
+
+def first_critic(inputs: Mapping[str, Path]) -> Critic:
+    """The critic that training starts from: the pretrained one, or one made of the policy."""
+    return load_critic(inputs["critic"]) if "critic" in inputs else critic_from_policy(inputs["policy"])

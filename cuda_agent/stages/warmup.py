@@ -1,5 +1,5 @@
-"""``warmup``: tasks, policy -> ``policy``: PPO on one-shot answers, without tools (paper, section 3.3, stage 1).  Its
-critic starts from the policy and is dropped afterwards."""
+"""``warmup``: tasks, policy -> ``policy``: reinforcement learning on one-shot answers, without tools (paper, section
+3.3, stage 1).  A critic, if ``warmup.advantage`` needs one, starts from the policy and is dropped afterwards."""
 
 import asyncio
 

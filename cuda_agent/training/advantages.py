@@ -1,19 +1,57 @@
-"""Advantages of sampled tokens: generalised advantage estimation, its lambdas, and whitening.
+"""Advantages of sampled tokens: a table of estimators, and the functions that they are made of.
 
-The reward comes once, on the last sampled token of a sequence.  Prompt and tool tokens are no steps of the decision
-process: the estimator carries over them.  Pure functions on tensors; knows nothing of models or rows.
+The reward of a sequence comes once, on its last sampled token (paper, Eq. 1).  Prompt and tool tokens are no steps of
+the decision process: estimators carry over them.  Pure functions on tensors; models, rows and optimizers are not known
+here.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: Tensor | float) -> Tensor:
-    """Generalised advantage estimation over the tokens where ``mask`` is true.
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What an estimator may read of a batch of sequences."""
 
-    rewards, values float [sequences, length]; mask bool [sequences, length]; lam a number or float [sequences].
-    Returns float [sequences, length], zero where the mask is false.  After the last sampled token the value is 0.
-    At a masked-out token the next value and the running sum pass through unchanged, as if it were not there.
+    rewards: Tensor  # float [sequences], terminal
+    mask: Tensor  # bool [sequences, length], true at sampled tokens
+    groups: Tensor  # int64 [sequences], equal for the samples of one draw of a task
+    values: Tensor | None  # float [sequences, length], of the critic; None without one
+    gamma: float
+    lam: Tensor | float  # a number or float [sequences]
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A row of the table.
+
+    Attributes:
+        estimate: Returns the advantages of the sampled tokens, float [mask.sum()], sequence after sequence.
+        critic: Whether ``estimate`` reads ``values``, so that a critic is trained beside the policy.
+    """
+
+    estimate: Callable[[AdvantageInputs], Tensor]
+    critic: bool
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: Tensor | float) -> Tensor:
+    """Generalised advantage estimation (arXiv 1506.02438) over the tokens where ``mask`` is true.
+
+    After the last sampled token the value is 0.  At a masked-out token the next value and the running sum pass through
+    unchanged, as if the token were not there.
+
+    Args:
+        rewards: float [sequences, length], the reward of each token.
+        values: float [sequences, length], the value of the state before each token.
+        mask: bool [sequences, length].
+        gamma: Discount per sampled token.
+        lam: A number, or float [sequences].
+
+    Returns:
+        float [sequences, length], zero where the mask is false.
     """
     next_value = torch.zeros_like(values[:, 0])
     running = torch.zeros_like(next_value)
@@ -28,30 +66,129 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: Tensor
 
 
 def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """rewards float [sequences], mask bool [sequences, length] -> float [sequences, length]: each sequence's reward on
-    its last sampled token, zero elsewhere (everywhere, where nothing was sampled)."""
+    """Puts the reward of each sequence on its last sampled token.
+
+    Args:
+        rewards: float [sequences].
+        mask: bool [sequences, length].
+
+    Returns:
+        float [sequences, length], zero elsewhere (everywhere in a sequence without sampled tokens).
+    """
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     return rewards[:, None] * last
 
 
 def adaptive_lambda(counts: Tensor, alpha: float = 0.05) -> Tensor:
-    """Length-adaptive lambda 1 - 1/(alpha n) of sequences with n sampled tokens, at least 0 (VAPO, arXiv 2504.05118):
-    the longer the sequence, the further a terminal reward reaches back.  counts [sequences] -> float [sequences]."""
+    """Length-adaptive lambda 1 - 1/(alpha n), at least 0 (VAPO, arXiv 2504.05118).
+
+    The longer the sequence, the further a terminal reward reaches back.
+
+    Args:
+        counts: int64 [sequences], sampled tokens n of each.
+        alpha: Sampled tokens over which the weight of a reward decays grow as alpha n.
+
+    Returns:
+        float32 [sequences].
+    """
     return (1 - 1 / (alpha * counts.clamp(min=1))).clamp(min=0.0)
 
 
 def whiten(advantages: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """float [sampled tokens of the whole batch] -> the same with mean 0 and (biased) standard deviation 1.
+    """Shifts and scales the advantages of a whole batch to mean 0 and (biased) standard deviation 1.
 
-    A batch whose advantages are all equal teaches nothing and becomes zeros; in single precision the rounding of the
-    mean would become the advantage."""
+    Equal advantages become zeros.  Sums are in double precision: in single precision the rounding of the mean would
+    become the advantage.
+
+    Args:
+        advantages: float [sampled tokens of the whole batch].
+        epsilon: Added to the standard deviation.
+
+    Returns:
+        The same shape and dtype.
+    """
     wide = advantages.double()
     centred = wide - wide.mean()
     return (centred / (centred.square().mean().sqrt() + epsilon)).to(advantages.dtype)
 
 
 def explained_variance(values: Tensor, targets: Tensor) -> float:
-    """1 - Var(targets - values) / Var(targets): 1 is perfect, 0 no better than a constant.  0 where targets do not
-    vary."""
+    """1 - Var(targets - values) / Var(targets): 1 for perfect values, 0 for a constant.
+
+    Args:
+        values: float [n].
+        targets: float [n].
+
+    Returns:
+        A number of at most 1; 0 where the targets do not vary.
+    """
     spread = targets.var(correction=0)
     return 0.0 if spread == 0 else float(1 - (targets - values).var(correction=0) / spread)
+
+
+def group(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
+    """Rewards relative to their group, in units of its spread: GRPO (arXiv 2402.03300).
+
+    (reward - mean of the group) / ((biased) standard deviation of the group + epsilon).  In expectation, and with two
+    possible rewards, this scales the gradient of the expected reward of a task by a positive factor, which grows in
+    groups of more than two as the task succeeds nearly always or nearly never.
+
+    Args:
+        rewards: float [sequences].
+        groups: int64 [sequences], equal for the sequences of one group.
+        epsilon: Added to the standard deviation.
+
+    Returns:
+        float [sequences]; 0 in a group of one or of equal rewards.
+    """
+    centred, sizes = _centred(rewards, groups)
+    spread = (_group_sums(centred.square(), groups) / sizes).sqrt()
+    return (centred / (spread + epsilon)).to(rewards.dtype)
+
+
+def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Rewards minus the mean of the others in the group: REINFORCE leave-one-out (arXiv 2402.14740).
+
+    The baseline of a sequence does not depend on that sequence, so the gradient estimate is unbiased.
+
+    Args:
+        rewards: float [sequences].
+        groups: int64 [sequences], equal for the sequences of one group.
+
+    Returns:
+        float [sequences]; 0 in a group of one, which has no others.
+    """
+    centred, sizes = _centred(rewards, groups)
+    return (centred * sizes / (sizes - 1).clamp(min=1)).to(rewards.dtype)
+
+
+def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """(reward minus the mean of its group, size of its group), both float64 [sequences]."""
+    wide = rewards.double()
+    sizes = _group_sums(torch.ones_like(wide), groups)
+    return wide - _group_sums(wide, groups) / sizes, sizes
+
+
+def _group_sums(numbers: Tensor, groups: Tensor) -> Tensor:
+    """float [sequences] -> float [sequences]: the sum over the group of each sequence."""
+    _, members = groups.unique(return_inverse=True)
+    return torch.zeros_like(numbers).index_add(0, members, numbers)[members]
+
+
+def _on_all_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
+    """float [sequences] -> float [mask.sum()]: each sequence's advantage on all of its sampled tokens."""
+    return advantages[:, None].expand(mask.shape)[mask]
+
+
+def _whitened_gae(inputs: AdvantageInputs) -> Tensor:
+    if inputs.values is None:
+        raise ValueError("advantage=gae needs the values of a critic")
+    rewards = terminal_rewards(inputs.rewards, inputs.mask)
+    return whiten(gae(rewards, inputs.values, inputs.mask, inputs.gamma, inputs.lam)[inputs.mask])
+
+
+ADVANTAGES = {
+    "gae": Estimator(_whitened_gae, critic=True),  # PPO (paper, section 3.3)
+    "group": Estimator(lambda given: _on_all_tokens(group(given.rewards, given.groups), given.mask), critic=False),
+    "rloo": Estimator(lambda given: _on_all_tokens(rloo(given.rewards, given.groups), given.mask), critic=False),
+}

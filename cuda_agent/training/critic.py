@@ -1,7 +1,7 @@
 """The critic: a value for every state of an episode, from a trunk that starts as a copy of the policy.
 
-In a folder: the trunk in Hugging Face format and ``value_head.safetensors``.  The head stays in float32 whatever the
-trunk computes in.  Which state belongs to which token is not decided here (``packing.before_sampled``).
+On disk it is a folder: the trunk in Hugging Face format and ``value_head.safetensors``.  The head computes in float32,
+also on a bfloat16 trunk.  ``packing.before_sampled`` decides which state belongs to which token.
 """
 
 from pathlib import Path
@@ -18,7 +18,13 @@ HEAD = "value_head.safetensors"
 
 
 class Critic(nn.Module):
+    """A transformer trunk with a linear value head, which is zero at first."""
+
     def __init__(self, trunk: Any) -> None:
+        """
+        Args:
+            trunk: A Hugging Face model without a language-model head.
+        """
         super().__init__()
         self.trunk = trunk
         self.head = nn.Linear(trunk.config.get_text_config().hidden_size, 1)
@@ -27,6 +33,7 @@ class Critic(nn.Module):
 
     @property
     def config(self) -> Any:
+        """The trunk's."""
         return self.trunk.config
 
     def get_input_embeddings(self) -> nn.Module:
@@ -36,18 +43,26 @@ class Critic(nn.Module):
         return None
 
     def values(self, states: Tensor) -> Tensor:
-        """Last hidden states [n, hidden] -> float32 [n]."""
+        """Values of states.
+
+        Args:
+            states: float [n, hidden], last hidden states.
+
+        Returns:
+            float32 [n].
+        """
         return self.head(states.float())[:, 0]
 
 
 def critic_from_policy(folder: Path | str, expected_reward: float = 0.0) -> Critic:
-    """A critic whose trunk is the policy's in ``folder`` and which values every state at ``expected_reward``."""
+    """Makes a critic of the policy in ``folder``: its trunk, and ``expected_reward`` as the value of every state."""
     critic = Critic(_trunk(folder))
     nn.init.constant_(critic.head.bias, expected_reward)
     return critic
 
 
 def save_critic(critic: Critic, folder: Path | str) -> None:
+    """Writes trunk (adapters merged) and head into ``folder``."""
     save_merged(critic.trunk, folder)
     save_file(
         {name: tensor.detach().cpu().contiguous() for name, tensor in critic.head.named_parameters()}, _head(folder)
@@ -55,7 +70,11 @@ def save_critic(critic: Critic, folder: Path | str) -> None:
 
 
 def load_critic(folder: Path | str) -> Critic:
-    """Raises ValueError when ``folder`` holds no critic."""
+    """Loads what ``save_critic`` wrote, in float32.
+
+    Raises:
+        ValueError: ``folder`` holds no critic, or its head is damaged or does not fit the trunk.
+    """
     if not _head(folder).is_file():
         raise ValueError(f"{folder} is no critic: {HEAD} is missing")
     critic = Critic(_trunk(folder))

@@ -1,9 +1,9 @@
-"""Losses over sampled tokens and the log-probabilities that they need.
+"""Losses over sampled tokens, and the log-probabilities that they need.
 
-Every loss takes flat tensors (one entry a sampled token of one row) and ``total``, the number of sampled tokens of the
-whole minibatch: the losses of its rows then add up to the mean over its tokens, however they were packed.
-The metrics returned beside a loss add up the same way, but for those named ``*_max``, of which the largest counts.
-Pure functions on tensors.
+Every loss takes flat tensors (one entry per sampled token of one row) and ``total``, the number of sampled tokens of
+the whole minibatch.  The losses of a minibatch's rows add up to the mean over its tokens, however sequences are packed
+into rows.  Metrics returned beside a loss add up in the same way, except ``*_max``, of which the largest counts.  Pure
+functions on tensors.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,17 @@ Metrics = dict[str, Tensor]
 def token_logprobs(
     states: Tensor, ids: Tensor, project: Callable[[Tensor], Tensor], chunk: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Natural log-probability of ``ids`` and the entropy of the distribution they came from, both float32 [n].
+    """Log-probabilities of tokens, and the entropies of the distributions that they came from.
 
-    states [n, hidden] are those before the tokens (``packing.before_sampled``), ids int64 [n]; ``project`` maps states
-    to logits [.., vocabulary].  At most ``chunk`` rows of logits exist at a time; with more than one chunk the backward
-    pass computes them again.  The entropy carries no gradient.
+    Args:
+        states: float [n, hidden], the states before the tokens (``packing.before_sampled``).
+        ids: int64 [n], the tokens.
+        project: Maps states [m, hidden] to logits [m, vocabulary].
+        chunk: Most rows of logits that exist at a time; with more than one chunk the backward pass computes them again.
+        temperature: Divides the logits.
+
+    Returns:
+        (natural log-probabilities, entropies in nats), both float32 [n]; the entropies carry no gradient.
     """
 
     def one(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,24 +47,37 @@ def token_logprobs(
 
 
 def sft_loss(logprobs: Tensor, total: int) -> Tensor:
-    """Mean negative log-likelihood of the tokens to imitate."""
+    """Mean negative log-likelihood of the tokens to imitate; logprobs float32 [n]."""
     return -logprobs.sum() / total
 
 
 def ppo_loss(
-    logprobs: Tensor,  # of the policy as it is now; carries the gradient
-    old: Tensor,  # denominator of the ratio: the engine's, or the trainer's own from before the first minibatch
-    engine: Tensor,  # the engine's, under which the tokens were sampled
+    logprobs: Tensor,
+    old: Tensor,
+    engine: Tensor,
     advantages: Tensor,
     total: int,
     clip_low: float,
     clip_high: float,
     tis_cap: float,
 ) -> tuple[Tensor, Metrics]:
-    """Clipped surrogate of PPO with an asymmetric range, mean over tokens.  All tensors float32 [n].
+    """Clipped surrogate of PPO with an asymmetric range, mean over tokens (paper, section 3.3; arXiv 1707.06347).
 
-    Where ``old`` is not ``engine``, each token is weighted by min(old / engine, tis_cap), without gradient, to
-    correct for the engine having sampled from slightly other probabilities.
+    Where ``old`` is not ``engine``, each token is weighted by min(old / engine, ``tis_cap``), without gradient:
+    truncated importance sampling corrects for the engine having sampled from slightly other probabilities.
+
+    Args:
+        logprobs: float32 [n], of the policy as it is now; carries the gradient.
+        old: float32 [n], denominator of the ratio: the engine's, or the trainer's from before the first minibatch.
+        engine: float32 [n], of the engine that sampled the tokens.
+        advantages: float32 [n].
+        total: Sampled tokens of the minibatch.
+        clip_low: The ratio counts down to 1 - ``clip_low``.
+        clip_high: The ratio counts up to 1 + ``clip_high``.
+        tis_cap: Largest importance weight.
+
+    Returns:
+        (loss, metrics), parts that add up over the rows of the minibatch.
     """
     ratio = (logprobs - old).clamp(-20, 20).exp()  # a token that became e^20 times likelier must not end the run
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
@@ -81,8 +100,19 @@ def ppo_loss(
 def value_loss(
     values: Tensor, targets: Tensor, total: int, old: Tensor | None = None, clip: float | None = None
 ) -> Tensor:
-    """Half the mean squared error; with ``clip``, the worse of it and that of the value held within ``clip`` of
-    ``old``.  All tensors float32 [n]."""
+    """Half the mean squared error of values, optionally clipped as in PPO.
+
+    Args:
+        values: float32 [n], carries the gradient.
+        targets: float32 [n].
+        total: Sampled tokens of the minibatch.
+        old: float32 [n], the values before the update.
+        clip: With it, the error of a token is the larger of its own and that of the value held within ``clip`` of
+            ``old``.
+
+    Raises:
+        ValueError: ``clip`` is given without ``old``.
+    """
     error = (values - targets).square()
     if clip is not None:
         if old is None:

@@ -25,6 +25,7 @@ class Tokens:
     mask: Tensor  # bool [length]; false at 0, since nothing precedes the first token
     logprobs: Tensor  # float32 [sampled tokens], of the engine; zeros for imitation
     reward: float = 0.0  # belongs to the last sampled token
+    group: str = ""  # samples of one draw of a task share it
 
     def __len__(self) -> int:
         return self.ids.numel()
@@ -47,7 +48,7 @@ def tokens_of_episode(episode: Episode) -> Tokens:
     if mask[0]:
         raise ValueError(f"episode {episode.id} begins with a sampled token, which nothing predicts")
     logprobs = torch.tensor(episode.logprobs, dtype=torch.float32)[mask]
-    return Tokens(torch.tensor(episode.ids, dtype=torch.int64), mask, logprobs, float(episode.reward))
+    return Tokens(torch.tensor(episode.ids, dtype=torch.int64), mask, logprobs, float(episode.reward), episode.group)
 
 
 def trainable(episodes: Iterable[Episode]) -> list[Episode]:
@@ -99,6 +100,7 @@ class Batch:
     counts: tuple[int, ...]  # sampled tokens of each sequence
     logprobs: Tensor  # float32 [sampled tokens], of the engine
     rewards: Tensor  # float32 [sequences]
+    groups: Tensor  # int64 [sequences], equal where the sequences are of one group
 
     def __len__(self) -> int:
         """Sampled tokens."""
@@ -125,7 +127,9 @@ def batch_of(sequences: Iterable[Tokens]) -> Batch:
         raise ValueError("a batch without sequences")
     counts = tuple(int(sequence.mask.sum()) for sequence in kept)
     rewards = torch.tensor([sequence.reward for sequence in kept], dtype=torch.float32)
-    return Batch(kept, counts, torch.cat([sequence.logprobs for sequence in kept]), rewards)
+    numbers: dict[str, int] = {}
+    groups = torch.tensor([numbers.setdefault(sequence.group, len(numbers)) for sequence in kept])
+    return Batch(kept, counts, torch.cat([sequence.logprobs for sequence in kept]), rewards, groups)
 
 
 def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:

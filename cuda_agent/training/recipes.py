@@ -1,13 +1,14 @@
-"""The three things a trainer is used for, each written down once: imitation, value pretraining, PPO with a critic.
+"""The algorithms: imitation, value pretraining, and policy optimization with PPO's clipped loss.
 
-They take sequences or episodes and settings and return metrics; where data comes from, when to checkpoint and when to
-stop is the caller's.  Those that are ``over_ranks`` run on all ranks of a trainer alike.  Learning rates follow
-``learning_rate``; whatever is random follows from (seed, epoch or step).
+Recipes take trainers, sequences or episodes, and settings, and return metrics.  The caller decides where data comes
+from, when to checkpoint and when to stop.  Recipes marked ``over_ranks`` run on all ranks of a trainer alike.  Learning
+rates follow ``learning_rate``; everything random follows from (seed, epoch or step).
 """
 
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
@@ -16,7 +17,14 @@ from torch import Tensor
 
 from cuda_agent.config import Ppo
 from cuda_agent.policy.episode import Episode
-from cuda_agent.training.advantages import adaptive_lambda, explained_variance, gae, terminal_rewards, whiten
+from cuda_agent.training.advantages import (
+    ADVANTAGES,
+    AdvantageInputs,
+    adaptive_lambda,
+    explained_variance,
+    gae,
+    terminal_rewards,
+)
 from cuda_agent.training.distributed import over_ranks
 from cuda_agent.training.losses import Metrics, ppo_loss, sft_loss, value_loss
 from cuda_agent.training.packing import Batch, PackedRow, Tokens, batch_of, split_evenly, tokens_of_episode, trainable
@@ -28,8 +36,15 @@ Schedule = Literal["cosine", "linear", "constant"]
 def learning_rate(
     fraction: float, peak: float, schedule: Schedule = "linear", warmup: float = 0.02, floor: float = 0.0
 ) -> float:
-    """The rate after ``fraction`` (0 to 1) of the training: a linear rise during ``warmup``, then down to
-    ``floor * peak`` at the end (not for ``constant``)."""
+    """The learning rate after a part of the training: a linear rise, then a fall (not for ``constant``).
+
+    Args:
+        fraction: Part of the training that is done, 0 to 1.
+        peak: The highest rate.
+        schedule: Shape of the fall.
+        warmup: Part of the training during which the rate rises.
+        floor: The last rate, as a share of ``peak``.
+    """
     if fraction < warmup:
         return peak * max(fraction / warmup, 0.01)
     left = 1 - min(1.0, (fraction - warmup) / (1 - warmup))
@@ -38,8 +53,17 @@ def learning_rate(
 
 
 def sft_batches(lengths: Sequence[int], tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:
-    """Indices of the sequences of each optimizer step of an epoch: shuffled, at most ``tokens_per_step`` tokens in all
-    (a longer sequence is a batch of its own)."""
+    """Cuts an epoch into optimizer steps.
+
+    Args:
+        lengths: Tokens of each sequence.
+        tokens_per_step: Most tokens of a step; a longer sequence is a step by itself.
+        seed: With ``epoch``, decides the order.
+        epoch: Number of the pass over the sequences.
+
+    Returns:
+        For each step the indices of its sequences, shuffled.
+    """
     order = _shuffled(len(lengths), seed, epoch)
     batches: list[list[int]] = []
     room = 0
@@ -65,11 +89,26 @@ def sft(
     schedule: Schedule = "linear",
     warmup: float = 0.02,
 ) -> Iterator[dict[str, float]]:
-    """Imitates the masked tokens of ``sequences``; yields the metrics of each optimizer step, after it.
+    """Supervised training on the masked tokens of ``sequences`` (paper, section 3.3, stage 2).
 
-    Ends at whichever limit comes first (give one of ``steps`` and ``epochs``; ``max_seconds`` counts
-    ``trainer.seconds``) and schedules the rate by the share of it that is used up.  A restored trainer goes on at its
-    step: the batches before it are skipped.
+    A restored trainer goes on at its step: the batches before it are skipped.
+
+    Args:
+        trainer: Of a causal language model.
+        sequences: To imitate.
+        tokens_per_step: Most tokens of one optimizer step.
+        lr: Peak learning rate; ``schedule`` and ``warmup`` as in ``learning_rate``.
+        seed: Decides the order of the sequences.
+        steps: Optimizer steps.  Give either ``steps`` or ``epochs``.
+        epochs: Passes over the sequences.
+        max_seconds: Most ``trainer.seconds``.  Training ends at the first limit that is reached, and the rate follows
+            the part of it that is used up.
+
+    Yields:
+        The metrics of each optimizer step, after it.
+
+    Raises:
+        ValueError: Both or neither of ``steps`` and ``epochs`` are given, or there are no sequences.
     """
     if (steps is None) == (epochs is None):
         raise ValueError("give either steps or epochs")
@@ -131,10 +170,20 @@ def value_epoch(
     seed: int,
     epoch: int,
 ) -> dict[str, float]:
-    """One pass of value pretraining on episodes with a reward (the others are dropped), gamma 1.
+    """One pass of value pretraining, gamma 1 (paper, section 3.3, stage 3).
 
-    With ``gae_lambda`` below 1 the targets, V + advantage, come from the critic as it is when the epoch begins; with 1
-    they are the episodes' rewards.  The explained variance returned is that of the predictions before each step.
+    Args:
+        critic: Trainer of a ``Critic``.
+        episodes: Those without a reward are dropped.
+        lr: Learning rate.
+        tokens_per_step: Most tokens of one optimizer step.
+        gae_lambda: 1: the targets are the episodes' rewards.  Below 1: V + advantage, with the values V of the critic
+            when the epoch begins.
+        seed: With ``epoch``, decides the order of the episodes.
+        epoch: Number of the pass.
+
+    Returns:
+        Metrics; ``explained_variance`` is that of the predictions before each step.
     """
     start = time.monotonic()
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
@@ -158,7 +207,10 @@ def value_epoch(
 
 @over_ranks
 def value_quality(critic: Trainer, episodes: Sequence[Episode]) -> dict[str, float]:
-    """Explained variance and loss against the rewards of episodes that are not trained on (with a reward)."""
+    """Explained variance and loss against the rewards of episodes that are not trained on.
+
+    Episodes without a reward are dropped.
+    """
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
     values, returns = critic.flat(batch, critic.values), _returns(batch)
     return {
@@ -170,7 +222,7 @@ def value_quality(critic: Trainer, episodes: Sequence[Episode]) -> dict[str, flo
 @over_ranks
 def ppo_update(
     actor: Trainer,
-    critic: Trainer,
+    critic: Trainer | None,
     episodes: Sequence[Episode],
     settings: Ppo,
     *,
@@ -178,82 +230,161 @@ def ppo_update(
     train_actor: bool = True,
     temperature: float = 1.0,
 ) -> dict[str, float]:
-    """One PPO batch: advantages from the critic as it is, then ``epochs`` passes in ``minibatches`` optimizer steps,
-    critic before actor.  Episodes without a reward, and those in which nothing was sampled, are dropped; when none is
-    left nothing is trained.  ``temperature`` is the one the episodes were sampled at."""
+    """One batch: estimates advantages, then takes the optimizer steps (paper, section 3.3).
+
+    Episodes without a reward, and those in which nothing was sampled, are dropped; if none is left nothing is trained.
+
+    Args:
+        actor: Trainer of the policy.
+        critic: Trainer of a ``Critic``; None if ``settings.advantage`` needs none.
+        episodes: Of one step; their ids name their groups.
+        settings: Of the stage.
+        seed: Decides how episodes are shuffled into minibatches.
+        train_actor: False trains the critic alone.
+        temperature: The one that the episodes were sampled at.
+
+    Returns:
+        Metrics of the episodes and means over the optimizer steps (the largest of ``*_max``).
+
+    Raises:
+        ValueError: ``settings.advantage`` needs a critic and there is none.
+    """
     start = time.monotonic()
     kept = trainable(episodes)
     summary = episode_metrics(episodes)
     if not kept:
         return summary
     batch = batch_of(tokens_of_episode(episode) for episode in kept)
-    values = critic.flat(batch, critic.values)
-    counts = torch.tensor(batch.counts)
-    lam = adaptive_lambda(counts) if settings.actor_lambda is None else settings.actor_lambda
-    advantages = whiten(advantages_of(batch, values, settings.gamma, lam))
-    goals = targets(batch, values, settings.gamma, settings.critic_lambda)
-    old = batch.logprobs
-    if settings.behavior_logprobs == "trainer" and train_actor:
-        old = actor.flat(batch, lambda row: actor.logprobs(row, temperature)[0])
-
-    seen = torch.zeros(len(batch))
-    critic_steps, actor_steps = [], []
-    for epoch in range(settings.epochs):
-        for chosen in split_evenly(_shuffled(len(kept), seed, epoch), settings.minibatches):
-            critic_steps.append(
-                _value_step(critic, batch, chosen, goals, settings.critic_lr, seen, values, settings.value_clip)
-            )
-            if train_actor:
-                actor_steps.append(_actor_step(actor, batch, chosen, old, advantages, settings, temperature))
-
+    values = None if critic is None else critic.flat(batch, critic.values)
+    estimated = estimate(batch, values, settings)
+    learnt = update(
+        actor, critic, batch, estimated, settings, seed=seed, train_actor=train_actor, temperature=temperature
+    )
+    if values is not None:
+        learnt["explained_variance"] = explained_variance(values, _returns(batch, settings.gamma))
+        learnt["value_mean"] = float(values.mean())
     elapsed = time.monotonic() - start
     actor.seconds += elapsed
     passes = settings.epochs * sum(len(sequence) for sequence in batch.sequences)
+    return summary | learnt | {"train_seconds": elapsed, "tokens_per_second": passes / elapsed}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a batch is trained towards; flat tensors, float32 [sampled tokens], sequence after sequence.
+
+    Attributes:
+        advantages: Weights of the policy's log-probabilities.
+        values: Of the critic before the update; None without one.
+        targets: Of the critic; None without one.
+    """
+
+    advantages: Tensor
+    values: Tensor | None
+    targets: Tensor | None
+
+
+def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> Estimate:
+    """Advantages and value targets of a batch, by the row of ``ADVANTAGES`` that ``settings.advantage`` names.
+
+    Args:
+        batch: The sequences of one step, whole groups.
+        values: float32 [sampled tokens], of the states before them; None without a critic.
+        settings: Estimator, gamma and lambdas.
+
+    Raises:
+        ValueError: The estimator needs values and there are none.
+    """
+    counts = torch.tensor(batch.counts)
+    lam = adaptive_lambda(counts) if settings.actor_lambda is None else settings.actor_lambda
+    padded, mask = batch.padded(torch.zeros(len(batch)) if values is None else values)
+    inputs = AdvantageInputs(batch.rewards, mask, batch.groups, None if values is None else padded, settings.gamma, lam)
+    advantages = ADVANTAGES[settings.advantage].estimate(inputs)
+    goals = None if values is None else targets(batch, values, settings.gamma, settings.critic_lambda)
+    return Estimate(advantages, values, goals)
+
+
+def update(
+    actor: Trainer,
+    critic: Trainer | None,
+    batch: Batch,
+    estimated: Estimate,
+    settings: Ppo,
+    *,
+    seed: int,
+    train_actor: bool = True,
+    temperature: float = 1.0,
+) -> dict[str, float]:
+    """``settings.epochs`` passes over a batch in ``settings.minibatches`` optimizer steps each, critic before actor.
+
+    Arguments are those of ``ppo_update``; ``estimated`` belongs to ``batch``.
+
+    Returns:
+        Means of the steps' metrics, those of the critic as ``critic_*``.
+    """
+    old = batch.logprobs
+    if settings.behavior_logprobs == "trainer" and train_actor:
+        old = actor.flat(batch, lambda row: actor.logprobs(row, temperature)[0])
+    seen = torch.zeros(len(batch))
+    critic_steps, actor_steps = [], []
+    for epoch in range(settings.epochs):
+        for chosen in split_evenly(_shuffled(len(batch.sequences), seed, epoch), settings.minibatches):
+            if critic is not None and estimated.targets is not None:
+                goals, rate = estimated.targets, settings.critic_lr
+                critic_steps.append(
+                    _value_step(critic, batch, chosen, goals, rate, seen, estimated.values, settings.value_clip)
+                )
+            if train_actor:
+                actor_steps.append(_actor_step(actor, batch, chosen, old, estimated.advantages, settings, temperature))
     return (
-        summary
-        | _merged(actor_steps)
+        _merged(actor_steps)
         | {f"critic_{name}": value for name, value in _merged(critic_steps).items()}
         | ({"train_inference_mismatch": actor_steps[0]["train_inference_mismatch"]} if actor_steps else {})
-        | {
-            "explained_variance": explained_variance(values, _returns(batch, settings.gamma)),
-            "value_mean": float(values.mean()),
-            "train_seconds": elapsed,
-            "tokens_per_second": passes / elapsed,
-        }
     )
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """What a batch of episodes says before anything is learnt from it.  Rates are over the episodes with a reward."""
+    """Metrics of episodes before anything is learnt from them.
+
+    Rates are over the episodes with a reward.  Those of speed follow the grade of the verdict (-1, 1, 2, 3; Eq. 1),
+    whatever form the reward has.
+    """
     kept = trainable(episodes)
     metrics = {"episodes": float(len(kept)), "dropped": float(len(episodes) - len(kept))}
     if not kept:
         return metrics
     rewards = [float(episode.reward or 0.0) for episode in kept]
+    verdicts = [episode.verdict or {} for episode in kept]
+    grades = [verdict.get("reward") or -1 for verdict in verdicts]
 
     def share(hits: Sequence[bool]) -> float:
         return sum(hits) / len(kept)
 
     return metrics | {
         "reward": sum(rewards) / len(kept),
-        "pass_rate": share([(episode.verdict or {}).get("status") == "ok" for episode in kept]),
-        "faster_than_eager": share([reward >= 2 for reward in rewards]),
-        "faster_than_compile": share([reward >= 3 for reward in rewards]),
+        "pass_rate": share([verdict.get("status") == "ok" for verdict in verdicts]),
+        "faster_than_eager": share([grade >= 2 for grade in grades]),
+        "faster_than_compile": share([grade >= 3 for grade in grades]),
         "response_length": sum(sum(episode.mask) for episode in kept) / len(kept),
         "cut_short": share([episode.ended in ("turns", "tokens") for episode in kept]),
     }
 
 
-def advantages_of(batch: Batch, values: Tensor, gamma: float, lam: Tensor | float) -> Tensor:
-    """Flat advantages of a batch from flat values of the states before its sampled tokens."""
-    padded, mask = batch.padded(values)
-    return gae(terminal_rewards(batch.rewards, mask), padded, mask, gamma, lam)[mask]
-
-
 def targets(batch: Batch, values: Tensor | None, gamma: float, lam: float) -> Tensor:
-    """Flat value targets, V + advantage; ``values`` may be None when ``lam`` is 1, where they cancel out."""
+    """Value targets of a batch: V + advantage, by GAE.
+
+    Args:
+        batch: Sequences with rewards.
+        values: float32 [sampled tokens], V; may be None when ``lam`` is 1, where they cancel out.
+        gamma: Discount per sampled token.
+        lam: Lambda of the critic.
+
+    Returns:
+        float32 [sampled tokens].
+    """
     known = torch.zeros(len(batch)) if values is None or lam == 1 else values
-    return known + advantages_of(batch, known, gamma, lam)
+    padded, mask = batch.padded(known)
+    return known + gae(terminal_rewards(batch.rewards, mask), padded, mask, gamma, lam)[mask]
 
 
 def _returns(batch: Batch, gamma: float = 1.0) -> Tensor:
@@ -270,7 +401,7 @@ def _value_step(
     old: Tensor | None = None,
     clip: float | None = None,
 ) -> dict[str, float]:
-    """One critic step on the chosen sequences; writes the predictions before it into ``seen`` (flat)."""
+    """One critic step on the chosen sequences; writes its predictions before the step into ``seen`` (flat)."""
     total = sum(batch.counts[index] for index in chosen)
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:

@@ -12,7 +12,7 @@ from cuda_agent.pipeline import sandbox_bench
 
 def test_every_lane_is_measured_on_solutions_that_are_right():
     config = SandboxConfig(clock="model", checks=2, servers=["http://nobody.invalid"])
-    answer = asyncio.run(sandbox_bench.measure(config, tasks=1, solutions=2, formats=sandbox_bench.FORMATS))
+    answer = asyncio.run(sandbox_bench.measure(config, tasks=1, solutions=2, formats=sandbox_bench.formats_of(None)))
     assert list(answer["formats"]) == ["plan", "extension", "python"]
     for row in answer["formats"].values():
         assert row["statuses"] == {"ok": 6} and row["evaluations"] == 2

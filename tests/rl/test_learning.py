@@ -9,7 +9,7 @@ from cuda_agent.errors import BadConfiguration
 from cuda_agent.policy.episode import Episode
 from cuda_agent.rl.ppo import mean_age, oldest, prefetch
 from cuda_agent.rl.ray.players import EpisodeCollector, open_places
-from cuda_agent.rl.rollouts import episodes_of
+from cuda_agent.rl.rollouts import episodes_of, seed_of
 from cuda_agent.rl.runtime import RolloutBatch
 from cuda_agent.tasks.task import Task
 from tests.rl.ray.ray_cases import config, context
@@ -81,7 +81,7 @@ def test_a_fault_in_what_is_played_ahead_ends_the_rest():
 
 
 def episode(name: str, reward: float | None = 1.0, versions: tuple[int, ...] = (-1, 4, -1, 5)) -> Episode:
-    task = name.split("/")[1] if "/" in name else "t"
+    task = name.split("/")[1].split("#")[0] if "/" in name else "t"
     mask = [int(version >= 0) for version in versions]
     zeros = [0] * len(mask)
     return Episode(name, task, "agent", zeros, mask, [0.0] * len(mask), [*versions], zeros, reward, "answer")
@@ -95,7 +95,7 @@ def test_the_age_of_an_episode_is_that_of_its_oldest_sampled_token():
 
 def test_of_every_task_the_first_to_finish_are_kept_in_the_order_of_the_tasks():
     jobs = episodes_of(TASKS, 3, "s")
-    harvest = EpisodeCollector(jobs, TASKS, 2)
+    harvest = EpisodeCollector(jobs, 2)
     for name in ("s/b/2", "s/a/1", "s/b/0"):
         harvest.add(episode(name))
         assert not harvest.full
@@ -104,10 +104,26 @@ def test_of_every_task_the_first_to_finish_are_kept_in_the_order_of_the_tasks():
     assert [kept.id for kept in harvest.episodes()] == ["s/a/0", "s/a/1", "s/b/0", "s/b/2"]
 
 
-def test_a_task_that_is_drawn_twice_has_its_episodes_twice_and_in_their_places():
-    drawn = [TASKS[0], TASKS[1], TASKS[0]]
-    jobs = episodes_of(drawn, 2, "s")
-    harvest = EpisodeCollector(jobs, drawn, 2)
+def test_a_task_that_is_drawn_twice_has_other_episodes_each_time_and_a_group_for_each_draw():
+    jobs = episodes_of([TASKS[0], TASKS[1], TASKS[0]], 2, "s")
+    assert [name for _, name in jobs] == ["s/a/0", "s/a/1", "s/b/0", "s/b/1", "s/a#2/0", "s/a#2/1"]
+    assert len({seed_of(0, name) for _, name in jobs}) == 6
+    assert [episode(name).group for _, name in jobs] == ["s/a", "s/a", "s/b", "s/b", "s/a#2", "s/a#2"]
+
+
+def test_of_every_draw_of_a_task_the_first_to_finish_are_kept():
+    jobs = episodes_of([TASKS[0], TASKS[0]], 3, "s")
+    harvest = EpisodeCollector(jobs, 2)
+    for name in ("s/a/2", "s/a/1", "s/a/0", "s/a#2/2"):
+        harvest.add(episode(name))
+        assert not harvest.full, "the second draw has only one"
+    harvest.add(episode("s/a#2/0"))
+    assert harvest.full and [kept.id for kept in harvest.episodes()] == ["s/a/1", "s/a/2", "s/a#2/0", "s/a#2/2"]
+
+
+def test_episodes_stand_in_the_order_of_their_jobs():
+    jobs = episodes_of([TASKS[0], TASKS[1], TASKS[0]], 2, "s")
+    harvest = EpisodeCollector(jobs, 2)
     for _, name in reversed(jobs):
         assert not harvest.full
         harvest.add(episode(name))
@@ -116,7 +132,7 @@ def test_a_task_that_is_drawn_twice_has_its_episodes_twice_and_in_their_places()
 
 
 def test_an_episode_without_a_reward_does_not_take_the_place_of_one_with():
-    harvest = EpisodeCollector(episodes_of(TASKS[:1], 3, "s"), TASKS[:1], 2)
+    harvest = EpisodeCollector(episodes_of(TASKS[:1], 3, "s"), 2)
     harvest.add(episode("s/a/0", reward=None))
     harvest.add(episode("s/a/1"))
     assert not harvest.full, "the third may still be good"
@@ -144,7 +160,7 @@ def test_what_no_ray_here_could_hold_is_a_wrong_configuration(tmp_path, sections
 
 
 def test_where_too_few_have_a_reward_the_others_are_counted():
-    harvest = EpisodeCollector(episodes_of(TASKS[:1], 2, "s"), TASKS[:1], 2)
+    harvest = EpisodeCollector(episodes_of(TASKS[:1], 2, "s"), 2)
     harvest.add(episode("s/a/0", reward=None))
     harvest.add(episode("s/a/1"))
     assert harvest.full and [kept.reward for kept in harvest.episodes()] == [None, 1.0]

@@ -13,6 +13,7 @@ import pytest
 
 from cuda_agent.sandbox.build import builder as build
 from cuda_agent.sandbox.formats import extension, plan
+from cuda_agent.sandbox.formats.solution_format import Toolchain
 from cuda_agent.sandbox.wire import Solution, TaskSpec, Tensor
 from tests.sandbox.build.test_builder import SPEC, builder  # noqa: F401
 from tests.sandbox.drill import Outcome, Report, draw
@@ -125,4 +126,4 @@ def test_a_faulty_work_folder_builds(builder: build.Builder, name: str, solution
     except build.CompilerMissing as missing:
         pytest.skip(str(missing))
     spec = TaskSpec((Tensor((8, 8), "float32"),), (Tensor((8, 8), "float32"),), {}, ({"tensor": 0},), ({"value": 1.5},))
-    assert asyncio.run(extension.prepare(solution.files, spec, builder, "sm_90a"))
+    assert asyncio.run(extension.build(solution.files, spec, Toolchain(builder, "sm_90a")))

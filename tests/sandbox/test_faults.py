@@ -17,6 +17,7 @@ import pytest
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import SandboxUnready
 from cuda_agent.sandbox import local
+from cuda_agent.sandbox.formats import plan
 from cuda_agent.sandbox.wire import Solution
 from tests.sandbox.conftest import KERNEL, Running, plan_solution, task
 from tests.sandbox.drill import _children, _descendants
@@ -194,7 +195,7 @@ def test_a_cache_of_builds_that_cannot_be_written_is_no_authors_fault(start: Cal
     running = start(clock="model", run_seconds=2.0, memory_mb=400)
     running.evaluate(task(), python(0))
     builds = running.sandbox.cache / "builds"
-    running.wait(running.sandbox._runtime())
+    running.wait(plan.runtime(running.sandbox._builder))
     for number in range(256):
         with contextlib.suppress(FileExistsError, IsADirectoryError):
             (builds / f"{number:02x}").write_text("in the way")  # where root would write all the same

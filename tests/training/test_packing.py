@@ -172,3 +172,10 @@ def test_long_segments_take_the_other_path_with_the_same_result(monkeypatch):
         torch.nn.Module(), query, key, value, None, segments=attention.Segments((60, 30))
     )
     assert torch.allclose(blocked, whole, atol=1e-5)
+
+
+def test_samples_of_one_draw_are_one_group_and_those_of_another_draw_are_not():
+    data = [random_episode(seed) for seed in range(5)]
+    for episode, name in zip(data, ("s/0/a/0", "s/0/b/0", "s/0/a/1", "s/0/a#2/0", "s/0/b/1"), strict=True):
+        episode.id = name
+    assert batch_of(tokens_of_episode(episode) for episode in data).groups.tolist() == [0, 1, 0, 2, 1]

@@ -237,11 +237,19 @@ def test_a_critic_that_warms_up_leaves_the_actor_alone():
     assert all(torch.equal(new, old) for new, old in zip(actor.model.parameters(), before, strict=True))
 
 
-def test_reward_rates_follow_the_reward_ladder():
+def test_an_estimator_that_needs_a_critic_says_so_where_there_is_none():
+    with pytest.raises(ValueError, match="advantage=gae needs"):
+        recipes.ppo_update(policy(), None, episodes(4), Ppo(episodes_per_step=4), seed=0)
+
+
+def test_rates_of_speed_follow_the_verdicts_whatever_form_the_reward_has():
     data = [random_episode(seed, reward) for seed, reward in enumerate([-1.0, 1.0, 2.0, 3.0])]
-    data[0].verdict = {"status": "wrong"}
+    data[0].verdict = {"status": "wrong", "reward": -1}
+    assert recipes.episode_metrics(data)["reward"] == 1.25
+    for episode, reward in zip(data, [-1.0, 2.5, 1.8, 2.9], strict=True):
+        episode.reward = reward
     metrics = recipes.episode_metrics(data)
-    assert metrics["reward"] == 1.25 and metrics["pass_rate"] == 0.75
+    assert metrics["reward"] == pytest.approx(1.55) and metrics["pass_rate"] == 0.75
     assert metrics["faster_than_eager"] == 0.5 and metrics["faster_than_compile"] == 0.25
 
 

@@ -33,7 +33,7 @@ def random_episode(seed: int, reward: float | None = None, longest: int = 40) ->
     mask = (
         [0] * draw.randint(1, 8) + [1] * draw.randint(1, longest) + [0] * draw.randint(0, 6) + [1] * draw.randint(1, 9)
     )
-    return Episode(
+    episode = Episode(
         id=f"episode/{seed}",
         task="task",
         kind="agent",
@@ -44,5 +44,6 @@ def random_episode(seed: int, reward: float | None = None, longest: int = 40) ->
         turns=[0] * len(mask),
         reward=draw.choice([-1.0, 1.0, 2.0, 3.0]) if reward is None else reward,
         ended="answer",
-        verdict={"status": "ok"},
     )
+    episode.verdict = {"status": "ok", "reward": int(episode.reward or 0)}
+    return episode

@@ -110,8 +110,8 @@ class RolloutWorker:
 
 
 class TrainerActor:
-    """Learns.  ``make_critic`` is given the unpacked ``inputs``; ``hosts``: the ``RankHost``s that it leads; none
-    where its ranks are on its own machine."""
+    """Learns.  ``make_critic`` is given the unpacked ``inputs``; None where no critic is trained.  ``hosts``: the
+    ``RankHost``s that it leads; none where its ranks are on its own machine."""
 
     def __init__(
         self, site: WorkerContext, settings: Ppo, inputs: Mapping[str, Files], make_critic: Any, hosts: Any
@@ -129,9 +129,8 @@ class TrainerActor:
             site = replace(self._site, ranks=SpreadRanks(self._hosts, self._site))
         else:
             site = self._stack.enter_context(shared_training(self._site))
-        self._learner = ActorCritic(
-            site, self._settings, load_model(site.inputs["policy"]), self._make_critic(site.inputs)
-        )
+        critic = None if self._make_critic is None else self._make_critic(site.inputs)
+        self._learner = ActorCritic(site, self._settings, load_model(site.inputs["policy"]), critic)
 
     def pid(self) -> int:
         return os.getpid()

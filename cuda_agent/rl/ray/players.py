@@ -19,12 +19,11 @@ from typing import Any, NamedTuple, cast
 from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.errors import BadConfiguration, TryAgain
 from cuda_agent.policy.engines.engine import EngineError
-from cuda_agent.policy.episode import Episode, from_line
+from cuda_agent.policy.episode import Episode, from_line, group_of
 from cuda_agent.rl.ray.actors import RolloutWorker
 from cuda_agent.rl.ray.cluster import on_bundle, open_ray, raise_if_init_failed
 from cuda_agent.rl.ray.transfer import pack
 from cuda_agent.rl.rollouts import EpisodeBudget, Job, Kind
-from cuda_agent.tasks.task import Task
 
 LOSSES = 3  # of workers in one round, times their number, until the stage gives up
 PLACING_SECONDS = 900.0  # a cluster may have to start machines
@@ -57,23 +56,22 @@ class WorkerSlot:
 
 
 class EpisodeCollector:
-    """The episodes of one round as they come in.  Of every task the first to finish with a reward are kept, ``samples``
-    for each time that it was drawn, or, where fewer have one, all; it is ``full`` when every task has them.  A task
-    that was drawn twice has the same episodes twice, as in one process."""
+    """The episodes of one round as they come in.  Of every group the first to finish with a reward are kept, at most
+    ``samples``, or, where fewer have one, all; it is ``full`` when every group has as many as it can."""
 
-    def __init__(self, jobs: Sequence[Job], tasks: Sequence[Task], samples: int) -> None:
-        self._jobs = jobs
-        self._wanted = {name: count * samples for name, count in Counter(task.name for task in tasks).items()}
-        self._open = Counter(task.name for task, _ in jobs)  # of each task, not finished yet
-        self._kept: dict[str, list[Episode]] = {name: [] for name in self._wanted}
+    def __init__(self, jobs: Sequence[Job], samples: int) -> None:
+        self._order = {name: index for index, (_, name) in enumerate(jobs)}
+        self._open = Counter(group_of(name) for _, name in jobs)  # of each group, not finished yet
+        self._wanted = {group: min(count, samples) for group, count in self._open.items()}
+        self._kept: dict[str, list[Episode]] = {group: [] for group in self._wanted}
 
     def add(self, episode: Episode) -> None:
-        self._open[episode.task] -= 1
-        self._kept[episode.task].append(episode)
+        self._open[episode.group] -= 1
+        self._kept[episode.group].append(episode)
 
     @property
     def full(self) -> bool:
-        return all(not self._open[task] or len(self._rewarded(task)) >= self._wanted[task] for task in self._wanted)
+        return all(not self._open[group] or len(self._rewarded(group)) >= self._wanted[group] for group in self._wanted)
 
     @property
     def cut(self) -> int:
@@ -82,18 +80,14 @@ class EpisodeCollector:
 
     def episodes(self) -> list[Episode]:
         """In the order of the jobs, whatever the order they came in."""
-        places: dict[str, list[int]] = {}
-        for index, (_, name) in enumerate(self._jobs):
-            places.setdefault(name, []).append(index)
         chosen = []
-        for task, episodes in self._kept.items():
+        for group, episodes in self._kept.items():
             others = [episode for episode in episodes if episode.reward is None]
-            chosen += [*self._rewarded(task), *others][: self._wanted[task]]
-        placed = [(places[episode.id].pop(0), episode) for episode in chosen]
-        return [episode for _, episode in sorted(placed, key=lambda item: item[0])]
+            chosen += [*self._rewarded(group), *others][: self._wanted[group]]
+        return sorted(chosen, key=lambda episode: self._order[episode.id])
 
-    def _rewarded(self, task: str) -> list[Episode]:
-        return [episode for episode in self._kept[task] if episode.reward is not None]
+    def _rewarded(self, group: str) -> list[Episode]:
+        return [episode for episode in self._kept[group] if episode.reward is not None]
 
 
 class RayPlayers:
@@ -130,7 +124,7 @@ class RayPlayers:
         self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = lambda episode: None
     ) -> list[Episode]:
         """As ``rollouts.Players.play``."""
-        collector = EpisodeCollector(jobs, [task for task, _ in jobs], 1)
+        collector = EpisodeCollector(jobs, len(jobs))
         await self.collect(collector, jobs, kind, on_done)
         return collector.episodes()
 

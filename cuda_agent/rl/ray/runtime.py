@@ -34,7 +34,9 @@ BROADCASTS = 2  # of the same weights, each to those that are left; then they go
 class RayRuntime:
     """See ``learning.Runtime``.  Its methods, ``play`` excepted, are called one after the other."""
 
-    def __init__(self, ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic, group: Any) -> None:
+    def __init__(
+        self, ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None, group: Any
+    ) -> None:
         import ray
 
         self._ray = ray
@@ -49,7 +51,7 @@ class RayRuntime:
         samples = self._settings.samples_per_prompt
         extra = math.ceil(self._ctx.config.ray.oversample * samples)
         jobs = episodes_of(tasks, samples + extra, f"{self._ctx.name}/{step}")
-        collector = EpisodeCollector(jobs, tasks, samples)
+        collector = EpisodeCollector(jobs, samples)
         lost = await self._players.collect(collector, jobs, self._kind)
         metrics = {"cut": float(collector.cut), "workers_lost": float(lost)}
         return RolloutBatch(collector.episodes(), time.monotonic() - began, metrics)
@@ -63,7 +65,7 @@ class RayRuntime:
     async def restore(self) -> int:
         return await self._trainer.restore()
 
-    async def result(self) -> tuple[Any, Any, Critic]:
+    async def result(self) -> tuple[Any, Any, Critic | None]:
         return await self._trainer.result()
 
     # ---------------------------------------------------------------------------------------------------------- weights
@@ -126,7 +128,7 @@ class RayRuntime:
 
 @asynccontextmanager
 async def open_ray_runtime(
-    ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
+    ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AsyncIterator[RayRuntime]:
     """As ``ray_players.open_places``."""
     async with open_places(ctx, ctx.config.ray.trainers) as group:

@@ -31,14 +31,15 @@ class TrainerHandle:
     give is asked for through ``of``.  Nothing is there before ``open``, and after ``lost``."""
 
     def __init__(
-        self, ctx: StageContext, site: WorkerContext, settings: Ppo, make_critic: MakeCritic, group: Any
+        self, ctx: StageContext, site: WorkerContext, settings: Ppo, make_critic: MakeCritic | None, group: Any
     ) -> None:
         import ray
 
         self._ray = ray
         self._ctx, self._site, self._settings, self._make_critic = ctx, site, settings, make_critic
         self._group, self._places = group, ctx.config.ray
-        self._inputs = ray.put({name: pack(ctx.inputs[name]) for name in ("policy", "critic") if name in ctx.inputs})
+        needed = ("policy",) if make_critic is None else ("policy", "critic")
+        self._inputs = ray.put({name: pack(ctx.inputs[name]) for name in needed if name in ctx.inputs})
         self.actor: Any = None
         self._hosts: list[Any] = []  # of its ranks, where these are on several machines
 
@@ -106,11 +107,13 @@ class TrainerHandle:
                 await self.of(self.actor.load.remote())
         return step or 0
 
-    async def result(self) -> tuple[Any, Any, Critic]:
-        """(model, tokenizer, critic) in this process."""
+    async def result(self) -> tuple[Any, Any, Critic | None]:
+        """(model, tokenizer, critic) in this process; the critic is None where none is trained."""
         model, tokenizer = load_policy(self._ctx.inputs["policy"])
-        critic = self._make_critic(self._ctx.inputs)
         load_weights(model, await self.of(self.actor.weights.remote()))
+        if self._make_critic is None:
+            return model, tokenizer, None
+        critic = self._make_critic(self._ctx.inputs)
         load_weights(critic, await self.of(self.actor.critic.remote()))
         return model, tokenizer, critic
 

@@ -7,10 +7,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from cuda_agent.sandbox.formats.solution_format import SolutionError
 from cuda_agent.sandbox.wire import Tensor
 
 
-class PlanError(ValueError):
+class PlanError(SolutionError):
     """What is wrong with the plan, and where: for its author."""
 
 

@@ -1,17 +1,18 @@
 """The extension format: the published work folder (``model_new.py``, ``kernels/``, ``*_binding.cpp``), on CPU and GPU.
 
-The folder's C++ is built against our own small ``binding_registry.h`` in place of torch's headers (well under a second
-instead of most of a minute); includes of torch and pybind11 find ``torch_surface.h``, which has what bindings need of
-them and no operators.  What it registers becomes the Python module ``cuda_extension`` of the worker (``binding``).
-``.cu`` files go through nvcc and may not include torch at all, as published.
+The folder's C++ is built against our own small ``binding_registry.h`` instead of torch's headers: that takes well under
+a second instead of most of a minute.  Includes of torch and pybind11 find ``torch_surface.h``, which declares what
+bindings need and no operators.  Functions that the sources register become the Python module ``cuda_extension`` of the
+worker (``binding``).  ``.cu`` files go through nvcc and may not include torch at all, as published.
 """
 
-import ast
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.sandbox.build.builder import Builder
+from cuda_agent.sandbox.formats.python import check_module
+from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
 from cuda_agent.sandbox.wire import TaskSpec
 
 _HERE = Path(__file__).parent
@@ -23,63 +24,49 @@ _FOREIGN = re.compile(r"^\s*#\s*include\s*[<\"]((?:torch|ATen|c10|pybind11)/[^>\
 _BINDING = re.compile(r"^\s*REGISTER_BINDING\(\s*(\w+)\s*,", re.MULTILINE)
 
 
-class ExtensionError(ValueError):
-    """What is wrong with the work folder: for its author."""
-
-
 def header() -> str:
     """The text of our ``binding_registry.h``."""
     return (_HERE / HEADER).read_text()
 
 
-async def prepare(files: dict[str, str], spec: TaskSpec, builder: Builder, architecture: str = "") -> dict[str, Any]:
-    """Build, for the CPU or for a GPU of this ``architecture``; what the worker is told to load.  Raises
-    ``ExtensionError`` or ``build.BuildError``."""
+async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
+    """Build the library; what the worker is told to load.
+
+    Raises:
+        SolutionError: the work folder lacks something, or includes what it may not.
+        BuildError: the compiler refuses the sources.
+    """
     check_module(files, spec)
-    device = "cuda" if architecture else "cpu"
-    built, units, libraries = sources_of(files, device)
+    built, units, libraries = sources_of(files, tools.device)
     extra = ("-I.", "-Isurface")
-    if architecture:
-        library = await builder.extension(built, units, architecture, libraries, extra)
+    if tools.architecture:
+        library = await tools.builder.extension(built, units, tools.architecture, libraries, extra)
     else:
-        library = await builder.library(built, units, (*extra, "-fopenmp"))
+        library = await tools.builder.library(built, units, (*extra, "-fopenmp"))
     return {"library": str(library), "code": files["model_new.py"]}
 
 
-def sources_of(files: dict[str, str], device: str) -> tuple[dict[str, str], list[str], list[str]]:
-    """What is compiled, with what stands in for torch's headers; which of it are units; and the vendor's libraries that
-    it uses.  Raises ``ExtensionError``."""
+def sources_of(files: Mapping[str, str], device: str) -> tuple[dict[str, str], list[str], list[str]]:
+    """The sources with the stand-ins for torch's headers, the names of the units to compile, and the vendor's libraries
+    to link.
+
+    Raises:
+        SolutionError: there is no source or no binding, or a ``.cu`` file includes torch.
+    """
     endings = _SOURCES[device]
     sources = {name: text for name, text in files.items() if name.endswith(endings) and Path(name).name not in _FIXED}
     units = sorted(name for name in sources if name.endswith(_UNITS))
     if not units:
-        raise ExtensionError(f"there is no kernels/*{'.cu' if device == 'cuda' else '.cpp'}")
+        raise SolutionError(f"there is no kernels/*{'.cu' if device == 'cuda' else '.cpp'}")
     if not any(_BINDING.search(text) for text in sources.values()):
-        raise ExtensionError("no REGISTER_BINDING in any source: cuda_extension would be empty")
+        raise SolutionError("no REGISTER_BINDING in any source: cuda_extension would be empty")
     foreign: set[str] = set()
     for name in sorted(sources):
         found = _FOREIGN.findall(sources[name])
         if found and name.endswith((".cu", ".cuh")):
-            raise ExtensionError(f"{name}: <{found[0]}> may not be included in a .cu file; bind it in a *_binding.cpp")
+            raise SolutionError(f"{name}: <{found[0]}> may not be included in a .cu file; bind it in a *_binding.cpp")
         foreign.update(found)
     built = sources | {name: (_HERE / name).read_text() for name in (HEADER, _SURFACE)}
     built |= {f"surface/{name}": f'#pragma once\n#include "{_SURFACE}"\n' for name in foreign}
     text = "".join(sources.values())
     return built, units, [name for name in ("cublas", "cudnn") if device == "cuda" and name in text]
-
-
-def check_module(files: dict[str, str], spec: TaskSpec) -> None:
-    """Raises ``ExtensionError`` unless there is a model_new.py that parses, and ``ModelNew`` can get its arguments."""
-    if "model_new.py" not in files:
-        raise ExtensionError("there is no model_new.py")
-    try:
-        ast.parse(files["model_new.py"])
-    except SyntaxError as error:
-        raise ExtensionError(f"model_new.py:{error.lineno}: {error.msg}") from None
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise ExtensionError(f"model_new.py: {error}") from None
-    for index, item in enumerate(spec.init):
-        if "opaque" in item:
-            raise ExtensionError(
-                f"init argument {index} of the task is a {item['opaque']}: this format needs plain values"
-            )

@@ -33,6 +33,7 @@ from typing import Any
 from cuda_agent.lease import Lease
 from cuda_agent.machine import processor
 from cuda_agent.sandbox.build import builder
+from cuda_agent.sandbox.formats.solution_format import FirstPassTime
 from cuda_agent.sandbox.jail import cgroups, jail, scratch
 from cuda_agent.sandbox.jail.descendants import descendants
 from cuda_agent.sandbox.jail.processes import (
@@ -71,6 +72,11 @@ class FirstPassResult:
     environment: dict[str, str]
 
 
+def time_for_python(files: Mapping[str, str], device: str) -> FirstPassTime:
+    """When a solution of the python format gets its first pass."""
+    return "before" if asks(files.get("model_new.py", "")) else "when refused"
+
+
 def asks(code: str) -> bool:
     """Whether a source names a compiler of its own."""
     return _ASKS.search(code) is not None
@@ -97,13 +103,20 @@ class FirstPass:
         self._parent: WarmParent | None = None
         self._starting = threading.Lock()
 
-    async def __call__(self, task: Task, files: Mapping[str, str], architecture: str = "") -> FirstPassResult:
-        """From the cache, or made now.  Raises ``FirstPassFailed``; ``OSError`` where the machine is at fault."""
-        async with self._slots:
-            return await asyncio.to_thread(self._cached, task, dict(files), architecture)
+    async def __call__(
+        self, task: Task, files: Mapping[str, str], architecture: str = "", more: Mapping[str, str] | None = None
+    ) -> FirstPassResult:
+        """From the cache, or made now.  ``more``: variables of the environment, for both passes.
 
-    def _cached(self, task: Task, files: dict[str, str], architecture: str) -> FirstPassResult:
-        environment = _toolchain(architecture)
+        Raises:
+            FirstPassFailed: the solution is at fault.
+            OSError: the machine is at fault.
+        """
+        async with self._slots:
+            return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more or {}))
+
+    def _cached(self, task: Task, files: dict[str, str], architecture: str, more: dict[str, str]) -> FirstPassResult:
+        environment = _toolchain(architecture) | more
         versions = [_VERSION, importlib.metadata.version("torch"), sys.version, processor(), self._threads]
         parts = [versions, self._device, architecture, sorted(environment.items()), task.digest, sorted(files.items())]
         name = hashlib.sha256(json.dumps([*parts, str(self._folder)]).encode(errors="surrogatepass")).hexdigest()

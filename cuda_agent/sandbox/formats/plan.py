@@ -9,12 +9,17 @@ of a plan are read by ``grammar``, library nodes are described by ``library_node
 
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from cuda_agent.errors import SandboxUnready
+from cuda_agent.sandbox.build.builder import Builder, BuildError, CompilerMissing
 from cuda_agent.sandbox.formats import grammar, library_nodes
 from cuda_agent.sandbox.formats.expressions import Buffer, PlanError, evaluate
 from cuda_agent.sandbox.formats.grammar import PACKED, Kernel, Memset, Workspace
+from cuda_agent.sandbox.formats.solution_format import Toolchain
 from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
 
@@ -24,6 +29,7 @@ _C_TYPES = {
     "complex64": "float", "complex128": "double",
 }  # fmt: skip
 DTYPES = frozenset(_C_TYPES)
+_RUNTIME = Path(__file__).parents[1] / "worker" / "runtime.cpp"
 _MOST_BLOCKS, _MOST_WORKSPACE = 1 << 24, 1 << 30
 _MOST_GRID, _MOST_BLOCK, _MOST_THREADS = ((1 << 31) - 1, 65535, 65535), (1024, 1024, 64), 1024
 
@@ -56,7 +62,44 @@ class Program:
         return {key: value for key, value in asdict(self).items() if key not in ("source", "expressions")}
 
 
-def compile_plan(files: dict[str, str], spec: TaskSpec, device: str = "cpu") -> Program:
+async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
+    """Build the kernels; what the worker is told to load: the program, and its libraries or image.
+
+    Raises:
+        PlanError: the plan is not one.
+        BuildError: the compiler refuses the kernels.
+        SandboxUnready: the executor of plans does not build here.
+    """
+    program = compile_plan(files, spec, tools.device)
+    sources = {name: text for name, text in files.items() if name != "plan.json"}
+    load = program.to_json()
+    if tools.device == "cuda":
+        load |= {"image": "", "names": {}}
+        if program.source:
+            sources["plan.cu"] = program.source
+            built = await tools.builder.kernels(sources, "plan.cu", program.expressions, tools.architecture)
+            load |= {"image": str(built[0]), "names": built[1]}
+        return load
+    load |= {"runtime": str(await runtime(tools.builder)), "library": None}
+    if program.source:
+        sources["trampoline.cpp"] = program.source
+        load["library"] = str(await tools.builder.library(sources, ["trampoline.cpp"]))
+    return load
+
+
+async def runtime(builder: Builder) -> Path:
+    """The executor of plans on the CPU, built once; this also proves that the compiler works.
+
+    Raises:
+        SandboxUnready: it does not.
+    """
+    try:
+        return await builder.library({"runtime.cpp": _RUNTIME.read_text()}, ["runtime.cpp"], ours=True)
+    except (BuildError, CompilerMissing) as error:
+        raise SandboxUnready(f"the C++ compiler does not work in the sandbox: {error}") from None
+
+
+def compile_plan(files: Mapping[str, str], spec: TaskSpec, device: str = "cpu") -> Program:
     """The program of ``files["plan.json"]`` for a task with these shapes.  Raises ``PlanError``."""
     if "plan.json" not in files:
         raise PlanError("there is no plan.json")
@@ -150,7 +193,7 @@ def _memset(node: Memset, where: str, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _function(
-    node: Kernel, where: str, names: dict[str, Any], files: dict[str, str], index: int
+    node: Kernel, where: str, names: dict[str, Any], files: Mapping[str, str], index: int
 ) -> tuple[dict[str, Any], str]:
     """A kernel node on cpu, and the C++ that calls its function."""
     function = _named_function(node, where, files)
@@ -171,7 +214,7 @@ def _function(
 
 
 def _kernel(
-    node: Kernel, where: str, names: dict[str, Any], files: dict[str, str], index: int
+    node: Kernel, where: str, names: dict[str, Any], files: Mapping[str, str], index: int
 ) -> tuple[dict[str, Any], str]:
     """A kernel node on cuda, and the source that tells the types of its arguments."""
     function = _named_function(node, where, files)
@@ -198,7 +241,7 @@ def _kernel(
     return item, told
 
 
-def _named_function(node: Kernel, where: str, files: dict[str, str]) -> str:
+def _named_function(node: Kernel, where: str, files: Mapping[str, str]) -> str:
     if node.kernel not in files:
         raise PlanError(f"{where}.kernel: there is no file {node.kernel!r}")
     return node.function

@@ -20,7 +20,6 @@ def verdict() -> dict[str, Any]:
     """Of ``Verdict.to_json``: all fields are always there, derived ones too."""
     schema = TypeAdapter(Verdict).json_schema()
     derived = {
-        "advisory": {"type": "boolean", "description": "what the solution computed with is not known"},
         "reward": {
             "enum": [-1, 1, 2, 3, None],
             "description": "-1 not correct, 1 correct, 2 over 5 % faster than eager, 3 also than compile; null: infra",
@@ -28,6 +27,8 @@ def verdict() -> dict[str, Any]:
         "speedup_eager": {"type": ["number", "null"], "description": "eager_seconds / seconds"},
         "speedup_compile": {"type": ["number", "null"], "description": "compile_seconds / seconds"},
     }
+    schema["properties"]["advisory"]["description"] = "what the solution computed with is not known"
+    schema["properties"]["untimed"]["description"] = "why no time was taken; empty: times are taken"
     properties = {
         name: {key: value for key, value in field.items() if key not in ("title", "default")}
         for name, field in schema["properties"].items()

@@ -29,7 +29,7 @@ from cuda_agent.sandbox.judge.reference_client import JudgeSettings, TaskKilled,
 from cuda_agent.sandbox.judge.strict import strict_baselines
 from cuda_agent.sandbox.judge.trial import CandidateRefused, Trial
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
-from cuda_agent.sandbox.wire import Probe, Verdict, receive_frame, send_frame
+from cuda_agent.sandbox.wire import FormatTraits, Probe, Verdict, receive_frame, send_frame
 
 _Answer = TypeVar("_Answer")
 _MOST_PREPARED = {"cpu": 24, "cuda": 6}  # tasks kept ready, least recently used first out
@@ -92,9 +92,14 @@ class Judge:
         self.cleanup()  # where the last one ended in an error of the task
         before = self._cleanup_seconds
         settings = self.settings
-        verdict = Verdict("ok", request["format"], request["mode"], settings.device, settings.clock)  # type: ignore[arg-type]
+        traits = FormatTraits(**request["traits"])
+        verdict = Verdict(
+            "ok", request["format"], request["mode"], settings.device, settings.clock,  # type: ignore[arg-type]
+            advisory=traits.advisory, untimed=traits.untimed,
+        )  # fmt: skip
         # Who is refused does not wait for baselines, and no candidate is there while they are measured.
-        for timed in (True,) if self.prepared(request["task"]).measured(verdict.mode) else (False, True):
+        known = self.prepared(request["task"]).measured(verdict.mode)
+        for timed in (False,) if traits.untimed else (True,) if known else (False, True):
             if timed:
                 prepared = self.prepared(request["task"])
                 prepared.measure(compile=True)
@@ -104,7 +109,7 @@ class Judge:
                 self.cleanup()
                 _forget(verdict)
                 self._tried(request, verdict, timed)
-            if timed or verdict.status != "ok":
+            if timed or traits.untimed or verdict.status != "ok":
                 break
             self.cleanup()
             _forget(verdict)
@@ -117,7 +122,8 @@ class Judge:
         """Fill in ``verdict`` by one trial; whether the candidate should have another one.  ``cleanup`` ends it."""
         prepared = self.prepared(request["task"])
         base, spec = prepared.baselines, prepared.spec
-        verdict.eager_seconds, verdict.compile_seconds = base.eager, base.compile
+        if not verdict.untimed:
+            verdict.eager_seconds, verdict.compile_seconds = base.eager, base.compile
         verdict.bytes, verdict.flops = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs)), base.flops or None
         verdict.peak_bytes_per_second = prepared.peaks.bytes_per_second
         self._trial = trial = Trial(self._workers, prepared, request, verdict)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cuda_agent.sandbox.wire import Format, Ran, RanKind, printable
+from cuda_agent.sandbox.wire import Ran, RanKind, printable
 
 _TORCH = re.compile(r"\b(at|at_cuda_detail|c10|torch|pytorch_flash|sdp|aten)::|^triton_(poi|red|per|tem)_")
 _COPIES = re.compile(r"FillFunctor|direct_copy_kernel")  # kernels of torch that compute nothing
@@ -101,8 +101,9 @@ def short(name: str) -> str:
     return cut if len(cut) <= _LONGEST else cut[: _LONGEST - 3] + "..."
 
 
-def advice(ran: Sequence[Ran], format: Format) -> list[str]:
-    """What the kinds say: whether the result is the solution's own work."""
+def advice(ran: Sequence[Ran], own_work: str) -> list[str]:
+    """What the kinds say: whether the result is the solution's own work.  ``own_work``: what a call must be seen to
+    run (``FormatTraits``)."""
     if not ran:
         return []
     by_kind = {kind: [r for r in ran if r.kind == kind] for kind in _KINDS}
@@ -112,8 +113,8 @@ def advice(ran: Sequence[Ran], format: Format) -> list[str]:
         lines.append(f"nothing of the solution's own was seen to run: torch computed with {_names(torch)}")
     elif torch:
         lines.append(f"torch computed a part: {_names(torch)}")
-    elif format == "extension" and not by_kind["own"]:
-        lines.append("no function of the extension was seen to run")
+    elif own_work and not by_kind["own"]:
+        lines.append(f"no {own_work} was seen to run")
     if by_kind["unknown"]:
         lines.append(f"of unknown origin: {_names(by_kind['unknown'])}")
     return lines

@@ -25,7 +25,7 @@ from cuda_agent.sandbox.judge.cross_check import LONGEST_CHAIN, CrossCheck
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import net, seconds_of_call
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
-from cuda_agent.sandbox.wire import Verdict, baseline
+from cuda_agent.sandbox.wire import FormatTraits, Verdict, baseline
 
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
 _NULL_CALLS = (7, 2)  # of the first worker of a task and format, and of a later one
@@ -62,6 +62,7 @@ class Trial:
         self._memory = prepared.memory
         self._prepared = prepared
         self._request = request
+        self._traits = FormatTraits(**request["traits"])
         self._verdict = verdict
         self._next = prepared.base
         self._fixed = self._settings.clock == "model"
@@ -73,7 +74,7 @@ class Trial:
         spec = prepared.spec
         size = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs))
         slots = 3 if size <= _SLOTS_BYTES[self._settings.device] else 2
-        if self._settings.device == "cuda" and request["format"] != "plan":
+        if self._settings.device == "cuda" and not self._traits.host_is_ours:
             slots = min(max(2, 3 * _SLOTS_BYTES["cuda"] // max(1, size)), LONGEST_CHAIN)
         spare = {"spare": workers.areas} if self._settings.device == "cpu" else {}
         self._buffers = self._memory.Buffers(spec, slots=slots, fixed=self._fixed, **spare)
@@ -94,7 +95,9 @@ class Trial:
             self.strict_time()
         elif timed:
             self.time()
-        if timed:
+        if self._traits.untimed:
+            self.observe()
+        elif timed:
             said = self._verdict.strict or {}
             peaks, spec = self._prepared.peaks, self._prepared.spec
             self._verdict.peak_flops = peaks.operations_for(spec, said.get("precision", ""))
@@ -113,7 +116,7 @@ class Trial:
             with self._lease.timing(), self._judged():
                 least = min(self._timed(inputs, kind="N")[0] for _ in range(_NULL_CALLS[format in known]))
             self._null = known[format] = min(least, known.get(format, least))
-        if self._settings.device == "cuda" and request["format"] != "plan":
+        if self._settings.device == "cuda" and not self._traits.host_is_ours:
             inputs = self._prepared.entry(self._next).inputs
             with self._lease.timing(), self._judged():
                 host = self._prepared.oracle.host_seconds(inputs)
@@ -134,7 +137,8 @@ class Trial:
         self._worker = worker = workers.locked(place, profiler) if place else workers.candidate(profiler)
         worker.seconds = self._settings.run_seconds + (_FINDING_SECONDS if place else 0.0)
         options = {
-            "format": request["format"],
+            "host_is_ours": self._traits.host_is_ours,
+            "rule": self._traits.rule,
             "spec": buffers.spec.to_json(),
             "layout": buffers.layout,
             "weights": buffers.weights,
@@ -228,7 +232,7 @@ class Trial:
         if self._cross:
             with self._judged("in a timed call"):
                 seconds, doubt = self._cross.believe(told, self._chain)
-        if not doubt and self._request["format"] != "plan":
+        if not doubt and not self._traits.host_is_ours:
             doubt = self._prepared.below_physical_floor(seconds)
         if doubt:
             raise CandidateRefused("cheat", doubt)
@@ -238,7 +242,7 @@ class Trial:
         """Fill in what ran, by one more call or two after all that counts: a failure changes nothing else.  Quick mode
         asks for it where the static rules found something."""
         request, verdict = self._request, self._verdict
-        plan, strict_mode = request["format"] == "plan", verdict.mode == "strict"
+        plan, strict_mode = self._traits.host_is_ours, verdict.mode == "strict"
         nodes = request["load"]["nodes"] if plan else []
         if plan and (self._fixed or not strict_mode):
             verdict.ran = legality.of_plan(nodes)
@@ -260,7 +264,7 @@ class Trial:
             if self._fixed:  # a share is a time, and so is their order
                 ran = sorted((replace(r, share=None) for r in ran), key=lambda r: (r.name, r.kind))
             verdict.ran = ran
-            verdict.advice += legality.advice(verdict.ran, verdict.format)
+            verdict.advice += legality.advice(verdict.ran, self._traits.own_work)
         if missing:
             verdict.advice.append(f"not observed: {missing}"[:300])
         verdict.phases["observe"] = time.perf_counter() - begin
@@ -300,7 +304,7 @@ class Trial:
 
     def cost(self) -> float:
         request, spec, threads = self._request, self._prepared.spec, self._settings.threads
-        if request["format"] == "plan":
+        if self._traits.host_is_ours:
             return cost.plan(request["load"], spec, request["files"], threads)
         return cost.extension(spec, request["files"], threads)
 

@@ -1,11 +1,12 @@
 """The candidate worker: runs one solution, in any format, and dies."""
 
-import contextlib
 import ctypes
 import itertools
+import os
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,14 @@ from cuda_agent.sandbox.worker.binding import OnlyTheExtension, Outputs, load_mo
 from cuda_agent.sandbox.worker.loop import WorkerLoop, build_model
 from cuda_agent.sandbox.worker.replay import play_back
 from cuda_agent.sandbox.worker.shared_tensors import Slots, flatten, map_memory, owned, rebuild, store, zeros
+from cuda_agent.sandbox.worker.triton_rule import only_triton
+
+# What makes the context of a call of ``ModelNew``, by the name of the rule.
+RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]] = {
+    "": lambda outputs: nullcontext,
+    "extension": lambda outputs: OnlyTheExtension,
+    "triton": only_triton,
+}
 
 
 class Candidate(WorkerLoop):
@@ -36,7 +45,7 @@ class Candidate(WorkerLoop):
         # On the CPU the empty call's time is subtracted, so it holds nothing that a solution could leave out, such as
         # copying outputs to their place.  On a GPU empty chains go into a bound that must not be too high: they do it.
         self._commands = {"Z": self.empty_chain} if options["device"] == "cuda" else {"N": lambda frame: None}
-        self._commands["L"] = self.load_plan if options["format"] == "plan" else self.load_model
+        self._commands["L"] = self.load_plan if options["host_is_ours"] else self.load_model
 
     def empty_chain(self, frame: Frame) -> Any:
         """Of outputs that are views for the reference, one costs what it costs to copy."""
@@ -68,20 +77,21 @@ class Candidate(WorkerLoop):
         self._commands["O"] = lambda call: observe.seconds_of(steps[call.slot], self._options["device"])
 
     def load_model(self, frame: Frame) -> None:
-        """``ModelNew`` of the extension format, with its library and the rule to use nothing else; or of the python
-        format, free to use torch.  Built with the random numbers that built the reference, and given its weights."""
-        spec, restricted = self._options["spec"], self._options["format"] == "extension"
+        """``ModelNew``, under the rule of its format: built with the random numbers that built the reference, and given
+        its weights."""
+        spec, restricted = self._options["spec"], bool(self._options["rule"])
+        os.environ.update(frame.body["environment"])
         numbers = range(len(self._slots.layout))
         given = [rebuild(spec["arguments"], self._slots.input_tensors(slot)) for slot in numbers]
         outputs = Outputs([self._slots.output_tensors(slot) for slot in numbers], self._options["device"])
-        if restricted:
+        if "library" in frame.body:
             sys.modules["cuda_extension"] = load_module(frame.body["library"], outputs)
         if frame.body.get("place"):
             play_back(Path(frame.body["place"]["folder"]))
         torch.manual_seed(frame.body["seed"])
         model = build_model(frame.body["code"], [item["value"] for item in spec["init"]], self._options["device"])
         weights = self._slots.weight_tensors()
-        rule = OnlyTheExtension if restricted else contextlib.nullcontext
+        rule = RULES[self._options["rule"]](outputs)
         given_places, views = self._slots.given, self._options["views"]
         if restricted or model.state_dict().keys() == weights.keys():  # KernelBench's own solutions may rename them
             model.load_state_dict(weights, strict=True)

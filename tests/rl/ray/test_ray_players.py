@@ -134,7 +134,7 @@ def test_a_worker_that_comes_late_is_given_the_newest_weights_before_it_plays(pl
         await made.open()
         await made.serve(Served(1, "one", "given"))
         jobs = episodes_of(TASKS, 1, "s")
-        collector = EpisodeCollector(jobs, TASKS, 1)
+        collector = EpisodeCollector(jobs, 1)
         assert await made.collect(collector, jobs, "agent") == 1 and collector.full
         while not asked:
             await asyncio.sleep(0)

@@ -10,6 +10,7 @@ import pytest
 
 from cuda_agent.sandbox.build import builder as build
 from cuda_agent.sandbox.formats import extension, plan
+from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
 from cuda_agent.sandbox.jail.scratch import make_folder
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
 from tests.sandbox import published
@@ -72,7 +73,7 @@ def folder(builder: build.Builder, files: dict[str, str]) -> Path:
     except build.CompilerMissing as missing:
         pytest.skip(str(missing))
     spec = TaskSpec((Tensor((8, 8), "float32"),), (Tensor((8, 8), "float32"),), {}, ({"tensor": 0},), ({"value": 8},))
-    load = asyncio.run(extension.prepare(files, spec, builder, "sm_90a"))
+    load = asyncio.run(extension.build(files, spec, Toolchain(builder, "sm_90a")))
     return Path(load["library"])
 
 
@@ -89,5 +90,5 @@ def test_what_nvcc_refuses_is_quoted(builder: build.Builder) -> None:
 
 def test_a_kernel_file_may_not_include_torch(builder: build.Builder) -> None:
     files = published.FILES | {"kernels/norm_gelu.cu": "#include <torch/types.h>\n" + published.KERNEL}
-    with pytest.raises(extension.ExtensionError, match=r"may not be included in a \.cu file"):
+    with pytest.raises(SolutionError, match=r"may not be included in a \.cu file"):
         folder(builder, files)

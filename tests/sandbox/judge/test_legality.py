@@ -95,7 +95,7 @@ def test_whatever_a_worker_tells_becomes_good_records(told: Any) -> None:
             assert record.name.isprintable() and record.calls > 0 and type(record.calls) is int
             assert record.kind in ("own", "library", "torch", "memset", "unknown")
             assert record.share is None or 0 <= record.share <= 1
-        legality.advice(ran, "python")
+        legality.advice(ran, "")
 
 
 def test_operators_that_compute_are_counted_and_others_are_not() -> None:

@@ -1,0 +1,44 @@
+"""The python format, and the module that every format with a ``model_new.py`` has.
+
+KernelBench's form: one file that defines ``ModelNew`` and may use torch freely.  Not covered: the compilers that it may
+bring (``first_pass``).
+"""
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
+from cuda_agent.sandbox.wire import TaskSpec
+
+
+async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
+    """What the worker is told to load; nothing is compiled.
+
+    Raises:
+        SolutionError: as ``check_module``.
+    """
+    check_module(files, spec)
+    return {"code": files["model_new.py"]}
+
+
+def check_module(files: Mapping[str, str], spec: TaskSpec) -> ast.Module:
+    """The syntax tree of ``model_new.py``.
+
+    Raises:
+        SolutionError: the file is missing or does not parse, or ``ModelNew`` cannot get the task's init arguments.
+    """
+    if "model_new.py" not in files:
+        raise SolutionError("there is no model_new.py")
+    try:
+        tree = ast.parse(files["model_new.py"])
+    except SyntaxError as error:
+        raise SolutionError(f"model_new.py:{error.lineno}: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise SolutionError(f"model_new.py: {error}") from None
+    for index, item in enumerate(spec.init):
+        if "opaque" in item:
+            raise SolutionError(
+                f"init argument {index} of the task is a {item['opaque']}: this format needs plain values"
+            )
+    return tree

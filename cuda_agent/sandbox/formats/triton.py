@@ -1,0 +1,56 @@
+"""The triton format: one ``model_new.py`` whose ``ModelNew`` computes with kernels of ``triton.jit``.
+
+On a GPU the first pass compiles and autotunes, and the locked pass finds the results; the solution is timed and ruled
+as one of the extension format.  On the CPU Triton's interpreter runs the kernels: that checks correctness, and takes no
+time.  Not covered here: the rule for ``ModelNew.forward`` (``worker.triton_rule``).
+"""
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cuda_agent.errors import SandboxUnready
+from cuda_agent.sandbox.formats.python import check_module
+from cuda_agent.sandbox.formats.solution_format import FirstPassTime, SolutionError, Toolchain
+from cuda_agent.sandbox.wire import TaskSpec
+
+UNTIMED = "on the CPU Triton's interpreter checks correctness only; speed needs a GPU"
+# Autotuning takes times, which only the first pass may: its choice is kept with the kernels.
+ENVIRONMENT = {"cpu": {"TRITON_INTERPRET": "1"}, "cuda": {"TRITON_CACHE_AUTOTUNING": "1"}}
+
+
+async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
+    """What the worker is told to load.
+
+    Raises:
+        SolutionError: as ``check_module``, or there is no kernel.
+        SandboxUnready: the package triton is not installed.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise SandboxUnready("sandbox.format=triton needs the package triton: pip install triton")
+    if not any(kernels(check_module(files, spec))):
+        raise SolutionError("model_new.py has no kernel: a function with the decorator @triton.jit")
+    return {"code": files["model_new.py"]}
+
+
+def kernels(tree: ast.Module) -> Iterator[str]:
+    """Names of the functions with the decorator ``triton.jit``, under any name that an import gives it."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update({alias.asname or alias.name: alias.name for alias in node.names})
+        elif isinstance(node, ast.ImportFrom):
+            names.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            for decorator in node.decorator_list:
+                written = ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+                first, dot, rest = written.partition(".")
+                if names.get(first, "") + dot + rest in ("triton.jit", "triton.runtime.jit.jit"):
+                    yield node.name
+
+
+def first_pass_time(files: Mapping[str, str], device: str) -> FirstPassTime:
+    """On a GPU every solution compiles before it is judged; the interpreter compiles nothing."""
+    return "before" if device == "cuda" else "never"

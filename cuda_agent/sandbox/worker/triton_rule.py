@@ -1,0 +1,72 @@
+"""The rule of the triton format: ``ModelNew.forward`` computes with kernels of ``triton.jit``, and with them alone.
+
+torch may create, view and look at tensors, as in the extension format; each call must launch a kernel.  Triton's own
+runtime may call torch: its interpreter copies arguments, its autotuner resets them.  The check runs in the candidate's
+own interpreter, so a determined cheat can get around it.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from cuda_agent.sandbox.wire import ALLOWED
+from cuda_agent.sandbox.worker.binding import Cheat, Outputs
+
+
+def only_triton(outputs: Outputs) -> Callable[[], AbstractContextManager[Any]]:
+    """Count launches from here on; what makes the context of a call.  ``outputs.watch`` is told of every launch."""
+    from triton.runtime import autotuner, interpreter, jit
+
+    launches = [0]
+    trusted = (vars(autotuner), vars(interpreter))
+
+    class OnlyTriton(TorchFunctionMode):
+        def __enter__(self) -> Any:
+            self._before = launches[0]
+            return super().__enter__()
+
+        def __exit__(self, kind: Any, error: Any, where: Any) -> None:
+            super().__exit__(kind, error, where)
+            if kind is None and launches[0] == self._before:
+                raise Cheat("ModelNew.forward launches no kernel of triton.jit")
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            caller = sys._getframe(1).f_globals
+            if func.__name__ not in ALLOWED and not any(caller is module for module in trusted):
+                name = resolve_name(func) or func.__name__
+                raise Cheat(f"ModelNew.forward calls {name}: computing is the part of the kernels of triton.jit")
+            return func(*args, **(kwargs or {}))
+
+    for kind in (jit.JITFunction, interpreter.InterpretedFunction):
+        _count(kind, launches, outputs)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _prepare_interpreter(autotuner, interpreter)
+    return OnlyTriton
+
+
+def _count(kind: Any, launches: list[int], outputs: Outputs) -> None:
+    launch = kind.run
+
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        begin = time.perf_counter()
+        result = launch(self, *args, **options)
+        if not options.get("warmup"):
+            launches[0] += 1
+            if outputs.watch:
+                outputs.watch(self.fn.__name__, "own", time.perf_counter() - begin)
+        return result
+
+    kind.run = run
+
+
+def _prepare_interpreter(autotuner: Any, interpreter: Any) -> None:
+    """Arguments are in the host's memory already, where inputs cannot be written back; and no configuration is faster
+    than another, so that the first one is taken."""
+    interpreter.GridExecutor._init_args_hst = lambda self, args, options: (args, options)
+    interpreter.GridExecutor._restore_args_dev = lambda self, *args: None
+    autotuner.Autotuner.do_bench = property(lambda self: lambda call, quantiles: [0.0] * len(quantiles))

@@ -1,0 +1,40 @@
+"""``agentic`` with and without a critic, on a scripted policy."""
+
+import pytest
+
+from cuda_agent.stages import agentic
+from cuda_agent.training.critic import critic_from_policy, load_critic, save_critic
+from tests.rl.ray.ray_cases import config, context, make_inputs, read_metrics
+
+SETTINGS = {"steps": 1, "episodes_per_step": 4, "samples_per_prompt": 2, "minibatches": 2, "context": 1024}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def run(folder, inputs, outputs, **changes):
+    """Runs the stage, with only some of the outputs that the graph declares; its first metrics."""
+    ctx = context(folder, config(agentic=SETTINGS | changes), inputs, "agentic")
+    ctx.outputs = {name: ctx.outputs[name] for name in outputs}
+    agentic.run(ctx)
+    assert (folder / "policy" / "model.safetensors").is_file()
+    return read_metrics(folder / "said" / "metrics.jsonl")[0]
+
+
+@pytest.mark.parametrize("advantage", ["gae", "group"])
+def test_without_an_input_critic_and_a_declared_output_it_runs_and_writes_none(tmp_path, inputs, advantage):
+    metrics = run(tmp_path, inputs, ["policy"], advantage=advantage)
+    assert ("critic_loss" in metrics) == (advantage == "gae")
+    assert not any((tmp_path / "critic").iterdir())
+
+
+def test_a_declared_critic_that_nothing_trained_is_passed_on(tmp_path, inputs):
+    pretrained = critic_from_policy(inputs["policy"], 0.75)
+    (tmp_path / "pretrained").mkdir()
+    save_critic(pretrained, tmp_path / "pretrained")
+    given = inputs | {"critic": tmp_path / "pretrained"}
+    metrics = run(tmp_path / "stage", given, ["policy", "critic"], advantage="rloo", reward="speedup")
+    assert load_critic(tmp_path / "stage" / "critic").head.bias.tolist() == [0.75]
+    assert "critic_loss" not in metrics and -1 <= metrics["reward"] < 3
