@@ -14,7 +14,7 @@ from importlib.resources import files as package_files
 from typing import Any
 
 from cuda_agent.format_names import Format
-from cuda_agent.sandbox.build import builder
+from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.formats import extension, plan
 from cuda_agent.sandbox.formats.python import check_module
 from cuda_agent.sandbox.formats.table import FORMATS
@@ -80,7 +80,7 @@ def _of_plan(task_code: str, solution: Solution, spec: TaskSpec, device: str) ->
         sources = {**used, f"unit.{'cpp' if device == 'cpu' else 'cu'}": prelude + program.source}
     if device == "cpu":
         parts, runner = ("standalone_plan.py", "standalone_cpu.py"), "_OnCpu"
-        values |= {"flags": list(builder.FLAGS), "runtime": _sandbox_file("worker", "runtime.cpp")}
+        values |= {"flags": list(toolchain.FLAGS), "runtime": _sandbox_file("worker", "runtime.cpp")}
     else:
         parts, runner = ("standalone_plan.py", "standalone_cuda.py"), "_OnCuda"
         values |= {"expressions": program.expressions, "nvrtc": _sandbox_file("build", "nvrtc.py")}
@@ -97,7 +97,7 @@ def _of_extension(task_code: str, solution: Solution, spec: TaskSpec, device: st
     check_module(solution.files, spec)
     sources, units, uses = extension.sources_of(solution.files, device)
     if device == "cpu":
-        flags = [*builder.FLAGS, "-include", "prelude.h", "-I.", "-Isurface", "-fopenmp"]
+        flags = [*toolchain.FLAGS, "-include", "prelude.h", "-I.", "-Isurface", "-fopenmp"]
         sources["prelude.h"] = _PRELUDE
     else:
         flags = [

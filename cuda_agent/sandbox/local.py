@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,13 +28,24 @@ from typing import Any
 from cuda_agent.config import WHERE_JUDGED, SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.machine import processor
-from cuda_agent.sandbox.build import builder
+from cuda_agent.sandbox.build import builder, toolchain
 from cuda_agent.sandbox.formats import first_pass, plan, rules
 from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.jail import scratch
 from cuda_agent.sandbox.jail.processes import KEEPING_MEMORY
-from cuda_agent.sandbox.wire import Mode, Probe, Solution, TaskSpec, ToolResult, Verdict, receive_frame, send_frame
+from cuda_agent.sandbox.messages import (
+    EvaluateRequest,
+    JudgeRequest,
+    JudgeSettings,
+    ProbeRequest,
+    Reply,
+    SpecRequest,
+    TaskSource,
+    receive_frame,
+    send_frame,
+)
+from cuda_agent.sandbox.wire import Mode, Probe, Solution, TaskSpec, ToolResult, Verdict
 from cuda_agent.sandbox.workspace.client import Workspace, Workspaces
 from cuda_agent.tasks.task import Task
 
@@ -42,7 +53,7 @@ _HERE = Path(__file__).parent
 _LONGEST_ANSWER = 900.0  # seconds until a judge that says nothing counts as lost
 _MOST_SPECS = 4096  # kept
 _JUDGING = ("build", "formats", "jail", "judge", "worker")  # rooms whose code a verdict depends on, beside this one's
-_THIS_ROOM = ("local.py", "wire.py", "driver.py")
+_THIS_ROOM = ("local.py", "messages.py", "wire.py", "driver.py")
 _QUARANTINE = 60.0  # seconds until a device that failed its health probe is asked again
 
 
@@ -77,26 +88,27 @@ class LocalSandbox:
             self.cache / "passes", self._scratch, self.lease_folder, config.device, config.threads,
             config.first_pass_seconds,
         )  # fmt: skip
-        settings = {
-            "threads": config.threads, "checks": config.checks, "tolerance": config.tolerance,
-            "timed_calls": config.timed_calls, "run_seconds": config.run_seconds, "memory_mb": config.memory_mb,
-            "clock": config.clock, "required_walls": list(config.required_walls), "cache": str(self.cache),
-            "lease": str(self.lease_folder), "device": config.device,
-        }  # fmt: skip
+        settings = JudgeSettings(
+            threads=config.threads, checks=config.checks, tolerance=config.tolerance, timed_calls=config.timed_calls,
+            run_seconds=config.run_seconds, memory_mb=config.memory_mb, clock=config.clock,
+            required_walls=tuple(config.required_walls), cache=str(self.cache), scratch="",
+            lease=str(self.lease_folder), device=config.device,
+        )  # fmt: skip
         count = min(2, os.cpu_count() or 1)
         if config.device == "cuda":
             count = 1  # one exclusive judge a device
-            settings |= await self._device()
+            kernels, identity = await self._device()
+            settings = replace(settings, kernels=kernels, identity=identity)
         self._judges = []
         for number in range(count):
             folder = self._scratch / f"judge-{number}"  # of its own: two judges prove their walls side by side
             folder.mkdir()
             folder.chmod(0o711)
-            self._judges.append(_JudgeHandle(settings | {"scratch": str(folder)}, folder))
+            self._judges.append(_JudgeHandle(replace(settings, scratch=str(folder)), folder))
         return self
 
-    async def _device(self) -> dict[str, Any]:
-        """What the judge must be told of the GPU.  Asked in a process of its own: this one forks."""
+    async def _device(self) -> tuple[str, str]:
+        """The judge's built kernels, and the identity of the GPU.  A process of its own asks: this one forks."""
         program = [sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"]
         environment = os.environ | {"PYTHONPATH": str(_HERE.parents[1])}
         answer = await asyncio.to_thread(subprocess.run, program, capture_output=True, env=environment)
@@ -107,9 +119,9 @@ class LocalSandbox:
         source = {"check.cu": (_HERE / "judge" / "check.cu").read_text()}
         try:
             image, _ = await self._builder.kernels(source, "check.cu", [], self._architecture)
-        except (builder.BuildError, builder.CompilerMissing) as error:
+        except (builder.BuildError, toolchain.CompilerMissing) as error:
             raise SandboxUnready(f"the CUDA compiler does not work in the sandbox: {error}") from None
-        return {"kernels": str(image), "identity": found["identity"]}
+        return str(image), found["identity"]
 
     async def ready(self) -> None:
         """Prove the walls, and that the compiler works.  Raises ``SandboxUnready`` that names what is missing."""
@@ -128,7 +140,7 @@ class LocalSandbox:
                 source = {"proof.cpp": f'extern "C" const char proof[] = "{proof}";'}
                 built = await self._builder.library(source, ["proof.cpp"])
             shutil.rmtree(built.parent)
-        except (builder.BuildError, builder.CompilerMissing) as error:
+        except (builder.BuildError, toolchain.CompilerMissing) as error:
             raise SandboxUnready(f"the compiler does not work in the sandbox: {error}") from None
 
     async def __aexit__(self, *_: object) -> None:
@@ -178,17 +190,17 @@ class LocalSandbox:
             verdict = self._refusal(solution, mode, "build_error", str(error))
             verdict.advice = advice
             return verdict
-        except builder.CompilerMissing as error:
+        except toolchain.CompilerMissing as error:
             raise SandboxUnready(str(error)) from None
         except first_pass.FirstPassFailed as failure:
             return self._refusal(solution, mode, failure.status, str(failure))
         built = clock() - begin
         traits = replace(format.traits, untimed=format.untimed.get(device, ""))
-        request = {
-            "task": {"digest": task.digest, "code": task.code}, "format": solution.format, "traits": asdict(traits),
-            "mode": mode, "load": load, "files": solution.files, "observe": bool(found),
+        request: EvaluateRequest = {
+            "task": _source(task), "format": solution.format, "traits": asdict(traits), "mode": mode, "load": load,
+            "files": solution.files, "observe": bool(found),
         }  # fmt: skip
-        verdict = Verdict.from_json(await judge.ask("E", request))
+        verdict = Verdict.from_json(await judge.ask(JudgeRequest.EVALUATE, request))
         if first_pass_time == "when refused" and first_pass.was_refused(verdict):
             begin = clock()
             try:
@@ -196,7 +208,7 @@ class LocalSandbox:
             except first_pass.FirstPassFailed as failure:
                 return self._refusal(solution, mode, failure.status, str(failure))
             built += clock() - begin
-            verdict = Verdict.from_json(await judge.ask("E", request))
+            verdict = Verdict.from_json(await judge.ask(JudgeRequest.EVALUATE, request))
         verdict.advice = [*advice, *verdict.advice]
         if self.config.clock == "real":
             verdict.phases = {"build": built} | verdict.phases
@@ -216,8 +228,8 @@ class LocalSandbox:
     async def spec(self, task: Task) -> TaskSpec:
         """Shapes, dtypes and plain values of a task.  Raises ``TaskError``."""
         if task.digest not in self._specs:
-            request = {"task": {"digest": task.digest, "code": task.code}}
-            spec = TaskSpec.from_json(await self._judge(task).ask("S", request))
+            request: SpecRequest = {"task": _source(task)}
+            spec = TaskSpec.from_json(await self._judge(task).ask(JudgeRequest.SPEC, request))
             if len(self._specs) >= _MOST_SPECS:
                 self._specs.pop(next(iter(self._specs)))
             self._specs[task.digest] = spec
@@ -239,10 +251,10 @@ class LocalSandbox:
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
         """Run a task without a solution.  What is wrong with it is in ``Probe.error``."""
-        request = {"task": {"digest": task.digest, "code": task.code}, "compile": compile}
+        request: ProbeRequest = {"task": _source(task), "compile": compile}
         for attempt in (1, 2):
             try:
-                return Probe.from_json(await self._judge(task).ask("P", request))
+                return Probe.from_json(await self._judge(task).ask(JudgeRequest.PROBE, request))
             except _JudgeLost as lost:
                 if attempt == 2:
                     return Probe(error=f"infrastructure: {lost}")
@@ -292,7 +304,7 @@ class _JudgeHandle:
 
     program = "cuda_agent.sandbox.judge.judge"
 
-    def __init__(self, settings: dict[str, Any], scratch: Path) -> None:
+    def __init__(self, settings: JudgeSettings, scratch: Path) -> None:
         self._settings = settings
         self._scratch = scratch
         self._lock = threading.Lock()
@@ -315,14 +327,14 @@ class _JudgeHandle:
                 self._stop()
                 raise SandboxUnready(f"the judge does not start: {error}; {self._last_words()}") from None
 
-    async def ask(self, kind: str, body: dict[str, Any]) -> Any:
+    async def ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
         """Raises ``TaskError``, ``SandboxUnready`` or ``_JudgeLost``."""
         async with self._turn:
-            answer = asyncio.ensure_future(asyncio.to_thread(self._ask, kind, body))
+            answer = asyncio.ensure_future(asyncio.to_thread(self._ask, operation, body))
             answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard, if by nobody else
             return await asyncio.shield(answer)
 
-    def _ask(self, kind: str, body: dict[str, Any]) -> Any:
+    def _ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
         with self._lock:
             until, why = self._quarantine
             if time.monotonic() < until:
@@ -332,12 +344,12 @@ class _JudgeHandle:
             try:
                 if self._process is None:
                     self._start()
-                send_frame(self._socket, kind, body)
+                send_frame(self._socket, operation, body)
                 answer = receive_frame(self._socket)
             except (OSError, ValueError) as error:
                 self._stop()
                 raise _JudgeLost(f"the judge was lost: {error}; {self._last_words()}") from None
-            if answer.kind == "!":
+            if answer.operation == Reply.ERROR:
                 raise TaskError(answer.body["message"])
             return answer.body
 
@@ -356,9 +368,9 @@ class _JudgeHandle:
         ours.settimeout(_LONGEST_ANSWER)
         if self._killed:  # while it was started
             self._process.kill()
-        send_frame(ours, "C", self._settings)
+        send_frame(ours, JudgeRequest.CONFIGURE, asdict(self._settings))
         answer = receive_frame(ours)
-        if answer.kind == "!":
+        if answer.operation == Reply.ERROR:
             self._stop()
             message = answer.body["message"]
             if answer.body["kind"] == "device":
@@ -389,6 +401,10 @@ class _JudgeHandle:
         self._killed = True
         if (process := self._process) is not None:
             process.kill()
+
+
+def _source(task: Task) -> TaskSource:
+    return {"digest": task.digest, "code": task.code}
 
 
 @lru_cache

@@ -1,17 +1,14 @@
-"""The sandbox's wire format: what crosses between a client, the judge and its workers.
+"""The sandbox's data types: solutions, task specifications, verdicts and probes, with their JSON.
 
-Only the standard library and the list of formats' names are imported here: the worker side of the sandbox may import
-this module and nothing else of the package.
+Only the standard library and the list of formats' names are imported here, since workers import this module.  Not
+covered: the frames that carry these types between processes (``messages``), and the service's HTTP (``protocol``).
 """
 
 import hashlib
 import json
-import socket
-import struct
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from cuda_agent.format_names import Format
 
@@ -254,61 +251,3 @@ class Probe:
 def printable(text: str) -> str:
     """One line that can be shown: what untrusted code says must not clear a terminal or look like lines of ours."""
     return "".join(c if c.isprintable() else " " for c in text)
-
-
-# Frames between the judge and a worker: 8 bytes, then JSON.  A call on prepared buffers is the 8 bytes alone.
-
-HEAD = struct.Struct("<BBHI")
-FRAME_LIMIT = 1 << 24  # bytes of one frame's body
-
-
-class Frame(NamedTuple):
-    kind: str  # one character
-    slot: int
-    body: Any
-    fds: list[int]
-    extra: int = 0  # a small number that some calls need, without a body
-
-
-def send_frame(
-    sock: socket.socket, kind: str, body: Any = None, slot: int = 0, fds: Sequence[int] = (), extra: int = 0
-) -> None:
-    payload = b"" if body is None else json.dumps(body).encode()
-    data = HEAD.pack(ord(kind), slot, extra, len(payload)) + payload
-    sent = socket.send_fds(sock, [data], fds) if fds else 0
-    sock.sendall(data[sent:])
-
-
-def receive_frame(sock: socket.socket, max_fds: int = 0) -> Frame:
-    """Blocks, or times out: the socket's limit is for the whole body, not for each drop of it.  ``ConnectionError`` at
-    the end of the stream, ``ValueError`` when the peer does not speak the format."""
-    fds: list[int] = []
-    if max_fds:
-        head, fds, _, _ = socket.recv_fds(sock, HEAD.size, max_fds)
-    else:
-        head = sock.recv(HEAD.size)
-    head += _exactly(sock, HEAD.size - len(head)) if head else b""
-    if not head:
-        raise ConnectionError("the other side is gone")
-    kind, slot, extra, length = HEAD.unpack(head)
-    if length > FRAME_LIMIT:
-        raise ValueError(f"a frame of {length} bytes")
-    try:
-        body = json.loads(_exactly(sock, length)) if length else None
-    except RecursionError:
-        raise ValueError("a frame nested too deep") from None
-    return Frame(chr(kind), slot, body, list(fds), extra)
-
-
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    parts = bytearray()
-    limit = sock.gettimeout()
-    end = None if limit is None else time.monotonic() + limit
-    while len(parts) < count:
-        if end is not None and time.monotonic() > end:
-            raise TimeoutError("a frame that does not end")
-        part = sock.recv(min(count - len(parts), 1 << 20))
-        if not part:
-            raise ConnectionError("the other side is gone")
-        parts += part
-    return bytes(parts)

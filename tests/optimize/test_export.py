@@ -7,7 +7,7 @@ import pytest
 from fresh import only_torch, run
 
 from cuda_agent.optimize.export import model_new
-from cuda_agent.sandbox.build import builder
+from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.formats.expressions import PlanError
 from cuda_agent.sandbox.wire import Solution, TaskSpec, Tensor
 from cuda_agent.tasks.task import Task
@@ -257,8 +257,8 @@ def test_kernels_of_an_exported_plan_for_a_gpu_compile_with_what_is_in_the_file(
     exec(compile(text, "model_new.py", "exec"), names)
     assert issubclass(names["ModelNew"], names["Model"])
     try:
-        tools = builder.find_nvrtc()
-    except builder.CompilerMissing:
+        tools = toolchain.find_nvrtc()
+    except toolchain.CompilerMissing:
         pytest.skip("no NVRTC")
     assert names["_nvrtc"]()[0] == tools.library
     for name, source in {**names["_SOURCES"], "nvrtc.py": names["_PROGRAM"]["nvrtc"]}.items():

@@ -5,7 +5,7 @@ import types
 from pathlib import Path
 
 from cuda_agent.sandbox.judge import host, judge
-from cuda_agent.sandbox.judge.reference_client import JudgeSettings
+from cuda_agent.sandbox.messages import JudgeSettings
 
 
 class SickMemory(types.ModuleType):

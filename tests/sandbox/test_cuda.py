@@ -127,7 +127,8 @@ def get_init_inputs():
         assert verdict.status in ("ok", "wrong")
     else:
         assert (verdict.status, verdict.message) == ("ok", "")
-    assert (verdict.max_error or 0) < {"fp32": 2e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 1e-1}[compute]
+    assert verdict.max_error is not None
+    assert verdict.max_error < {"fp32": 2e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 1e-1}[compute]
 
 
 @pytest.mark.parametrize(
@@ -250,8 +251,16 @@ def test_what_triton_refuses_is_a_build_error(gpu: Running) -> None:
     assert verdict.status == "build_error" and "no_such_function" in verdict.message
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_time_that_the_judges_clock_does_not_allow_is_a_cheat(gpu: Running, lie: str) -> None:
+def test_a_time_that_the_judges_clock_does_not_allow_is_a_cheat(gpu: Running) -> None:
+    """Its outputs are right and in time: nothing but the time can give it away."""
+    verdict = gpu.evaluate(task(SINES), python(LIES["a forged clock"]))
+    assert verdict.status == "cheat", verdict
+    assert verdict.reward == -1
+
+
+@pytest.mark.parametrize("lie", ["a side stream", "a clock that waits for nothing"])
+def test_work_that_the_clock_does_not_wait_for_gains_nothing(gpu: Running, lie: str) -> None:
+    """Where the work still runs when the outputs are copied they are wrong, and else the time is a lie."""
     verdict = gpu.evaluate(task(SINES), python(LIES[lie]))
     assert verdict.status in ("cheat", "wrong"), verdict
     assert verdict.reward == -1

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cuda_agent.sandbox.build import builder as build
+from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.formats import extension, plan
 from cuda_agent.sandbox.formats.solution_format import Toolchain
 from cuda_agent.sandbox.wire import Solution, TaskSpec, Tensor
@@ -122,8 +123,8 @@ BY_DAY = ("extension: null pointer", "extension: abort() on the host", "honest e
 )
 def test_a_faulty_work_folder_builds(builder: build.Builder, name: str, solution: Solution) -> None:  # noqa: F811
     try:
-        build.find_nvcc()
-    except build.CompilerMissing as missing:
+        toolchain.find_nvcc()
+    except toolchain.CompilerMissing as missing:
         pytest.skip(str(missing))
     spec = TaskSpec((Tensor((8, 8), "float32"),), (Tensor((8, 8), "float32"),), {}, ({"tensor": 0},), ({"value": 1.5},))
     assert asyncio.run(extension.build(solution.files, spec, Toolchain(builder, "sm_90a")))

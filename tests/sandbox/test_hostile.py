@@ -17,7 +17,8 @@ from cuda_agent.sandbox.build.builder import BuildError, first_errors
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.jail.processes import JailedProcess, warm_parent
 from cuda_agent.sandbox.judge.check import mismatch
-from cuda_agent.sandbox.wire import HEAD, Solution, Tensor, receive_frame
+from cuda_agent.sandbox.messages import HEAD, WorkerOperation, WorkerOptions, receive_frame
+from cuda_agent.sandbox.wire import Solution, Tensor
 from tests.sandbox.conftest import CHAIN, KERNEL, Running, plan_solution, task
 
 
@@ -104,7 +105,7 @@ def test_a_frame_that_comes_in_drops_is_given_up() -> None:
     ours.settimeout(0.3)
 
     def drip() -> None:
-        theirs.sendall(HEAD.pack(ord("="), 0, 0, 1000))
+        theirs.sendall(HEAD.pack(0, 0, 0, 1000))
         for _ in range(100):
             try:
                 theirs.send(b" ")
@@ -148,11 +149,17 @@ def test_processes_that_a_worker_leaves_are_ended_with_it_and_share_its_few_proc
     parent.wait_ready()
     execute = (*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix)
     policy = jail.JailPolicy(read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix), execute=execute, read_any=True)
-    options = {"role": "reference", "threads": 1, "folder": str(tmp_path), "environment": {}, "device": "cpu"}
+    options: WorkerOptions = {
+        "role": "reference",
+        "threads": 1,
+        "folder": str(tmp_path),
+        "environment": {},
+        "device": "cpu",
+    }
     worker = JailedProcess(parent, options, policy, 400, tmp_path / "home")
     worker.wait_started()
     worker.seconds = 20.0
-    worker.call("T", {"code": LEAVING.replace("SECONDS", seconds), "seed": 1})
+    worker.call(WorkerOperation.OPEN_TASK, {"code": LEAVING.replace("SECONDS", seconds), "seed": 1})
 
     def left() -> list[int]:
         found = []

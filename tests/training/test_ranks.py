@@ -96,6 +96,17 @@ def test_ppo_gives_the_metrics_and_weights_of_one_process(groups, count):
     assert_same_weights(judge, ranked_judge)
 
 
+def test_without_a_critic_two_ranks_give_the_metrics_and_weights_of_one_process(groups):
+    results = []
+    for group in (None, groups(2)):
+        actor = trainer(group, tiny_policy())
+        settings = Ppo(episodes_per_step=8, advantage="rloo")
+        results.append((without_times(recipes.ppo_update(actor, None, episodes(), settings, seed=0)), actor))
+    (alone, actor), (shared, ranked_actor) = results
+    assert shared == pytest.approx(alone, abs=1e-5, rel=1e-5)
+    assert_same_weights(actor, ranked_actor)
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_values_and_their_targets_are_those_of_one_process(groups, count):
     results = []

@@ -13,35 +13,28 @@ which needs no GPU.  Not covered: whether what is built does anything sensible.
 import asyncio
 import contextlib
 import errno
-import functools
 import hashlib
-import importlib.util
 import json
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cuda_agent.lease import Lease
-from cuda_agent.machine import processor
-from cuda_agent.sandbox.build import nvrtc
 from cuda_agent.sandbox.build.compiler import Compiler, CompilerPool, Waiting
+from cuda_agent.sandbox.build.toolchain import FLAGS, NVRTC_PROGRAM, Toolchain, find_nvcc, find_nvrtc, find_toolchain
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.wire import printable
 
-FLAGS = ("-O3", "-march=native", "-ffast-math", "-std=c++17", "-fPIC", "-pthread", "-fopenmp-simd")
 _DIAGNOSTICS = ("-fmax-errors=3", "-fdiagnostics-color=never", "-fno-diagnostics-show-option", "-ftemplate-depth=256")
 _PRELUDE = "".join(f"#include <{name}>\n" for name in ("cmath", "algorithm", "cstdint", "cstring", "limits"))
 # Its inline functions make the compiler instantiate templates in every build, half of a small kernel's time.
 _LEAN_PRELUDE = "#define _GLIBCXX_BITS_SPECFUN_H 1\n" + _PRELUDE
 _LEAN_LINK = ("-nodefaultlibs", "-fno-use-linker-plugin", "-lm", "-lc", "-lgcc")  # half of the linker's time, too
-_NVRTC = Path(nvrtc.__file__)  # started as a program of its own
 _LIBRARY_MB = 64
 _MESSAGE_LENGTH = 1200
 _OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)  # no author's fault
@@ -59,94 +52,6 @@ class _TooLong(BuildError):
 
 class _Killed(BuildError):
     """The compiler was killed: by its limit of processor time, by the system, or by an operator."""
-
-
-class CompilerMissing(RuntimeError):
-    """There is no C++ compiler, or it does not work inside the jail."""
-
-
-@dataclass(frozen=True)
-class Toolchain:
-    compiler: str
-    version: str
-    processor: str
-    includes: str = ""  # folder of the precompiled prelude
-    lean: str = ""  # and of the lean one
-
-    @property
-    def identity(self) -> str:
-        return f"{self.version}|{self.processor}|{' '.join(FLAGS)}"
-
-
-def find_toolchain(compiler: str = "g++") -> Toolchain:
-    """Raises ``CompilerMissing``."""
-    path = shutil.which(compiler)
-    if path is None:
-        raise CompilerMissing(f"no C++ compiler: {compiler!r} is not on PATH")
-    version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()[0]
-    return Toolchain(path, version, processor())
-
-
-@dataclass(frozen=True)
-class Nvrtc:
-    library: str
-    includes: list[str]  # folders of CUDA's headers
-    identity: str
-
-
-@functools.cache
-def find_nvrtc() -> Nvrtc:
-    """The newest NVRTC of this machine: that of the installed packages, else that of a toolkit.  Raises
-    ``CompilerMissing``."""
-    packages = _packages()
-    homes = [home for place in packages for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
-    homes += [place / "cuda_nvrtc" for place in packages] + [Path("/usr/local/cuda")]
-    for home in homes:
-        for library in sorted(home.glob("lib*/libnvrtc.so.*")):
-            includes = [home / "include", *(p / "cuda_runtime" / "include" for p in packages)]
-            digest = hashlib.sha256(_NVRTC.read_bytes()).hexdigest()[:8]
-            version = f"{library.name}, {library.resolve().stat().st_size} bytes, {digest}"
-            return Nvrtc(str(library), [str(folder) for folder in includes if folder.is_dir()], version)
-    raise CompilerMissing("no CUDA compiler: libnvrtc is neither in the installed packages nor in /usr/local/cuda")
-
-
-@dataclass(frozen=True)
-class Nvcc:
-    compiler: str
-    includes: list[str]
-    places: list[str]  # of the runtime's libraries, where nvcc does not know them
-    identity: str
-
-    def libraries(self, name: str) -> list[str]:
-        """The files of one of the vendor's libraries, for the linker."""
-        places = [*_packages(), Path("/usr/local/cuda/lib64"), Path("/usr/lib/x86_64-linux-gnu")]
-        found = [path for place in places for path in sorted(place.glob(f"**/lib{name}.so*"))]
-        if not found:
-            raise CompilerMissing(f"lib{name} is not installed")
-        return [str(found[0])]
-
-
-@functools.cache
-def find_nvcc() -> Nvcc:
-    """Raises ``CompilerMissing``."""
-    homes = [home for place in _packages() for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
-    compilers = [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc", *(str(home / "bin" / "nvcc") for home in homes)]
-    for compiler in compilers:
-        if compiler and os.access(compiler, os.X_OK):
-            said = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout.splitlines()
-            includes = [place / "cudnn" / "include" for place in _packages()]
-            places = []
-            if compiler.startswith(tuple(map(str, _packages()))):
-                includes += [home / "include" for home in homes]
-                places = [str(home / "lib") for home in homes]
-            return Nvcc(compiler, [str(f) for f in includes if f.is_dir()], places, " ".join(said[-2:]))
-    raise CompilerMissing("no nvcc: neither on PATH, nor in /usr/local/cuda, nor in the installed packages")
-
-
-def _packages() -> list[Path]:
-    """Where pip puts what NVIDIA publishes."""
-    found = importlib.util.find_spec("nvidia")
-    return [Path(place) for place in found.submodule_search_locations or []] if found else []
 
 
 _OUR_SECONDS = 120.0  # for what is not a solution: headers that are precompiled once, our own runtime
@@ -216,9 +121,15 @@ class Builder:
         ``scale<float, 4>`` or ``&table``) became.  Needs no GPU.  Raises ``BuildError`` or ``CompilerMissing``."""
         tools = find_nvrtc()
         request = {"library": tools.library, "includes": tools.includes, "architecture": architecture, "unit": unit}
-        command = [sys.executable, "-I", "-S", str(_NVRTC), json.dumps(request | {"expressions": list(expressions)})]
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            str(NVRTC_PROGRAM),
+            json.dumps(request | {"expressions": list(expressions)}),
+        ]
         parts = [tools.identity, architecture, unit, *expressions]
-        read = (str(Path(tools.library).parent), *tools.includes, str(_NVRTC))
+        read = (str(Path(tools.library).parent), *tools.includes, str(NVRTC_PROGRAM))
         folder = await self._built(parts, command, files, ("kernels.cubin", "names.json"), read)
         return folder / "kernels.cubin", json.loads((folder / "names.json").read_text())
 

@@ -32,7 +32,7 @@ from typing import Any
 
 from cuda_agent.lease import Lease
 from cuda_agent.machine import processor
-from cuda_agent.sandbox.build import builder
+from cuda_agent.sandbox.build import builder, toolchain
 from cuda_agent.sandbox.formats.solution_format import FirstPassTime
 from cuda_agent.sandbox.jail import cgroups, jail, scratch
 from cuda_agent.sandbox.jail.descendants import descendants
@@ -44,6 +44,7 @@ from cuda_agent.sandbox.jail.processes import (
     WorkerError,
     warm_parent,
 )
+from cuda_agent.sandbox.messages import WorkerOperation, WorkerOptions
 from cuda_agent.sandbox.wire import NO_PROGRAMS, Status, Verdict, printable
 from cuda_agent.tasks.task import Task
 
@@ -167,7 +168,7 @@ class FirstPass:
             one_group=True,
             read_any=True,
         )
-        options = {
+        options: WorkerOptions = {
             "role": "first_pass", "threads": self._threads, "folder": str(folder), "device": self._device,
             # gcc asks whether its temporary folder can be reached without privileges; a cache may be in a closed home
             "environment": place.environment | {"TMPDIR": str(home)},
@@ -179,7 +180,7 @@ class FirstPass:
                 worker = JailedProcess(self._warm(), options, policy, _MEMORY_MB, home, cgroups.find(), watch)
                 worker.wait_started()
                 worker.seconds = self._seconds
-                answer = worker.call("F", request)
+                answer = worker.call(WorkerOperation.RUN_FIRST_PASS, request)
             except (NotStarted, ConnectionError, ValueError) as lost:
                 self.close()
                 raise OSError(f"the first pass did not start: {lost}") from None
@@ -231,8 +232,8 @@ def _toolchain(architecture: str) -> dict[str, str]:
     found = {
         "PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "MAX_JOBS": "2",
     }  # fmt: skip
-    with contextlib.suppress(builder.CompilerMissing):
-        home = Path(builder.find_nvcc().compiler).resolve().parents[1]
+    with contextlib.suppress(toolchain.CompilerMissing):
+        home = Path(toolchain.find_nvcc().compiler).resolve().parents[1]
         found |= {"CUDA_HOME": str(home), "PATH": f"{home}/bin:{found['PATH']}"}
     if architecture:
         code = architecture.removeprefix("sm_")

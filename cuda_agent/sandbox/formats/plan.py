@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.errors import SandboxUnready
-from cuda_agent.sandbox.build.builder import Builder, BuildError, CompilerMissing
+from cuda_agent.sandbox.build.builder import Builder, BuildError
+from cuda_agent.sandbox.build.toolchain import CompilerMissing
 from cuda_agent.sandbox.formats import grammar, library_nodes
 from cuda_agent.sandbox.formats.expressions import Buffer, PlanError, evaluate
 from cuda_agent.sandbox.formats.grammar import PACKED, Kernel, Memset, Workspace

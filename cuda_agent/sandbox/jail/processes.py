@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from typing import Any
 from cuda_agent.sandbox.jail import jail, scratch
 from cuda_agent.sandbox.jail.cgroups import ControlGroup, Groups
 from cuda_agent.sandbox.jail.descendants import descendants
-from cuda_agent.sandbox.wire import Frame, printable, receive_frame, send_frame
+from cuda_agent.sandbox.messages import Reply, WorkerOperation, WorkerOptions, receive_frame, send_frame
+from cuda_agent.sandbox.wire import printable
 
 _STEP_MS = 20  # how often a worker that is waited for is looked at
 _MOST_THREADS = 64
@@ -105,19 +106,19 @@ class WarmParent:
             raise RuntimeError(f"the warm parent has {answer['threads']} threads: its children could hang")
         self.torch = answer["torch"]
 
-    def fork(self, options: dict[str, Any], fds: Sequence[int]) -> int:
-        return int(self._ask("F", options, fds)["pid"])
+    def fork(self, options: WorkerOptions, fds: Sequence[int]) -> int:
+        return int(self._ask(WorkerOperation.FORK_WORKER, options, fds)["pid"])
 
     def reap(self, pid: int) -> int:
         """The exit code of a worker that is dead or dying; negative: the signal."""
-        return int(self._ask("W", {"pid": pid})["status"])
+        return int(self._ask(WorkerOperation.REAP_WORKER, {"pid": pid})["status"])
 
     def branch(self, imports: Sequence[str]) -> "WarmParent":
         """Another one, not yet ready, which imports more and does not import torch again: forked from this one, which
         must outlive it."""
         ours, theirs = socket.socketpair()
         with theirs:
-            pid = int(self._ask("B", {"imports": [*imports]}, [theirs.fileno()])["pid"])
+            pid = int(self._ask(WorkerOperation.FORK_PARENT, {"imports": [*imports]}, [theirs.fileno()])["pid"])
 
         def end() -> None:
             with contextlib.suppress(OSError):  # this one was killed, and that one is not ours to wait for
@@ -133,9 +134,9 @@ class WarmParent:
 
         return WarmParent(pid, ours, end)
 
-    def _ask(self, kind: str, body: dict[str, Any], fds: Sequence[int] = ()) -> Any:
+    def _ask(self, operation: WorkerOperation, body: Mapping[str, Any], fds: Sequence[int] = ()) -> Any:
         with self._turn:
-            send_frame(self._socket, kind, body, fds=fds)
+            send_frame(self._socket, operation, body, fds=fds)
             return receive_frame(self._socket).body
 
     def close(self) -> None:
@@ -163,7 +164,7 @@ class JailedProcess:
     def __init__(
         self,
         parent: WarmParent,
-        options: dict[str, Any],
+        options: WorkerOptions,
         policy: jail.JailPolicy,
         memory_mb: int,
         home: Path,
@@ -182,7 +183,7 @@ class JailedProcess:
         self._poll.register(self._socket, select.POLLIN)
         self._stopped = False
         try:
-            self.pid = parent.fork(options | {"policy": asdict(policy)}, [theirs.fileno()])
+            self.pid = parent.fork({**options, "policy": asdict(policy)}, [theirs.fileno()])
         finally:
             theirs.close()
         self.alive = True
@@ -216,16 +217,16 @@ class JailedProcess:
             shutil.copyfile(file, place)
         return str(place)
 
-    def call(self, kind: str, body: Any = None, slot: int = 0, fds: Sequence[int] = ()) -> Any:
+    def call(self, operation: WorkerOperation, body: Any = None, slot: int = 0, fds: Sequence[int] = ()) -> Any:
         """One request and its answer.  ``WorkerError``: the untrusted code raised.  ``WorkerDied``: it is gone."""
         self._go_on()
         try:
-            send_frame(self._socket, kind, body, slot, fds)
+            send_frame(self._socket, operation, body, slot, fds)
         except OSError:
             raise self._died("crash") from None
         return self._answer()
 
-    def timed(self, kind: str, slot: int, extra: int = 0) -> tuple[float, Any]:
+    def timed(self, operation: WorkerOperation, slot: int, extra: int = 0) -> tuple[float, Any]:
         """Seconds from the request to the answer, by the judge's clock; and what the worker says.  The worker runs
         between the clock's two readings and at no other time: whoever fills its buffers first stops it (``stop``), and
         it stays stopped while its outputs are copied.  So it gains nothing by looking at inputs early, or by answering
@@ -234,7 +235,7 @@ class JailedProcess:
         if self._poll.poll(0):
             raise self._died("protocol" if self._said() else "crash")  # an answer that nobody asked for
         try:
-            send_frame(self._socket, kind, slot=slot, extra=extra)
+            send_frame(self._socket, operation, slot=slot, extra=extra)
         except OSError:
             raise self._died("crash") from None
         start = time.perf_counter()
@@ -279,17 +280,17 @@ class JailedProcess:
     def _answer(self) -> Any:
         self._wait()
         try:
-            frame: Frame = receive_frame(self._socket)
+            frame = receive_frame(self._socket)
         except ConnectionError:
             raise self._died("crash") from None
         except (ValueError, TimeoutError):
             raise self._died("protocol") from None
-        if frame.kind == "!":
+        if frame.operation == Reply.ERROR:
             body = frame.body if isinstance(frame.body, dict) else {}
             error = WorkerError(printable(str(body.get("message", ""))[:2000]))
             error.cheat = bool(body.get("cheat"))
             raise error
-        if frame.kind != "=":
+        if frame.operation != Reply.RESULT:
             raise self._died("protocol")
         return frame.body
 

@@ -1,10 +1,10 @@
-"""The judge: trusted; owns seeds, buffers, clock and verdict, and imports neither task nor solution.
+"""The judge: the trusted process.  It owns seeds, buffers, clock and verdict, and imports neither task nor solution.
 
 ``python -m cuda_agent.sandbox.judge.judge FD`` answers one request at a time over a socket: the spec of a task, a
 verdict of a solution (``trial``), a probe of a task.  Prepared tasks are kept, least recently used first out.  If a
 worker dies from a signal that the judge did not send (the OOM killer, say), the evaluation is retried once.
 
-Not covered: building (the client has it done before), and the caches of verdicts.
+Not covered: building (the client does that before it asks), and the cache of verdicts (``local``).
 """
 
 import contextlib
@@ -18,18 +18,31 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from cuda_agent.errors import TaskError
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.judge.buffers import byte_count
+from cuda_agent.sandbox.judge.decisions import CandidateRefused
 from cuda_agent.sandbox.judge.prepared import PreparedTask
-from cuda_agent.sandbox.judge.reference_client import JudgeSettings, TaskKilled, memory_of
+from cuda_agent.sandbox.judge.reference_client import TaskKilled, memory_of
 from cuda_agent.sandbox.judge.strict import strict_baselines
-from cuda_agent.sandbox.judge.trial import CandidateRefused, Trial
+from cuda_agent.sandbox.judge.trial import Trial
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
-from cuda_agent.sandbox.wire import FormatTraits, Probe, Verdict, receive_frame, send_frame
+from cuda_agent.sandbox.messages import (
+    EvaluateRequest,
+    JudgeError,
+    JudgeRequest,
+    JudgeSettings,
+    ProbeRequest,
+    Reply,
+    SpecRequest,
+    TaskSource,
+    receive_frame,
+    send_frame,
+)
+from cuda_agent.sandbox.wire import FormatTraits, Probe, Verdict
 
 _Answer = TypeVar("_Answer")
 _MOST_PREPARED = {"cpu": 24, "cuda": 6}  # tasks kept ready, least recently used first out
@@ -37,7 +50,8 @@ _PROBE_SECONDS = 10  # of the device's health
 
 
 def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
-    """Ask again when the task's worker was killed by nobody here: the second time it is the task's doing."""
+    """Call ``method`` once more if the reference worker died from a signal that the judge did not send.  If it dies a
+    second time, the task is at fault."""
 
     @functools.wraps(method)
     def asked(*arguments: Any) -> _Answer:
@@ -49,12 +63,15 @@ def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
 
 
 def _forget(verdict: Verdict) -> None:
-    """Before another trial.  What was timed stays, so that nobody gets a second draw of a time by ending the first."""
+    """Reset a verdict before another trial.  Samples stay: a candidate that ends its first trial gets no second draw of
+    its time."""
     verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
     verdict.ran, verdict.advice = [], []
 
 
 class Judge:
+    """Answers the requests of one client, one after the other.  Keeps tasks prepared between them."""
+
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
         self._workers = WorkerPool(settings)
@@ -65,9 +82,19 @@ class Judge:
         self.memory = memory_of(settings.device)
 
     def prove(self) -> dict[str, str]:
+        """Attack the jail from inside; returns the attacks that got through walls which are not required.
+
+        Raises:
+            JailError: a required wall does not hold.
+        """
         return jail.prove(self.settings.required_walls, Path(self.settings.scratch))
 
-    def prepared(self, task: dict[str, str]) -> PreparedTask:
+    def prepared(self, task: TaskSource) -> PreparedTask:
+        """The prepared task, from the kept ones or made now.
+
+        Raises:
+            TaskError: the task does not run.
+        """
         digest = task["digest"]
         found = self._prepared.pop(digest, None)
         if found is not None and not found.oracle.alive:
@@ -81,14 +108,23 @@ class Judge:
         return found
 
     @_once_more
-    def spec(self, request: dict[str, Any]) -> dict[str, Any]:
+    def spec(self, request: SpecRequest) -> dict[str, Any]:
+        """``TaskSpec`` as JSON.
+
+        Raises:
+            TaskError: the task does not run.
+        """
         return self.prepared(request["task"]).spec.to_json()
 
     # ---------------------------------------------------------------------------------------------------------- verdict
 
     @_once_more
-    def evaluate(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The verdict of a built solution, as JSON."""
+    def evaluate(self, request: EvaluateRequest) -> dict[str, Any]:
+        """The verdict of a built solution, as JSON.
+
+        Raises:
+            TaskError: the task itself does not run.
+        """
         self.cleanup()  # where the last one ended in an error of the task
         before = self._cleanup_seconds
         settings = self.settings
@@ -97,7 +133,8 @@ class Judge:
             "ok", request["format"], request["mode"], settings.device, settings.clock,  # type: ignore[arg-type]
             advisory=traits.advisory, untimed=traits.untimed,
         )  # fmt: skip
-        # Who is refused does not wait for baselines, and no candidate is there while they are measured.
+        # Without baselines there is an untimed trial first: a wrong solution does not wait for them, and no candidate
+        # runs while they are measured.
         known = self.prepared(request["task"]).measured(verdict.mode)
         for timed in (False,) if traits.untimed else (True,) if known else (False, True):
             if timed:
@@ -118,8 +155,14 @@ class Judge:
             verdict.phases = {}
         return verdict.to_json()
 
-    def _tried(self, request: dict[str, Any], verdict: Verdict, timed: bool) -> bool:
-        """Fill in ``verdict`` by one trial; whether the candidate should have another one.  ``cleanup`` ends it."""
+    def _tried(self, request: EvaluateRequest, verdict: Verdict, timed: bool) -> bool:
+        """Run one trial and fill in ``verdict``.  Returns whether the candidate gets another trial.  The caller then
+        calls ``cleanup``.
+
+        Raises:
+            TaskKilled: the reference worker died from a signal that the judge did not send.
+            TaskError: the task fails without the candidate, too.
+        """
         prepared = self.prepared(request["task"])
         base, spec = prepared.baselines, prepared.spec
         if not verdict.untimed:
@@ -136,14 +179,14 @@ class Judge:
             raise
         except (TaskError, driver.DriverError) as error:
             trial.end()
-            prepared = self.prepared(request["task"])  # raises when it is the task, or the device, after all
+            prepared = self.prepared(request["task"])  # raises where the task or the device is at fault
             prepared.oracle.outputs(prepared.entry(prepared.base).inputs)
             verdict.status, verdict.message = "crash", f"beside the solution, and only there, the task fails: {error}"
             return True
         return False
 
     def cleanup(self) -> None:
-        """End the last trial and prepare the next one, when nobody waits for it."""
+        """End the last trial and start the next candidate's worker.  Runs after the answer was sent."""
         trial, self._trial = self._trial, None
         if trial:
             begin = time.perf_counter()
@@ -154,15 +197,15 @@ class Judge:
 
     # ------------------------------------------------------------------------------------------------------------ probe
 
-    def probe(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What running the task shows, as JSON; never raises for the task's sake."""
+    def probe(self, request: ProbeRequest) -> dict[str, Any]:
+        """``Probe`` as JSON.  An error of the task is part of the answer."""
         try:
             return self._probe(request["task"], request["compile"]).to_json()
         except TaskError as error:
             return Probe(error=str(error)).to_json()
 
     @_once_more
-    def _probe(self, task: dict[str, str], compile: bool) -> Probe:
+    def _probe(self, task: TaskSource, compile: bool) -> Probe:
         prepared = self.prepared(task)
         spec, tolerance, memory = prepared.spec, self.settings.tolerance, self.memory
         first, second = prepared.entry(prepared.base), prepared.entry(prepared.base + 1)
@@ -183,8 +226,8 @@ class Judge:
         return probe
 
     def healthy(self) -> bool:
-        """Whether the device still computes a known answer, in this process's own context.  Where it does not answer at
-        all, the alarm ends this process."""
+        """Whether the device still computes a known answer in this process's own context.  If the device does not
+        answer within ``_PROBE_SECONDS``, SIGALRM ends this process."""
         signal.alarm(_PROBE_SECONDS)
         try:
             return bool(self.memory.healthy())
@@ -201,24 +244,31 @@ class Judge:
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody of the same user reads this memory
-    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # die with the client
+    """Serve the client on the socket whose descriptor is the first argument, until the client is gone."""
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: processes of the same user cannot read this memory
+    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: SIGKILL when the client dies
     client = socket.socket(fileno=int(sys.argv[1]))
-    fields = receive_frame(client).body
-    judge = Judge(JudgeSettings(**(fields | {"required_walls": tuple(fields["required_walls"])})))
+    judge = Judge(JudgeSettings.from_json(receive_frame(client).body))
+
+    def refuse(kind: Literal["jail", "device", "task"], message: str) -> None:
+        error: JudgeError = {"kind": kind, "message": message}
+        send_frame(client, Reply.ERROR, error)
+
     try:
         breaches = judge.prove()
         if judge.settings.device == "cuda":
             judge.memory.open_judge(Path(judge.settings.kernels))
     except (jail.JailError, driver.NoDevice) as error:
-        send_frame(client, "!", {"kind": "jail", "message": str(error)})
+        refuse("jail", str(error))
         return
     device = f"the device {judge.settings.device} {judge.settings.identity}".strip()
     if not judge.healthy():
-        send_frame(client, "!", {"kind": "device", "message": f"{device} fails its health probe"})
+        refuse("device", f"{device} fails its health probe")
         os._exit(1)
-    send_frame(client, "=", {"breaches": breaches, "torch": judge._workers.torch})
-    handlers = {"E": judge.evaluate, "P": judge.probe, "S": judge.spec}
+    send_frame(client, Reply.RESULT, {"breaches": breaches, "torch": judge._workers.torch})
+    handlers: dict[str, Callable[[Any], dict[str, Any]]] = {
+        JudgeRequest.EVALUATE: judge.evaluate, JudgeRequest.PROBE: judge.probe, JudgeRequest.SPEC: judge.spec,
+    }  # fmt: skip
     while True:
         try:
             frame = receive_frame(client)
@@ -226,14 +276,15 @@ def main() -> None:
             judge.close()
             return
         try:
-            answer = handlers[frame.kind](frame.body)
+            answer = handlers[frame.operation](frame.body)
         except TaskError as error:
-            send_frame(client, "!", {"kind": "task", "message": str(error)})
+            refuse("task", str(error))
             judge.cleanup()
         else:
-            send_frame(client, "=", answer)
+            send_frame(client, Reply.RESULT, answer)
             judge.cleanup()
-            if frame.kind == "E" and answer["status"] in ("crash", "timeout") and not judge.healthy():
+            failed = frame.operation == JudgeRequest.EVALUATE and answer["status"] in ("crash", "timeout")
+            if failed and not judge.healthy():
                 print(f"{device} failed its health probe", file=sys.stderr, flush=True)
                 os._exit(1)  # the client begins again with a new process; workers end with this one
 

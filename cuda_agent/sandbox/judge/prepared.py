@@ -1,8 +1,8 @@
-"""A prepared task: its reference worker, a rotating secret pool of inputs with the oracle's outputs, and its baselines.
+"""A prepared task: its reference worker, a rotating secret pool of inputs with expected outputs, and its baselines.
 
-A candidate pays only for itself: spec, weights, pool and baselines are here already.  The judge chooses every seed; the
-reference worker only turns seeds into values.  Under the model clock seeds and pool are fixed, so that two runs agree
-bit for bit.  Not covered: candidates.
+What depends on the task alone (spec, weights, pool, baselines) is computed once and shared by all candidates.  The judge
+chooses every seed; the reference worker only turns seeds into values.  Under the model clock seeds and pool are fixed,
+so that two runs agree bit for bit.  Not covered: candidates (``trial``).
 """
 
 import contextlib
@@ -29,18 +29,20 @@ from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.judge.reference_client import ReferenceClient, Views, memory_of, net
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 
-_CLOCK = 3  # of what is measured: a baseline taken in another way is none
-_BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # of one round: whichever comes first
-_EMPTY_CALLS = (4, 1)  # the first time, and later
-_FEW_TIMED = 4  # calls of a candidate that differs clearly
+_CLOCK = 3  # version of the way baselines are measured; part of their key
+_BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # most calls, and most seconds, of one round
+_EMPTY_CALLS = (4, 1)  # empty calls the first time, and later
+_FEW_TIMED = 4  # timed calls of a candidate whose time is clear early
 _BASELINE_ROUNDS, _STEADY = 3, 0.05  # another round when calls differ by more than this (median deviation)
 _CAREFUL_ROUNDS = 12  # at most, until the two best agree
 
 
 @dataclass
 class PoolEntry:
+    """One set of inputs with what the reference makes of them, one array a tensor of the spec."""
+
     index: int
-    inputs: list[Any]  # the judge's own copies: arrays of ``host`` or ``device``
+    inputs: list[Any]  # the judge's own copies: numpy arrays, or ``device.Array``
     outputs: list[Any]
     exact: list[Any] | None = None  # outputs in double precision (strict mode)
 
@@ -60,7 +62,7 @@ class Baselines:
 
 
 def baselines_file(cache: str, digest: str, torch: str, threads: int, identity: str) -> Path:
-    """Where the baselines of a task are kept; its name is made of everything that they depend on."""
+    """The file of a task's baselines.  Its name is a hash of everything that they depend on."""
     key = json.dumps([digest, _CLOCK, torch, processor(), threads, identity])
     return Path(cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
@@ -94,7 +96,7 @@ class PreparedTask:
 
     @property
     def weights_seed(self) -> int:
-        """The random numbers that the model is built with; no inputs come of it."""
+        """The seed that the model is built under.  No inputs are drawn from it."""
         return self._seed(-1)
 
     @property
@@ -102,17 +104,27 @@ class PreparedTask:
         return len(self._pool)
 
     def rotate(self, used: int) -> None:
-        """Retire one entry: the next evaluation sees a new one, which is made now.  ``used``: how many the last one
-        saw."""
+        """Retire the oldest entry after an evaluation, and make the one that the next evaluation adds.
+
+        Args:
+            used: how many entries the last evaluation took.
+        """
         if not self._fixed:
             self.base += 1
             if 0 < used <= self.pool_size and self.oracle.alive:
-                with contextlib.suppress(TaskError, driver.DriverError):  # whoever needs it finds out
+                with contextlib.suppress(TaskError, driver.DriverError):  # the next evaluation meets the error again
                     self.entry(self.base + used - 1)
 
     def entry(self, index: int, timing: bool = False) -> PoolEntry:
-        """Inputs and oracle outputs number ``index``; made when the pool does not hold them.  ``timing``: the caller
-        holds the timing lease."""
+        """Inputs and expected outputs number ``index``, from the pool or made now.
+
+        Args:
+            index: counts from 0 over the life of the task.
+            timing: whether the caller holds the timing lease.
+
+        Raises:
+            TaskError: the task fails on these inputs.
+        """
         place = index % len(self._pool)
         entry = self._pool[place]
         if entry is None or entry.index != index:
@@ -123,8 +135,12 @@ class PreparedTask:
         return entry
 
     def fresh(self, kind: str) -> PoolEntry | None:
-        """Inputs of a kind that nobody has seen, with eager's outputs and the exact ones; None when the task has no
-        such inputs, or nothing finite comes of them."""
+        """New inputs of a kind, with eager's outputs and the exact ones (float64).  None if the task has no such inputs
+        or their outputs are not finite.
+
+        Raises:
+            TaskError: the task fails on these inputs.
+        """
         self._fresh += 1
         with self._lease.working():
             inputs = self.oracle.inputs(self._seed(-1 - self._fresh), kind)
@@ -150,7 +166,12 @@ class PreparedTask:
                     self.oracle.precision("default")
 
     def compiled(self, mode: str, precision: str) -> ReferenceClient:
-        """A reference whose calls are compiled.  The caller closes it.  ``WorkerError`` when torch.compile fails."""
+        """A reference whose calls are compiled.  The caller closes it.
+
+        Raises:
+            WorkerError: torch.compile fails.
+            WorkerDied: its worker died meanwhile.
+        """
         inputs = self.entry(self.base).inputs
         worker, known = self._workers.compiler()
         with self._lease.working():
@@ -167,11 +188,15 @@ class PreparedTask:
         return int.from_bytes(hmac.digest(self._secret, str(index).encode(), "sha256")[:7])
 
     def measured(self, mode: str) -> bool:
-        """Whether there are all baselines that a verdict needs, or they cost nothing."""
+        """Whether every baseline that a verdict of this mode needs is known (under the model clock: always)."""
         return self._fixed or (self.baselines.compile_tried and (mode != "strict" or bool(self.baselines.strict)))
 
     def measure(self, compile: bool) -> None:
-        """Fill in the baselines that are missing; with the model clock they are costs."""
+        """Measure the baselines that are missing.  Under the model clock they are computed costs.
+
+        Raises:
+            TaskError: the task fails.
+        """
         if self._fixed:
             counts = self.oracle.count(self.entry(0).inputs)
             self.baselines.eager = cost.eager(*counts, self.settings.threads)
@@ -182,7 +207,7 @@ class PreparedTask:
             self._measure_compile()
             self.save()
             for index in range(min(self.pool_size, self.settings.checks + _FEW_TIMED)):
-                self.entry(self.base + index)  # what most candidates need, so that the first one does not wait for it
+                self.entry(self.base + index)  # most candidates need these; the first one should not wait for them
         elif self.baselines.eager is None:
             self.baselines.eager = self.medians(self.oracle)[0]
             self.save()
@@ -209,7 +234,7 @@ class PreparedTask:
         return roofline.of_cpu(self.settings.threads, file, self._lease.timing, again)
 
     def below_physical_floor(self, seconds: float) -> str:
-        """What is wrong with the time of a solution that writes what the reference writes (empty: nothing)."""
+        """Why ``seconds`` is less than the device needs to write the reference's outputs; empty if it is not."""
         base = self.baselines
         numbers = seconds, base.eager or 0.0, base.written or 0
         if doubt := roofline.below_physical_floor(*numbers, self.peaks):
@@ -219,7 +244,8 @@ class PreparedTask:
 
     @property
     def views(self) -> Views:
-        """See ``oracle.views``.  Where that is not known no output is one."""
+        """Strides of each output that the reference gives as a view (``reference_client.views``); None of the others,
+        and of all where this is not known."""
         known = self.baselines.views
         return known if known and len(known) == len(self.spec.outputs) else [None] * len(self.spec.outputs)
 
@@ -229,7 +255,7 @@ class PreparedTask:
                 oracle = self.compiled("", "default")
             except (WorkerError, WorkerDied) as error:
                 if isinstance(error, WorkerDied) and error.reason == "killed" and not last:
-                    continue  # the answer is kept for good: whoever killed it does not decide it
+                    continue  # the answer is kept for good, and the kill may have nothing to do with the task
                 self.baselines.compile_error = f"torch.compile: {error}"
                 if self.baselines.eager is None:
                     self.baselines.eager = self.medians(self.oracle)[0]
@@ -240,8 +266,8 @@ class PreparedTask:
         self.baselines.compile_tried = True
 
     def empty_call(self, oracle: ReferenceClient, inputs: list[Any]) -> float:
-        """Seconds of a reference call that computes nothing.  The least ever seen: on a busy machine an empty call may
-        take long, and what is subtracted from a time must never be more than what was really in it."""
+        """Seconds of a reference call that computes nothing: the least ever seen, so that no more is subtracted from a
+        time than was really in it.  0 on a GPU."""
         if self.settings.device == "cuda":
             return 0.0  # the device's clock runs during the call only
         calls = _EMPTY_CALLS[self._empty < math.inf]
@@ -249,9 +275,16 @@ class PreparedTask:
         return self._empty
 
     def medians(self, *oracles: ReferenceClient, careful: bool = False) -> list[float]:
-        """Median seconds of one call of each reference, interleaved, the empty call subtracted: of each its best round,
-        since other work on the machine only ever makes calls slower, and must not stay in the cache.  ``careful``:
-        until two rounds of each agree."""
+        """Median seconds of one call of each reference, without the empty call.  Calls are interleaved.  The best round
+        counts, since other work on the machine only makes calls slower.
+
+        Args:
+            oracles: the references.
+            careful: go on until the two best rounds of each agree within 5 %.
+
+        Raises:
+            TaskError: a reference fails.
+        """
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
         rounds: list[list[float]] = []
 
@@ -291,7 +324,7 @@ class PreparedTask:
 
     def save(self) -> None:
         file = self._file()
-        with contextlib.suppress(OSError):  # a full disk, say: they are measured again then
+        with contextlib.suppress(OSError):  # a full disk, say: the baselines are then measured again
             file.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
                 json.dump(vars(self.baselines), new)

@@ -1,14 +1,13 @@
-"""The oracle: a reference worker of one task, asked by the judge for values, outputs, times and counts.
+"""The judge's client of a reference worker: inputs, expected outputs, times and counts of one task.
 
-Also what judge and workers are set up with (``JudgeSettings``), and how a worker's times are taken.  Not covered:
-candidates, and what is kept of a task between them (``prepared``).
+Also how a worker's times are read.  Not covered: candidates, and what is kept of a task between them (``prepared``).
 """
 
 import math
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from cuda_agent.errors import TaskError
@@ -17,6 +16,15 @@ from cuda_agent.sandbox.jail.processes import JailedProcess, WorkerDied, WorkerE
 from cuda_agent.sandbox.judge import device as gpu_memory
 from cuda_agent.sandbox.judge import host as cpu_memory
 from cuda_agent.sandbox.judge.buffers import DTYPES, byte_count
+from cuda_agent.sandbox.messages import (
+    ExactBuffers,
+    InputDraw,
+    JudgeSettings,
+    ReferenceBuffers,
+    TaskCode,
+    TaskCompilation,
+    WorkerOperation,
+)
 from cuda_agent.sandbox.wire import TaskSpec, span
 
 _COMPILE_SECONDS = 300.0  # of a large model, with nothing cached, on a busy machine
@@ -25,34 +33,22 @@ Views = list[list[int] | None]  # of outputs: strides of one that the reference 
 _FLOATING = ("float32", "float16", "bfloat16")
 
 
-@dataclass(frozen=True)
-class JudgeSettings:
-    """What judge and pool need of the configuration, and where they may put things."""
-
-    threads: int
-    checks: int
-    tolerance: float
-    timed_calls: int
-    run_seconds: float
-    memory_mb: int
-    clock: str
-    required_walls: tuple[str, ...]
-    cache: str  # survives; only trusted processes write it
-    scratch: str  # private folders of workers
-    lease: str
-    device: str = "cpu"
-    kernels: str = ""  # the built check.cu (cuda)
-    identity: str = ""  # of the GPU and its driver: what a time depends on
-
-
 def memory_of(device: str) -> Any:
-    """The module that keeps and compares the bytes of this device."""
+    """The module with buffers and comparisons for this device: ``host`` or ``device``."""
     return gpu_memory if device == "cuda" else cpu_memory
 
 
 def seconds_of_call(device: str, wall: float, told: Any) -> float:
-    """On the CPU what passed here.  On a GPU the device's own time, which the worker tells: never more than what passed
-    here, and no nonsense."""
+    """Seconds of one call.
+
+    Args:
+        device: "cpu" or "cuda".
+        wall: seconds by the judge's clock, from the request to the answer.
+        told: on a GPU, the worker's [seconds of the device, seconds of the host]; ignored on the CPU.
+
+    Raises:
+        WorkerError: ``told`` is no such pair, or a part of it exceeds ``wall``.
+    """
     if device == "cpu":
         return wall
     match told:
@@ -62,17 +58,23 @@ def seconds_of_call(device: str, wall: float, told: Any) -> float:
 
 
 def net(seconds: float, empty: float) -> float:
-    """A time without the empty call.  What is left is at least a tenth: more than that the clock cannot resolve, and a
-    time near zero must not come out of noise."""
+    """``seconds`` minus the seconds of an empty call, at least a tenth of ``seconds``: noise must not yield a time near
+    zero."""
     return max(seconds - empty, seconds / 10)
 
 
 class TaskKilled(TaskError):
-    """Its worker was killed by nobody here.  That may be the task's doing, or anybody else's."""
+    """The reference worker died from a signal that the judge did not send (the OOM killer, say)."""
 
 
 class ReferenceClient:
-    """A reference worker of one task, which it owns, and its buffers.  Every failure of the task is a ``TaskError``."""
+    """Owns a reference worker of one task, and its buffers.  Arrays are ``numpy`` arrays on the CPU and
+    ``device.Array`` on a GPU, one a tensor of the spec.
+
+    Raises:
+        TaskError: from every method, where the task fails.
+        TaskKilled: where its worker died from a signal that the judge did not send.
+    """
 
     def __init__(self, worker: JailedProcess, code: str, weights_seed: int, settings: JudgeSettings) -> None:
         self.worker = worker
@@ -88,7 +90,8 @@ class ReferenceClient:
             raise
 
     def _open(self, code: str, weights_seed: int, settings: JudgeSettings) -> None:
-        answer = self._ask("T", {"code": code, "seed": weights_seed}, least=_OPENING_SECONDS)
+        task: TaskCode = {"code": code, "seed": weights_seed}
+        answer = self._ask(WorkerOperation.OPEN_TASK, task, least=_OPENING_SECONDS)
         try:
             self.spec = TaskSpec.from_json(answer)
             tensors = (*self.spec.inputs, *self.spec.outputs, *self.spec.weights.values())
@@ -105,9 +108,11 @@ class ReferenceClient:
         except driver.DriverError:
             raise TaskError(f"the task's tensors take {size >> 20} MB, more than the device has left") from None
         buffers = self._buffers
-        layout = {"layout": buffers.layout, "values": buffers.value_inputs, "weights": buffers.value_weights}
-        layout["sizes"] = buffers.sizes
-        self._ask("M", layout, fds=buffers.descriptors)
+        places: ReferenceBuffers = {
+            "layout": buffers.layout, "sizes": buffers.sizes, "values": buffers.value_inputs,
+            "weights": buffers.value_weights,
+        }  # fmt: skip
+        self._ask(WorkerOperation.MAP_BUFFERS, places, fds=buffers.descriptors)
         self.weights = buffers.values(buffers.value_weights, list(self.spec.weights.values()))
 
     @property
@@ -115,21 +120,24 @@ class ReferenceClient:
         return self.worker.alive
 
     def inputs(self, seed: int, kind: str = "normal") -> list[Any] | None:
-        """Values under this seed; None when the task's inputs have none of this kind."""
-        if not self._ask("G", {"seed": seed, "kind": kind}):
+        """Input values drawn under ``seed``; None if the task's inputs have no values of this kind (``wire.KINDS``)."""
+        draw: InputDraw = {"seed": seed, "kind": kind}
+        if not self._ask(WorkerOperation.DRAW_INPUTS, draw):
             return None
         assert self._buffers
         copies: list[Any] = self._buffers.values(self._buffers.value_inputs, self.spec.inputs)
         return copies
 
     def outputs(self, inputs: list[Any]) -> list[Any]:
+        """Eager's outputs for these inputs."""
         assert self._buffers
         self._buffers.fill(0, inputs)
-        self._ask("R", slot=0)
+        self._ask(WorkerOperation.RUN, slot=0)
         return self._buffers.outputs(0)
 
     def seconds(self, inputs: list[Any], null: bool = False) -> float:
-        """One timed call (``null``: of nothing), buffers refilled before the clock starts."""
+        """Seconds of one call (``null``: of a call that computes nothing).  Buffers are refilled before the clock
+        starts."""
         assert self._buffers
         slot = secrets.randbelow(2)
         self.worker.stop()
@@ -137,21 +145,21 @@ class ReferenceClient:
         self._memory.flush()
         self.worker.seconds = self._limit
         with _of_the_task():
-            wall, told = self.worker.timed("N" if null else "R", slot)
+            wall, told = self.worker.timed(WorkerOperation.RUN_EMPTY if null else WorkerOperation.RUN, slot)
             seconds = seconds_of_call(self._device, wall, told)
         if told:
             self._host = min(self._host, told[1])
         return seconds
 
     def host_seconds(self, inputs: list[Any]) -> float:
-        """In how much time its host enqueues a call on the GPU, at best."""
+        """The fewest seconds that the host has needed to enqueue a call on the GPU."""
         for _ in range(3 if self._host == math.inf else 0):  # first calls start libraries
             self.seconds(inputs)
         return self._host
 
     def precision(self, name: str) -> None:
         """How matrix products compute from here on: default, fp32, tf32, bf16."""
-        self._ask("P", {"precision": name})
+        self._ask(WorkerOperation.SET_PRECISION, {"precision": name})
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
         """Outputs computed in double precision (float64 in place of every floating dtype); None when those or eager's
@@ -161,10 +169,10 @@ class ReferenceClient:
             wide = [replace(t, dtype="float64") if t.dtype in _FLOATING else t for t in self.spec.outputs]
             spec = replace(self.spec, inputs=(), outputs=tuple(wide), weights={})
             self._exact = buffers = self._memory.Buffers(spec, slots=1)
-            body = {"spec": spec.to_json(), "layout": buffers.layout, "sizes": buffers.sizes}
-            self._ask("E", body, fds=buffers.descriptors)
+            body: ExactBuffers = {"spec": spec.to_json(), "layout": buffers.layout, "sizes": buffers.sizes}
+            self._ask(WorkerOperation.MAP_EXACT, body, fds=buffers.descriptors)
         self._buffers.fill(0, inputs)
-        if not self._ask("X", slot=0):
+        if not self._ask(WorkerOperation.RUN_EXACT, slot=0):
             return None
         outputs: list[Any] = self._exact.outputs(0)
         return outputs
@@ -174,30 +182,34 @@ class ReferenceClient:
         assert self._buffers
         self._buffers.fill(0, inputs)
         self.worker.seconds = _COMPILE_SECONDS
-        self.worker.call("C", {"known": known, "mode": mode}, slot=0)
+        body: TaskCompilation = {"known": known, "mode": mode}
+        self.worker.call(WorkerOperation.COMPILE_TASK, body, slot=0)
 
     def count(self, inputs: list[Any]) -> tuple[int, int]:
-        """Operators of one call and the bytes they touch."""
+        """The number of operators of one call, and the bytes they read and write."""
         assert self._buffers
         self._buffers.fill(0, inputs)
-        answer = self._ask("O", slot=0)
+        answer = self._ask(WorkerOperation.COUNT_OPERATORS, slot=0)
         return int(answer["operators"]), int(answer["bytes"])
 
     def account(self, inputs: list[Any]) -> tuple[int, int, Views]:
-        """Operations of one call (0: not known), the bytes that it writes for its outputs, and which are views."""
+        """Floating-point operations of one call (0: not known), the bytes that it writes for its outputs, and strides of
+        the outputs that are views."""
         assert self._buffers
         self._buffers.fill(0, inputs)
-        answer = self._ask("A", slot=0)
+        answer = self._ask(WorkerOperation.ACCOUNT, slot=0)
         most = sum(byte_count(t) for t in self.spec.outputs)
         try:
             return max(0, int(answer["flops"])), min(max(0, int(answer["written"])), most), views(answer, self.spec)
         except (KeyError, TypeError, ValueError) as error:  # the task's own process says so
             raise TaskError(f"the task gave no account of a call: {error}") from None
 
-    def _ask(self, kind: str, body: Any = None, slot: int = 0, fds: list[int] | None = None, least: float = 0.0) -> Any:
+    def _ask(
+        self, operation: WorkerOperation, body: Any = None, slot: int = 0, fds: Sequence[int] = (), least: float = 0.0
+    ) -> Any:
         self.worker.seconds = max(self._limit, least)
         with _of_the_task():
-            return self.worker.call(kind, body, slot, fds or ())
+            return self.worker.call(operation, body, slot, fds)
 
     def close(self) -> None:
         self.worker.kill()

@@ -3,7 +3,7 @@
 A candidate is checked on fresh secret inputs first; then it is timed by this process's own clock, from the request to
 the answer and minus the empty call (measured before the candidate is loaded), interleaved with an eager anchor.  Every
 call, timed or not, has inputs of its own and its outputs checked: there is no call that a candidate could recognise
-and leave out.  Only here and in ``judge`` is a status decided.
+and leave out.  Only here, in ``decisions`` and in ``judge`` is a status decided.
 """
 
 import contextlib
@@ -11,8 +11,9 @@ import math
 import secrets
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerD
 from cuda_agent.sandbox.judge import cost, legality, strict
 from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.judge.cross_check import LONGEST_CHAIN, CrossCheck
+from cuda_agent.sandbox.judge.decisions import LOADING, CandidateRefused, is_clear, refusal, scale_baselines
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import net, seconds_of_call
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
+from cuda_agent.sandbox.messages import CandidateBuffers, EvaluateRequest, WorkerOperation
 from cuda_agent.sandbox.wire import FormatTraits, Verdict, baseline
 
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
@@ -37,25 +40,12 @@ _DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
 _FINDING_SECONDS = 30.0  # more for a solution that compiled: torch.compile traces it again to find what it made
 _ALONE_CALLS, _BESIDE = 3, 1.03  # of eager without the candidate, and how much longer it may take beside it
 _FILES = ("runtime", "library", "image")  # of what is loaded
-_STATUS = {
-    "timeout": "timeout", "crash": "crash", "memory": "crash", "threads": "crash", "protocol": "crash",
-    "processes": "crash", "killed": "crash",
-}  # fmt: skip
-
-
-class CandidateRefused(Exception):
-    """Ends a trial: the candidate's fault.  ``retryable``: or it may be another's; then it gets a second trial."""
-
-    def __init__(self, status: Any, message: str, retryable: bool = False) -> None:
-        super().__init__(message)
-        self.status = status
-        self.retryable = retryable
 
 
 class Trial:
     """One candidate worker, from start to the last timed call."""
 
-    def __init__(self, workers: WorkerPool, prepared: PreparedTask, request: dict[str, Any], verdict: Verdict) -> None:
+    def __init__(self, workers: WorkerPool, prepared: PreparedTask, request: EvaluateRequest, verdict: Verdict) -> None:
         self._settings = workers.settings
         self._lease = workers.lease
         self._workers = workers
@@ -114,20 +104,19 @@ class Trial:
             known, format = self._prepared.empty_candidate, request["format"]
             inputs = self._prepared.entry(self._next).inputs
             with self._lease.timing(), self._judged():
-                least = min(self._timed(inputs, kind="N")[0] for _ in range(_NULL_CALLS[format in known]))
+                calls = range(_NULL_CALLS[format in known])
+                least = min(self._timed(inputs, WorkerOperation.RUN_EMPTY)[0] for _ in calls)
             self._null = known[format] = min(least, known.get(format, least))
         if self._settings.device == "cuda" and not self._traits.host_is_ours:
             inputs = self._prepared.entry(self._next).inputs
             with self._lease.timing(), self._judged():
                 host = self._prepared.oracle.host_seconds(inputs)
                 slots = len(self._buffers.slots)
-                self._cross = CrossCheck(slots, lambda *chain: self._chained("Z", *chain)[0], host)
+                empty = partial(self._chained, WorkerOperation.RUN_EMPTY_CHAIN)
+                self._cross = CrossCheck(slots, lambda *chain: empty(*chain)[0], host)
         self._loaded = True
-        try:
-            with self._lease.working(), self._judged("while it was loaded"):
-                self._load()
-        except WorkerError as error:
-            raise CandidateRefused("build_error", str(error)) from None
+        with self._lease.working(), self._judged(LOADING):
+            self._load()
         self._verdict.phases["start"] = time.perf_counter() - begin
 
     def _open(self, profiler: bool = False) -> None:
@@ -136,7 +125,7 @@ class Trial:
         place, workers = request["load"].get("place"), self._workers
         self._worker = worker = workers.locked(place, profiler) if place else workers.candidate(profiler)
         worker.seconds = self._settings.run_seconds + (_FINDING_SECONDS if place else 0.0)
-        options = {
+        options: CandidateBuffers = {
             "host_is_ours": self._traits.host_is_ours,
             "rule": self._traits.rule,
             "spec": buffers.spec.to_json(),
@@ -145,13 +134,13 @@ class Trial:
             "sizes": buffers.sizes,
             "views": self._prepared.views,
         }
-        worker.call("B", options, fds=buffers.descriptors)
+        worker.call(WorkerOperation.MAP_BUFFERS, options, fds=buffers.descriptors)
 
     def _load(self) -> None:
         worker, load = self._worker, self._request["load"]
         assert worker
         files = {name: worker.hand_over(Path(load[name]), name) for name in _FILES if load.get(name)}
-        worker.call("L", load | files | {"seed": self._prepared.weights_seed})
+        worker.call(WorkerOperation.LOAD_SOLUTION, load | files | {"seed": self._prepared.weights_seed})
 
     def check(self) -> None:
         begin = time.perf_counter()
@@ -250,7 +239,7 @@ class Trial:
         if not strict_mode and not request.get("observe"):
             return
         begin = time.perf_counter()
-        told, missing = self._observed("O")
+        told, missing = self._observed(WorkerOperation.OBSERVE_OPERATORS)
         if plan:
             verdict.ran = legality.of_plan(nodes, told)
         else:
@@ -278,10 +267,10 @@ class Trial:
                 self._load()
         except (WorkerDied, WorkerError, NotStarted) as error:
             return None, str(error)
-        _, missing = self._observed("K", first=True)
-        return (None, missing) if missing else self._observed("K")
+        _, missing = self._observed(WorkerOperation.OBSERVE_KERNELS, first=True)
+        return (None, missing) if missing else self._observed(WorkerOperation.OBSERVE_KERNELS)
 
-    def _observed(self, kind: str, first: bool = False) -> tuple[Any, str]:
+    def _observed(self, operation: WorkerOperation, first: bool = False) -> tuple[Any, str]:
         """What the worker tells of one more call, and why it tells nothing.  ``first``: it still prepares things."""
         worker = self._worker
         if worker is None or not worker.alive:
@@ -294,7 +283,7 @@ class Trial:
             if not first:
                 worker.seconds = min(self._settings.run_seconds, _OBSERVE_SECONDS)
             with self._lease.working():
-                told = worker.call(kind, slot=slot)
+                told = worker.call(operation, slot=slot)
                 outputs = self._buffers.outputs(slot)
             tensors = self._prepared.spec.outputs
             wrong = self._memory.mismatch(entry.outputs, outputs, tensors, self._settings.tolerance)[0]
@@ -314,6 +303,8 @@ class Trial:
         prepared, verdict = self._prepared, self._verdict
         fewest = _FEWEST_TIMED[self._settings.device]
         first = prepared.entry(prepared.base).inputs
+        base = prepared.baselines
+        compile_share = base.compile / base.eager if base.compile is not None and base.eager else None
         eager: list[float] = []
         assert self._worker
         candidate, reference = self._worker, prepared.oracle.worker
@@ -334,7 +325,7 @@ class Trial:
                     eager.append(net(prepared.oracle.seconds(entry.inputs), empty))
                 if time.perf_counter() - begin > _ENOUGH_SECONDS:
                     fewest = min(fewest, _FEWEST_TIMED["cpu"])  # slow calls differ by less
-                if number + 1 >= fewest and self._clear(verdict.samples, eager):
+                if number + 1 >= fewest and is_clear(verdict.samples, eager, compile_share):
                     break
             verdict.seconds = self._believed(statistics.median(verdict.samples))
             baseline = prepared.baselines.eager or 0.0
@@ -366,25 +357,9 @@ class Trial:
                 if verdict.strict and oracle.alive:
                     oracle.precision("default")
         share = min(1.0, _BESIDE * alone / self._anchor)
-        verdict.eager_seconds = share * (verdict.eager_seconds or self._anchor)
-        if verdict.compile_seconds is not None:
-            verdict.compile_seconds *= share
-        if verdict.strict:
-            for name, seconds in verdict.strict["baselines"].items():
-                verdict.strict["baselines"][name] = share * seconds
-            verdict.strict["interval"] = [share * bound for bound in verdict.strict["interval"]]
+        verdict.eager_seconds = verdict.eager_seconds or self._anchor
+        scale_baselines(verdict, share)
         verdict.phases["time"] += time.perf_counter() - begin
-
-    def _clear(self, samples: Sequence[float], eager: Sequence[float]) -> bool:
-        """Whether more calls could still change what is more than 5 % faster than what."""
-        mine, anchor = statistics.median(samples), statistics.median(eager)
-        spread = statistics.median(abs(s - mine) for s in samples) / mine
-        spread += statistics.median(abs(s - anchor) for s in eager) / anchor
-        base = self._prepared.baselines
-        rivals = [anchor]
-        if base.compile is not None and base.eager:
-            rivals.append(base.compile * anchor / base.eager)
-        return all(abs(mine / (0.95 * rival) - 1) > 0.03 + 2 * spread for rival in rivals)
 
     # ------------------------------------------------------------------------------------------------------------ calls
 
@@ -394,13 +369,15 @@ class Trial:
         self._next += 1
         return entry
 
-    def _timed(self, inputs: Sequence[Any], kind: str = "R") -> tuple[float, list[Any]]:
+    def _timed(
+        self, inputs: Sequence[Any], operation: WorkerOperation = WorkerOperation.RUN
+    ) -> tuple[float, list[Any]]:
         assert self._worker
         slot = secrets.randbelow(len(self._buffers.slots))
         self._worker.stop()
         self._buffers.fill(slot, inputs)
         self._memory.flush()
-        wall, told = self._worker.timed(kind, slot, self._cross.delay if self._cross else 0)
+        wall, told = self._worker.timed(operation, slot, self._cross.delay if self._cross else 0)
         outputs = self._buffers.outputs(slot)
         if self._cross:
             self._cross.heard(told[1])
@@ -413,18 +390,18 @@ class Trial:
         self._worker.stop()
         for slot, entry in enumerate(entries):
             self._buffers.fill(slot, entry.inputs)
-        wall, host, outputs = self._chained("C", count, delay)
+        wall, host, outputs = self._chained(WorkerOperation.RUN_CHAIN, count, delay)
         for entry, own in zip(entries, outputs, strict=True):
             self._compare(entry, own, "an audit of a timed call", audit=True)
         return wall, host
 
-    def _chained(self, kind: str, count: int, delay: int) -> tuple[float, float, list[list[Any]]]:
+    def _chained(self, operation: WorkerOperation, count: int, delay: int) -> tuple[float, float, list[list[Any]]]:
         """Seconds from the request until the outputs are copied, of the host while it enqueued; and the outputs."""
         assert self._worker
         self._worker.stop()
         self._memory.flush()
         begin = time.perf_counter()
-        wall, told = self._worker.timed(kind, count, delay)
+        wall, told = self._worker.timed(operation, count, delay)
         seconds_of_call(self._settings.device, wall, told)  # no nonsense
         outputs = [self._buffers.outputs(slot) for slot in range(count)]
         return time.perf_counter() - begin, told[1], outputs
@@ -434,24 +411,16 @@ class Trial:
             return self._timed(inputs)[1]
 
     @contextlib.contextmanager
-    def _judged(self, when: str = "") -> Any:
+    def _judged(self, when: str = "") -> Iterator[None]:
+        """Turn the death or error of the worker into a refusal.
+
+        Raises:
+            CandidateRefused: the worker died, or the solution raised.
+        """
         try:
             yield
-        except WorkerDied as death:
-            if not self._loaded:  # nothing untrusted has run in it
-                raise CandidateRefused(
-                    "infra", f"a worker {death} before the solution was loaded", retryable=True
-                ) from None
-            killed = death.reason == "killed"  # by the system, by an operator, or by itself
-            raise CandidateRefused(_STATUS[death.reason], f"the solution {death} {when}".strip(), killed) from None
-        except WorkerError as error:
-            if when == "while it was loaded":
-                raise
-            if not self._loaded:
-                raise CandidateRefused(
-                    "infra", f"a worker, before the solution was loaded: {error}", retryable=True
-                ) from None
-            raise CandidateRefused("cheat" if error.cheat else "crash", f"{error} {when}".strip()) from None
+        except (WorkerDied, WorkerError) as error:
+            raise refusal(error, self._loaded, when) from None
 
     def _compare(self, entry: PoolEntry, outputs: list[Any], when: str, audit: bool = False) -> None:
         prepared, verdict = self._prepared, self._verdict

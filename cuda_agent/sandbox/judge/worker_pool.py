@@ -9,7 +9,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cuda_agent.lease import Lease
 from cuda_agent.machine import processor
@@ -23,7 +23,8 @@ from cuda_agent.sandbox.jail.processes import (
     warm_parent,
 )
 from cuda_agent.sandbox.judge import buffers
-from cuda_agent.sandbox.judge.reference_client import JudgeSettings, ReferenceClient
+from cuda_agent.sandbox.judge.reference_client import ReferenceClient
+from cuda_agent.sandbox.messages import JudgeSettings, WorkerOptions
 
 _COMPILING = "cuda_agent.sandbox.worker.compiling"  # imported by the warm parent of compiling workers, never here
 
@@ -82,7 +83,7 @@ class WorkerPool:
         home = self._home()
         home.chmod(0o755)
         policy = jail.JailPolicy(read=(str(home),), file_mb=0)
-        return self._start(self._plain, {"role": "candidate", **more}, policy, home, self._candidate_seconds())
+        return self._start(self._plain, "candidate", policy, home, self._candidate_seconds(), **more)
 
     def _candidate_seconds(self) -> int:
         return int(self.settings.run_seconds * self.settings.threads * 4) + 60
@@ -91,7 +92,7 @@ class WorkerPool:
         """A worker for one task, with a small private folder: libraries make their cache folders when imported."""
         assert self.torch
         home = self._home()
-        worker = self._start(self._plain, {"role": "reference"}, jail.JailPolicy(write=(str(home),), file_mb=16), home)
+        worker = self._start(self._plain, "reference", jail.JailPolicy(write=(str(home),), file_mb=16), home)
         worker.wait_started()
         return worker
 
@@ -105,10 +106,9 @@ class WorkerPool:
         """A candidate's worker that also reads what the solution's first pass left, and starts no program either."""
         parent, home = self._parent_that_compiles(), self._home()
         policy = jail.JailPolicy(read=(str(home), place["folder"]), file_mb=0)
-        options = {
-            "role": "candidate", "folder": place["folder"], "environment": place["environment"], "profiler": profiler
-        }  # fmt: skip
-        worker = self._start(parent, options, policy, home, self._candidate_seconds())
+        where = {"folder": place["folder"], "environment": place["environment"]}
+        seconds = self._candidate_seconds()
+        worker = self._start(parent, "candidate", policy, home, seconds, profiler=profiler, **where)
         worker.wait_started()
         return worker
 
@@ -123,7 +123,7 @@ class WorkerPool:
         assert self._compiling
         execute = (*jail.SYSTEM_EXECUTE, *jail.PYTHON)
         policy = jail.JailPolicy(read=read, write=(str(home),), execute=execute, file_mb=256, one_group=True)
-        worker = self._start(self._compiling, {"role": "reference"}, policy, home)
+        worker = self._start(self._compiling, "reference", policy, home)
         worker.wait_started()
         return worker
 
@@ -133,10 +133,11 @@ class WorkerPool:
     def _start(
         self,
         parent: WarmParent,
-        options: dict[str, Any],
+        role: Literal["reference", "candidate"],
         policy: jail.JailPolicy,
         home: Path,
         cpu_seconds: int = 1 << 20,
+        **more: Any,
     ) -> JailedProcess:
         settings = self.settings
         policy = replace(
@@ -152,9 +153,10 @@ class WorkerPool:
             "TMPDIR": folder, "HOME": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
             "TRITON_HOME": folder, "TRITON_CACHE_DIR": f"{folder}/triton",
         }  # fmt: skip
-        options = {
-            "threads": settings.threads, "folder": folder, "environment": environment, "device": settings.device
-        } | options  # fmt: skip
+        options: WorkerOptions = {
+            "role": role, "threads": settings.threads, "folder": folder, "environment": environment,
+            "device": settings.device, **more,  # type: ignore[typeddict-item]
+        }  # fmt: skip
         return JailedProcess(parent, options, policy, settings.memory_mb, home, self._groups)
 
     def _known(self) -> Path:

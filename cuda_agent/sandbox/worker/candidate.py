@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cuda_agent.sandbox.wire import Frame
+from cuda_agent.sandbox.messages import Frame, WorkerOperation
 from cuda_agent.sandbox.worker import library_nodes, observe
 from cuda_agent.sandbox.worker.binding import OnlyTheExtension, Outputs, load_module
 from cuda_agent.sandbox.worker.loop import WorkerLoop, build_model
@@ -30,12 +30,12 @@ RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]]
 
 
 class Candidate(WorkerLoop):
-    """Runs one solution.  It is started before anybody knows which one: first come the buffers (``B``), then the empty
-    call may be timed, and then the solution is loaded (``L``)."""
+    """Runs one solution.  It is started before anybody knows which one: first come the buffers, then the empty call may
+    be timed, and then the solution is loaded."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
         super().__init__(channel, options, fds)
-        self._commands = {"B": self.take_buffers}
+        self._commands = {WorkerOperation.MAP_BUFFERS: self.take_buffers}
 
     def take_buffers(self, frame: Frame) -> None:
         self._options = options = self._options | frame.body
@@ -44,8 +44,12 @@ class Candidate(WorkerLoop):
         )
         # On the CPU the empty call's time is subtracted, so it holds nothing that a solution could leave out, such as
         # copying outputs to their place.  On a GPU empty chains go into a bound that must not be too high: they do it.
-        self._commands = {"Z": self.empty_chain} if options["device"] == "cuda" else {"N": lambda frame: None}
-        self._commands["L"] = self.load_plan if options["host_is_ours"] else self.load_model
+        load = self.load_plan if options["host_is_ours"] else self.load_model
+        self._commands = {WorkerOperation.LOAD_SOLUTION: load}
+        if options["device"] == "cuda":
+            self._commands[WorkerOperation.RUN_EMPTY_CHAIN] = self.empty_chain
+        else:
+            self._commands[WorkerOperation.RUN_EMPTY] = lambda frame: None
 
     def empty_chain(self, frame: Frame) -> Any:
         """Of outputs that are views for the reference, one costs what it costs to copy."""
@@ -72,9 +76,11 @@ class Candidate(WorkerLoop):
             run = gpu.bind_plan(frame.body, self._slots)
         else:
             run = bind_plan(frame.body, self._slots, self._options["threads"])
-        self._commands["R"] = lambda call: self._clocked(lambda: run(call.slot))[1]
+        self._commands[WorkerOperation.RUN] = lambda call: self._clocked(lambda: run(call.slot))[1]
         steps = run.steps  # type: ignore[attr-defined]
-        self._commands["O"] = lambda call: observe.seconds_of(steps[call.slot], self._options["device"])
+        self._commands[WorkerOperation.OBSERVE_OPERATORS] = lambda call: observe.seconds_of(
+            steps[call.slot], self._options["device"]
+        )
 
     def load_model(self, frame: Frame) -> None:
         """``ModelNew``, under the rule of its format: built with the random numbers that built the reference, and given
@@ -144,10 +150,12 @@ class Candidate(WorkerLoop):
                     results = answer(slot)
                 outputs.store(flatten(results))
 
-        self._commands["R"] = run
-        self._commands["C"] = lambda call: self._finished(lambda: enqueue(call.slot), call)
-        self._commands["O"] = lambda call: observed(call, lambda it: observe.operators(it, self._options["device"]))
-        self._commands["K"] = lambda call: observed(call, observe.kernels)
+        self._commands[WorkerOperation.RUN] = run
+        self._commands[WorkerOperation.RUN_CHAIN] = lambda call: self._finished(lambda: enqueue(call.slot), call)
+        self._commands[WorkerOperation.OBSERVE_OPERATORS] = lambda call: observed(
+            call, lambda it: observe.operators(it, self._options["device"])
+        )
+        self._commands[WorkerOperation.OBSERVE_KERNELS] = lambda call: observed(call, observe.kernels)
 
 
 class _Node(ctypes.Structure):

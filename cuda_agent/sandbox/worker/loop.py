@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from cuda_agent.sandbox import driver
-from cuda_agent.sandbox.wire import NO_PROGRAMS, Frame, receive_frame, send_frame
+from cuda_agent.sandbox.messages import Frame, Reply, WorkerFailure, receive_frame, send_frame
+from cuda_agent.sandbox.wire import NO_PROGRAMS
 
 _SOURCES = ("model.py", "model_new.py")  # names under which untrusted Python runs
 
 
 class WorkerLoop:
-    """Serves the judge: one frame in, one frame out.  ``=`` is a good answer, ``!`` an error with its message."""
+    """Serves the judge: one frame in, one frame out, a result or an error with its message."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
         self._channel = channel
@@ -36,14 +37,16 @@ class WorkerLoop:
         while True:
             frame = receive_frame(self._channel, max_fds=4)
             try:
-                answer = self._commands[frame.kind](frame)
+                answer = self._commands[frame.operation](frame)
             except MemoryError:
-                send_frame(self._channel, "!", {"message": "out of memory"})
+                self._fail({"message": "out of memory"})
             except BaseException as error:
-                message = explain(error)
-                send_frame(self._channel, "!", {"message": message, "cheat": type(error).__name__ == "Cheat"})
+                self._fail({"message": explain(error), "cheat": type(error).__name__ == "Cheat"})
             else:
-                send_frame(self._channel, "=", answer)
+                send_frame(self._channel, Reply.RESULT, answer)
+
+    def _fail(self, failure: WorkerFailure) -> None:
+        send_frame(self._channel, Reply.ERROR, failure)
 
 
 def _unclocked(call: Callable[[], Any], extra: int = 0) -> tuple[Any, None]:

@@ -26,12 +26,13 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.jail.descendants import descendants
-from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
+from cuda_agent.sandbox.messages import Frame, Reply, WorkerOperation, receive_frame, send_frame
 from cuda_agent.sandbox.worker import gpu, observe
 from cuda_agent.sandbox.worker.candidate import Candidate
 from cuda_agent.sandbox.worker.reference import Reference
@@ -54,7 +55,7 @@ def _serve(control: socket.socket, imports: Sequence[str]) -> None:
     gc.freeze()
     gc.enable()
     threads = len(os.listdir("/proc/self/task"))
-    send_frame(control, "=", {"threads": threads, "torch": torch.__version__})
+    send_frame(control, Reply.RESULT, {"threads": threads, "torch": torch.__version__})
     children: set[int] = set()
     while True:
         try:
@@ -65,9 +66,9 @@ def _serve(control: socket.socket, imports: Sequence[str]) -> None:
                     os.killpg(pid, signal.SIGKILL)
             _kill_orphans(set())
             return
-        if frame.kind in "FB":
+        if frame.operation in (WorkerOperation.FORK_WORKER, WorkerOperation.FORK_PARENT):
             parent, pid = os.getpid(), os.fork()
-            if pid == 0 and frame.kind == "B":
+            if pid == 0 and frame.operation == WorkerOperation.FORK_PARENT:
                 control.close()
                 return _serve(socket.socket(fileno=frame.fds[0]), frame.body["imports"])
             if pid == 0:
@@ -76,12 +77,12 @@ def _serve(control: socket.socket, imports: Sequence[str]) -> None:
             children.add(pid)
             for descriptor in frame.fds:
                 os.close(descriptor)
-            send_frame(control, "=", {"pid": pid})
-        elif frame.kind == "W":
+            send_frame(control, Reply.RESULT, {"pid": pid})
+        elif frame.operation == WorkerOperation.REAP_WORKER:
             _, status = os.waitpid(frame.body["pid"], 0)
             children.discard(frame.body["pid"])
             _kill_orphans(children)
-            send_frame(control, "=", {"status": os.waitstatus_to_exitcode(status)})
+            send_frame(control, Reply.RESULT, {"status": os.waitstatus_to_exitcode(status)})
 
 
 def _kill_orphans(living: set[int]) -> None:
@@ -103,7 +104,7 @@ def _child(frame: Frame, parent: int) -> None:
     """A freshly forked worker; never returns."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        options = frame.body
+        options: dict[str, Any] = frame.body  # WorkerOptions
         null = os.open("/dev/null", os.O_RDWR)
         keep = sorted((*frame.fds, null))
         os.dup2(null, 0)
@@ -132,7 +133,7 @@ def _child(frame: Frame, parent: int) -> None:
         os.dup2(null, 2)
         os.close(null)  # until here a fault is ours, and goes to the log
         channel = socket.socket(fileno=frame.fds[0])
-        send_frame(channel, "=")
+        send_frame(channel, Reply.RESULT)
         torch.set_num_threads(options["threads"])
         torch.set_grad_enabled(False)
         serve = {"reference": Reference, "candidate": Candidate, "first_pass": RecordingPass}[options["role"]]

@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
-from cuda_agent.sandbox.wire import Frame
+from cuda_agent.sandbox.messages import CallAccount, Frame, OperatorCount, WorkerOperation
 from cuda_agent.sandbox.worker import observe
 from cuda_agent.sandbox.worker.input_kinds import vary
 from cuda_agent.sandbox.worker.loop import WorkerLoop, run_module
@@ -26,8 +26,12 @@ class Reference(WorkerLoop):
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
         super().__init__(channel, options, fds)
         self._commands = {
-            "T": self.load, "M": self.map, "G": self.generate, "R": self.run, "N": self.null, "C": self.compile,
-            "O": self.count, "P": self.precision, "E": self.map_exact, "X": self.exact, "A": self.account,
+            WorkerOperation.OPEN_TASK: self.load, WorkerOperation.MAP_BUFFERS: self.map,
+            WorkerOperation.DRAW_INPUTS: self.generate, WorkerOperation.RUN: self.run,
+            WorkerOperation.RUN_EMPTY: self.null, WorkerOperation.COMPILE_TASK: self.compile,
+            WorkerOperation.SET_PRECISION: self.precision, WorkerOperation.MAP_EXACT: self.map_exact,
+            WorkerOperation.RUN_EXACT: self.exact, WorkerOperation.COUNT_OPERATORS: self.count,
+            WorkerOperation.ACCOUNT: self.account,
         }  # fmt: skip
         self._last: list[torch.Tensor] = []
         self._device: str = options["device"]
@@ -171,7 +175,7 @@ class Reference(WorkerLoop):
         self._settle()
         return finite
 
-    def account(self, frame: Frame) -> dict[str, Any]:
+    def account(self, frame: Frame) -> CallAccount:
         """Operations of one call (0: not known), the bytes that it must write for its outputs, and which of them are
         views."""
         given = self._slots.input_tensors(frame.slot)
@@ -183,9 +187,9 @@ class Reference(WorkerLoop):
             "views": observe.views(results, memory),
         }
 
-    def count(self, frame: Frame) -> dict[str, int]:
+    def count(self, frame: Frame) -> OperatorCount:
         """Operators of one forward pass and the bytes they touch, for the model clock."""
-        total = {"operators": 0, "bytes": 0}
+        total: OperatorCount = {"operators": 0, "bytes": 0}
 
         class Counter(TorchFunctionMode):
             def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from cuda_agent.sandbox.wire import NO_PROGRAMS, Frame
+from cuda_agent.sandbox.messages import Frame, WorkerOperation
+from cuda_agent.sandbox.wire import NO_PROGRAMS
 from cuda_agent.sandbox.worker.loop import WorkerLoop, build_model, explain, run_module
 from cuda_agent.sandbox.worker.shared_tensors import argument_of, flatten, rebuild
 
@@ -35,7 +36,7 @@ class RecordingPass(WorkerLoop):
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
         super().__init__(channel, options, fds)
-        self._commands = {"F": self.run}
+        self._commands = {WorkerOperation.RUN_FIRST_PASS: self.run}
 
     def run(self, frame: Frame) -> dict[str, str] | None:
         place, device = Path(self._options["folder"]), self._options["device"]

@@ -14,6 +14,7 @@ import select
 import signal
 import time
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any, NoReturn
 
 from cuda_agent.sandbox.workspace.files import ToolRefused
@@ -36,6 +37,14 @@ _TICK = 0.1  # seconds between looks at what a command uses
 _ANSWER_SECONDS = 10.0
 
 
+class _Request(Enum):
+    """What is asked of a keeper: one byte, so that a read of the pipe never holds half a request."""
+
+    STATE = b"s"  # whether the command runs
+    OUTPUT = b"o"
+    KILL = b"k"
+
+
 class Backgrounds:
     """Those of one workspace, by the ids that the agent is given."""
 
@@ -47,9 +56,10 @@ class Backgrounds:
 
     def start(self, command: str) -> str:
         """Its id.  Raises ``ToolRefused``."""
-        for name in [name for name, channel in self._channels.items() if self._ask(channel, "s") is None]:
+        for name in [name for name, channel in self._channels.items() if self._ask(channel, _Request.STATE) is None]:
             self._forget(name)
-        running = [name for name, channel in self._channels.items() if (self._ask(channel, "s") or {}).get("running")]
+        asked = {name: self._ask(channel, _Request.STATE) for name, channel in self._channels.items()}
+        running = [name for name, answer in asked.items() if (answer or {}).get("running")]
         if len(running) >= MOST:
             raise ToolRefused(f"{', '.join(running)} are running: at most {MOST} in the background")
         self._started += 1
@@ -66,11 +76,11 @@ class Backgrounds:
 
     def output(self, name: str) -> str:
         """What it printed since it was asked last, and how it stands.  Raises ``ToolRefused``."""
-        return self._told(name, "o")
+        return self._told(name, _Request.OUTPUT)
 
     def kill(self, name: str) -> str:
         """Ends it; the rest of its output.  Raises ``ToolRefused``."""
-        return self._told(name, "k")
+        return self._told(name, _Request.KILL)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -87,11 +97,11 @@ class Backgrounds:
         finally:
             _signal(stopped, signal.SIGCONT)
 
-    def _told(self, name: str, kind: str) -> str:
+    def _told(self, name: str, request: _Request) -> str:
         if name not in self._channels:
             known = ", ".join(self._channels) or "none"
             raise ToolRefused(f"there is no background command {name[:20]!r} (there are: {known})")
-        answer = self._ask(self._channels[name], kind)
+        answer = self._ask(self._channels[name], request)
         if answer is None:
             self._forget(name)
             return "[it is gone]"
@@ -99,12 +109,12 @@ class Backgrounds:
         return "\n".join(filter(None, [text, f"[{answer['state']}]"]))
 
     @staticmethod
-    def _ask(channel: tuple[int, int], kind: str) -> dict[str, Any] | None:
+    def _ask(channel: tuple[int, int], request: _Request) -> dict[str, Any] | None:
         """``None`` when the keeper is gone."""
         answers, asks = channel
         said = b""
         try:
-            os.write(asks, kind.encode())
+            os.write(asks, request.value)
             while not said.endswith(b"\n"):
                 if not select.select([answers], [], [], _ANSWER_SECONDS)[0] or not (part := os.read(answers, 1 << 16)):
                     return None
@@ -121,8 +131,8 @@ class Backgrounds:
 
 
 def _keep(shell: Shell, requests: int, tells: int, others: list[int], command: str) -> NoReturn:
-    """The keeper: runs ``command`` and answers ``s`` (does it run?), ``o`` (output) and ``k`` (end it), a line of JSON
-    each.  ``others``: descriptors of its parent, which it must not keep open."""
+    """The keeper: runs ``command`` and answers each ``_Request`` with a line of JSON.  ``others``: descriptors of its
+    parent, which it must not keep open."""
     for descriptor in others:
         os.close(descriptor)
     shell.client.close()
@@ -167,10 +177,10 @@ def _keep(shell: Shell, requests: int, tells: int, others: list[int], command: s
             if not kind:  # the workspace is gone
                 shell.end(pid)
                 os._exit(0)
-            if kind == b"k" and not state:
+            if kind == _Request.KILL.value and not state:
                 state = end("killed")
             told = {"running": not state, "text": "", "state": state or "running"}
-            if kind != b"s":
+            if kind != _Request.STATE.value:
                 told["text"] = output.text()
                 output = Output(shell.limits.output_chars)
             _write(tells, json.dumps(told).encode() + b"\n")

@@ -22,7 +22,19 @@ from types import TracebackType
 from typing import Any, Self
 
 from cuda_agent.sandbox.jail import scratch
-from cuda_agent.sandbox.wire import FRAME_LIMIT, HEAD, ToolResult, send_frame
+from cuda_agent.sandbox.messages import (
+    FRAME_LIMIT,
+    HEAD,
+    Operation,
+    Reply,
+    ToolCall,
+    WorkspaceOpening,
+    WorkspaceOperation,
+    decode_head,
+    encode_frame,
+    send_frame,
+)
+from cuda_agent.sandbox.wire import ToolResult
 from cuda_agent.sandbox.workspace.shell import CommandLimits
 
 Commands = Callable[[str, list[str], dict[str, str]], Awaitable[ToolResult]]
@@ -77,7 +89,7 @@ class Workspaces:
         try:
             try:
                 with theirs:
-                    send_frame(control, "O", number, fds=[theirs.fileno()])
+                    send_frame(control, WorkspaceOperation.OPEN, number, fds=[theirs.fileno()])
             except OSError as error:
                 raise WorkspaceLost(f"the parent of workspaces is gone: {error}") from None
             reader, writer = await asyncio.open_connection(sock=ours, limit=FRAME_LIMIT)
@@ -90,7 +102,7 @@ class Workspaces:
             else:
                 ours.close()
             with contextlib.suppress(OSError):
-                send_frame(control, "C", number)
+                send_frame(control, WorkspaceOperation.CLOSE, number)
 
     async def _start(self) -> None:
         async with self._lock:
@@ -170,13 +182,13 @@ class Workspace:
             WorkspaceLost: the workspace died or hangs.
         """
         try:
-            body = {"tool": tool, "arguments": dict(arguments)}
+            body: ToolCall = {"tool": tool, "arguments": dict(arguments)}
             if len(json.dumps(body)) > ARGUMENT_BYTES:
                 return ToolResult("error: the arguments are too large", error=True)
         except (TypeError, ValueError, RecursionError):
             return ToolResult("error: the arguments are not plain values", error=True)
         async with self._turn:
-            result = await self._request("c", body)
+            result = await self._request(WorkspaceOperation.CALL_TOOL, body)
         return ToolResult(str(result["text"]), bool(result["error"]))
 
     async def files(self) -> dict[str, str]:
@@ -186,36 +198,37 @@ class Workspace:
             WorkspaceLost: as ``call``.
         """
         async with self._turn:
-            return dict(await self._request("f", None))
+            return dict(await self._request(WorkspaceOperation.COLLECT_FILES, None))
 
     async def _open(self, files: Mapping[str, str], protected: frozenset[str]) -> None:
-        opening = {"files": dict(files), "protected": sorted(protected), "limits": asdict(self._limits)}
-        await self._request("o", opening)
+        opening: WorkspaceOpening = {
+            "files": dict(files), "protected": sorted(protected), "limits": asdict(self._limits)
+        }  # fmt: skip
+        await self._request(WorkspaceOperation.FILL_FOLDER, opening)
 
-    async def _request(self, kind: str, body: Any) -> Any:
+    async def _request(self, operation: Operation, body: Any) -> Any:
         if self._broken:
             raise WorkspaceLost("the workspace was lost before")
         self._broken = True  # until this exchange is complete
-        await self._send(kind, 0, body)
+        await self._send(operation, 0, body)
         while True:
             answer, slot, body = await self._receive()
-            if answer == "=":
+            if answer == Reply.RESULT:
                 self._broken = False
                 return body
             result = await self._commands(body["name"], body["argv"], body["files"])
-            await self._send("a", slot, asdict(result))
+            await self._send(WorkspaceOperation.COMMAND_RESULT, slot, asdict(result))
 
-    async def _send(self, kind: str, slot: int, body: Any) -> None:
-        data = b"" if body is None else json.dumps(body).encode()
-        self._writer.write(HEAD.pack(ord(kind), slot, 0, len(data)) + data)
+    async def _send(self, operation: Operation, slot: int, body: Any) -> None:
+        self._writer.write(encode_frame(operation, body, slot))
         async with self._within_limits():
             await self._writer.drain()
 
-    async def _receive(self) -> tuple[str, int, Any]:
+    async def _receive(self) -> tuple[Operation, int, Any]:
         async with self._within_limits():
-            kind, slot, _, length = HEAD.unpack(await self._reader.readexactly(HEAD.size))
+            operation, slot, _, length = decode_head(await self._reader.readexactly(HEAD.size))
             body = json.loads(await self._reader.readexactly(length)) if length else None
-        return chr(kind), slot, body
+        return operation, slot, body
 
     @asynccontextmanager
     async def _within_limits(self) -> AsyncIterator[None]:

@@ -25,7 +25,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from cuda_agent.sandbox.jail import jail
-from cuda_agent.sandbox.wire import Frame, receive_frame, send_frame
+from cuda_agent.sandbox.messages import CommandRequest, WorkspaceOperation, receive_frame, send_frame
+from cuda_agent.sandbox.wire import ToolResult
 from cuda_agent.sandbox.workspace.files import Folder, disk_use
 
 COMMANDS = ("compile", "verify", "profile")
@@ -154,16 +155,16 @@ class Shell:
                 code = reap().get(pid)
                 if self.client.fileno() in ready:
                     frame = receive_frame(self.client)
-                    if frame.kind == "a" and waiting and frame.slot == self.asked % 256:
-                        self._answer(waiting.pop(0)[0], frame)
+                    answers = frame.operation == WorkspaceOperation.COMMAND_RESULT
+                    if answers and waiting and frame.slot == self.asked % 256:
+                        self._answer(waiting.pop(0)[0], ToolResult(**frame.body))
                         self._ask(waiting)
                         if not waiting:
                             quiet.close()
                 for fields in _records(request, drain(requests)):
                     asks += 1
                     if asks > _ASKS:
-                        refusal = {"text": "too many requests in one command", "error": True}
-                        self._answer(fields[0], Frame("a", 0, refusal, []))
+                        self._answer(fields[0], ToolResult("too many requests in one command", error=True))
                         continue
                     waiting.append(fields)
                     if len(waiting) == 1:
@@ -252,18 +253,18 @@ class Shell:
             _, name, *argv = waiting[0]
             self.asked += 1
             self.files.restore()
-            body = {"name": name, "argv": argv, "files": self.files.collect()}
-            send_frame(self.client, "?", body, slot=self.asked % 256)
+            body: CommandRequest = {"name": name, "argv": argv, "files": self.files.collect()}
+            send_frame(self.client, WorkspaceOperation.RUN_COMMAND, body, slot=self.asked % 256)
 
-    def _answer(self, pid: str, frame: Frame) -> None:
+    def _answer(self, pid: str, result: ToolResult) -> None:
         """To the stub with this process id; if it is gone, to nobody."""
         path = f"{self.pipes}/{pid}"
-        text = cut(frame.body["text"], _ANSWER_BYTES // 4).replace("\0", "").encode(errors="replace")
+        text = cut(result.text, _ANSWER_BYTES // 4).replace("\0", "").encode(errors="replace")
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
             try:
                 if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-                    os.write(descriptor, (b"1" if frame.body["error"] else b"0") + b"\0" + text + b"\0")
+                    os.write(descriptor, (b"1" if result.error else b"0") + b"\0" + text + b"\0")
             finally:
                 os.close(descriptor)
                 os.unlink(path)

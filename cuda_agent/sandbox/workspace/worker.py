@@ -21,7 +21,14 @@ from functools import partial
 from typing import Any
 
 from cuda_agent.sandbox.jail import jail
-from cuda_agent.sandbox.wire import receive_frame, send_frame
+from cuda_agent.sandbox.messages import (
+    Reply,
+    ToolCall,
+    WorkspaceOpening,
+    WorkspaceOperation,
+    receive_frame,
+    send_frame,
+)
 from cuda_agent.sandbox.workspace.background import Backgrounds
 from cuda_agent.sandbox.workspace.files import Folder, ToolRefused
 from cuda_agent.sandbox.workspace.shell import (  # fmt: skip
@@ -45,7 +52,7 @@ from cuda_agent.sandbox.workspace.shell import (  # fmt: skip
 
 
 def main() -> None:
-    """Serves ``O`` (open: a number, and a socket's descriptor) and ``C`` (close: the number) until the stream ends."""
+    """Opens and closes workspaces until the stream ends."""
     control, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     prctl(PR_SET_DUMPABLE, 0)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -55,7 +62,7 @@ def main() -> None:
     workers: dict[int, int] = {}  # number -> pid
     helpers: set[int] = set()  # pids that remove folders
     closed: set[int] = set()
-    send_frame(control, "=")
+    send_frame(control, Reply.RESULT)
     while True:
         strays = [pid for pid in children(os.getpid()) if pid not in helpers and pid not in workers.values()]
         kill(strays)
@@ -72,7 +79,7 @@ def main() -> None:
                 break
             number = int(frame.body)
             folder = f"{root}/{number}"
-            if frame.kind == "O":
+            if frame.operation == WorkspaceOperation.OPEN:
                 os.mkdir(folder, 0o700)
                 workers[number] = fork(partial(_worker, frame.fds[0], folder))
             elif number in workers:
@@ -116,7 +123,7 @@ def _worker(descriptor: int, folder: str) -> None:
     os.closerange(descriptor + 1, 4096)
     os.setsid()
     client = socket.socket(fileno=descriptor)
-    opening = receive_frame(client).body
+    opening: WorkspaceOpening = receive_frame(client).body
     limits = CommandLimits(**opening["limits"])
     jail.enter(
         jail.JailPolicy(
@@ -130,11 +137,11 @@ def _worker(descriptor: int, folder: str) -> None:
     os.umask(0o077)
     for name in ("work", "tmp", "pipes", "bin"):
         os.mkdir(f"{folder}/{name}")
-    files: dict[str, str] = opening["files"]
+    files = opening["files"]
     work = Folder(f"{folder}/work", {name: files.get(name) for name in opening["protected"]})
     work.fill(files)
     session = Session(client, folder, work, limits)
-    send_frame(client, "=")
+    send_frame(client, Reply.RESULT)
     session.serve()
 
 
@@ -142,7 +149,7 @@ def _worker(descriptor: int, folder: str) -> None:
 
 
 class Session:
-    """One workspace: answers ``c`` (a tool call) and ``f`` (the files) with ``=``; asks ``?`` and is answered ``a``."""
+    """One workspace: answers tool calls and requests for its files; its shell asks the client to run commands."""
 
     def __init__(self, client: socket.socket, folder: str, files: Folder, limits: CommandLimits) -> None:
         self.client, self.folder, self.files, self.limits = client, folder, files, limits
@@ -153,14 +160,15 @@ class Session:
     def serve(self) -> None:
         while True:
             frame = receive_frame(self.client)
-            if frame.kind == "c":
-                text, error = self._call(frame.body["tool"], frame.body["arguments"])
-                send_frame(self.client, "=", {"text": text, "error": error})
-            elif frame.kind == "f":
+            if frame.operation == WorkspaceOperation.CALL_TOOL:
+                call: ToolCall = frame.body
+                text, error = self._call(call["tool"], call["arguments"])
+                send_frame(self.client, Reply.RESULT, {"text": text, "error": error})
+            elif frame.operation == WorkspaceOperation.COLLECT_FILES:
                 with self.backgrounds.paused():
                     self.files.restore()
                     files = self.files.collect()
-                send_frame(self.client, "=", files)
+                send_frame(self.client, Reply.RESULT, files)
 
     def _call(self, tool: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         try:

@@ -24,16 +24,18 @@ def learnt(folder):
     return (folder / "policy" / "model.safetensors").read_bytes(), measured
 
 
-def test_a_stage_in_rays_actors_gives_the_bytes_of_one_process(tmp_path, inputs):
+@pytest.mark.parametrize("changes", [{}, {"advantage": "rloo", "reward": "speedup"}], ids=["gae", "rloo"])
+def test_a_stage_in_rays_actors_gives_the_bytes_of_one_process(tmp_path, inputs, changes):
     folders = {}
     for runtime in ("local", "ray"):
         folders[runtime] = tmp_path / runtime
-        warmup.run(context(folders[runtime], config(runtime=runtime), inputs))
+        warmup.run(context(folders[runtime], config(runtime=runtime, warmup=changes), inputs))
     weights, measured = learnt(folders["ray"])
     for values in measured:
         assert (values.pop("cut"), values.pop("workers_lost"), values["stale"]) == (0, 0, 0)
     assert (weights, measured) == learnt(folders["local"])
     assert len(measured) == 2 and measured[0]["pass_rate"] > 0
+    assert all(("critic_loss" in values) == (not changes) for values in measured)
     assert weights != (inputs["policy"] / "model.safetensors").read_bytes()
     assert of_ray() == []
 

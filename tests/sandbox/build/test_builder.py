@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cuda_agent.sandbox.build import builder as build
+from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.formats import extension, plan
 from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
 from cuda_agent.sandbox.jail.scratch import make_folder
@@ -69,8 +70,8 @@ def test_a_host_file_cannot_be_included(builder: build.Builder) -> None:
 
 def folder(builder: build.Builder, files: dict[str, str]) -> Path:
     try:
-        build.find_nvcc()
-    except build.CompilerMissing as missing:
+        toolchain.find_nvcc()
+    except toolchain.CompilerMissing as missing:
         pytest.skip(str(missing))
     spec = TaskSpec((Tensor((8, 8), "float32"),), (Tensor((8, 8), "float32"),), {}, ({"tensor": 0},), ({"value": 8},))
     load = asyncio.run(extension.build(files, spec, Toolchain(builder, "sm_90a")))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cuda_agent.sandbox.build import builder
+from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.formats import first_pass
 from cuda_agent.sandbox.wire import Solution
 from tests.sandbox.conftest import Running, task
@@ -270,8 +270,8 @@ torch::Tensor chain(torch::Tensor x, double s) {
 @pytest.mark.skipif(shutil.which("ninja") is None, reason="load_inline needs ninja")
 def test_cuda_sources_of_load_inline_compile_without_a_gpu(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
-        builder.find_nvcc()
-    except builder.CompilerMissing:
+        toolchain.find_nvcc()
+    except toolchain.CompilerMissing:
         pytest.skip("no nvcc")
     monkeypatch.setattr(running.sandbox, "_architecture", "sm_90a")
     monkeypatch.setattr(running.sandbox._first_pass, "_seconds", 290.0)

@@ -1,11 +1,10 @@
 """Reading plan.json: the expression grammar, and errors that point at the node."""
 
-import contextlib
 import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cuda_agent.sandbox.formats.expressions import PlanError, evaluate
@@ -113,17 +112,45 @@ LIBRARY_NODES: list[dict[str, Any]] = [
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 
 
-@settings(deadline=None)
-@given(st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
-def test_any_json_is_either_a_program_or_a_plan_error(value: Any) -> None:
-    plans = [value, {"nodes": value}, {"nodes": [value]}, {"nodes": [dict(NODE, grid=value, args=[value])]}]
-    plans += [{"nodes": [node | {key: value}]} for node in LIBRARY_NODES for key in (*node, "bias", "stride", "batch")]
-    for plan in plans:
-        with contextlib.suppress(PlanError):
-            compile_plan(files(json.dumps(plan)), SPEC)
+def test_any_json_is_either_a_program_or_a_plan_error() -> None:
+    accepted = refused = 0
+
+    @settings(deadline=None)
+    @given(st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+    @example("in0")
+    @example(1)
+    def check(value: Any) -> None:
+        nonlocal accepted, refused
+        plans = [value, {"nodes": value}, {"nodes": [value]}, {"nodes": [dict(NODE, args=[value])]}]
+        plans += [
+            {"nodes": [node | {key: value}]} for node in LIBRARY_NODES for key in (*node, "bias", "stride", "batch")
+        ]
+        for plan in plans:
+            try:
+                program = compile_plan(files(json.dumps(plan)), SPEC)
+            except PlanError:
+                refused += 1
+            else:
+                assert len(program.nodes) == len(plan["nodes"])
+                accepted += 1
+
+    check()
+    assert accepted > 1 and refused > 1
 
 
-@given(st.text(max_size=40))
-def test_any_text_is_either_a_number_or_a_plan_error(text: str) -> None:
-    with contextlib.suppress(PlanError):
-        assert isinstance(evaluate(text, {"n": 3}, "here"), int)
+def test_any_text_is_either_a_number_or_a_plan_error() -> None:
+    numbers: set[int] = set()
+
+    @given(st.text(max_size=40))
+    @example("n")
+    @example("cdiv(7, n) * 2")
+    def check(text: str) -> None:
+        try:
+            number = evaluate(text, {"n": 3}, "here")
+        except PlanError:
+            return
+        assert type(number) is int
+        numbers.add(number)
+
+    check()
+    assert {3, 6} <= numbers

@@ -14,7 +14,7 @@ from tests.sandbox.conftest import Running, one_judge, plan_solution, task
 
 UNJAILED = """
 import json, os, sys
-from cuda_agent.sandbox import jail
+from cuda_agent.sandbox.jail import jail
 print(json.dumps(jail._attacks(sys.argv[1], os.getppid())))
 """
 

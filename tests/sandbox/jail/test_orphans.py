@@ -15,7 +15,8 @@ from cuda_agent.errors import TaskError
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.jail.descendants import descendants
 from cuda_agent.sandbox.jail.processes import JailedProcess, WarmParent, warm_parent
-from cuda_agent.sandbox.judge.reference_client import JudgeSettings, ReferenceClient
+from cuda_agent.sandbox.judge.reference_client import ReferenceClient
+from cuda_agent.sandbox.messages import JudgeSettings
 from tests.sandbox.conftest import CHAIN
 from tests.sandbox.drill import _children
 

@@ -436,7 +436,7 @@ def test_a_workspace_that_nobody_uses_is_closed(tmp_path):
 
 NO_LANDLOCK = """
 import ctypes
-from cuda_agent.sandbox import jail
+from cuda_agent.sandbox.jail import jail
 program = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (0x06, 0, 0, 0x00050000 | 38), (0x06, 0, 0, 0x7FFF0000)]
 code = b"".join(op.to_bytes(2, "little") + bytes((a, b)) + k.to_bytes(4, "little") for op, a, b, k in program)
 jail._libc_call("prctl", 38, 1, 0, 0, 0)

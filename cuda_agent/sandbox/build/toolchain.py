@@ -1,0 +1,122 @@
+"""The compilers of this machine: g++, NVRTC and nvcc; where they are, and what identifies them in a build's key.
+
+Not covered: running them (``builder``, ``compiler``, ``nvrtc``).
+"""
+
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from cuda_agent.machine import processor
+from cuda_agent.sandbox.build import nvrtc
+
+FLAGS = ("-O3", "-march=native", "-ffast-math", "-std=c++17", "-fPIC", "-pthread", "-fopenmp-simd")
+NVRTC_PROGRAM = Path(nvrtc.__file__)  # runs in the jail, as a program that imports nothing of the package
+
+
+class CompilerMissing(RuntimeError):
+    """There is no C++ compiler, or it does not work inside the jail."""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    compiler: str
+    version: str
+    processor: str
+    includes: str = ""  # folder of the precompiled prelude
+    lean: str = ""  # and of the lean one
+
+    @property
+    def identity(self) -> str:
+        return f"{self.version}|{self.processor}|{' '.join(FLAGS)}"
+
+
+def find_toolchain(compiler: str = "g++") -> Toolchain:
+    """The C++ compiler of this machine, without precompiled headers.
+
+    Raises:
+        CompilerMissing: it is not on PATH.
+    """
+    path = shutil.which(compiler)
+    if path is None:
+        raise CompilerMissing(f"no C++ compiler: {compiler!r} is not on PATH")
+    version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()[0]
+    return Toolchain(path, version, processor())
+
+
+@dataclass(frozen=True)
+class Nvrtc:
+    library: str
+    includes: list[str]  # folders of CUDA's headers
+    identity: str
+
+
+@functools.cache
+def find_nvrtc() -> Nvrtc:
+    """The newest NVRTC of this machine: that of the installed packages, else that of a toolkit.
+
+    Raises:
+        CompilerMissing: there is none.
+    """
+    packages = _packages()
+    homes = [home for place in packages for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
+    homes += [place / "cuda_nvrtc" for place in packages] + [Path("/usr/local/cuda")]
+    for home in homes:
+        for library in sorted(home.glob("lib*/libnvrtc.so.*")):
+            includes = [home / "include", *(p / "cuda_runtime" / "include" for p in packages)]
+            digest = hashlib.sha256(NVRTC_PROGRAM.read_bytes()).hexdigest()[:8]
+            version = f"{library.name}, {library.resolve().stat().st_size} bytes, {digest}"
+            return Nvrtc(str(library), [str(folder) for folder in includes if folder.is_dir()], version)
+    raise CompilerMissing("no CUDA compiler: libnvrtc is neither in the installed packages nor in /usr/local/cuda")
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    compiler: str
+    includes: list[str]
+    places: list[str]  # of the runtime's libraries, where nvcc does not know them
+    identity: str
+
+    def libraries(self, name: str) -> list[str]:
+        """The file of one of NVIDIA's libraries (``cublas``, ``cudnn``), for the linker.
+
+        Raises:
+            CompilerMissing: the library is not installed.
+        """
+        places = [*_packages(), Path("/usr/local/cuda/lib64"), Path("/usr/lib/x86_64-linux-gnu")]
+        found = [path for place in places for path in sorted(place.glob(f"**/lib{name}.so*"))]
+        if not found:
+            raise CompilerMissing(f"lib{name} is not installed")
+        return [str(found[0])]
+
+
+@functools.cache
+def find_nvcc() -> Nvcc:
+    """The first nvcc of PATH, /usr/local/cuda and the installed packages.
+
+    Raises:
+        CompilerMissing: there is none.
+    """
+    homes = [home for place in _packages() for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
+    compilers = [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc", *(str(home / "bin" / "nvcc") for home in homes)]
+    for compiler in compilers:
+        if compiler and os.access(compiler, os.X_OK):
+            said = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout.splitlines()
+            includes = [place / "cudnn" / "include" for place in _packages()]
+            places = []
+            if compiler.startswith(tuple(map(str, _packages()))):
+                includes += [home / "include" for home in homes]
+                places = [str(home / "lib") for home in homes]
+            return Nvcc(compiler, [str(f) for f in includes if f.is_dir()], places, " ".join(said[-2:]))
+    raise CompilerMissing("no nvcc: neither on PATH, nor in /usr/local/cuda, nor in the installed packages")
+
+
+def _packages() -> list[Path]:
+    """Where pip puts what NVIDIA publishes."""
+    found = importlib.util.find_spec("nvidia")
+    return [Path(place) for place in found.submodule_search_locations or []] if found else []

@@ -1,0 +1,77 @@
+"""The decisions of a trial that need no worker: why a candidate is refused, and when its times are clear.
+
+Pure functions.  Not covered: running the candidate (``trial``), and comparing outputs (``check``).
+"""
+
+import statistics
+from collections.abc import Sequence
+
+from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError
+from cuda_agent.sandbox.wire import Status, Verdict
+
+LOADING = "while it was loaded"
+_STATUS_OF_DEATH: dict[str, Status] = {
+    "timeout": "timeout", "crash": "crash", "memory": "crash", "threads": "crash", "protocol": "crash",
+    "processes": "crash", "killed": "crash",
+}  # fmt: skip
+
+
+class CandidateRefused(Exception):
+    """Ends a trial by the fault of the candidate.
+
+    Attributes:
+        status: of the verdict.
+        retryable: whether the fault may be somebody else's, so that the candidate gets a second trial.
+    """
+
+    def __init__(self, status: Status, message: str, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retryable = retryable
+
+
+def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> CandidateRefused:
+    """What a worker's death or error means for its candidate.
+
+    Args:
+        error: what happened to the worker.
+        loaded: whether the solution had begun to load.  Before that nothing untrusted has run: the fault is ours.
+        when: for the message, such as "in check 3".
+    """
+    if isinstance(error, WorkerDied):
+        if not loaded:
+            return CandidateRefused("infra", f"a worker {error} before the solution was loaded", retryable=True)
+        killed = error.reason == "killed"  # by the system, by an operator, or by itself
+        return CandidateRefused(_STATUS_OF_DEATH[error.reason], f"the solution {error} {when}".strip(), killed)
+    if not loaded:
+        return CandidateRefused("infra", f"a worker, before the solution was loaded: {error}", retryable=True)
+    if when == LOADING:
+        return CandidateRefused("build_error", str(error))
+    return CandidateRefused("cheat" if error.cheat else "crash", f"{error} {when}".strip())
+
+
+def is_clear(samples: Sequence[float], anchors: Sequence[float], compile_share: float | None) -> bool:
+    """Whether more calls could hardly change what is more than 5 % faster than what.
+
+    Args:
+        samples: seconds of the candidate's calls.
+        anchors: seconds of eager's calls, interleaved with them.
+        compile_share: the time of torch.compile as a share of eager's; None where it is not known.
+    """
+    mine, anchor = statistics.median(samples), statistics.median(anchors)
+    spread = statistics.median(abs(s - mine) for s in samples) / mine
+    spread += statistics.median(abs(s - anchor) for s in anchors) / anchor
+    rivals = [anchor] if compile_share is None else [anchor, compile_share * anchor]
+    return all(abs(mine / (0.95 * rival) - 1) > 0.03 + 2 * spread for rival in rivals)
+
+
+def scale_baselines(verdict: Verdict, share: float) -> None:
+    """Multiply every baseline of the verdict by ``share``, where eager alone was faster than beside the candidate."""
+    if verdict.eager_seconds is not None:
+        verdict.eager_seconds *= share
+    if verdict.compile_seconds is not None:
+        verdict.compile_seconds *= share
+    if verdict.strict:
+        for name in verdict.strict["baselines"]:
+            verdict.strict["baselines"][name] *= share
+        verdict.strict["interval"] = [share * bound for bound in verdict.strict["interval"]]

@@ -1,0 +1,312 @@
+"""The messages between a client, the judge, its workers and the workspaces: operations, their payloads, and frames.
+
+A frame is 8 bytes and a JSON body: the operation, a slot, a small number (``extra``) and the length of the body.  Only
+the standard library is imported here, since workers import this module.  Not covered: tensors, which cross in shared
+memory, and the service's HTTP (``protocol``).
+"""
+
+import json
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+
+from cuda_agent.sandbox.wire import Format, Mode
+
+# ---------------------------------------------------------------------------------------------------------- operations
+#
+# Beside each operation: its body -> the body of its answer, where they are not empty.
+
+
+class Reply(StrEnum):
+    """How a request was answered."""
+
+    RESULT = "result"
+    ERROR = "error"  # JudgeError, or WorkerFailure
+
+
+class JudgeRequest(StrEnum):
+    """What a client asks of a judge."""
+
+    CONFIGURE = "configure"  # JudgeSettings -> the proven walls; the first request
+    SPEC = "spec"  # SpecRequest -> TaskSpec
+    EVALUATE = "evaluate"  # EvaluateRequest -> Verdict
+    PROBE = "probe"  # ProbeRequest -> Probe
+
+
+class WorkerOperation(StrEnum):
+    """What a judge asks of a warm parent, and of the workers that it forks."""
+
+    # a warm parent
+    FORK_WORKER = "fork_worker"  # WorkerOptions -> {"pid"}
+    FORK_PARENT = "fork_parent"  # {"imports"} -> {"pid"}
+    REAP_WORKER = "reap_worker"  # {"pid"} -> {"status"}
+    # a reference worker and a candidate worker
+    MAP_BUFFERS = "map_buffers"  # ReferenceBuffers or CandidateBuffers
+    RUN = "run"  # one call on a slot -> [seconds of the device, seconds of the host] on a GPU
+    RUN_EMPTY = "run_empty"  # the same without the computation
+    # a reference worker
+    OPEN_TASK = "open_task"  # TaskCode -> TaskSpec
+    DRAW_INPUTS = "draw_inputs"  # InputDraw -> whether the task has such inputs
+    SET_PRECISION = "set_precision"  # {"precision"}
+    COMPILE_TASK = "compile_task"  # TaskCompilation
+    MAP_EXACT = "map_exact"  # ExactBuffers
+    RUN_EXACT = "run_exact"  # -> whether all outputs are finite
+    COUNT_OPERATORS = "count_operators"  # -> OperatorCount
+    ACCOUNT = "account"  # -> CallAccount
+    # a candidate worker
+    LOAD_SOLUTION = "load_solution"  # what ``LocalSandbox`` built, and {"seed"}
+    RUN_CHAIN = "run_chain"  # as many calls as ``slot`` says -> as RUN
+    RUN_EMPTY_CHAIN = "run_empty_chain"
+    OBSERVE_OPERATORS = "observe_operators"  # one call -> operators, or seconds of each node of a plan
+    OBSERVE_KERNELS = "observe_kernels"  # one call -> kernels of the GPU
+    # a first pass
+    RUN_FIRST_PASS = "run_first_pass"  # {"task", "code"} -> nothing, or {"error", "log"}
+
+
+class WorkspaceOperation(StrEnum):
+    """What crosses between a client, the warm parent of workspaces and a workspace."""
+
+    # a client asks the warm parent
+    OPEN = "open_workspace"  # its number; the descriptor is the workspace's socket
+    CLOSE = "close_workspace"  # its number
+    # a client asks a workspace
+    FILL_FOLDER = "fill_folder"  # WorkspaceOpening; the first request
+    CALL_TOOL = "call_tool"  # ToolCall -> ToolResult
+    COLLECT_FILES = "collect_files"  # -> text by path
+    # a workspace asks its client, while a tool call is open
+    RUN_COMMAND = "run_command"  # CommandRequest; ``slot`` numbers it
+    COMMAND_RESULT = "command_result"  # ToolResult, with the same ``slot``
+
+
+Operation = Reply | JudgeRequest | WorkerOperation | WorkspaceOperation
+
+
+# ------------------------------------------------------------------------------------------------------------- payloads
+
+
+@dataclass(frozen=True)
+class JudgeSettings:
+    """What a judge needs of the configuration, and where it may put things."""
+
+    threads: int
+    checks: int  # inputs on which a solution is checked in quick mode
+    tolerance: float
+    timed_calls: int
+    run_seconds: float
+    memory_mb: int
+    clock: str
+    required_walls: tuple[str, ...]
+    cache: str  # survives; only trusted processes write it
+    scratch: str  # private folders of workers
+    lease: str
+    device: str = "cpu"
+    kernels: str = ""  # the built check.cu (cuda)
+    identity: str = ""  # of the GPU and its driver: what a time depends on
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "JudgeSettings":
+        return cls(**(data | {"required_walls": tuple(data["required_walls"])}))
+
+
+class TaskSource(TypedDict):
+    digest: str
+    code: str
+
+
+class SpecRequest(TypedDict):
+    task: TaskSource
+
+
+class ProbeRequest(TypedDict):
+    task: TaskSource
+    compile: bool  # whether torch.compile is timed, too
+
+
+class EvaluateRequest(TypedDict):
+    task: TaskSource
+    format: Format
+    traits: dict[str, Any]  # FormatTraits as JSON
+    mode: Mode
+    load: dict[str, Any]  # what was built of the solution; its form depends on the format
+    files: dict[str, str]
+    observe: bool  # whether quick mode says what ran
+
+
+class JudgeError(TypedDict):
+    kind: Literal["jail", "device", "task"]
+    message: str
+
+
+class WorkerFailure(TypedDict):
+    message: str
+    cheat: NotRequired[bool]  # whether the code broke a rule that the worker knows
+
+
+class WorkerOptions(TypedDict):
+    """How a worker is started.  ``policy`` is ``jail.JailPolicy`` as JSON."""
+
+    role: Literal["reference", "candidate", "first_pass"]
+    threads: int
+    folder: str
+    environment: dict[str, str]
+    device: str
+    profiler: NotRequired[bool]
+    policy: NotRequired[dict[str, Any]]
+
+
+class TaskCode(TypedDict):
+    code: str
+    seed: int  # of the model's weights
+
+
+class ReferenceBuffers(TypedDict):
+    """Offsets and sizes are bytes.  ``values`` and ``weights``: where the worker writes drawn inputs and weights."""
+
+    layout: list[dict[str, list[int]]]  # {"in": offsets, "out": offsets} of each slot
+    sizes: list[int]  # of the read-only area and of the writable area
+    values: list[int]
+    weights: list[int]
+
+
+class CandidateBuffers(TypedDict):
+    """Offsets and sizes are bytes.  ``host_is_ours`` and ``rule``: see ``FormatTraits``."""
+
+    host_is_ours: bool
+    rule: str
+    spec: dict[str, Any]  # TaskSpec as JSON
+    layout: list[dict[str, list[int]]]
+    sizes: list[int]
+    weights: list[int]
+    views: list[list[int] | None]  # of each output: strides where the reference gives a view
+
+
+class ExactBuffers(TypedDict):
+    spec: dict[str, Any]
+    layout: list[dict[str, list[int]]]
+    sizes: list[int]
+
+
+class InputDraw(TypedDict):
+    seed: int
+    kind: str  # one of KINDS
+
+
+class TaskCompilation(TypedDict):
+    known: str  # folder of what a warm-up found out; empty: this is the warm-up
+    mode: str  # of torch.compile; empty: its default
+
+
+class OperatorCount(TypedDict):
+    operators: int
+    bytes: int
+
+
+class CallAccount(TypedDict):
+    flops: int  # 0: not known
+    written: int  # bytes
+    views: list[list[int] | None]
+
+
+class WorkspaceOpening(TypedDict):
+    files: dict[str, str]
+    protected: list[str]
+    limits: dict[str, Any]  # CommandLimits as JSON
+
+
+class ToolCall(TypedDict):
+    tool: str
+    arguments: dict[str, Any]
+
+
+class CommandRequest(TypedDict):
+    name: str  # compile, verify or profile
+    argv: list[str]
+    files: dict[str, str]
+
+
+# --------------------------------------------------------------------------------------------------------------- frames
+
+HEAD = struct.Struct("<BBHI")  # number of the operation, slot, extra, bytes of the body
+FRAME_LIMIT = 1 << 24  # bytes of one frame's body
+# Both sides run the same code, so a position in this table names an operation in one byte.
+_OPERATIONS: tuple[Operation, ...] = (*Reply, *JudgeRequest, *WorkerOperation, *WorkspaceOperation)
+_NUMBERS = {operation: number for number, operation in enumerate(_OPERATIONS)}
+
+
+class Frame(NamedTuple):
+    """One message: 8 bytes, then the body as JSON.  A call on prepared buffers is the 8 bytes alone."""
+
+    operation: Operation
+    slot: int
+    body: Any
+    fds: list[int]
+    extra: int = 0  # a small number that some calls need, without a body
+
+
+def encode_frame(operation: Operation, body: Any = None, slot: int = 0, extra: int = 0) -> bytes:
+    payload = b"" if body is None else json.dumps(body).encode()
+    return HEAD.pack(_NUMBERS[operation], slot, extra, len(payload)) + payload
+
+
+def decode_head(head: bytes) -> tuple[Operation, int, int, int]:
+    """Operation, slot, extra and the length of the body in bytes.
+
+    Raises:
+        ValueError: there is no such operation, or the body is too long.
+    """
+    number, slot, extra, length = HEAD.unpack(head)
+    if number >= len(_OPERATIONS):
+        raise ValueError(f"a frame of the unknown operation {number}")
+    if length > FRAME_LIMIT:
+        raise ValueError(f"a frame of {length} bytes")
+    return _OPERATIONS[number], slot, extra, length
+
+
+def send_frame(
+    sock: socket.socket, operation: Operation, body: Any = None, slot: int = 0, fds: Sequence[int] = (), extra: int = 0
+) -> None:
+    data = encode_frame(operation, body, slot, extra)
+    sent = socket.send_fds(sock, [data], fds) if fds else 0
+    sock.sendall(data[sent:])
+
+
+def receive_frame(sock: socket.socket, max_fds: int = 0) -> Frame:
+    """The next frame.  The socket's timeout is a limit for the whole body, not for each part of it.
+
+    Raises:
+        ConnectionError: the stream has ended.
+        TimeoutError: the frame did not arrive in time.
+        ValueError: the peer does not speak the format.
+    """
+    fds: list[int] = []
+    if max_fds:
+        head, fds, _, _ = socket.recv_fds(sock, HEAD.size, max_fds)
+    else:
+        head = sock.recv(HEAD.size)
+    head += _exactly(sock, HEAD.size - len(head)) if head else b""
+    if not head:
+        raise ConnectionError("the other side is gone")
+    operation, slot, extra, length = decode_head(head)
+    try:
+        body = json.loads(_exactly(sock, length)) if length else None
+    except RecursionError:
+        raise ValueError("a frame nested too deep") from None
+    return Frame(operation, slot, body, list(fds), extra)
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    limit = sock.gettimeout()
+    end = None if limit is None else time.monotonic() + limit
+    while len(parts) < count:
+        if end is not None and time.monotonic() > end:
+            raise TimeoutError("a frame that does not end")
+        part = sock.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            raise ConnectionError("the other side is gone")
+        parts += part
+    return bytes(parts)

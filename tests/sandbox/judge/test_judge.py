@@ -1,0 +1,170 @@
+"""The judge: which tasks stay prepared, when a candidate gets another trial, and what is measured before it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cuda_agent.errors import TaskError
+from cuda_agent.sandbox.judge import judge as judges
+from cuda_agent.sandbox.judge import prepared
+from cuda_agent.sandbox.judge.decisions import CandidateRefused
+from cuda_agent.sandbox.judge.judge import Judge
+from cuda_agent.sandbox.judge.reference_client import TaskKilled
+from cuda_agent.sandbox.wire import FormatTraits, Verdict
+from tests.sandbox.judge.fakes import Pool, Reference, settings_in
+
+
+class Trials:
+    """In the place of ``Trial``: each trial does the next thing of ``script``, which a test fills."""
+
+    def __init__(self) -> None:
+        self.script: list[Exception | None] = []
+        self.timed: list[bool] = []
+        self.closed = 0
+
+    def __call__(self, workers: Any, task: Any, request: Any, verdict: Verdict) -> "Trials":
+        self.verdict = verdict
+        return self
+
+    def run(self, timed: bool) -> None:
+        self.timed.append(timed)
+        self.verdict.checks += 3
+        if self.script and (error := self.script.pop(0)):
+            raise error
+
+    def end(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
+    monkeypatch.setattr(judges, "Trial", found := Trials())
+    return found
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trials: Trials) -> Iterator[Callable[..., Judge]]:
+    monkeypatch.setattr(judges, "WorkerPool", Pool)
+    monkeypatch.setattr(prepared, "ReferenceClient", Reference)
+    made: list[Judge] = []
+
+    def judge(**settings: Any) -> Judge:
+        made.append(Judge(settings_in(tmp_path, **settings)))
+        return made[-1]
+
+    yield judge
+    for one in made:
+        one.close()
+
+
+Make = Callable[..., Judge]
+
+
+def source(name: str) -> Any:
+    return {"digest": name, "code": ""}
+
+
+def request(name: str = "a") -> Any:
+    return {
+        "task": source(name), "format": "python", "traits": vars(FormatTraits()), "mode": "quick", "load": {},
+        "files": {}, "observe": False,
+    }  # fmt: skip
+
+
+def test_a_task_stays_prepared_and_the_least_recently_used_goes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judges, "_MOST_PREPARED", {"cpu": 2})
+    judge = make()
+    a, b = judge.prepared(source("a")), judge.prepared(source("b"))
+    assert judge.prepared(source("a")) is a
+    judge.prepared(source("c"))
+    assert a.oracle.alive and not b.oracle.alive
+    assert judge.prepared(source("b")) is not b
+
+
+def test_a_task_whose_reference_died_is_prepared_anew(make: Make) -> None:
+    judge = make()
+    dead = judge.prepared(source("a"))
+    dead.oracle.close()
+    assert judge.prepared(source("a")) is not dead
+
+
+def test_a_solution_that_passes_is_ok_and_each_trial_is_cleaned_up(make: Make, trials: Trials) -> None:
+    judge = make()
+    answer = judge.evaluate(request())
+    assert (answer["status"], answer["checks"], answer["phases"]) == ("ok", 3, {})
+    judge.cleanup()
+    assert trials.closed == len(trials.timed) == 1
+
+
+def test_a_refused_solution_does_not_wait_for_baselines(make: Make, trials: Trials) -> None:
+    judge = make(clock="real")
+    trials.script = [CandidateRefused("wrong", "check 1: off")]
+    answer = judge.evaluate(request())
+    assert (answer["status"], answer["message"], trials.timed) == ("wrong", "check 1: off", [False])
+    assert answer["eager_seconds"] is None
+
+
+def test_baselines_are_measured_between_the_check_and_the_timed_trial(
+    make: Make, trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = make(clock="real")
+    measured: list[int] = []
+
+    def measure(task: Any, compile: bool) -> None:
+        measured.append(len(trials.timed))
+        task.baselines.eager, task.baselines.compile_tried = 3.0, True
+
+    monkeypatch.setattr(prepared.PreparedTask, "measure", measure)
+    answer = judge.evaluate(request())
+    assert trials.timed == [False, True] and measured == [1]
+    assert (answer["checks"], answer["eager_seconds"]) == (3, 3.0), "the first trial's checks are not counted twice"
+    judge.evaluate(request())
+    assert trials.timed[2:] == [True], "known baselines need no trial before them"
+
+
+@pytest.mark.parametrize("second", [None, CandidateRefused("crash", "again", retryable=True)])
+def test_a_death_that_may_be_anothers_fault_is_tried_once_more(make: Make, trials: Trials, second: Any) -> None:
+    judge = make()
+    trials.script = [CandidateRefused("crash", "killed", retryable=True), second]
+    answer = judge.evaluate(request())
+    assert len(trials.timed) == 2
+    assert (answer["status"], answer["message"]) == (("crash", "again") if second else ("ok", ""))
+
+
+def test_a_candidates_own_fault_is_tried_once(make: Make, trials: Trials) -> None:
+    judge = make()
+    trials.script = [CandidateRefused("crash", "segfault")]
+    assert judge.evaluate(request())["status"] == "crash" and len(trials.timed) == 1
+
+
+def test_a_reference_that_is_killed_is_asked_again_once(make: Make, trials: Trials) -> None:
+    judge = make()
+    trials.script = [TaskKilled("killed")]
+    assert judge.evaluate(request())["status"] == "ok"
+    trials.script = [TaskKilled("killed"), TaskKilled("killed")]
+    with pytest.raises(TaskKilled):
+        judge.evaluate(request())
+
+
+def test_a_task_that_fails_beside_one_solution_only_is_the_solutions_crash(make: Make, trials: Trials) -> None:
+    judge = make()
+    trials.script = [TaskError("out of memory"), TaskError("out of memory")]
+    answer = judge.evaluate(request())
+    assert answer["status"] == "crash" and answer["message"].endswith("out of memory") and len(trials.timed) == 2
+
+
+def test_a_probe_says_what_running_the_task_shows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = make().probe({"task": source("a"), "compile": False})
+    assert (answer["error"], answer["deterministic"], answer["constant"], answer["indistinguishable"]) == (
+        "", True, False, False,
+    )  # fmt: skip
+
+    def broken(*_: Any) -> None:
+        raise TaskError("no such operator")
+
+    monkeypatch.setattr(Judge, "prepared", broken)
+    assert make().probe({"task": source("a"), "compile": False})["error"] == "no such operator"

@@ -1,0 +1,131 @@
+"""A trial: which calls a candidate gets, and what each of its outputs decides."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError
+from cuda_agent.sandbox.judge import prepared as prepared_tasks
+from cuda_agent.sandbox.judge.decisions import CandidateRefused
+from cuda_agent.sandbox.judge.trial import Trial
+from cuda_agent.sandbox.messages import WorkerOperation
+from cuda_agent.sandbox.wire import FormatTraits, Verdict
+from tests.sandbox.judge.fakes import Pool, Reference, Worker, settings_in
+
+Make = Callable[..., Trial]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr(prepared_tasks, "ReferenceClient", Reference)
+    trials: list[Trial] = []
+
+    def made(compute: Callable[[int, Any], Any] = lambda number, x: 2 * x, **settings: Any) -> Trial:
+        pool: Any = Pool(settings_in(tmp_path, **settings))
+        pool.worker = Worker(compute)
+        task = prepared_tasks.PreparedTask("", "digest", pool)
+        load = {"code": ""}
+        request: Any = {
+            "task": {}, "format": "python", "traits": vars(FormatTraits()), "mode": "quick", "load": load, "files": {},
+            "observe": False,
+        }  # fmt: skip
+        verdict = Verdict("ok", "python", "quick", "cpu", "model")
+        trials.append(Trial(pool, task, request, verdict))
+        pool.worker.buffers = trials[-1]._buffers
+        return trials[-1]
+
+    yield made
+    for trial in trials:
+        trial.close()
+
+
+def refused(trial: Trial) -> tuple[str, str]:
+    with pytest.raises(CandidateRefused) as refusal:
+        trial.run(timed=False)
+    return refusal.value.status, str(refusal.value)
+
+
+def test_a_right_solution_passes_every_check_and_is_not_timed(make: Make) -> None:
+    trial = make(checks=4)
+    trial.run(timed=False)
+    assert trial._verdict.checks == 4 and trial._verdict.max_error == 0 and trial._verdict.seconds is None
+    worker: Any = trial._worker
+    assert worker.operations[:2] == [WorkerOperation.MAP_BUFFERS, WorkerOperation.LOAD_SOLUTION]
+    assert worker.operations[2:] == [WorkerOperation.RUN] * 4
+
+
+def test_every_check_has_inputs_of_its_own(make: Make) -> None:
+    seen: list[bytes] = []
+
+    def compute(number: int, x: Any) -> Any:
+        seen.append(x.tobytes())
+        return 2 * x
+
+    make(compute).run(timed=False)
+    assert len(set(seen)) == len(seen) == 3
+
+
+def test_a_wrong_output_is_named_with_its_check(make: Make) -> None:
+    status, message = refused(make(lambda number, x: 2 * x + (number == 2)))
+    assert status == "wrong" and message.startswith("check 2 of 3: ")
+
+
+def test_outputs_of_an_earlier_call_are_a_cheat(make: Make) -> None:
+    first: list[Any] = []
+
+    def compute(number: int, x: Any) -> Any:
+        first.append(2 * x)
+        return first[0]
+
+    status, message = refused(make(compute))
+    assert status == "cheat" and "the outputs of an earlier call were given again" in message
+
+
+def test_outputs_that_are_never_written_are_wrong(make: Make) -> None:
+    """The buffers are poisoned before each call."""
+
+    status, message = refused(make(lambda number, x: None))
+    assert status == "wrong" and message.startswith("check 1 of 3: ")
+
+
+@pytest.mark.parametrize(
+    ("operation", "error", "status"),
+    [
+        (WorkerOperation.MAP_BUFFERS, WorkerDied("crash", "ended itself"), "infra"),
+        (WorkerOperation.LOAD_SOLUTION, WorkerError("NameError: x"), "build_error"),
+        (WorkerOperation.LOAD_SOLUTION, WorkerDied("timeout", "did not finish in time"), "timeout"),
+        (WorkerOperation.RUN, WorkerError("RuntimeError: x"), "crash"),
+    ],
+)
+def test_where_a_worker_fails_decides_the_status(
+    make: Make, operation: WorkerOperation, error: Exception, status: str
+) -> None:
+    trial = make()
+    worker: Any = trial._workers.candidate()
+    worker.fails_at[operation] = error
+    assert refused(trial)[0] == status
+
+
+def test_an_audit_of_a_timed_call_is_a_cheat_and_forgives_twice_the_tolerance(make: Make) -> None:
+    trial = make()
+    entry = trial._take()
+    trial._compare(entry, [entry.outputs[0] + numpy.float32(0.015)], "an audit", audit=True)
+    with pytest.raises(CandidateRefused) as refusal:
+        trial._compare(entry, [entry.outputs[0] + numpy.float32(0.5)], "an audit", audit=True)
+    assert refusal.value.status == "cheat" and "the outputs are wrong" in str(refusal.value)
+    with pytest.raises(CandidateRefused) as refusal:
+        trial._compare(entry, [entry.outputs[0] + numpy.float32(0.5)], "check 1")
+    assert refusal.value.status == "wrong"
+
+
+def test_the_end_kills_the_worker_and_one_input_is_retired(make: Make) -> None:
+    trial = make(clock="real")
+    trial.run(timed=False)
+    base = trial._prepared.base
+    trial.end()
+    trial._prepared.rotate(trial._next - base)
+    worker: Any = trial._worker
+    assert not worker.alive and trial._prepared.base == base + 1

@@ -1,0 +1,142 @@
+"""The sandbox of one machine: what it caches, what it asks again, and what it makes of a judge that fails."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cuda_agent.config import SandboxConfig
+from cuda_agent.errors import SandboxUnready, TaskError
+from cuda_agent.sandbox.local import LocalSandbox, _JudgeHandle, _JudgeLost
+from cuda_agent.sandbox.messages import JudgeRequest
+from cuda_agent.sandbox.wire import Probe, Solution, TaskSpec, Tensor, Verdict
+from tests.sandbox.conftest import task
+from tests.sandbox.judge.fakes import settings_in
+
+SPEC = TaskSpec((Tensor((2,), "float32"),), (Tensor((2,), "float32"),), {}, ({"tensor": 0},), ({"value": 1.5},))
+CODE = "import torch\nclass ModelNew(torch.nn.Module):\n    def forward(self, x):\n        return x + x\n"
+SOLUTION = Solution("python", {"model_new.py": CODE})
+
+
+class Judge:
+    """Answers each request by the next entry of ``answers``, or the last one."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.asked: list[JudgeRequest] = []
+
+    async def ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
+        self.asked.append(operation)
+        if operation == JudgeRequest.SPEC:
+            return SPEC.to_json()
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer.to_json()
+
+    def evaluations(self) -> int:
+        return self.asked.count(JudgeRequest.EVALUATE)
+
+
+def verdict(status: Any = "ok", **more: Any) -> Verdict:
+    return Verdict(status, "python", "quick", "cpu", "model", **more)
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], LocalSandbox]:
+    async def runtime(*_: Any) -> Path:
+        return tmp_path
+
+    monkeypatch.setattr("cuda_agent.sandbox.formats.plan.runtime", runtime)
+
+    def made(judge: Any) -> LocalSandbox:
+        sandbox = LocalSandbox(SandboxConfig(clock="model"), tmp_path / "cache")
+        sandbox._judges = [judge]
+        sandbox._builder = None  # type: ignore[assignment]  # this format builds nothing
+        return sandbox
+
+    return made
+
+
+Make = Callable[[Any], LocalSandbox]
+
+
+def test_a_verdict_is_asked_for_once_and_again_on_demand(make: Make) -> None:
+    judge = Judge(verdict(message="first"), verdict(message="second"))
+    sandbox = make(judge)
+    assert asyncio.run(sandbox.evaluate(task(), SOLUTION)).message == "first"
+    assert asyncio.run(make(judge).evaluate(task(), SOLUTION)).message == "first", "the cache outlives the sandbox"
+    assert judge.evaluations() == 1
+    assert asyncio.run(sandbox.evaluate(task(), SOLUTION, again=True)).message == "second"
+    assert asyncio.run(sandbox.evaluate(task(), SOLUTION)).message == "second"
+
+
+@pytest.mark.parametrize("fault", [_JudgeLost("gone"), OSError("full"), verdict("infra", message="sick")])
+def test_a_fault_of_ours_is_tried_once_more_and_never_kept(make: Make, fault: Any) -> None:
+    judge = Judge(fault, verdict())
+    assert asyncio.run(make(judge).evaluate(task(), SOLUTION)).status == "ok"
+    assert judge.evaluations() == 2
+    judge = Judge(fault)
+    sandbox = make(judge)
+    other = Solution("python", {"model_new.py": CODE + "# another\n"})
+    for _ in range(2):
+        assert asyncio.run(sandbox.evaluate(task(), other)).status == "infra"
+    assert judge.evaluations() == 4
+
+
+def test_what_does_not_build_never_reaches_the_judge(make: Make) -> None:
+    judge = Judge(verdict())
+    found = asyncio.run(make(judge).evaluate(task(), Solution("python", {})))
+    assert found.status == "build_error" and found.message and judge.evaluations() == 0
+
+
+def test_a_tasks_own_error_comes_through(make: Make) -> None:
+    with pytest.raises(TaskError, match="no Model"):
+        asyncio.run(make(Judge(TaskError("no Model"))).evaluate(task(), SOLUTION))
+
+
+def test_the_spec_of_a_task_is_asked_for_once(make: Make) -> None:
+    judge = Judge(verdict())
+    sandbox = make(judge)
+    assert asyncio.run(sandbox.spec(task())) == asyncio.run(sandbox.spec(task())) == SPEC
+    assert judge.asked == [JudgeRequest.SPEC]
+
+
+def test_a_probe_whose_judge_is_lost_twice_says_so(make: Make) -> None:
+    assert asyncio.run(make(Judge(_JudgeLost("gone"), Probe(deterministic=True))).probe(task())).deterministic
+    assert asyncio.run(make(Judge(_JudgeLost("gone"))).probe(task())).error == "infrastructure: gone"
+
+
+def test_a_task_always_has_the_same_judge(make: Make) -> None:
+    sandbox = make(Judge(verdict()))
+    sandbox._judges *= 3
+    tasks = [task(name=name) for name in "abcdefgh"]
+    assert all(0 <= sandbox.judge_of(one) < 3 for one in tasks)
+    assert [sandbox.judge_of(one) for one in tasks] == [sandbox.judge_of(one) for one in tasks]
+
+
+class _NoJudge(_JudgeHandle):
+    program = "tests.sandbox.no_such_judge"
+
+
+def test_a_judge_that_does_not_start_is_named_with_its_last_words(tmp_path: Path) -> None:
+    handle = _NoJudge(settings_in(tmp_path), tmp_path)
+    with pytest.raises(SandboxUnready, match=r"the judge does not start.*No module named"):
+        asyncio.run(handle.begin())
+    with pytest.raises(_JudgeLost, match="No module named"):
+        asyncio.run(handle.ask(JudgeRequest.SPEC, {}))
+
+
+def test_a_quarantined_device_is_not_asked_and_a_killed_judge_stays_dead(tmp_path: Path) -> None:
+    handle = _NoJudge(settings_in(tmp_path), tmp_path)
+    handle._quarantine = (time.monotonic() + 60, "cuda: quarantined")
+    with pytest.raises(_JudgeLost, match="quarantined"):
+        asyncio.run(handle.ask(JudgeRequest.SPEC, {}))
+    handle._quarantine = (0.0, "")
+    handle.kill()
+    with pytest.raises(_JudgeLost, match="was ended"):
+        asyncio.run(handle.ask(JudgeRequest.SPEC, {}))
+    assert not (tmp_path / "judge.log").exists(), "no process was started"
