@@ -31,7 +31,7 @@ from typing import Any
 from cuda_agent.cluster import submit as cluster
 from cuda_agent.cluster.api import Cluster
 from cuda_agent.cluster.pools import CONTAINER_SECURITY
-from cuda_agent.config import compose
+from cuda_agent.compose import compose
 from cuda_agent.pipeline.graph import STAGES
 
 SMOKE = ["experiment=smoke", "sandbox.clock=model"]

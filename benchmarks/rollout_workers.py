@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.agent.loop import EpisodeSettings, run_episode
-from cuda_agent.config import Bootstrap, Config, SandboxConfig, compose
+from cuda_agent.compose import compose
+from cuda_agent.config import Bootstrap, Config, SandboxConfig
 from cuda_agent.context import StageContext
 from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.checkpoints import StageCheckpoints

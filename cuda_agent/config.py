@@ -1,26 +1,17 @@
 """The schema of record for everything a user can set.
 
-Hydra composes ``conf/`` and the overrides exactly once, where the user types (``compose``); the result is validated by
-the models below (unknown keys are refused) and frozen as canonical JSON.  Every other process gets that JSON and its
-sha256 and validates with the same models (``load``).  Nothing a user can set is ever instantiated by name, and secrets
-are names of environment variables, never values.
+The models below refuse unknown keys and values out of range.  ``compose`` builds a ``Config`` from ``conf/`` and the
+overrides, freezes it as canonical JSON and loads it in other processes.  A value never names code to be run, and
+secrets are given as names of environment variables.
 
 What it does not cover: which stage reads which section (``pipeline.graph``), and whether the numbers are wise.
 """
 
-import difflib
-import hashlib
-import json
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from cuda_agent.errors import ConfigError
 from cuda_agent.format_names import Format
 
 Positive = Annotated[int, Field(gt=0)]
@@ -28,21 +19,10 @@ Rate = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-# Keys of ``sandbox`` that say where a solution is judged, and nothing about how.
+# Keys of ``sandbox`` that say where a solution is judged; the verdict does not depend on them.
 WHERE_JUDGED = ("servers", "token_env", "token_file")
 
-
-# The same of ``policy.vllm``, for the policy that plays, and of ``ray``.
-WHERE_SERVED = ("servers",)
-WHERE_PLACED = ("address", "sync", "trainers", "trainer_cpus", "trainer_gpus", "worker_cpus", "worker_gpus")
-OF_LEARNING = ("max_off_policy_steps", "oversample")  # of ``ray``, where nobody learns
-
-
-# Sections that say how something is computed, and nothing about what.
-HOW_COMPUTED = ("training",)
-
-
-# Keys of before, and what they are called now; ``*`` stands for warmup and agentic.
+# Old names of keys, and the new ones.
 RENAMED = {
     "sandbox.lane": "sandbox.format",
     "training.ranks": "training.num_processes",
@@ -65,7 +45,7 @@ RENAMED = {
 }
 
 
-SERVED_RANK = 64  # the largest rank of an adapter that vLLM servers of ours take
+SERVED_RANK = 64  # largest adapter rank that the vLLM servers started here accept
 
 
 class Section(BaseModel):
@@ -82,7 +62,7 @@ def _addresses(servers: list[str], example: str) -> list[str]:
 
 
 class RunConfig(Section):
-    """Where a run lives.  Read by the executor, never by a stage: changing it invalidates nothing."""
+    """Where a run is stored and tracked.  Only the executor reads it, so that a change invalidates no cached result."""
 
     pipeline: str = Field("cuda-agent", description="name of the MLflow experiment")
     name: str | None = Field(
@@ -109,9 +89,7 @@ class SandboxConfig(Section):
     timed_calls: Positive = Field(12, description="most timed calls of a candidate in quick mode")
     build_seconds: float = Field(20.0, gt=0, description="limit for one build")
     first_pass_seconds: float = Field(
-        180.0,
-        gt=0,
-        description="limit for a Python solution that compiles (load_inline, Triton, ...) to do so",
+        180.0, gt=0, description="limit for a Python solution that compiles (load_inline, Triton, ...) to do so"
     )
     run_seconds: float = Field(10.0, gt=0, description="limit for one evaluation after the build")
     memory_mb: Positive = Field(2048, description="limit for one worker")
@@ -223,8 +201,8 @@ class Lora(Section):
 
 
 class Training(Section):
-    """How the stages that learn compute.  What they learn is the same up to rounding, so it is no part of a cache key,
-    and a run that was cut goes on with other values."""
+    """How the training stages compute.  The result is the same up to rounding: these keys are not part of a cache key,
+    and an interrupted run can be resumed with other values."""
 
     checkpointing: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -344,29 +322,29 @@ class EvaluateConfig(Section):
 
 
 class Ray(Section):
-    """Who plays and who trains where ``runtime`` is ray: rollout workers, each with an engine and a sandbox of its own,
-    and in stages that learn by rewards one trainer, whose ranks may be on several machines."""
+    """Actors of ``runtime=ray``: rollout workers, each with an engine and a sandbox, and in the PPO stages one trainer,
+    whose processes may be spread over several machines."""
 
     address: str | None = Field(
         None,
         pattern=r"^(auto|[^/?#@\s:]+:[0-9]+)$",
-        description="host:port of a running Ray; none: one of the stage's own, on this machine",
+        description="host:port of a running Ray; none: the stage starts one on this machine",
     )
-    workers: Positive = Field(2, description="rollout workers; each has an engine of its own")
+    workers: Positive = Field(2, description="rollout workers; each has an engine")
     worker_cpus: float = Field(1.0, ge=0, description="processors that Ray sets aside for a rollout worker")
-    worker_gpus: float = Field(0.0, ge=0, description="the same in GPUs, for its engine")
+    worker_gpus: float = Field(0.0, ge=0, description="GPUs that Ray sets aside for its engine")
     trainers: Positive = Field(1, description="machines that the trainer's ranks are spread over, evenly")
-    trainer_cpus: float = Field(1.0, ge=0, description="processors that Ray sets aside for the trainer on each of them")
-    trainer_gpus: float = Field(0.0, ge=0, description="the same in GPUs")
+    trainer_cpus: float = Field(1.0, ge=0, description="processors that Ray sets aside for the trainer on each machine")
+    trainer_gpus: float = Field(0.0, ge=0, description="GPUs that Ray sets aside for the trainer on each machine")
     max_off_policy_steps: int = Field(
-        1, ge=0, description="most steps that the weights of a token may be older than those it trains; 0: no overlap"
+        1, ge=0, description="most steps between the weights that sample a token and those it trains; 0: no overlap"
     )
     sync: Literal["store", "broadcast"] = Field(
         "store",
         description="how new weights reach the workers: Ray's object store, or a broadcast (NCCL, Gloo) to all at once",
     )
     oversample: Share = Field(
-        0.0, description="episodes played beyond those of a step, as a share; the last to finish of a task are dropped"
+        0.0, description="share of extra episodes in a step; the last ones of a task to finish are dropped"
     )
 
 
@@ -374,8 +352,7 @@ class Config(Section):
     seed: int = 0
     run: RunConfig = RunConfig()
     runtime: Literal["local", "ray"] = Field(
-        "local",
-        description="where the stages that play do so, and learn by rewards: in their own process, or in Ray's actors",
+        "local", description="where rollouts and PPO run: in the process of the stage, or in Ray's actors"
     )
     ray: Ray = Ray()
     sandbox: SandboxConfig = SandboxConfig()
@@ -431,210 +408,3 @@ class Config(Section):
         if self.policy.engine == "vllm" and self.policy.vllm.sync == "lora" and self.runtime == "ray":
             raise ValueError("policy.vllm.sync=lora: Ray's trainer sends merged weights; choose disk or nccl.")
         return self
-
-
-# Composing, freezing, loading -----------------------------------------------------------------------------------------
-
-
-def conf_folder() -> Path:
-    """``conf/`` of the installed wheel, or of the repository."""
-    package = Path(__file__).parent
-    inside = package / "conf"
-    return inside if (inside / "config.yaml").exists() else package.parent / "conf"
-
-
-def compose(overrides: Sequence[str] = ()) -> Config:
-    """Composes ``conf/`` and the overrides (Hydra's grammar: ``experiment=demo critic.lr=1e-4``), and validates.
-
-    Call it once, where the user types.  Raises ConfigError."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    _check_overrides(overrides)
-    ConfigStore.instance().store(name="defaults", node=Config().model_dump(mode="json"))
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-            composed = hydra_compose("config", overrides=list(overrides))
-        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(str(error).strip()) from error
-    return validate(values)
-
-
-def validate(values: Any) -> Config:
-    """Raises ConfigError with one line a mistake."""
-    try:
-        return Config.model_validate_json(json.dumps(values), strict=True)  # strict: true is no number, "3" neither
-    except ValidationError as error:
-        mistakes = {tuple(str(part) for part in problem["loc"][:2]): problem for problem in reversed(error.errors())}
-        raise ConfigError("\n".join(_explain(problem) for problem in list(mistakes.values())[:8])) from error
-
-
-def freeze(config: Config) -> tuple[str, str]:
-    """The canonical JSON of the whole configuration, defaults included, and its sha256."""
-    text = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return text, hashlib.sha256(text.encode()).hexdigest()
-
-
-def load(text: str, sha256: str) -> Config:
-    """The inverse of ``freeze``, in another process.  Raises ConfigError when the text is not what was frozen."""
-    actual = hashlib.sha256(text.encode()).hexdigest()
-    if actual != sha256:
-        raise ConfigError(f"The frozen configuration has sha256 {actual[:12]}, expected {sha256[:12]}: it was changed.")
-    return validate(json.loads(text))
-
-
-def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
-    """The sub-tree that decides what a stage gives, as JSON values: the seed and the named sections, without what says
-    where its sandbox, its engine and its Ray are, and how it computes; without ``ray`` where nothing runs there, and
-    without what it says of learning where nobody learns."""
-    where: dict[str, Any] = {
-        "sandbox": set(WHERE_JUDGED),
-        "policy": {"vllm": set(WHERE_SERVED)},
-        "ray": set(WHERE_PLACED),
-    }
-    whole = config.model_dump(mode="json", exclude=where)
-    if "training" not in sections:
-        whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in OF_LEARNING}
-    unused = {*HOW_COMPUTED, *(["ray"] if config.runtime == "local" else [])}
-    return {name: whole[name] for name in ("seed", *sections) if name not in unused}
-
-
-def restricted(config: Config, sections: Sequence[str]) -> Config:
-    """The same configuration with every other section absent (reading one raises AttributeError), so that a stage
-    cannot depend on what is not part of its cache key."""
-    part = config.model_copy()
-    for name in Config.model_fields:
-        if name not in ("seed", *sections):
-            del part.__dict__[name]
-    return part
-
-
-def key_paths() -> dict[str, FieldInfo]:
-    """Every key a user can set, by its dotted path, sections included."""
-    return dict(_walk(Config, ""))
-
-
-def flat(config: Config) -> dict[str, Any]:
-    """Dotted path -> value of every leaf, as MLflow wants its params."""
-
-    def walk(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, value in values.items():
-            if isinstance(value, dict):
-                yield from walk(value, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", value
-
-    return dict(walk(config.model_dump(mode="json"), ""))
-
-
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
-    for name, info in model.model_fields.items():
-        yield prefix + name, info
-        section: Any = info.annotation
-        if _is_section(info):
-            yield from _walk(section, f"{prefix}{name}.")
-
-
-def _check_overrides(overrides: Sequence[str]) -> None:
-    """Refuses unknown keys before Hydra does, whose message names neither the path nor the nearest key."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    known = key_paths()
-    for text in overrides:
-        try:
-            (override,) = OverridesParser.create().parse_overrides([text])
-        except HydraException as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(
-                f"{text}: expected `key=value` in Hydra's grammar, as in critic.lr=1e-4. {reason}"
-            ) from error
-        key = override.key_or_group
-        if override.is_sweep_override():
-            raise ConfigError(f"{key}: expected one value, not a sweep. A list is written [a,b].")
-        if key == "experiment":
-            choices = sorted(path.stem for path in (conf_folder() / "experiment").glob("*.yaml"))
-            if override.value() not in [*choices, None]:
-                raise ConfigError(
-                    f"experiment={override.value()}: expected one of {', '.join(choices)}."
-                    + _nearest(str(override.value()), choices)
-                )
-        elif key not in known:
-            raise ConfigError(f"{key}: there is no such key." + _nearest(key, ["experiment", *known]))
-        elif _is_section(known[key]) and not isinstance(override.value(), dict):
-            raise ConfigError(f"{key}: expected a key of this section, as in {key}.{_first_key(known, key)}=…")
-
-
-def _explain(problem: Any) -> str:
-    """One mistake found by pydantic: full path, what was expected, the nearest right name."""
-    known = key_paths()
-    parts = [str(part) for part in problem["loc"]]
-    path = ".".join(parts)
-    if problem["type"] == "extra_forbidden":
-        return f"{path}: there is no such key." + _nearest(path, list(known))
-    while parts and ".".join(parts) not in known:
-        parts.pop()
-    key = ".".join(parts)
-    if problem["type"] == "value_error":  # of a validator of ours, about more than one key
-        return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
-    info = known[key]
-    line = f"{key}: expected {_type_words(info.annotation, [*info.metadata])}, got {problem['input']!r}."
-    return line + (f"\n  {key} is: {info.description}" if info.description else "")
-
-
-def _type_words(annotation: Any, metadata: list[Any]) -> str:
-    """``Annotated[float, Field(gt=0, lt=1)]`` -> "a number > 0, < 1"."""
-    if get_origin(annotation) is Annotated:
-        inner, *more = get_args(annotation)
-        return _type_words(inner, [*more, *metadata])
-    if get_origin(annotation) in (Union, UnionType):
-        return " or ".join(_type_words(arg, metadata if arg is not type(None) else []) for arg in get_args(annotation))
-    if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(str(choice) for choice in get_args(annotation))
-    if get_origin(annotation) is tuple:
-        return (
-            f"a list of {len(get_args(annotation))}: ["
-            + ", ".join(_type_words(a, []) for a in get_args(annotation))
-            + "]"
-        )
-    if get_origin(annotation) is list:
-        return "a list, each " + _type_words(get_args(annotation)[0], [])
-    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    bounds = []
-    for item in metadata:
-        for constraint in getattr(item, "metadata", None) or [item]:
-            for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
-                if (bound := getattr(constraint, name, None)) is not None:
-                    bounds.append(f"{sign} {bound}")
-    return words.get(annotation, "a section") + (f" {' and '.join(bounds)}" if bounds else "")
-
-
-def _nearest(name: str, choices: Sequence[str]) -> str:
-    """Completes the sentence with the nearest right name: the new name of a key of before, the whole path, or its last
-    part (a right key in a wrong section), or what sounds like its last part."""
-    if name in RENAMED:
-        return f" It is called {RENAMED[name]} now."
-    last = name.rsplit(".", 1)[-1]
-    tails = {choice: choice.rsplit(".", 1)[-1] for choice in choices}
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.8)
-    close = close or [choice for choice, tail in tails.items() if tail == last][:3]
-    close = (
-        close or [c for c, tail in tails.items() if tail in difflib.get_close_matches(last, tails.values(), 1, 0.7)][:3]
-    )
-    close = close or difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
-    return f" Did you mean {' or '.join(close)}?" if close else " `cuda-agent config` prints all keys."
-
-
-def _is_section(info: FieldInfo) -> bool:
-    return isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
-
-
-def _first_key(known: dict[str, FieldInfo], section: str) -> str:
-    return next(path for path in known if path.startswith(section + ".")).removeprefix(section + ".")

@@ -1,6 +1,6 @@
-"""Errors that a person can mend, and the exit codes they end a process with.  Standard library only.
+"""Errors that a person can fix, with the exit codes of the process.  Standard library only.
 
-Not covered: errors inside one module or room, which never reach a person.
+What it does not cover: errors that are handled inside one module or room.
 """
 
 from typing import ClassVar
@@ -9,14 +9,15 @@ EXIT_DONE, EXIT_BUG, EXIT_RETRY, EXIT_CONFIG, EXIT_GATE = 0, 1, 75, 78, 79
 
 
 class UserError(Exception):
-    """The message is one screen for a person; ``exit_code`` is the process's when the error reaches the command
-    line."""
+    """An error for a person.  The message fits one screen; ``exit_code`` ends the process if the error reaches the
+    command line."""
 
     exit_code: ClassVar[int] = EXIT_CONFIG
 
 
 class ConfigError(UserError):
-    """The configuration is wrong; the message gives the key's full path, what is expected, the nearest right name."""
+    """The configuration is wrong; the message gives the key's full path, the expected value and the nearest right
+    name."""
 
 
 class TaskError(UserError):
@@ -24,7 +25,7 @@ class TaskError(UserError):
 
 
 class PolicyError(UserError, ValueError):
-    """A folder is no usable policy; the message names exactly what is missing."""
+    """A folder holds no usable policy; the message names what is missing."""
 
 
 class SandboxUnready(UserError, RuntimeError):

@@ -1,8 +1,9 @@
-"""The machine-wide timing lease: whoever times a kernel has the processor to himself.
+"""The machine-wide timing lease: gives a process that times a kernel exclusive use of the processor.
 
 A kernel that takes 1.12 ms on an idle machine takes 1.75 ms beside a matmul, so decoding and training (``working``)
-pause while a time is taken (``timing``).  Two advisory file locks make it work across processes and keep the
-timer from starving: a timer first closes the gate, through which every worker must pass before its next step.
+pause while a time is taken (``timing``).  Two advisory file locks work across processes and prevent starvation: a timer
+first closes a gate that every worker must pass before its next step.
+
 What it does not cover: other programs of the machine.
 """
 
@@ -14,8 +15,8 @@ from pathlib import Path
 
 
 class Lease:
-    """``folder`` is shared by all processes of the machine that must not disturb each other.  One instance may be used
-    by one thread at a time; each thread makes its own."""
+    """One participant.  ``folder`` is shared by all processes of the machine that must not disturb each other.  An
+    instance belongs to one thread."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -28,7 +29,7 @@ class Lease:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Held for one step of decoding or training (milliseconds to a second), shared with other workers."""
+        """Shared; held for one step of decoding or training (milliseconds to a second)."""
         with _held(self._gate, fcntl.LOCK_SH):
             fcntl.flock(self._lock, fcntl.LOCK_SH)
         try:
@@ -38,7 +39,7 @@ class Lease:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Held while a time is taken, alone."""
+        """Exclusive; held while a time is taken."""
         with _held(self._gate, fcntl.LOCK_EX), _held(self._lock, fcntl.LOCK_EX):
             yield
 

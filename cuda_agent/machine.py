@@ -1,5 +1,5 @@
-"""What this machine computes with: its processor, as builds and times depend on it, and its GPUs; and processes that
-end with their parent."""
+"""The hardware of this machine: its processor, which builds and times depend on, and its GPUs; and processes that end
+with their parent."""
 
 import ctypes
 import hashlib
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def processor() -> str:
-    """A digest of the processor's model and features: what ``-march=native`` and a time depend on."""
+    """A digest of the processor's model and features, which ``-march=native`` and times depend on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -25,7 +25,7 @@ def processor() -> str:
 
 
 def gpus() -> int:
-    """How many GPUs this process may use."""
+    """The number of GPUs that this process may use."""
     import torch
 
     return torch.cuda.device_count()

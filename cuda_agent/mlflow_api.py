@@ -1,10 +1,10 @@
-"""MLflow as the mirror needs it: find a run's entries, make one, say what is new.
+"""The calls of MLflow that the mirror needs: find the runs, create one, add entries.
 
-A server is spoken to directly (``Rest``): importing MLflow's own client takes a pod longer than most stages of a small
-run.  For a database there is no way around it (``Library``).
+``Rest`` speaks to a server directly, because importing MLflow's client takes a pod longer than most stages of a small
+run.  ``Library`` uses that client for a database.
 
-What it does not cover: which entries there should be (``tracking``), and stores of artifacts that a server does not
-serve itself: those take MLflow's client too.
+What it does not cover: which entries a run should have (``tracking``), and artifact stores that a server does not
+proxy: those take MLflow's client too.
 """
 
 import logging
@@ -17,27 +17,27 @@ from typing import Any, Protocol
 
 Point = tuple[str, float, int]  # key, value, step
 _SECONDS = 10.0  # for one request
-_NAMES, _POINTS = 90, 800  # params or tags, and metrics, of one request; MLflow takes 100, 1000 and 1000 in all
+_NAMES, _POINTS = 90, 800  # per request; MLflow takes 100, 1000 and 1000
 
 
 @dataclass
 class MlflowEntry:
-    """What MLflow is known to hold of one of its runs."""
+    """The known content of one MLflow run."""
 
     run_id: str
     params: set[str] = field(default_factory=set)
     tags: dict[str, str] = field(default_factory=dict)
-    unread: set[str] = field(default_factory=set)  # metrics that have points there, which are not in ``points`` yet
+    unread: set[str] = field(default_factory=set)  # metrics with points in MLflow that are not in ``points`` yet
     points: set[tuple[str, int]] = field(default_factory=set)  # (key, step)
     status: str = "RUNNING"  # RUNNING, FINISHED, FAILED, KILLED
     artifacts: set[Path] = field(default_factory=set)
 
 
 class Api(Protocol):
-    """Every method raises whatever the connection raises."""
+    """The calls.  Every method passes on the errors of its connection."""
 
     def experiment(self, name: str, artifacts: str | None) -> str:
-        """Its id, made if absent with artifacts at that address."""
+        """The id of the experiment, created if absent with artifacts at that address."""
 
     def find(self, experiment: str, tag: str, value: str) -> list[MlflowEntry]:
         """The runs with this tag, newest first; their metrics are all ``unread``."""
@@ -45,26 +45,26 @@ class Api(Protocol):
     def create(self, experiment: str, tags: dict[str, str]) -> MlflowEntry: ...
 
     def steps(self, run_id: str, key: str) -> set[int]:
-        """At which a metric has points."""
+        """The steps at which a metric has points."""
 
     def log(self, run_id: str, params: dict[str, str], tags: dict[str, str], points: Sequence[Point]) -> None: ...
 
     def upload(self, run_id: str, path: Path) -> None:
-        """A file, or all that is in a folder."""
+        """Uploads a file, or all files of a folder."""
 
     def end(self, run_id: str, status: str) -> None:
-        """RUNNING opens it again."""
+        """Sets the final status; RUNNING opens the run again."""
 
     def delete(self, run_id: str) -> None: ...
 
 
 def connect(uri: str) -> Api:
-    """``http://`` or ``https://`` to a server, or what else MLflow knows (``sqlite:///``)."""
+    """A connection to a server (``http://``, ``https://``), or to another store of MLflow (``sqlite:///``)."""
     return Rest(uri) if uri.startswith(("http://", "https://")) else Library(uri)
 
 
 class Rest:
-    """A server, by its HTTP interface.  The credentials are in MLflow's own variables of the environment."""
+    """A server, over its HTTP interface.  Credentials are in MLflow's environment variables."""
 
     def __init__(self, uri: str) -> None:
         import httpx
@@ -79,7 +79,7 @@ class Rest:
             verify=_trusted(),
             timeout=_SECONDS,
         )
-        self._places: dict[str, str] = {}  # run -> address of its artifacts
+        self._artifact_uris: dict[str, str] = {}  # run -> artifact address
 
     def experiment(self, name: str, artifacts: str | None) -> str:
         response = self._client.get("mlflow/experiments/get-by-name", params={"experiment_name": name})
@@ -114,10 +114,10 @@ class Rest:
             self._post("runs/log-batch", {"run_id": run_id, **batch})
 
     def upload(self, run_id: str, path: Path) -> None:
-        if run_id not in self._places:
+        if run_id not in self._artifact_uris:
             answer = self._client.get("mlflow/runs/get", params={"run_id": run_id}).raise_for_status()
-            self._places[run_id] = answer.json()["run"]["info"]["artifact_uri"]
-        place = self._places[run_id]
+            self._artifact_uris[run_id] = answer.json()["run"]["info"]["artifact_uri"]
+        place = self._artifact_uris[run_id]
         if not place.startswith("mlflow-artifacts:"):
             Library(self._uri).upload(run_id, path)
             return
@@ -141,7 +141,7 @@ class Rest:
 
     def _entry(self, run: dict[str, Any]) -> MlflowEntry:
         info, data = run["info"], run.get("data", {})
-        self._places[info["run_id"]] = info["artifact_uri"]
+        self._artifact_uris[info["run_id"]] = info["artifact_uri"]
         return MlflowEntry(
             info["run_id"],
             {item["key"] for item in data.get("params", [])},
@@ -152,7 +152,7 @@ class Rest:
 
 
 class Library:
-    """MLflow's own client.  Importing it takes seconds, opening a database seconds more the first time."""
+    """MLflow's client.  Its import takes seconds, and opening a database for the first time seconds more."""
 
     def __init__(self, uri: str) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", f"{_SECONDS:.0f}")
@@ -164,7 +164,7 @@ class Library:
             Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         from mlflow import MlflowClient
 
-        _quiet()  # the import has set levels of its own
+        _quiet()  # the import changed log levels
         self._client = MlflowClient(tracking_uri=uri)
 
     def experiment(self, name: str, artifacts: str | None) -> str:

@@ -1,12 +1,12 @@
 """Artifacts behind one interface: a folder, memory or S3 (through obstore).
 
-Every write is atomic: an object appears as a whole or not at all, and a folder is content-addressed, so it exists once
-its tree object exists, which is written last.  Reads of content are verified against the digest; what fails is removed,
-because its name no longer says what it is.  Only create-if-absent is relied on, no other conditional write.
+Every write is atomic.  A folder is content-addressed: it exists once its tree object exists, which is written last.
+Reads verify the digest, and a damaged object is removed, because its name no longer matches its content.  The only
+conditional write in use is create-if-absent.
 
     cas/<sha256>    a file, or the tree of a folder: canonical JSON {"files": {path: {"sha256", "size"}}}
 
-What it does not cover: which keys mean what (``pipeline``), durability against power loss (the folder store does not
+What it does not cover: the meaning of keys (``pipeline``), durability against power loss (the folder store does not
 fsync), empty folders, permissions and links inside a folder.  Credentials of S3 come from the environment
 (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_REGION ...), never from a URI.
 """
@@ -30,13 +30,13 @@ CHUNK = 4 << 20  # bytes
 
 
 class StoreError(UserError):
-    """Something is wrong with the store; the message is one screen for a person and says what helps."""
+    """A failure of the store; the message fits one screen and names a remedy."""
 
     exit_code = EXIT_RETRY
 
 
 class StoreUnavailable(StoreError):
-    """The store cannot be reached or refuses us.  The same command works once it is back."""
+    """The store cannot be reached or denies access.  The same command works once it is back."""
 
 
 class StoreFull(StoreError):
@@ -48,7 +48,14 @@ class StoreDamaged(StoreError):
 
 
 def open_store(uri: str | Path) -> "Store":
-    """``uri`` is a folder (made if absent), ``memory://`` (one process, for tests) or ``s3://bucket/prefix``."""
+    """Opens a store.
+
+    Args:
+        uri: a folder (made if absent), ``memory://`` (one process, for tests) or ``s3://bucket/prefix``.
+
+    Raises:
+        StoreUnavailable: The address is wrong, or the store cannot be opened.
+    """
     text = str(uri)
     if text.startswith("memory:"):
         return Store(obstore.store.MemoryStore(), "memory://")
@@ -66,19 +73,20 @@ def open_store(uri: str | Path) -> "Store":
 
 
 def absolute_uri(uri: str) -> str:
-    """The same store for a process with another working directory."""
+    """The address of the same store for a process with another working directory."""
     if re.match(r"(memory|s3):", uri):
         return uri
     return str(Path(uri.removeprefix("file://")).expanduser().absolute())
 
 
 def local_folder(uri: str) -> Path | None:
-    """Where a folder store lies; None for the others."""
+    """The folder of a folder store; None for others."""
     return None if re.match(r"(memory|s3):", uri) else Path(absolute_uri(uri))
 
 
 class Store:
-    """Keys are slash-separated paths.  Every method raises a ``StoreError`` and nothing else when the store fails."""
+    """Objects and folders by key.  Keys are slash-separated paths.  Every failure of the store raises a
+    ``StoreError``."""
 
     def __init__(self, backend: Any, uri: str) -> None:
         self._backend = backend
@@ -91,7 +99,7 @@ class Store:
             obstore.put(self._backend, key, data)
 
     def create(self, key: str, data: bytes) -> bool:
-        """Writes ``data`` if ``key`` is absent; False when somebody was first."""
+        """Writes ``data`` if ``key`` is absent; returns False if it exists."""
         with self._errors(f"write {key}"):
             try:
                 obstore.put(self._backend, key, data, mode="create")
@@ -100,7 +108,7 @@ class Store:
         return True
 
     def get(self, key: str) -> bytes:
-        """Raises StoreDamaged when ``key`` is absent."""
+        """The object.  Raises StoreDamaged if ``key`` is absent."""
         with self._errors(f"read {key}"):
             return bytes(obstore.get(self._backend, key).bytes())
 
@@ -116,7 +124,7 @@ class Store:
                 return None
 
     def list(self, prefix: str) -> list[str]:
-        """All keys below the folder ``prefix``, sorted.  Half-written objects never show."""
+        """All keys below the folder ``prefix``, sorted.  Unfinished writes never show."""
         with self._errors(f"list {prefix}"):
             return sorted(entry["path"] for page in obstore.list(self._backend, prefix) for entry in page)
 
@@ -130,7 +138,7 @@ class Store:
             }
 
     def delete(self, key: str) -> None:
-        """No error when ``key`` is absent."""
+        """Deletes an object; an absent ``key`` is no error."""
         with self._errors(f"delete {key}"):
             try:
                 obstore.delete(self._backend, key)
@@ -144,7 +152,8 @@ class Store:
             obstore.put(self._backend, key, path)
 
     def get_file(self, key: str, path: Path, sha256: str) -> None:
-        """Downloads to ``path`` and verifies; a damaged object is deleted and StoreDamaged raised."""
+        """Downloads to ``path`` and verifies the digest.  Raises StoreDamaged for a damaged object, which is
+        deleted."""
         actual = hashlib.sha256()
         with self._errors(f"read {key}"), open(path, "wb") as file:
             for chunk in obstore.get(self._backend, key).stream(min_chunk_size=CHUNK):
@@ -192,7 +201,7 @@ class Store:
             target.chmod(0o444)
 
     def has_folder(self, digest: str) -> bool:
-        """Whether every file of the folder is there with its size (bytes are verified when it is read)."""
+        """Whether every file of the folder exists with its size; bytes are verified on read."""
         try:
             return all(self.size(f"cas/{entry['sha256']}") == entry["size"] for entry in self.tree(digest).values())
         except StoreDamaged:
@@ -203,7 +212,7 @@ class Store:
 
 
 class _Errors:
-    """Turns what obstore and the operating system raise into the four errors of this module."""
+    """Turns errors of obstore and of the operating system into the four errors of this module."""
 
     def __init__(self, uri: str, doing: str) -> None:
         self.uri, self.doing = uri, doing
@@ -236,7 +245,7 @@ def file_sha256(path: Path) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """One text for one value: sorted keys, no spaces, no NaN."""
+    """The canonical text of a value: sorted keys, no spaces, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 

@@ -1,15 +1,15 @@
-"""What a run says of itself: metrics, progress and notes.
+"""Metrics, progress and notes of a run.
 
-The stage's side (``FileTracker``) writes three files into a folder; they travel with checkpoints, so after a resume
-they say exactly what the checkpoint knew.  The host's side (``Mirror``) copies them into MLflow from a background
-thread that compares what should be there with what is: losing MLflow for a while, or for good, neither stops nor
-slows a run, and a retry lands in the same MLflow run.
+Stages write three files through ``FileTracker``.  The files travel with checkpoints, so that a resumed stage continues
+from exactly the state of its checkpoint.  ``Mirror`` copies them into MLflow from a background thread, which compares
+the wanted state with the present one: a run neither stops nor slows down when MLflow is away, and a retry writes into
+the same MLflow run.
 
     metrics.jsonl    {"step": 3, "reward": 1.25, ...} a line; a later line of the same (key, step) replaces the value
     notes.jsonl      {"text": ...} a line
     progress.json    {"done", "total", "unit", "rates"}, only while the stage runs
 
-What it does not cover: where the files go in the end (``pipeline``), and who reads them.
+What it does not cover: where the files are stored (``pipeline``), and reports on them.
 """
 
 import json
@@ -29,7 +29,7 @@ Metrics = dict[int, dict[str, float]]  # step -> key -> value
 
 
 class FileTracker:
-    """The tracker of one stage; see ``stages.context.Tracker``."""
+    """The tracker of one stage; see ``context.Tracker``."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ class FileTracker:
         (folder / "notes.jsonl").write_bytes(notes.read_bytes() if notes.exists() else b"")
 
     def restore(self, folder: Path) -> None:
-        """Goes back to what ``save`` wrote; anything logged since is forgotten."""
+        """Returns to the state that ``save`` wrote; later entries are dropped."""
         for name in ("metrics.jsonl", "notes.jsonl"):
             _replace(self._folder / name, (folder / name).read_text())
 
@@ -76,7 +76,8 @@ class FileTracker:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Steps in order, the last value of each (key, step); empty when there is no file, a torn last line is ignored."""
+    """The metrics by step, in order, with the last value of each (key, step).  A missing file gives none; a torn last
+    line is ignored."""
     steps: Metrics = {}
     for line in _lines(path):
         step = line.pop("step")
@@ -117,16 +118,16 @@ def _replace(path: Path, text: str) -> None:
 
 # MLflow ---------------------------------------------------------------------------------------------------------------
 
-# A run of MLflow is found again by these tags, so a second process of the same run writes into the same place.
+# A run of MLflow is found by these tags, so that a second process of the same run writes into the same place.
 RUN_TAG, STAGE_TAG = "cuda_agent.run", "cuda_agent.stage"
 SWEEP_TAG, PARENT_TAG = "cuda_agent.sweep", "mlflow.parentRunId"
-MANIFEST_TAG = "manifest"  # of a stage that is done: its manifest
+MANIFEST_TAG = "manifest"  # the manifest of a finished stage
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Runs that stand below one parent.  ``agree`` gives the MLflow run that is the parent: that of whoever was first,
-    or what its argument makes."""
+    """The runs below one parent run.  ``agree`` returns the parent's MLflow run: the one that was stored first, or the
+    one that its argument creates."""
 
     name: str
     agree: Callable[[Callable[[], str]], str]
@@ -134,21 +135,21 @@ class Sweep:
 
 @dataclass
 class Wanted:
-    """What MLflow should say of one run: the workflow itself, or one of its stages."""
+    """The wanted state of one MLflow run: the workflow itself, or one of its stages."""
 
     params: dict[str, Any] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
-    artifacts: list[Path] = field(default_factory=list)  # files and folders, which must stay until ``close``
+    artifacts: list[Path] = field(default_factory=list)  # files and folders, which must exist until ``close``
     status: str = "RUNNING"  # of MLflow: RUNNING, FINISHED, FAILED, KILLED
 
 
 class Mirror:
-    """Copies the entries of one workflow into MLflow: one experiment a pipeline, a parent run, one child run a stage.
+    """Copies one workflow into MLflow: an experiment per pipeline, a parent run, a child run per stage.
 
-    ``update(stage, ...)`` states what should be there (stage ``None``: the parent) and returns at once.  ``close``
-    waits at most ``timeout`` seconds for the last copy and says whether everything arrived.  ``trouble`` is called
-    once, from the thread, with a line for the person who watches."""
+    ``update(stage, ...)`` sets the wanted state (stage ``None``: the parent) and returns at once.  ``close`` waits at
+    most ``timeout`` seconds for the last copy and returns whether everything arrived.  ``trouble`` is called once, from
+    the thread, with a line for the user."""
 
     def __init__(
         self,
@@ -201,7 +202,7 @@ class Mirror:
         return self._arrived.wait(timeout)
 
     def _work(self) -> None:
-        api, told, pause = None, False, 1.0
+        api, warned, pause = None, False, 1.0
         while True:
             self._changed.wait()
             self._changed.clear()
@@ -213,12 +214,12 @@ class Mirror:
                 if closing:
                     self._arrived.set()
                     return
-            except Exception as error:  # whatever MLflow does, the run goes on
-                if not told:
+            except Exception as error:  # a failure of MLflow does not stop the run
+                if not warned:
                     reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
                     self._trouble(f"MLflow at {self._uri} is away ({reason}); metrics are kept in the store.")
-                    told = True
-                self._there = None  # look again what is there
+                    warned = True
+                self._there = None  # read the present state again
                 self._changed.set()
                 pause = min(2 * pause, 30.0)
             if closing:
@@ -250,7 +251,7 @@ class Mirror:
 
 
 def _sweep_run(api: mlflow_api.Api, experiment: str, sweep: Sweep) -> str:
-    """The parent of all runs of a sweep.  It has no end of its own: the runs below it say how they ended."""
+    """The parent of all runs of a sweep.  It has no status; the runs below it have one."""
     made: list[str] = []
 
     def make() -> str:
@@ -261,13 +262,14 @@ def _sweep_run(api: mlflow_api.Api, experiment: str, sweep: Sweep) -> str:
 
     agreed = sweep.agree(make)
     for run_id in made:
-        if run_id != agreed:  # somebody was first
+        if run_id != agreed:  # another process was first
             api.delete(run_id)
     return agreed
 
 
 def _send(api: mlflow_api.Api, there: MlflowEntry, wanted: Wanted) -> None:
-    """Sends what is not there yet; that it is finished last, so whoever finds that need not look for the points."""
+    """Sends the difference between the wanted and the present state.  The final status comes last, so that a finished
+    run has all its points."""
     if there.status == wanted.status == "FINISHED" and wanted.tags and wanted.tags.items() <= there.tags.items():
         there.unread.clear()
         there.points |= {(key, step) for step, values in wanted.metrics.items() for key in values}

@@ -23,7 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import Config, compose
+from cuda_agent.compose import compose
+from cuda_agent.config import Config
 from cuda_agent.context import StageContext
 from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.checkpoints import StageCheckpoints

@@ -1,8 +1,7 @@
-"""The game with tools for a model behind a text interface: same work folder, tools, budgets and judge as
-``loop.run_episode``.
+"""Rollouts of a model behind a text interface: the same work folder, tools, budgets and judge as ``loop.run_episode``.
 
-Its episodes are for measuring, not for training: the server keeps its token ids, so ``ids`` holds zeros and only their
-number, the server's own count, means something.
+These episodes are measured, not trained on: the server keeps the token ids, so ``ids`` holds zeros, and only its
+length, the server's token count, has a meaning.
 """
 
 from typing import Any
@@ -18,13 +17,17 @@ from cuda_agent.tasks.task import Task
 async def run_chat_rollout(
     task: Task, model: ServedModel, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
 ) -> Episode:
-    """One episode.  Raises ``policy.served.ServedModelError`` when the address is lost."""
+    """Plays one episode.
+
+    Raises:
+        ServedModelError: The address does not answer any more.
+    """
     play = ChatRollout(model, task, sandbox, settings, seed, episode_id)
     return await play.run(play.with_tools)
 
 
 class ChatRollout(Rollout):
-    """Turns are messages here, not ids; workspace, judging and books are those of the loop."""
+    """A rollout whose turns are messages instead of token ids."""
 
     def __init__(
         self, model: ServedModel, task: Task, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str

@@ -1,10 +1,10 @@
-"""Making a conversation shorter so that it fits, in the order of what is missed least.
+"""Shortens a conversation so that it fits into a context.
 
-First the middles of old tool results go, then those of old arguments (files that were written can be read again), then
-whole old turns.  The system message, the task and the newest turns stay; only when these alone are too long are their
-results cut as well.  A call and its results stay together, as servers demand.
+The least useful parts go first: the middles of old tool results, then of old arguments (written files can be read
+again), then whole old turns.  The system message, the task and the newest turns stay; results in them are cut only if
+they alone are too long.  A call and its results stay together, as servers require.
 
-Pure.  Sizes are characters: what a token is, only the server knows.
+Pure functions.  Sizes are in characters, because only the server can count tokens.
 """
 
 import json
@@ -13,13 +13,13 @@ from typing import Any
 
 Message = dict[str, Any]
 
-_KEEP = 2  # newest turns that stay whole as long as possible
-_SHORT = 400  # characters that are left of what is cut
-_TARGET = 0.6  # of the limit: cutting a little every turn would make servers read everything anew every turn
+_KEEP = 2  # newest turns that are cut last
+_SHORT = 400  # characters that stay of a cut text
+_TARGET = 0.6  # share of the limit to cut to: small cuts would invalidate the server's prefix cache every turn
 
 
 def size(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Characters that are sent, about."""
+    """The approximate number of characters that are sent."""
     return sum(
         16
         + max(
@@ -30,7 +30,7 @@ def size(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def compacted(messages: Sequence[Mapping[str, Any]], limit: int) -> list[Message]:
-    """The messages, in at most about ``limit`` characters; as they are when they fit."""
+    """The messages, shortened to about ``limit`` characters; unchanged if they fit."""
     kept = [dict(message) for message in messages]
     if size(kept) <= limit:
         return kept
@@ -66,7 +66,7 @@ def compacted(messages: Sequence[Mapping[str, Any]], limit: int) -> list[Message
 
 
 def cut(text: str, limit: int) -> str:
-    """At most about ``limit`` characters: the middle goes."""
+    """The text with its middle removed, about ``limit`` characters long."""
     if len(text) <= limit + 60:
         return text
     half = limit // 2
@@ -74,7 +74,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def _turns(messages: Sequence[Message]) -> list[list[Message]]:
-    """Each assistant message with what follows it until the next one."""
+    """Groups of one assistant message and the messages after it, up to the next one."""
     turns: list[list[Message]] = []
     for message in messages:
         if message["role"] == "assistant":

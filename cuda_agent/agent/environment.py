@@ -1,10 +1,10 @@
-"""The game of tool calls: one task in one work folder, its tools, its rules, and the judge at the end.
+"""Multi-turn tool environment for one task: work folder, tools, bad-pattern flags, final verdict.
 
-``async with Game(...) as game`` opens the folder; ``call`` is one tool call, ``finish`` the verdict on what is left.
-Who decides what to call is not known here: a policy by token ids (``loop``), a model by text (``visitor``), somebody
-else's trainer (``environments``).
+``async with KernelEnvironment(...) as environment`` opens the folder; ``call`` runs one tool call, ``finish`` judges
+the solution in the folder.  The player is separate: a policy by token ids (``loop``), a model behind a text interface
+(``chat_rollout``), or an external trainer (``environments``).
 
-Not covered: budgets, prompts as tokens, and training data.
+What it does not cover: budgets, tokenized prompts, and training data.
 """
 
 import json
@@ -21,17 +21,17 @@ from cuda_agent.sandbox.client import Sandbox, WorkFolder
 from cuda_agent.sandbox.wire import Format, ToolResult, Verdict
 from cuda_agent.tasks.task import Task
 
-_CHANGING = ("Write", "Edit", "MultiEdit")  # after one of these, verifying once more is no loop
-_LOOP = 3  # the same call with the same arguments this often is one
+_CHANGING = ("Write", "Edit", "MultiEdit")  # after one of these, a repeated verify is not a loop
+_LOOP = 3  # repetitions of the same call that count as a loop
 
 
 class SandboxFault(Exception):
-    """The sandbox failed twice: nobody's fault but ours."""
+    """The sandbox failed twice; the player is not at fault."""
 
 
 class KernelEnvironment:
-    """One game under way.  ``files``: the solution as of the last ``collect``; ``best``: the verdict of the best state
-    so far; ``flags``: bad patterns that were seen ("malformed_call", "unknown_tool", "loop")."""
+    """One episode's environment.  ``files``: the solution at the last ``collect``; ``best``: the verdict of the best
+    state so far; ``flags``: bad patterns seen ("malformed_call", "unknown_tool", "loop")."""
 
     def __init__(
         self,
@@ -51,11 +51,15 @@ class KernelEnvironment:
         self._folder: WorkFolder | None = None
 
     def messages(self) -> list[dict[str, Any]]:
-        """What a player is told first: system and user."""
+        """The first messages of the conversation: system and user."""
         return agent_messages(self.task, self.style, self.format, self.device)
 
     async def __aenter__(self) -> Self:
-        """Opens the work folder.  Raises ``WorkspaceLost``, as does everything that uses it."""
+        """Opens the work folder.
+
+        Raises:
+            WorkspaceLost: The work folder is lost; so do all methods that use it.
+        """
         files = {"model.py": self.task.code, "SKILL.md": skill_text(self.format, self.device)}
         self._opened = self.sandbox.workspace(files, frozenset(files), self._command)
         self._folder = await self._opened.__aenter__()
@@ -69,7 +73,7 @@ class KernelEnvironment:
         return await self._opened.__aexit__(kind, error, trace)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What a tool says.  Mistakes of the player are answers, too."""
+        """Runs one tool call and returns its result.  A mistake of the player is a result too."""
         assert self._folder is not None, "the work folder is not open"
         if name not in TOOL_NAMES:
             self.flags.add("unknown_tool")
@@ -84,18 +88,28 @@ class KernelEnvironment:
         return result.text
 
     async def collect(self) -> dict[str, str]:
-        """The solution as it stands in the folder."""
+        """The files of the solution in the folder."""
         assert self._folder is not None, "the work folder is not open"
         self.files = dict(solution_of(await self._folder.files(), self.format).files)
         return self.files
 
     async def finish(self) -> Verdict:
-        """The verdict on what is in the folder.  Raises ``SandboxFault`` and ``TaskError``."""
+        """Judges the solution in the folder.
+
+        Raises:
+            SandboxFault: The sandbox failed twice.
+            TaskError: The task cannot be run.
+        """
         return await self.judge(await self.collect())
 
     async def judge(self, files: Mapping[str, str]) -> Verdict:
-        """The verdict of the solution in ``files``; remembers the best of the trajectory.  A fault of the sandbox is
-        tried again once, then ``SandboxFault``."""
+        """Judges the solution in ``files``, and keeps the best verdict of the trajectory.  A sandbox fault is retried
+        once.
+
+        Raises:
+            SandboxFault: The sandbox failed twice.
+            TaskError: The task cannot be run.
+        """
         solution = solution_of(files, self.format)
         verdict = await self.sandbox.evaluate(self.task, solution, "quick")
         if verdict.status == "infra":
@@ -107,7 +121,7 @@ class KernelEnvironment:
         return verdict
 
     async def _command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """compile, verify and profile, as the workspace's shell calls them."""
+        """Runs compile, verify or profile when the workspace's shell calls it."""
         verdict = await self.judge(files)
         return ToolResult(describe(verdict, name, self.style), failed(verdict, name))
 

@@ -1,12 +1,13 @@
-"""The agent loop: one policy on one task, token ids in and token ids out, with its reward.
+"""The agent loop: plays one policy on one task, token ids in and token ids out, with its reward.
 
-``run_episode`` is the game with tools in a work folder, ``run_single`` the game of one answer, ``run_many`` plays
-many, freely or in lockstep.  An episode is one growing list of ids: what the policy sampled is appended as it is
-(mask 1), prompt and tool results are encoded once (mask 0); text is never tokenized again.  A budget used up (turns,
-tokens) ends an episode and its final workspace is judged; a fault of ours or the deadline leaves it without a reward.
+``run_episode`` plays with tools in a work folder, ``run_single`` asks for one answer without tools, ``run_many`` plays
+many episodes, freely or in lockstep.  An episode is one growing list of ids: sampled ids are appended unchanged (mask
+1), prompt and tool results are encoded once (mask 0); text is never tokenized again.  An episode that has used up its
+budget (turns, tokens) ends and its workspace is judged; an infrastructure fault or the deadline leaves it without a
+reward.
 
-Not covered: the tools, their rules and the verdict (``game``); models behind a text interface, whose episodes are no
-training data (``visitor``).
+What it does not cover: tools, rules and verdict (``environment``); models behind a text interface, whose episodes are
+no training data (``chat_rollout``).
 """
 
 import asyncio
@@ -33,7 +34,7 @@ Ended = Literal["answer", "turns", "tokens", "deadline", "infra"]
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """Budgets and form of an episode; token budgets count tokens of the policy's tokenizer."""
+    """Budgets and prompt style of an episode.  Token budgets count tokens of the policy's tokenizer."""
 
     turns: int
     turn_tokens: int  # sampled in one turn
@@ -50,7 +51,7 @@ class EpisodeSettings:
 async def run_episode(
     task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
 ) -> Episode:
-    """The game with tools.  ``seed`` decides, with the turn's number, what is sampled."""
+    """Plays one episode with tools.  ``seed`` and the number of the turn determine the sampling noise."""
     play = Rollout("agent", task, engine, chat, sandbox, settings, seed, episode_id)
     return await play.run(play.with_tools)
 
@@ -58,13 +59,13 @@ async def run_episode(
 async def run_single(
     task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
 ) -> Episode:
-    """The game of one answer: its fenced files are the solution."""
+    """Plays one episode without tools: the fenced files of the answer are the solution."""
     play = Rollout("single", task, engine, chat, sandbox, settings, seed, episode_id)
     return await play.run(play.with_one_answer)
 
 
 class Rollout:
-    """One episode under way."""
+    """One running episode."""
 
     def __init__(
         self,
@@ -88,7 +89,8 @@ class Rollout:
         self.messages: list[dict[str, Any]] = []
 
     async def run(self, game: Callable[[], Awaitable[Ended]]) -> Episode:
-        """Plays ``game``, judges the files that it leaves, and keeps the books of what went wrong on our side."""
+        """Plays ``game``, judges the resulting files, and records why the episode ended, infrastructure faults
+        included."""
         verdict: Verdict | None = None
         limit = asyncio.timeout(None if _ROUND.get() else self.settings.deadline_seconds)
         ended: Ended
@@ -169,11 +171,11 @@ class Rollout:
     # ----------------------------------------------------------------------------------------------------------- tokens
 
     def _observe(self, ids: Sequence[int], turn: int) -> None:
-        """Tokens that the policy did not choose."""
+        """Appends tokens that the policy did not sample."""
         self._append(ids, 0, [0.0] * len(ids), -1, turn)
 
     async def _sample(self, turn: int) -> Completion | None:
-        """The policy's next turn; ``None`` when there is no room for a token."""
+        """The policy's next turn; None if there is no room for a token."""
         room = min(self.settings.turn_tokens, self.settings.context - len(self.ids))
         if room <= 0:
             return None
@@ -199,7 +201,7 @@ class Rollout:
         return self._cut(await self.game.call(name, arguments))
 
     def _cut(self, text: str) -> str:
-        """At most about ``tool_tokens`` tokens: the middle goes."""
+        """The text cut to about ``tool_tokens`` tokens; the middle is removed."""
         tokenizer, limit = self.chat.tokenizer, self.settings.tool_tokens
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) <= limit:
@@ -209,7 +211,7 @@ class Rollout:
 
 
 def _seed(seed: int, turn: int) -> int:
-    """63 bits for one turn of one episode."""
+    """A 63-bit seed for one turn of one episode."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{turn}".encode()).digest()[:8], "big") >> 1
 
 
@@ -219,11 +221,11 @@ def _seed(seed: int, turn: int) -> int:
 async def run_many(
     jobs: Sequence[Callable[[], Awaitable[Episode]]], concurrency: int, lockstep: bool = False
 ) -> list[Episode]:
-    """The episodes of ``jobs`` in their order, ``concurrency`` at once.
+    """Runs ``jobs``, at most ``concurrency`` at once, and returns their episodes in the order of the jobs.
 
-    ``lockstep``: an episode samples its next turn only when every other one under way is about to; the engine then
-    gets all of their prompts at once and in order, so that its batches, and with ``sandbox.clock=model`` all results,
-    are the same in every run.  There is no deadline then.  An exception of one job (a bug, a lost engine) ends
+    With ``lockstep`` an episode samples its next turn only when all other running episodes are ready to sample.  The
+    engine then gets all prompts at once and in order, so that its batches, and with ``sandbox.clock=model`` all
+    results, are the same in every run.  There is no deadline then.  An exception of one job (a bug, a lost engine) ends
     all."""
     slots = asyncio.Semaphore(concurrency)
     lock = _Lockstep(len(jobs), concurrency) if lockstep else None
@@ -247,8 +249,8 @@ async def run_many(
 
 
 class _Lockstep:
-    """A barrier before every turn for the episodes under way, whose number is known: a place that one leaves is taken
-    by the next job as long as there is one."""
+    """A barrier before every turn for a known number of running episodes; when one ends, the next job takes its
+    slot."""
 
     def __init__(self, jobs: int, places: int) -> None:
         self._active = min(jobs, places)
@@ -258,7 +260,7 @@ class _Lockstep:
     async def turn(self, index: int) -> None:
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((index, future))
-        asyncio.get_running_loop().call_soon(self._release)  # not at once: the last to come must not go first
+        asyncio.get_running_loop().call_soon(self._release)  # deferred, so that the last to arrive does not go first
         await future
 
     def leave(self) -> None:

@@ -1,6 +1,7 @@
-"""What a search for a fast kernel has found and spent: the solutions that were judged, the budget, the transcript.
+"""Results and expenses of a search for a fast kernel: judged solutions, budget, transcript.
 
-The transcript is one JSON object a line; everything that ``--resume`` needs is in it.  Kinds of events and their facts:
+The transcript has one JSON object per line and holds everything that ``--resume`` needs.  Kinds of events and their
+facts:
 
 - ``message``: ``message``, a part of the conversation; ``thought``, where the model thought before it
 - ``diff``: ``path``, ``text`` (unified), ``added`` and ``removed`` lines
@@ -10,7 +11,7 @@ The transcript is one JSON object a line; everything that ``--resume`` needs is 
 - ``turn``: ``turn``, ``last``; ``note``: ``text``, ``passing`` while it lasts; ``ended``: ``why``, ``summary``
 
 Events that are shown but not kept: ``text``, ``thought``, ``again``, ``wait``, ``form``, ``tool``, its ``result`` with
-``error`` (empty: none), and ``void``, why an answer does not count.
+``error`` (empty: none), and ``void``, the reason why an answer does not count.
 """
 
 import difflib
@@ -29,7 +30,7 @@ Tell = Callable[..., None]
 SHOWN_ONLY = frozenset({"text", "thought", "again", "wait", "form", "tool", "result", "void"})
 
 _DIFF_LINES = 400
-_COMPARED_LINES = 2000  # of each file: a file of lines that repeat takes the cube of their number
+_COMPARED_LINES = 2000  # per file: repeated lines take cubic time
 
 
 def difference(path: str, old: str, new: str) -> Event:
@@ -41,7 +42,7 @@ def difference(path: str, old: str, new: str) -> Event:
 
 
 def factor(verdict: Verdict) -> float | None:
-    """How many times as fast as the faster of eager and ``torch.compile``; ``None`` unless correct and timed."""
+    """The speed-up over the faster of eager and ``torch.compile``; None unless correct and timed."""
     if verdict.status != "ok":
         return None
     known = [ratio for ratio in (verdict.speedup_eager, verdict.speedup_compile) if ratio is not None]
@@ -50,7 +51,7 @@ def factor(verdict: Verdict) -> float | None:
 
 @dataclass
 class Find:
-    """A correct solution.  ``strict``: its verdict in strict mode, once it has one."""
+    """A correct solution.  ``strict``: its verdict in strict mode, if there is one."""
 
     solution: Solution
     quick: Verdict
@@ -61,20 +62,20 @@ class Find:
 
 @dataclass
 class Findings:
-    """Correct solutions by content, and which one reached the target."""
+    """Correct solutions by content, and the one that reached the target."""
 
     by_digest: dict[str, Find] = field(default_factory=dict)
     reached: Find | None = None
 
     def add(self, solution: Solution, verdict: Verdict, attempt: int, turn: int) -> Find | None:
-        """Notes a correct one; a second verdict of the same files changes nothing."""
+        """Adds a correct solution; a second verdict on the same files changes nothing."""
         if factor(verdict) is None:
             return None
         return self.by_digest.setdefault(solution.digest, Find(solution, verdict, attempt, turn))
 
     @property
     def ranked(self) -> list[Find]:
-        """From the fastest on; strict verdicts count where there are any."""
+        """Fastest first; a strict verdict counts more than a quick one."""
 
         def merit(find: Find) -> float:
             return (factor(find.strict) or 0.0) if find.strict else (factor(find.quick) or 0.0)
@@ -88,8 +89,8 @@ class Findings:
 
 @dataclass
 class SearchBudget:
-    """What all attempts together may spend (``None``: any), and have spent.  Money is in the unit of the prices, which
-    are per million tokens."""
+    """Limits for all attempts together (``None``: no limit), and the amounts used.  Money is in the unit of the prices,
+    which are per million tokens."""
 
     tokens: int | None = None
     seconds: float | None = None
@@ -99,7 +100,7 @@ class SearchBudget:
     prompt: int = 0
     sampled: int = 0
     estimated: bool = False
-    before: float = 0.0  # seconds of earlier runs that this one goes on with
+    before: float = 0.0  # seconds used before a resume
     began: float = field(default_factory=time.monotonic)
 
     def pay(self, prompt: int, sampled: int, estimated: bool) -> None:
@@ -116,11 +117,11 @@ class SearchBudget:
 
     @property
     def left(self) -> float | None:
-        """Seconds."""
+        """The seconds left."""
         return None if self.seconds is None else self.seconds - self.elapsed
 
     def lacks(self, prompt: int, sampled: int) -> str:
-        """What does not suffice for so many more tokens: ``minutes``, ``tokens``, ``money``, or nothing."""
+        """The limit that so many more tokens would exceed: ``minutes``, ``tokens``, ``money``, or ""."""
         if self.left is not None and self.left <= 0:
             return "minutes"
         if self.tokens is not None and self.prompt + self.sampled + prompt + sampled > self.tokens:
@@ -141,7 +142,7 @@ class SearchBudget:
 
 @dataclass
 class State:
-    """Where an attempt stands: enough to go on with it."""
+    """The state of an attempt, sufficient to resume it."""
 
     messages: list[Event] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
@@ -150,8 +151,8 @@ class State:
 
 
 class Transcript:
-    """Appends events to a file, each whole and at once.  ``tell`` is what others call; ``watch`` sees every event,
-    those that are not kept too."""
+    """Appends events to a file, each whole and at once.  ``watch`` receives every event, also those that are not
+    kept."""
 
     def __init__(self, path: Path, clock: Callable[[], float], watch: Callable[[Event], None]) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -169,7 +170,7 @@ class Transcript:
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events of a transcript; a last line that was not finished is left out."""
+    """The events of a transcript; an unfinished last line is left out."""
     events = []
     with open(path, encoding="utf-8") as file:
         for line in file:
@@ -183,7 +184,8 @@ def read_events(path: Path) -> list[Event]:
 
 
 def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Findings, Event]:
-    """What a transcript leaves: the state of each attempt after its last whole turn, what was found, what was spent."""
+    """The content of a transcript: the state of each attempt after its last whole turn, the findings, the budget
+    used."""
     states: dict[int, State] = {}
     pending: dict[int, list[Event]] = {}
     findings, spent = Findings(), dict[str, Any]()
@@ -194,7 +196,7 @@ def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Fin
             state = states.setdefault(number, State())
         if kind == "turn":
             turns[number] = event["turn"]
-            pending[number] = []  # what an unfinished turn left is void
+            pending[number] = []  # events of an unfinished turn do not count
         elif kind == "message":
             pending.get(number, state.messages).append(dict(event["message"]))
         elif kind == "files":

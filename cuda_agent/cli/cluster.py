@@ -1,6 +1,6 @@
-"""The commands of the cluster: render its manifests, submit a run or a sweep, follow it, stop it, go on with it.
+"""The commands of the cluster: render its manifests; submit, follow, stop and resume runs and sweeps.
 
-As in ``cli``, whatever a command needs is imported inside of it.
+As in ``cli.main``, commands import their dependencies inside their functions.
 """
 
 import contextlib
@@ -13,28 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cuda_agent.cli.runs import AsJson, Namespace, RunName, cluster_of
+from cuda_agent.cli.options import AsJson, Namespace, Overrides, Release, RunName, add_commands
+from cuda_agent.cli.runs import cluster_of
 
 if TYPE_CHECKING:
     from cuda_agent.cluster.api import Cluster
     from cuda_agent.pipeline.local import StageView
     from cuda_agent.pipeline.sweep import Point
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4"),
-]
 On = Annotated[
     str | None, typer.Option("--on", metavar="CONTEXT", help="context of your kubeconfig; else the current one")
 ]
 Profile = Annotated[str, typer.Option(help="what the run's pods get: a profile of the chart")]
-Release = Annotated[str, typer.Option(help="full name of the chart's release")]
-EVERY = 1.0  # seconds between two looks at a run
-AWAY = 120.0  # seconds without an answer of the API server, until watching ends
+EVERY = 1.0  # seconds between two queries of a run
+AWAY = 120.0  # seconds without an answer of the API server before watching ends
 
 
 def add_to(app: typer.Typer) -> None:
-    """Puts the commands into the one command line."""
+    """Adds the commands to the command line."""
     examples: dict[Callable[..., None], tuple[str, ...]] = {
         submit: (
             "cuda-agent submit experiment=demo --profile cpu --watch",
@@ -50,9 +46,7 @@ def add_to(app: typer.Typer) -> None:
         mlflow: ("cuda-agent mlflow",),
         render: ("cuda-agent render", "cuda-agent render --check"),
     }
-    for command, lines in examples.items():
-        title = "Examples" if len(lines) > 1 else "Example"
-        app.command(epilog="\b\n" + "\n  ".join([f"{title}:", *lines]))(command)
+    add_commands(app, examples)
 
 
 def submit(
@@ -67,7 +61,7 @@ def submit(
 ) -> None:
     """Start the whole workflow on a cluster. Needs a kubeconfig and nothing else."""
     from cuda_agent.cluster import submit as cluster
-    from cuda_agent.config import compose
+    from cuda_agent.compose import compose
 
     what = cluster.submission(compose(overrides or []), profile, release)
     if dry_run:
@@ -133,7 +127,7 @@ def sweep(
 
 
 def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
-    """Returns the first exit code that is not 0."""
+    """Runs the points one after the other.  Returns the first exit code that is not 0."""
     from cuda_agent.pipeline import screen, sweep
     from cuda_agent.pipeline.local import RunOutcome, run_pipeline
 
@@ -261,7 +255,7 @@ def _submitted(place: "Cluster", run: str, workflow: str, watching: bool, as_jso
 
 
 def _follow(place: "Cluster", run: str, as_json: bool) -> int:
-    """Until it ends; 0, 75 when it was stopped, or 1."""
+    """Shows a run until it ends.  Returns 0, 75 if it was stopped, or 1."""
     from cuda_agent.cluster import submit as cluster
     from cuda_agent.cluster.api import ClusterError
     from cuda_agent.pipeline import screen
@@ -280,7 +274,7 @@ def _follow(place: "Cluster", run: str, as_json: bool) -> int:
                 time.sleep(EVERY)
                 workflow = place.get("Workflow", workflow["metadata"]["name"])
                 heard = time.monotonic()
-            except ClusterError as error:  # an API server that restarts ends nothing but the watching
+            except ClusterError as error:  # the run goes on while the API server restarts
                 if error.exit_code != 75 or time.monotonic() - heard > AWAY:
                     raise
                 time.sleep(EVERY)
@@ -296,7 +290,7 @@ def _follow(place: "Cluster", run: str, as_json: bool) -> int:
 
 
 def _json_lines() -> "Callable[[str, list[StageView]], None]":
-    """Prints the state of all stages, once each time one of them has changed."""
+    """A function that prints the state of all stages as JSON whenever one has changed."""
     shown: list[Any] = []
 
     def show(run: str, views: "list[StageView]") -> None:

@@ -1,13 +1,13 @@
 """`cuda-agent episodes`: parses, calls, prints."""
 
-import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cuda_agent.cli.runs import STORE, AsJson, Namespace, StoreOption, Where, find
+from cuda_agent.cli.options import STORE, AsJson, Namespace, StoreOption, Where, print_json
+from cuda_agent.cli.runs import find
 
 if TYPE_CHECKING:
     from cuda_agent.pages.episode_story import EpisodeEntry, EpisodeRow
@@ -71,7 +71,7 @@ def episodes(
             asked = ", ".join([*(f"{k} {v}" for k, v in said.items() if v is not None), f"sorted by {sort}"])
             _write(page, render(title, chosen, len(entries), asked, most))
     if as_json:
-        print(json.dumps([entry.row.to_json() for entry in chosen], indent=1))
+        print_json([entry.row.to_json() for entry in chosen])
     elif page is None:
         print("\n".join(_lines(chosen, len(entries), most, nothing)))
     else:
@@ -83,7 +83,7 @@ def episodes(
 
 
 def _write(page: Path, text: str) -> None:
-    """Raises ConfigError."""
+    """Writes the page.  Raises ConfigError if that fails."""
     from cuda_agent.errors import ConfigError
 
     try:
@@ -96,7 +96,7 @@ def _write(page: Path, text: str) -> None:
 def _entries(
     run: str, store: str, on: str | None, namespace: str | None, folder: Path
 ) -> "tuple[str, Path, list[EpisodeEntry], str]":
-    """Title, where a page belongs, all episodes, and what to say where there are none."""
+    """Title, the page's default place, all episodes, and the message if there are none."""
     from cuda_agent.cluster import results
     from cuda_agent.cluster.api import ClusterError
     from cuda_agent.errors import ConfigError
@@ -125,7 +125,7 @@ def _entries(
 
 
 def _is_path(text: str) -> bool:
-    """A folder or file with a result, or what can be no run's name."""
+    """Whether the text is an existing path, or cannot be the name of a run."""
     from cuda_agent.pipeline.episodes import FILE, TRANSCRIPT
 
     path = Path(text)
@@ -133,7 +133,7 @@ def _is_path(text: str) -> bool:
 
 
 def _lines(chosen: "list[EpisodeEntry]", found: int, most: int, nothing: str) -> list[str]:
-    """``nothing``: what to say where there are none."""
+    """The table's lines, or ``nothing`` if there are no episodes."""
     if not chosen:
         return [f"none of {found} episodes" if found else nothing]
     lines = [_HEAD, *(_line(entry.row) for entry in chosen[:most])]

@@ -1,9 +1,10 @@
-"""The one command line: parses, calls, prints.
+"""The command line: parses, calls, prints.
 
-Whatever a command needs is imported inside of it, so that ``--help`` answers at once.  Errors that a person can mend
-are one screen on stderr and an exit code: 75 try again, 78 wrong configuration or input, 79 a gate was missed.
+Commands import their dependencies inside their functions, so that ``--help`` answers at once.  An error that a person
+can fix is printed as one screen on stderr; exit codes: 75 try again, 78 wrong configuration or input, 79 a gate was
+missed.
 
-What it does not cover: any work of its own.
+What it does not cover: the work of the commands.
 """
 
 import json
@@ -18,6 +19,7 @@ from cuda_agent.cli import cluster as cli_cluster
 from cuda_agent.cli import episodes as cli_episodes
 from cuda_agent.cli import optimize, upkeep
 from cuda_agent.cli import runs as cli_runs
+from cuda_agent.cli.options import AsJson, Overrides, print_json
 from cuda_agent.cli.pod import pod_app
 from cuda_agent.cli.sandbox import sandbox_app
 from cuda_agent.errors import UserError
@@ -37,12 +39,7 @@ tasks_app = typer.Typer(help="Look at task sets, and import others'.", no_args_i
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(sandbox_app, name="sandbox")
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4"),
-]
-MOST_DROPPED = 10  # of an import, listed
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for a program")]
+MOST_DROPPED = 10  # dropped items of an import that are listed
 
 
 def main() -> None:
@@ -59,12 +56,8 @@ def main() -> None:
         sys.exit(error.exit_code)
 
 
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1, ensure_ascii=False))
-
-
 @app.command(
-    epilog="\b\nExamples:\n  cuda-agent run experiment=demo\n  cuda-agent run experiment=smoke critic.lr=1e-4 --new",
+    epilog="\b\nExamples:\n  cuda-agent run experiment=demo\n  cuda-agent run experiment=smoke critic.lr=1e-4 --new"
 )
 def run(
     overrides: Overrides = None,
@@ -77,7 +70,7 @@ def run(
     Goes on with the newest unfinished run of the same configuration; stages that were made before come from the cache.
     Ctrl-C stops in order: stages write a checkpoint, and the same command goes on from there.
     """
-    from cuda_agent.config import compose
+    from cuda_agent.compose import compose
     from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline.graph import STAGES, up_to
 
@@ -86,7 +79,7 @@ def run(
         rows = up_to(STAGES, to) if to else STAGES
     except ValueError as error:
         raise ConfigError(f"--to: {error}") from None
-    if any(row.name == "bootstrap" for row in rows):  # which loads it
+    if any(row.name == "bootstrap" for row in rows):  # bootstrap loads the base model
         from cuda_agent.pipeline.schedule import require_base
 
         require_base(config.policy.base)
@@ -109,7 +102,7 @@ def run(
         stages = {
             name: {"key": m.key, "outputs": m.outputs, "seconds": m.seconds} for name, m in outcome.manifests.items()
         }
-        _print_json(
+        print_json(
             {
                 "run": outcome.run,
                 "code": outcome.code,
@@ -141,7 +134,7 @@ def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
 
     A policy.base that is a folder, and not on this machine, is noted: `run` would refuse it.
     """
-    from cuda_agent.config import compose, freeze
+    from cuda_agent.compose import compose, freeze
     from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline.schedule import derived, require_base
 
@@ -149,12 +142,12 @@ def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
     text, sha256 = freeze(composed)
     schedule = derived(composed)
     if as_json:
-        _print_json({"config": json.loads(text), "sha256": sha256, "schedule": schedule})
+        print_json({"config": json.loads(text), "sha256": sha256, "schedule": schedule})
     else:
         _print_schedule(composed, sha256, schedule)
     try:
         require_base(composed.policy.base)
-    except ConfigError as error:  # it may be a path of a cluster's pods
+    except ConfigError as error:  # the path may exist in a cluster's pods only
         print(f"note: {error}, on this machine", file=sys.stderr)
 
 
@@ -199,7 +192,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Check and time one solution of one task in the sandbox."""
-    from cuda_agent.config import compose
+    from cuda_agent.compose import compose
     from cuda_agent.optimize import evaluation
     from cuda_agent.optimize.verdict_text import verdict_lines
     from cuda_agent.pipeline import runs
@@ -208,7 +201,7 @@ def evaluate(
     cache = runs.local_home(settings.run.store) / "cache"
     verdict = evaluation.run_to_end(evaluation.evaluate(settings.sandbox, cache, task, solution, mode, again))
     if as_json:
-        _print_json(verdict.to_json())
+        print_json(verdict.to_json())
     else:
         print("\n".join(verdict_lines(verdict)))
     sys.exit(0 if verdict.status == "ok" else 75 if verdict.status == "infra" else 1)
@@ -237,9 +230,9 @@ def tasks_show(
         if chosen is None:
             close = difflib.get_close_matches(name, [task.name for task in tasks], n=1)
             raise TaskError(f"{source}: no task {name}." + (f" Did you mean {close[0]}?" if close else ""))
-        _print_json(asdict(chosen)) if as_json else print(chosen.code)
+        print_json(asdict(chosen)) if as_json else print(chosen.code)
     elif as_json:
-        _print_json([asdict(task) for task in tasks])
+        print_json([asdict(task) for task in tasks])
     else:
         for task in tasks:
             print(f"{task.name:32} {task.split:8} {task.family:10} {task.data_source:14} {', '.join(task.ops)}")
@@ -258,7 +251,7 @@ def tasks_import(
     imported = import_tasks(source, folder)
     count, dropped = len(imported.tasks), imported.dropped
     if as_json:
-        _print_json({"tasks": count, "folder": str(folder), "dropped": dropped, "copies": imported.copies})
+        print_json({"tasks": count, "folder": str(folder), "dropped": dropped, "copies": imported.copies})
         return
     print(f"{count} tasks in {folder / 'tasks.parquet'}")
     if imported.copies:
@@ -291,7 +284,7 @@ def benchmark(
 
     Budgets are those of experiment=benchmark; overrides change them, as in evaluate.turns=20 sandbox.threads=4.
     """
-    from cuda_agent.config import compose
+    from cuda_agent.compose import compose
     from cuda_agent.optimize import evaluation
     from cuda_agent.pipeline import runs
 
@@ -308,7 +301,7 @@ def benchmark(
     say = (lambda line: None) if as_json else (lambda line: print(line, file=sys.stderr))
     scores = evaluation.run_to_end(evaluation.benchmark(settings, cache, who, tasks, output, say))
     if as_json:
-        _print_json(scores.to_json())
+        print_json(scores.to_json())
     else:
         print("\n".join(evaluation.score_lines(scores)))
 

@@ -81,7 +81,7 @@ def optimize(
     The key is read from the environment and written nowhere. Exit code 0: a correct solution was found; 79: none.
     """
     from cuda_agent.errors import ConfigError
-    from cuda_agent.optimize import search
+    from cuda_agent.optimize import folder as folders
     from cuda_agent.policy.served import ServedModelError
 
     words = arguments or []
@@ -102,7 +102,7 @@ def optimize(
             raise ConfigError("--resume takes MODEL.py and --output from the folder: leave them out")
         if {"format", "device", "style"} & changes.keys():
             raise ConfigError("--resume goes on with the format, device and style of before")
-        order, sandbox = search.read_order(resume)
+        order, sandbox = folders.read_order(resume)
         folder, source = resume, resume / "model.py"
         overrides = [*_as_overrides(sandbox), *overrides]
     else:
@@ -112,9 +112,9 @@ def optimize(
             raise ConfigError("--base-url and --model say which model works, as in --base-url http://127.0.0.1:8000/v1")
         source = Path(sources[0])
         folder = output or Path(f"{source.stem}-optimized")
-        order = search.SearchOrder(base_url, model)
+        order = folders.SearchOrder(base_url, model)
         changes.setdefault("device", _device(overrides))
-    order = search.with_changes(order, changes)
+    order = folders.with_changes(order, changes)
     overrides = [w for w in overrides if not w.startswith(("sandbox.format=", "sandbox.device="))]
     overrides += [f"sandbox.format={order.terms.format}", f"sandbox.device={order.terms.device}"]
     outcome = _run(order, overrides, source, folder, resume is not None, as_json)
@@ -131,7 +131,7 @@ def optimize(
 def _run(order: Any, overrides: list[str], source: Path, folder: Path, resume: bool, as_json: bool) -> Any:
     import asyncio
 
-    from cuda_agent.config import compose
+    from cuda_agent.compose import compose
     from cuda_agent.optimize import screen, search
     from cuda_agent.pipeline import runs
 
@@ -140,17 +140,14 @@ def _run(order: Any, overrides: list[str], source: Path, folder: Path, resume: b
 
     async def work() -> Any:
         stop = asyncio.Event()
-        with (
-            search.on_interrupt(asyncio.get_running_loop(), stop),
-            screen.watching(as_json) as watch,
-        ):
+        with search.on_interrupt(asyncio.get_running_loop(), stop), screen.watching(as_json) as watch:
             return await search.optimize(order, settings.sandbox, cache, source, folder, resume, watch, stop)
 
     return asyncio.run(work())
 
 
 def _device(overrides: list[str]) -> str:
-    """As the overrides say, or what there is."""
+    """The device that the overrides name, else ``cuda`` on a machine with a GPU."""
     for word in overrides:
         if word.startswith("sandbox.device="):
             return word.partition("=")[2]
@@ -161,7 +158,7 @@ def _device(overrides: list[str]) -> str:
 
 
 def _as_overrides(sandbox: dict[str, Any]) -> list[str]:
-    """The values of a section that are not the defaults."""
+    """Overrides for the values that differ from the defaults."""
     from cuda_agent.config import SandboxConfig
 
     standard = SandboxConfig().model_dump(mode="json")

@@ -1,6 +1,6 @@
-"""The commands that the chart's pods run; a person has no use for them.
+"""The commands of the chart's pods; people do not need them.
 
-As in ``cli``, whatever a command needs is imported inside of it.
+As in ``cli.main``, commands import their dependencies inside their functions.
 """
 
 import json
@@ -43,7 +43,7 @@ def stage(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> No
     from cuda_agent.pipeline.spawn import Spawner
 
     spawner = Spawner(preload=())
-    spawner.open()  # a second process, which imports while this one does
+    spawner.open()  # both processes import at the same time
     from cuda_agent.cluster import pod
 
     here = pod.PodEnvironment.from_environment()

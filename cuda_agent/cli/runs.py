@@ -1,9 +1,9 @@
-"""The commands that look at runs, wherever they live: list them, their reports, their logs, how two of them differ.
+"""The commands that look at runs on this machine or a cluster: list them, their reports and logs, compare two.
 
-``--on local`` is a store, ``--on CONTEXT`` a cluster of the kubeconfig (``.``: its current context).  Without it a run
-is looked for in the store first, then on the current cluster.
+``--on local`` selects the store, ``--on CONTEXT`` a cluster of the kubeconfig (``.``: its current context).  Without it
+a run is searched in the store first, then on the current cluster.
 
-As in ``cli``, whatever a command needs is imported inside of it.
+As in ``cli.main``, commands import their dependencies inside their functions.
 """
 
 import json
@@ -14,27 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cuda_agent.cli.options import STORE, AsJson, Namespace, RunName, StoreOption, Where, print_json
+
 if TYPE_CHECKING:
     from cuda_agent.cluster.api import Cluster
     from cuda_agent.pipeline.runs import Facts, Run
     from cuda_agent.storage import Store
 
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="a run, the beginning of its name, or `last`")]
-Where = Annotated[
-    str | None,
-    typer.Option("--on", metavar="local|CONTEXT", help="the store, or a cluster (`.`: the current one); else both"),
-]
-Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="namespace; else that of the context")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for a program")]
-StoreOption = Annotated[
-    str, typer.Option("--store", envvar="CUDA_AGENT_STORE", help="a folder or s3://bucket/prefix, as in run.store")
-]
-STORE = ".cuda-agent/store"
-EVERY = 0.5  # seconds between two looks at a log
+EVERY = 0.5  # seconds between two reads of a log
 
 
 def add_to(app: typer.Typer) -> None:
-    """Puts the commands into the one command line."""
+    """Adds the commands to the command line."""
     examples: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
         "runs": (list_all, ("cuda-agent runs --store s3://kernels/main", "cuda-agent runs --on my-cluster")),
         "report": (report, ("cuda-agent report last", "cuda-agent report first --on my-cluster --json")),
@@ -67,7 +58,7 @@ def list_all(
                 raise
     rows = _cluster_rows(place) if place else _local_rows(store)
     if as_json:
-        print(json.dumps(rows, indent=1))
+        print_json(rows)
         return
     if not rows and place:
         print(f"no runs in namespace {place.namespace} of {place.name}; start one: cuda-agent submit experiment=smoke")
@@ -126,7 +117,7 @@ def _cluster_rows(place: "Cluster") -> list[dict[str, Any]]:
 
 
 def _sweep_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """One a sweep: how many runs of it are where.  Of a run the newest attempt counts."""
+    """One line per sweep: how many of its runs are in which state.  Only the newest attempt of a run counts."""
     from collections import Counter
 
     newest = {row["name"]: row for row in rows}
@@ -175,7 +166,7 @@ def diff(
 
     found = runs.diff(_facts(one, store, on, namespace), _facts(other, store, on, namespace))
     if as_json:
-        print(json.dumps(found, indent=1, ensure_ascii=False))
+        print_json(found)
         return
     print(" -> ".join(found["runs"]))
     for key, (before, after) in found["config"].items():
@@ -233,7 +224,7 @@ def logs(
 
 
 def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Of a stage that runs: the file that it writes; else what was kept."""
+    """The log file of a running stage, else the stored log."""
     from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.graph import STAGES
@@ -264,7 +255,7 @@ def _why_no_log(opened: "Store", record: "Run", stage: str) -> str:
 
 
 def _tail(file: Path, follow: bool, running: Callable[[], bool]) -> Iterator[str]:
-    """Whole lines of a file that grows, until it is removed or nobody writes any more."""
+    """Whole lines of a growing file, until it is removed or its writer has ended."""
     with open(file, errors="replace") as text:
         rest = ""
         while True:
@@ -278,7 +269,7 @@ def _tail(file: Path, follow: bool, running: Callable[[], bool]) -> Iterator[str
 
 
 def _cluster_logs(place: "Cluster", name: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Of pods that are there; else what MLflow has kept."""
+    """Logs of existing pods, else the log in MLflow."""
     from cuda_agent.cluster import results
     from cuda_agent.cluster import submit as cluster
 
@@ -294,7 +285,14 @@ def _cluster_logs(place: "Cluster", name: str, stage: str, follow: bool) -> Iter
 
 
 def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[tuple[Store, Run] | Cluster, str]":
-    """Store and record of a run of this machine, or the cluster that it is on; and its name.  Raises ConfigError."""
+    """Finds a run by name.
+
+    Returns:
+        Store and record of a local run, or the cluster of the run; and the run's full name.
+
+    Raises:
+        ConfigError: No run or several runs match.
+    """
     from cuda_agent.cluster import submit as cluster
     from cuda_agent.cluster.api import ClusterError
     from cuda_agent.errors import ConfigError
@@ -331,7 +329,11 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
 
 
 def open_existing(store: str) -> "Store":
-    """A store that exists: looking at runs makes no folder."""
+    """Opens a store that exists; commands that only read create no folder.
+
+    Raises:
+        StoreUnavailable: There is none.
+    """
     from cuda_agent.storage import StoreUnavailable, local_folder, open_store
 
     folder = local_folder(store)
@@ -341,7 +343,12 @@ def open_existing(store: str) -> "Store":
 
 
 def cluster_of(on: str | None, namespace: str | None) -> "Cluster":
-    """The named context, or the current one.  Raises ``ClusterError``, and ConfigError without the client."""
+    """The cluster of the named context, or of the current one.
+
+    Raises:
+        ClusterError: The kubeconfig cannot be used.
+        ConfigError: The Kubernetes client is not installed.
+    """
     from cuda_agent.errors import ConfigError
 
     try:
@@ -353,7 +360,7 @@ def cluster_of(on: str | None, namespace: str | None) -> "Cluster":
 
 
 def _current(store: str, namespace: str | None) -> "Cluster | None":
-    """The current cluster, when there is one and no other store was named."""
+    """The current cluster, unless there is none or another store was named."""
     from cuda_agent.cluster.api import ClusterError
     from cuda_agent.errors import ConfigError
 

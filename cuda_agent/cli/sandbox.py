@@ -1,6 +1,6 @@
-"""The commands of the sandbox: serve it, measure it, test it, print its formats.
+"""The commands of the sandbox: serve it, measure it, test it, print its schemas.
 
-As in ``cli``, whatever a command needs is imported inside of it.
+As in ``cli.main``, commands import their dependencies inside their functions.
 """
 
 import json
@@ -47,7 +47,7 @@ def serve(
     import asyncio
     import logging
 
-    from cuda_agent.config import compose
+    from cuda_agent.compose import compose
     from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline.runs import local_home
     from cuda_agent.sandbox.service.service import ROLES, ServiceLimits
@@ -82,7 +82,7 @@ def bench(
     """Measure evaluations on this machine: seconds by phase, and how many a minute, one by one and all at once."""
     import asyncio
 
-    from cuda_agent.config import compose
+    from cuda_agent.compose import compose
     from cuda_agent.pipeline import sandbox_bench
 
     answer = asyncio.run(

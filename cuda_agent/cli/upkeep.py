@@ -1,31 +1,31 @@
-"""The commands that keep an installation in order: is everything there, and what may go.
+"""The commands for an installation: ``doctor`` checks it, ``gc`` removes what no run needs.
 
-As in ``cli``, whatever a command needs is imported inside of it.
+As in ``cli.main``, commands import their dependencies inside their functions.
 """
 
-import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cuda_agent.cli.runs import STORE, AsJson, Namespace, StoreOption, cluster_of, open_existing
+from cuda_agent.cli.options import STORE, AsJson, Namespace, Release, StoreOption, add_commands, print_json
+from cuda_agent.cli.runs import cluster_of, open_existing
 
 if TYPE_CHECKING:
     from cuda_agent.pipeline.doctor import Check
 
-Release = Annotated[str, typer.Option(help="full name of the chart's release")]
-
 
 def add_to(app: typer.Typer) -> None:
-    """Puts the commands into the one command line."""
-    examples: dict[Callable[..., None], tuple[str, ...]] = {
-        doctor: ("cuda-agent doctor --store s3://kernels/main", "cuda-agent doctor my-cluster --namespace cuda-agent"),
-        gc: ("cuda-agent gc --keep 5 --dry-run", "cuda-agent gc --on my-cluster --dry-run"),
-    }
-    for command, lines in examples.items():
-        app.command(epilog="\b\n" + "\n  ".join(["Examples:", *lines]))(command)
+    """Adds the commands to the command line."""
+    machine = "cuda-agent doctor --store s3://kernels/main"
+    add_commands(
+        app,
+        {
+            doctor: (machine, "cuda-agent doctor my-cluster --namespace cuda-agent"),
+            gc: ("cuda-agent gc --keep 5 --dry-run", "cuda-agent gc --on my-cluster --dry-run"),
+        },
+    )
 
 
 def doctor(
@@ -51,7 +51,7 @@ def doctor(
             if check.mend:
                 print(f"  {'':14} mend: {check.mend}", flush=True)
     if as_json:
-        _print_json([check.to_json() for check in checks])
+        print_json([check.to_json() for check in checks])
     sys.exit(0 if all(check.ok for check in checks) else 1)
 
 
@@ -89,7 +89,7 @@ def gc(
         _collect_here(keep, dry_run, store) if on == "local" else _collect_there(keep, dry_run, on, namespace, release)
     )
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
     for kind in ("runs", "pools", "config maps"):
         for name in found.get(kind, []):
@@ -124,7 +124,3 @@ def _collect_there(keep: int | None, dry_run: bool, on: str, namespace: str | No
     if busy := answer.get("busy"):
         raise ClusterError(f"{busy} Nothing was removed.")
     return answer
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1, ensure_ascii=False))

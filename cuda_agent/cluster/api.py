@@ -1,9 +1,9 @@
-"""Kubernetes as this project uses it: a few kinds in one namespace, as JSON, over the official client's connection.
+"""A small Kubernetes client: a few kinds in one namespace, as JSON, over the connection of the official client.
 
-A kubeconfig decides who one is (certificates, tokens, plugins); inside a pod it is the pod's account.  Whatever fails
-is a ``ClusterError`` that says what was tried, on which cluster, and what helps.
+The credentials come from a kubeconfig (certificates, tokens, plugins), inside a pod from its service account.  Every
+failure is a ``ClusterError`` that names the operation, the cluster and a remedy.
 
-What it does not cover: what the objects mean (``argo``, ``pools``, ``cluster``).
+What it does not cover: the meaning of the objects (``pools``, ``engines``, ``rayjobs``, ``submit``).
 """
 
 import json
@@ -30,7 +30,7 @@ _SECONDS = 30.0  # for one request
 
 
 class ClusterError(UserError):
-    """The message is one screen for a person; ``status`` is HTTP's, 0 when nothing answered."""
+    """A failed request.  The message is one screen for a person; ``status`` is the HTTP status, 0 without an answer."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ class ClusterError(UserError):
 
     @property
     def exit_code(self) -> int:  # type: ignore[override]
-        """Exit code: try again when the cluster is away or busy, otherwise something is wrong with what was asked."""
+        """75 (try again) if the cluster is away or busy, else 78."""
         return 75 if self.status in (0, 429) or self.status >= 500 else 78
 
 
@@ -50,12 +50,16 @@ class Cluster:
 
     @classmethod
     def of_kubeconfig(cls, context: str | None = None, namespace: str | None = None) -> "Cluster":
-        """The named context or the current one; its namespace unless one is given.  Raises ``ClusterError``."""
+        """A connection by the named context or the current one, in its namespace unless one is given.
+
+        Raises:
+            ClusterError: The kubeconfig cannot be used, or lacks the context.
+        """
         from kubernetes import config
         from kubernetes.config import ConfigException
 
         try:
-            file = os.environ.get("KUBECONFIG") or None  # the client looks once, when it is imported
+            file = os.environ.get("KUBECONFIG") or None  # the client reads it once, at import
             contexts, current = config.list_kube_config_contexts(file)
             chosen = next((item for item in contexts if item["name"] == context), None) if context else current
             if chosen is None:
@@ -70,7 +74,11 @@ class Cluster:
 
     @classmethod
     def of_pod(cls) -> "Cluster":
-        """The cluster that this pod runs in, as its account."""
+        """A connection to the cluster of this pod, with the pod's service account.
+
+        Raises:
+            ClusterError: This process is in no pod with an account.
+        """
         from kubernetes import client, config
         from kubernetes.config import ConfigException
 
@@ -84,14 +92,14 @@ class Cluster:
         return cls(client.ApiClient(settings), namespace, "this cluster")
 
     def ask(self, path: str, doing: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """What the API server says at a path of its own: a GET, or the POST of a question such as an access review."""
+        """The answer of the API server at any path: a GET, or with ``body`` a POST such as an access review."""
         return self._ask("GET" if body is None else "POST", path, doing, None if body is None else dict(body))
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
         return self._ask("GET", f"{self._path(kind)}/{name}", f"read {kind} {name}")
 
     def find(self, kind: str, name: str) -> dict[str, Any] | None:
-        """None when it is not there."""
+        """The object, or None if it does not exist."""
         try:
             return self.get(kind, name)
         except ClusterError as error:
@@ -104,13 +112,14 @@ class Cluster:
         return self._ask("GET", self._path(kind), f"list {kind}s", query=query)["items"]
 
     def create(self, item: Mapping[str, Any], dry_run: bool = False) -> dict[str, Any]:
-        """With ``dry_run`` the API server judges it, admission policies included, and keeps nothing."""
+        """Creates an object.  With ``dry_run`` the API server validates it, admission policies included, and stores
+        nothing."""
         query = [("fieldValidation", "Strict"), *([("dryRun", "All")] if dry_run else [])]
         kind = item["kind"]
         return self._ask("POST", self._path(kind), f"create {kind} {item['metadata']['name']}", dict(item), query)
 
     def create_if_absent(self, item: Mapping[str, Any]) -> bool:
-        """False when it was there."""
+        """Whether the object was created; False if it existed."""
         try:
             self.create(item)
         except ClusterError as error:
@@ -126,7 +135,7 @@ class Cluster:
         )  # fmt: skip
 
     def delete(self, kind: str, name: str) -> bool:
-        """False when it was not there."""
+        """Whether the object existed."""
         body = {"propagationPolicy": "Background"}
         try:
             self._ask("DELETE", f"{self._path(kind)}/{name}", f"delete {kind} {name}", body)
@@ -137,7 +146,7 @@ class Cluster:
         return True
 
     def logs(self, pod: str, container: str = "main", follow: bool = False) -> Iterator[str]:
-        """Lines, without their ends; with ``follow`` until the container ends."""
+        """Yields lines without their ends; with ``follow`` until the container ends."""
         query = [("container", container), *([("follow", "true")] if follow else [])]
         path = f"{self._path('Pod')}/{pod}/log"
         response = self._request("GET", path, f"read the log of {pod}", None, query, {}, stream=True)

@@ -1,6 +1,6 @@
-"""A bucket of MinIO's: made, with a rule for what expires; and a store that is tried before anybody relies on it.
+"""Creates a bucket in MinIO with an expiry rule, and tests a store before it is used.
 
-What it does not cover: buckets of clouds, which their owners make.
+What it does not cover: buckets of cloud providers, which their owners create.
 """
 
 import os
@@ -11,11 +11,19 @@ from urllib.parse import urlsplit
 
 from cuda_agent.storage import StoreError, StoreUnavailable, open_store
 
-PATIENCE = 120.0  # seconds for a server that is only starting
+PATIENCE = 120.0  # seconds for a server to start
 
 
 def make(store: str, expire_logs_days: int) -> str:
-    """Makes the bucket of ``s3://bucket/prefix`` if it is absent and sets its rules.  Raises StoreUnavailable."""
+    """Creates the bucket of ``s3://bucket/prefix`` if it is absent, and sets its expiry rule.
+
+    Args:
+        store: address of the store.
+        expire_logs_days: days after which Argo's logs are removed.
+
+    Raises:
+        StoreUnavailable: The address is wrong, or the server refuses or does not answer.
+    """
     from minio import Minio
     from minio.commonconfig import ENABLED, Filter
     from minio.error import MinioException, S3Error
@@ -58,7 +66,7 @@ def make(store: str, expire_logs_days: int) -> str:
 
 
 def probe(store: str, mlflow: str) -> Iterator[tuple[str, bool]]:
-    """A line for a person and whether it is well, for each thing that a run relies on."""
+    """Tests the store and MLflow.  Yields a line for a person, and whether the test passed."""
     key = f"doctor/{secrets.token_hex(8)}"
     try:
         opened = open_store(store)

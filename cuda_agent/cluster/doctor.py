@@ -1,11 +1,11 @@
-"""Does this cluster have what a run takes?  One line a check, and for what is missing what mends it.
+"""Checks whether a cluster has everything that a run needs.  One line per check; a failed check names the remedy.
 
-First what the person who asks can see: the API server, Argo's definitions, the person's rights, the chart, the walls as
-they are written down, the nodes.  Then what only a pod can find out (``pod_errands.doctor``): the store, MLflow, and
-whether the walls hold.
+First the checks with the person's own rights: the API server, Argo's definitions, the person's rights, the chart,
+policies and nodes.  Then those that need a pod (``pod_maintenance.doctor``): the store, MLflow, and whether the walls
+hold.
 
-What it does not cover: whether there is room for a run's pods, images that cannot be pulled by one of several nodes,
-and what belongs to people's own network plugins and runtimes.
+What it does not cover: free capacity for a run's pods, images that only some nodes can pull, and the internals of
+network plugins and runtimes.
 """
 
 import json
@@ -21,7 +21,7 @@ from cuda_agent.pipeline.doctor import Check
 
 OLDEST = (1, 33)  # minor version of Kubernetes
 _ARGO = "argoproj.io/v1alpha1"
-# What submit, watch, logs, report, cancel, sweep, doctor and gc ask for: group, resource, verbs.
+# Rights for submit, watch, logs, report, cancel, sweep, doctor and gc: group, resource, verbs.
 _RIGHTS = (
     ("argoproj.io", "workflows", ("get", "list", "create", "patch", "delete")),
     ("argoproj.io", "workflowtemplates", ("get", "list")),
@@ -34,7 +34,7 @@ _RIGHTS = (
 
 
 def examine(cluster: Cluster, release: str) -> Iterator[Check]:
-    """All checks, one after the other; none raises.  Without an API server there is one."""
+    """Yields all checks in order; none raises.  Without an API server there is only one."""
     first = _checked("api server", lambda: _api_server(cluster))
     yield first
     if not first.ok:
@@ -64,8 +64,8 @@ def _checked(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except ClusterError as error:
-        return Check(name, False, str(error).splitlines()[0], "ask whoever runs the cluster")
-    except Exception as error:  # a check that breaks is a finding, not a crash
+        return Check(name, False, str(error).splitlines()[0], "ask the administrator of the cluster")
+    except Exception as error:  # a failing check is a finding, not a crash
         return Check(name, False, f"could not be checked: {type(error).__name__}: {str(error).splitlines()[:1]}")
 
 
@@ -79,8 +79,8 @@ def _api_server(cluster: Cluster) -> Check:
 
 
 def _argo(cluster: Cluster) -> Check:
-    """The definitions, as everybody may read them: which fields they know tells the line, and whether they are the
-    full ones, which refuse misspelt fields."""
+    """The installed definitions: their fields tell the version, and whether they are the full ones, which refuse
+    misspelt fields."""
     mend = "install Argo Workflows 3.7 or 4 with its full resource definitions (manifests/full in its release)"
     try:
         schemas = cluster.ask(f"/openapi/v3/apis/{_ARGO}", "read Argo's definitions")["components"]["schemas"]
@@ -107,8 +107,8 @@ def _argo(cluster: Cluster) -> Check:
 
 
 def _controller(cluster: Cluster) -> Check:
-    """Its version is in its image's name, for those who may look into other namespaces; that it works, the inside
-    shows."""
+    """The version of Argo's controller, from the name of its image, for people who may see other namespaces.  Whether
+    it works, the checks inside show."""
     try:
         all_of_them = cluster.ask("/apis/apps/v1/deployments", "look for Argo's controller")["items"]
     except ClusterError as error:
@@ -207,7 +207,7 @@ def _policies(cluster: Cluster) -> Check:
 
 
 def _nodes(cluster: Cluster) -> list[dict[str, Any]] | None:
-    """None for those who may not see them."""
+    """All nodes; None for people who may not see them."""
     try:
         found: list[dict[str, Any]] = cluster.ask("/api/v1/nodes", "list nodes")["items"]
     except ClusterError as error:
@@ -236,7 +236,7 @@ def _gpus(cluster: Cluster) -> Check:
 
 
 def _pid_limits(cluster: Cluster) -> Check:
-    """The kubelet's, a pod; the sandbox has limits of its own besides."""
+    """The kubelet's limit per pod; the sandbox has its own limits too."""
     limits = set()
     try:
         for item in _nodes(cluster) or []:

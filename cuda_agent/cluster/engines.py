@@ -1,15 +1,15 @@
-"""A run's engine replicas as Kubernetes objects: vLLM servers that every stage of the run plays with.
+"""The engine replicas of a run as Kubernetes objects: vLLM servers that all stages of the run share.
 
     Service         headless: an address for each replica
     NetworkPolicy   in: from this run's stages and the pods of their Ray; out: nothing, not even DNS
-    StatefulSet     the replicas, which wait for the run's first policy (``policy.vllm_pool``)
+    StatefulSet     the replicas, which wait for the run's first policy (``policy.engines.vllm_pool``)
 
-With ``policy.vllm.sync=nccl`` stages and replicas also reach each other's other ports, which NCCL chooses.  All are
-owned by the run's Workflow.  As with ``pools`` the objects are data with ``RUN`` in the place of the Workflow's name;
-the chart merges image, resources, place and the claim that holds weights into them, a profile at a time.
+With ``policy.vllm.sync=nccl`` stages and replicas also reach the other ports of each other, which NCCL chooses.  The
+run's Workflow owns all objects.  As in ``pools``, the objects are data with ``RUN`` as a placeholder for the Workflow's
+name; for each profile the chart merges image, resources, node placement and the claim of the weights into them.
 
-What it does not cover: what a server does (``policy.vllm_pool``), and adapters: their base would have to be there
-before the stage that trains them.
+What it does not cover: the servers (``policy.engines.vllm_pool``), and LoRA adapters, whose base model would have to be
+present before the stage that trains them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,6 @@ from cuda_agent.cluster.pools import (
     COMPONENT_LABEL,
     CONTAINER_SECURITY,
     NAME_LABEL,
-    POD_SECURITY,
     POOL_LABEL,
     RUN_NAME,
     WORKFLOW_LABEL,
@@ -30,12 +29,16 @@ from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
 
 ENGINE_PORT = 8000
-FOLDER = "/engine"  # where stages and replicas have the claim with the weights; a run has a folder of its own in it
+FOLDER = "/engine"  # where stages and replicas mount the claim of the weights; each run has a sub-folder
 _LABELS = {NAME_LABEL: "cuda-agent", COMPONENT_LABEL: "engine", POOL_LABEL: RUN_NAME}
 
 
 def wanted(config: Config) -> bool:
-    """Whether a run plays with servers that somebody must start.  Raises ConfigError for what a pool cannot serve."""
+    """Whether a run needs engine replicas.
+
+    Raises:
+        ConfigError: The configuration asks for something that replicas cannot serve.
+    """
     vllm = config.policy.vllm
     if config.policy.engine != "vllm" or vllm.servers:
         return False
@@ -47,7 +50,7 @@ def wanted(config: Config) -> bool:
 
 
 def _stages(name: str) -> list[dict[str, Any]]:
-    """The pods of a run that may ask: Argo's, and those of a stage's Ray."""
+    """Selectors of the pods of a run that may send requests: its stages, and the pods of a stage's Ray."""
     return [
         {"podSelector": {"matchLabels": {label: name, COMPONENT_LABEL: "stage"}}}
         for label in (WORKFLOW_LABEL, POOL_LABEL)
@@ -55,25 +58,11 @@ def _stages(name: str) -> list[dict[str, Any]]:
 
 
 def engine_objects() -> list[dict[str, Any]]:
-    """The objects of a run without a profile, in the order in which they are made."""
-    own = {"matchLabels": {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "engine"}}
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": f"{RUN_NAME}-engine", "labels": _LABELS},
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": own["matchLabels"],
-            "ports": [{"name": "http", "port": ENGINE_PORT, "protocol": "TCP"}],
-        },
-    }
-    policy = _policy(
-        f"{RUN_NAME}-engine",
-        own,
-        [{"from": _stages(RUN_NAME), "ports": [{"port": ENGINE_PORT, "protocol": "TCP"}]}],
-        [],
-    )
+    """The objects without a profile and a run, in the order of creation."""
+    own = {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "engine"}
+    service = pools.headless_service(f"{RUN_NAME}-engine", _LABELS, own, ENGINE_PORT)
+    ingress = [pools.from_to(_stages(RUN_NAME), ENGINE_PORT)]
+    policy = pools.network_policy(f"{RUN_NAME}-engine", _LABELS, own, ingress, [])
     container = {
         "name": "engine",
         "image": f"cuda-agent-engine:{version('cuda-agent')}",
@@ -86,15 +75,18 @@ def engine_objects() -> list[dict[str, Any]]:
             {"name": "VLLM_NO_USAGE_STATS", "value": "1"},
         ],
         "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
-        # No probe of life: before the run's first policy nothing answers, for hours, and a server that breaks ends.
+        # No liveness probe: a replica answers only after the run's first policy, and exits if it breaks.
         "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5, "timeoutSeconds": 5},
         "securityContext": CONTAINER_SECURITY,
         "volumeMounts": [
-            {"name": "work", "mountPath": "/scratch"},
-            {"name": "tmp", "mountPath": "/tmp"},
+            *pools.SCRATCH_MOUNTS,
             {"name": "memory", "mountPath": "/dev/shm"},
             {"name": "weights", "mountPath": FOLDER, "readOnly": True},
         ],
+    }
+    volumes: dict[str, dict[str, Any]] = {
+        "memory": {"emptyDir": {"medium": "Memory"}},
+        "weights": {"persistentVolumeClaim": {"claimName": "", "readOnly": True}},
     }
     replicas = {
         "apiVersion": "apps/v1",
@@ -104,47 +96,15 @@ def engine_objects() -> list[dict[str, Any]]:
             "replicas": 1,
             "podManagementPolicy": "Parallel",
             "serviceName": f"{RUN_NAME}-engine",
-            "selector": own,
-            "template": {
-                "metadata": {"labels": _LABELS},
-                "spec": {
-                    "automountServiceAccountToken": False,
-                    "enableServiceLinks": False,
-                    "serviceAccountName": "cuda-agent-sandbox",
-                    "terminationGracePeriodSeconds": 30,
-                    "securityContext": POD_SECURITY,
-                    "containers": [container],
-                    "volumes": [
-                        {"name": "work", "emptyDir": {}},
-                        {"name": "tmp", "emptyDir": {}},
-                        {"name": "memory", "emptyDir": {"medium": "Memory"}},
-                        {"name": "weights", "persistentVolumeClaim": {"claimName": "", "readOnly": True}},
-                    ],
-                },
-            },
+            "selector": {"matchLabels": own},
+            "template": {"metadata": {"labels": _LABELS}, "spec": pools.pod_spec("sandbox", 30, container, volumes)},
         },
     }
     return [service, policy, replicas]
 
 
-def _policy(
-    name: str, pods: Mapping[str, Any], ingress: list[dict[str, Any]], egress: list[dict[str, Any]]
-) -> dict[str, Any]:
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": name, "labels": _LABELS},
-        "spec": {
-            "podSelector": pods,
-            "policyTypes": ["Ingress", "Egress"],
-            "ingress": ingress,
-            "egress": egress,
-        },
-    }
-
-
 def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: Config) -> list[dict[str, Any]]:
-    """The objects of one run, ready to be made."""
+    """The objects of one run, ready to be created."""
     made = [pools.named(dict(item), workflow) for item in base]
     policy = config.policy
     for item in made:
@@ -159,9 +119,10 @@ def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: 
         replicas = {"podSelector": wall["spec"]["podSelector"]}
         wall["spec"] |= {"ingress": [{"from": _stages(workflow)}], "egress": [{"to": _stages(workflow)}]}
         for suffix, peer in zip(("stages", "ray"), _stages(workflow), strict=True):
-            opened = _policy(
-                f"{workflow}-engine-{suffix}", peer["podSelector"], [{"from": [replicas]}], [{"to": [replicas]}]
-            )
+            opened = pools.network_policy(
+                f"{workflow}-engine-{suffix}", _LABELS, peer["podSelector"]["matchLabels"],
+                [{"from": [replicas]}], [{"to": [replicas]}],
+            )  # fmt: skip
             made.insert(0, pools.named(opened, workflow))
     owner = pools.owned_by(workflow, uid)
     for item in made:
@@ -170,11 +131,11 @@ def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: 
 
 
 def addresses(made: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of every replica, as ``policy.vllm.servers`` wants them."""
+    """The address of every replica, for ``policy.vllm.servers``."""
     return pools.addresses(made, ENGINE_PORT)
 
 
 def names(workflow: str) -> list[tuple[str, str]]:
-    """Kind and name of everything that there may be of a run, servers first."""
+    """Kind and name of every object that a run may have, servers first."""
     found = [(kind, f"{workflow}-engine") for kind in ("StatefulSet", "Service", "NetworkPolicy")]
     return [*found, *(("NetworkPolicy", f"{workflow}-engine-{suffix}") for suffix in ("stages", "ray"))]

@@ -1,8 +1,8 @@
-"""A port of a pod on this machine, through the API server: needs a kubeconfig and nothing else.
+"""Forwards a local port to a port of a pod, through the API server: needs a kubeconfig only.
 
-Every connection to the local port is one stream of its own.
+Every connection to the local port is a separate stream.
 
-What it does not cover: pods that come and go (it is one pod), and anything but TCP.
+What it does not cover: switching to another pod, and protocols other than TCP.
 """
 
 import contextlib
@@ -18,15 +18,23 @@ _CHUNK = 1 << 16
 
 @contextlib.contextmanager
 def forwarded(cluster: Cluster, pod: str, port: int, local: int = 0) -> Iterator[int]:
-    """Yields the local port; 0 takes one that is free.  Raises ``ClusterError`` when a first connection is refused."""
-    _open(cluster, pod, port).close()  # refused here, with a sentence, and not in a thread
+    """Yields the local port; ``local=0`` takes a free one.
+
+    Raises:
+        ClusterError: The pod refuses the first connection.
+    """
+    _open(cluster, pod, port).close()  # fails here with a clear message, not later in a thread
     with socket.create_server(("127.0.0.1", local)) as listening:
         threading.Thread(target=_accept, args=(listening, cluster, pod, port), daemon=True).start()
         yield int(listening.getsockname()[1])
 
 
 def pod_of(cluster: Cluster, component: str) -> str:
-    """A running pod of this component of the chart.  Raises ``ClusterError``."""
+    """The name of a running pod of this component of the chart.
+
+    Raises:
+        ClusterError: There is none.
+    """
     for pod in cluster.all("Pod", f"app.kubernetes.io/component={component}"):
         if pod.get("status", {}).get("phase") == "Running":
             return str(pod["metadata"]["name"])

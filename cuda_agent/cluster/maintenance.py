@@ -1,9 +1,10 @@
-"""What a person asks to be done inside of a cluster: a Workflow of one pod, made from the chart's template for it.
+"""Runs a maintenance job (``doctor``, ``gc``, ``gc-plan``) on a cluster and returns its answer.
 
-The person needs a submitter's rights and nothing else: what the pod may do is in the template.  Its answer comes back
-as an output parameter, so Argo's own way of reporting is tried as well, and the Workflow is removed.
+A job is a Workflow of one pod, made from the chart's template for it.  The person needs a submitter's rights only,
+because the template fixes what the pod may do.  The answer comes back as an output parameter, which tests Argo's own
+reporting too.  The Workflow is then removed.
 
-What it does not cover: what the pods do (``pod_errands``).
+What it does not cover: the work of the pod (``pod_maintenance``).
 """
 
 import contextlib
@@ -15,32 +16,41 @@ from typing import Any
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.cluster.submit import ENDED, phase, require_template, template_name
 
-ERRAND_LABEL = "cuda-agent.io/errand"
-START_SECONDS = 180.0  # until its pod runs
-EVERY = 0.5  # seconds between two looks
+JOB_LABEL = "cuda-agent.io/maintenance"
+START_SECONDS = 180.0  # for its pod to start
+EVERY = 0.5  # seconds between two queries
 
 
-def ask(cluster: Cluster, release: str, errand: str) -> Any:
-    """The answer of ``doctor``, ``gc`` or ``gc-plan``.  Raises ``ClusterError`` when there is none."""
-    template = template_name(release, errand)
+def ask(cluster: Cluster, release: str, job: str) -> Any:
+    """Runs one job and returns its answer.
+
+    Args:
+        cluster: the namespace of the release.
+        release: the Helm release.
+        job: ``doctor``, ``gc`` or ``gc-plan``.
+
+    Raises:
+        ClusterError: The job could not start, failed, or gave no answer.
+    """
+    template = template_name(release, job)
     require_template(cluster, template)
-    name = f"{errand}-{secrets.token_hex(4)}"
+    name = f"{job}-{secrets.token_hex(4)}"
     cluster.create(
         {
             "apiVersion": "argoproj.io/v1alpha1",
             "kind": "Workflow",
-            "metadata": {"name": name, "labels": {ERRAND_LABEL: errand}},
+            "metadata": {"name": name, "labels": {JOB_LABEL: job}},
             "spec": {"workflowTemplateRef": {"name": template}},
         }
     )
     try:
-        return _answer(cluster, name, errand)
+        return _answer(cluster, name, job)
     finally:
         with contextlib.suppress(ClusterError):
             cluster.delete("Workflow", name)
 
 
-def _answer(cluster: Cluster, name: str, errand: str) -> Any:
+def _answer(cluster: Cluster, name: str, job: str) -> Any:
     deadline = time.monotonic() + START_SECONDS
     while True:
         workflow = cluster.get("Workflow", name)
@@ -50,7 +60,7 @@ def _answer(cluster: Cluster, name: str, errand: str) -> Any:
         if time.monotonic() > deadline and not any(node.get("phase") == "Running" for node in nodes):
             said = "; ".join(node["message"] for node in nodes if node.get("message"))
             raise ClusterError(
-                f"The pod of {errand} did not start in {START_SECONDS:.0f} s"
+                f"The pod of {job} did not start in {START_SECONDS:.0f} s"
                 + (f": {said}" if said else ". Does Argo watch this namespace, and is there room?")
             )
         time.sleep(EVERY)
@@ -59,10 +69,10 @@ def _answer(cluster: Cluster, name: str, errand: str) -> Any:
             if parameter["name"] == "answer":
                 return json.loads(parameter["value"])
     said = workflow["status"].get("message") or next((n["message"] for n in nodes if n.get("message")), "no message")
-    raise ClusterError(f"{errand} ended without an answer: {said}{_last_words(cluster, name)}")
+    raise ClusterError(f"{job} ended without an answer: {said}{_termination_message(cluster, name)}")
 
 
-def _last_words(cluster: Cluster, name: str) -> str:
+def _termination_message(cluster: Cluster, name: str) -> str:
     with contextlib.suppress(ClusterError):
         for pod in cluster.all("Pod", f"workflows.argoproj.io/workflow={name}"):
             return "".join(f"\n  | {line[:160]}" for line in [*cluster.logs(pod["metadata"]["name"])][-8:])

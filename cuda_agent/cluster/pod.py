@@ -26,7 +26,8 @@ from typing import Any
 
 from cuda_agent.cluster import engines, pools, rayjobs
 from cuda_agent.cluster.api import Cluster, ClusterError
-from cuda_agent.config import Config, flat, load
+from cuda_agent.compose import flat, load
+from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError, TryAgain
 from cuda_agent.pipeline import episodes, gc, runs
 from cuda_agent.pipeline.graph import STAGES, STAGES_INPUT, Stage, ancestors

@@ -1,12 +1,11 @@
-"""What the pods of ``errands`` do: remove what nobody needs, and try what a run relies on.
+"""The work of the maintenance pods: garbage collection, and checks from inside the cluster.
 
-    gc        the store's runs, artifacts and checkpoints beyond the newest runs (``gc``); pools whose Workflow has
-              ended or is gone, and configurations whose Workflow is gone
-    doctor    the store and MLflow as a run's pods reach them; then a pod with all that a sandbox has, which tries to
-              connect to them, to the API server and to DNS, and must fail where this pod succeeds
+    gc        removes runs, artifacts and checkpoints beyond the newest runs; pools whose Workflow has ended or is
+              gone; configurations whose Workflow is gone
+    doctor    tests the store and MLflow as a run's pods reach them; then starts a pod with a sandbox's walls, which
+              tries to connect to them, to the API server and to DNS, and must fail where this pod succeeds
 
-What it does not cover: what a person's own rights and eyes can find out (``cluster_doctor``), and walls between
-sandboxes, which need two of them.
+What it does not cover: checks with a person's own rights (``doctor``), and walls between two sandboxes.
 """
 
 import json
@@ -21,7 +20,7 @@ from urllib.parse import urlsplit
 
 from cuda_agent.cluster import bucket, pools, rayjobs
 from cuda_agent.cluster.api import Cluster, ClusterError
-from cuda_agent.cluster.maintenance import ERRAND_LABEL
+from cuda_agent.cluster.maintenance import JOB_LABEL
 from cuda_agent.cluster.pod import PodEnvironment, remove_pools
 from cuda_agent.cluster.submit import ENDED, RUN_LABEL, phase
 from cuda_agent.config import SandboxConfig
@@ -29,13 +28,13 @@ from cuda_agent.pipeline import gc
 from cuda_agent.pipeline.doctor import Check
 from cuda_agent.storage import open_store
 
-WALL_SECONDS = 180.0  # until the sandbox has tried
+WALL_SECONDS = 180.0  # for the sandbox's pod to answer
 CONNECT_SECONDS = 4.0
-TERMINATION_LOG = Path("/dev/termination-log")  # what Kubernetes shows of a container that has ended
+TERMINATION_LOG = Path("/dev/termination-log")  # Kubernetes shows this file of an ended container
 
 
 def answer(here: PodEnvironment, value: Any) -> None:
-    """Leaves the answer where Argo takes it from."""
+    """Writes the answer to the file that Argo returns as output parameter."""
     here.plan.mkdir(parents=True, exist_ok=True)
     (here.plan / "answer").write_text(json.dumps(value))
 
@@ -44,7 +43,18 @@ def answer(here: PodEnvironment, value: Any) -> None:
 
 
 def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, cluster: Cluster) -> dict[str, Any]:
-    """What was removed, or would be; ``busy`` says why nothing was.  ``workflow`` is the one that this pod is of."""
+    """Removes what no run needs, or with ``dry_run`` only lists it.
+
+    Args:
+        here: the pod's environment.
+        keep: newest runs of each pipeline that stay.
+        dry_run: whether to remove nothing.
+        workflow: the Workflow of this pod.
+        cluster: the namespace of the release.
+
+    Returns:
+        The removed objects, or ``busy`` with the reason why nothing was removed.
+    """
     store = open_store(here.store)
     if dry_run:
         left, maps = leftovers(cluster)
@@ -65,18 +75,19 @@ def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, clust
 
 
 def under_way(cluster: Cluster, workflow: str) -> list[str]:
-    """Workflows of runs whose pods may be using the store.  One that is only waiting begins by looking at the lock."""
+    """Workflows of runs whose pods may use the store now.  A pending run is not among them: its first step checks the
+    lock."""
     found = [item for item in cluster.all("Workflow") if phase(item) == "Running"]
-    names = [item["metadata"]["name"] for item in found if ERRAND_LABEL not in item["metadata"].get("labels", {})]
+    names = [item["metadata"]["name"] for item in found if JOB_LABEL not in item["metadata"].get("labels", {})]
     return [name for name in names if name != workflow]
 
 
 def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
-    """Workflows whose pools have outlived them, and ConfigMaps of runs whose Workflow is gone.  Workflows are looked up
-    last: nothing of one that has only begun is taken for left over."""
+    """Workflows whose pools still exist after their end, and ConfigMaps of runs without a Workflow.  Workflows are
+    listed last, so that objects of a run that starts meanwhile do not count."""
     servers = f"{pools.COMPONENT_LABEL} in (sandbox,engine)"
     items = [item for kind in ("StatefulSet", "Service", "NetworkPolicy") for item in cluster.all(kind, servers)]
-    items += cluster.all("NetworkPolicy", rayjobs.RAY_LABEL)  # of a stage's Ray
+    items += cluster.all("NetworkPolicy", rayjobs.RAY_LABEL)  # of the Ray of a stage
     of_pools = {item["metadata"]["labels"].get(pools.POOL_LABEL, "") for item in items} - {""}
     maps = [item["metadata"]["name"] for item in cluster.all("ConfigMap", RUN_LABEL)]
     phases = {item["metadata"]["name"]: phase(item) for item in cluster.all("Workflow")}
@@ -94,7 +105,15 @@ def doctor(
     base: Sequence[Mapping[str, Any]],
     addresses: Mapping[str, str],
 ) -> list[Check]:
-    """``base``: the objects of a profile's pools; ``addresses``: name -> address:port of what no sandbox may reach."""
+    """All checks from inside.
+
+    Args:
+        here: the pod's environment.
+        workflow: the Workflow of this pod.
+        cluster: the namespace of the release.
+        base: the objects of a profile's pools.
+        addresses: name -> address:port of every service that a sandbox must not reach.
+    """
     checks = []
     for line, ok in bucket.probe(here.store, here.mlflow):
         name = "mlflow" if line.startswith((f"{here.mlflow}:", "MLflow")) else "store"
@@ -117,7 +136,8 @@ def doctor(
 
 
 def wall(name: str, address: str, outside: str, sandbox: str) -> Check:
-    """``outside`` and ``sandbox``: why no connection was made from there; empty when there was one."""
+    """The check of one address.  ``outside`` and ``sandbox`` say why no connection was made from there; empty: one was
+    made."""
     name = f"wall: {name}"
     if not sandbox:
         mend = "use a network plugin that enforces NetworkPolicies, and networkPolicy.enabled"
@@ -129,7 +149,8 @@ def wall(name: str, address: str, outside: str, sandbox: str) -> Check:
 
 
 def forbidden(mlflow: str) -> dict[str, str]:
-    """What this pod can reach and no sandbox may, by name: address:port, looked up here, since a sandbox has no DNS."""
+    """Name -> address:port of the services that this pod can reach and a sandbox must not.  Names are resolved here,
+    because a sandbox has no DNS."""
     endpoint = urlsplit(os.environ.get("AWS_ENDPOINT_URL") or f"https://s3.{os.environ['AWS_REGION']}.amazonaws.com")
     places = {"API server": (os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"]))}
     places["store"] = (endpoint.hostname or "", endpoint.port or (80 if endpoint.scheme == "http" else 443))
@@ -151,7 +172,7 @@ def forbidden(mlflow: str) -> dict[str, str]:
 
 
 def reach(addresses: Sequence[str]) -> dict[str, str]:
-    """Why no connection to each address:port was made; empty when one was."""
+    """For each address:port why no connection was made; empty: one was made."""
 
     def attempt(address: str) -> str:
         host, _, port = address.rpartition(":")
@@ -166,7 +187,7 @@ def reach(addresses: Sequence[str]) -> dict[str, str]:
 
 
 def process_limit() -> str:
-    """Of this container, as far as it can see; the kubelet's own limit lies above it."""
+    """The process limit of this container, as far as it can see; the kubelet's limit may be lower."""
     for file in ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max"):
         if os.path.exists(file):
             text = Path(file).read_text().strip()
@@ -177,8 +198,11 @@ def process_limit() -> str:
 def from_sandbox(
     cluster: Cluster, workflow: str, base: Sequence[Mapping[str, Any]], addresses: Sequence[str]
 ) -> dict[str, Any]:
-    """What ``reach`` finds in a pod that has all that a sandbox has, its walls included, but for what it runs.  Raises
-    ``ClusterError`` when it does not come to that."""
+    """The result of ``reach`` in a pod with the walls of a sandbox.
+
+    Raises:
+        ClusterError: The pod did not start or did not answer.
+    """
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
     made = pools.objects(base, workflow, uid, "none", SandboxConfig())
     policy = next(item for item in made if item["kind"] == "NetworkPolicy")
@@ -216,5 +240,5 @@ def _said(cluster: Cluster, workflow: str) -> dict[str, Any]:
 
 
 def tell(addresses: Sequence[str], file: Path = TERMINATION_LOG) -> None:
-    """What the sandbox of ``from_sandbox`` runs."""
+    """The program of the pod that ``from_sandbox`` starts."""
     file.write_text(json.dumps({"reached": reach(addresses), "processes": process_limit()}))

@@ -1,15 +1,15 @@
-"""A run's sandbox pools as Kubernetes objects: what ``prepare`` makes, and ``finish`` deletes.
+"""The sandbox pools of a run as Kubernetes objects.  ``prepare`` creates them, ``finish`` deletes them.
 
-    Secret          the token that this run's stages show
+    Secret          the token that this run's stages send
     Service         headless: an address for each pod
     NetworkPolicy   in: from this run's stages; out: nothing, not even DNS
-    StatefulSet     one a role: workspace, build, evaluate
+    StatefulSet     one per role: workspace, build, evaluate
 
-All are owned by the run's Workflow, so they go with it at the latest.  The objects are data with ``RUN`` in the place
-of the Workflow's name; the chart merges images, resources and places into them, a profile at a time, and ``objects``
-fills them in.
+The run's Workflow owns all objects, so they are deleted with it at the latest.  The objects are data with ``RUN`` as a
+placeholder for the Workflow's name.  For each profile the chart merges images, resources and node placement into them,
+and ``objects`` fills in the run.
 
-What it does not cover: talking to a cluster (``cluster_api``), and what a server does (``sandbox.service``).
+What it does not cover: the connection to a cluster (``api``), and the servers (``sandbox.service``).
 """
 
 import json
@@ -21,7 +21,7 @@ from cuda_agent.config import WHERE_JUDGED, SandboxConfig
 
 ROLES = ("workspace", "build", "evaluate")
 PORT = 8750
-RUN_NAME = "RUN"  # stands for the Workflow's name
+RUN_NAME = "RUN"  # placeholder for the Workflow's name
 WORKFLOW_LABEL = "workflows.argoproj.io/workflow"  # Argo puts it on the pods of a Workflow
 POOL_LABEL = "cuda-agent.io/run"
 ROLE_LABEL = "cuda-agent.io/role"
@@ -43,6 +43,8 @@ POD_SECURITY: dict[str, Any] = {
     "fsGroup": 65532,
     "seccompProfile": {"type": "RuntimeDefault"},
 }
+SCRATCH_MOUNTS = [{"name": "work", "mountPath": "/scratch"}, {"name": "tmp", "mountPath": "/tmp"}]
+_EMPTY: dict[str, Any] = {"emptyDir": {}}
 
 
 def version_name() -> str:
@@ -51,7 +53,7 @@ def version_name() -> str:
 
 
 def pool_objects() -> list[dict[str, Any]]:
-    """The objects of a run without a profile, in the order in which they are made."""
+    """The objects without a profile and a run, in the order of creation."""
     secret = {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -59,30 +61,69 @@ def pool_objects() -> list[dict[str, Any]]:
         "type": "Opaque",
         "stringData": {},
     }
-    service = {
+    own = {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "sandbox"}
+    stage = {"podSelector": {"matchLabels": {WORKFLOW_LABEL: RUN_NAME, COMPONENT_LABEL: "stage"}}}
+    policy = network_policy(f"{RUN_NAME}-sandbox", _LABELS, own, [from_to([stage], PORT)], [])
+    return [secret, headless_service(f"{RUN_NAME}-sandbox", _LABELS, own, PORT), policy, *map(_pool, ROLES)]
+
+
+def headless_service(name: str, labels: Mapping[str, str], selector: Mapping[str, str], port: int) -> dict[str, Any]:
+    """A Service that gives each pod an address."""
+    return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {"name": f"{RUN_NAME}-sandbox", "labels": _LABELS},
+        "metadata": {"name": name, "labels": labels},
         "spec": {
             "clusterIP": "None",
-            "publishNotReadyAddresses": True,  # an unready server says why; an unknown name says nothing
-            "selector": {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "sandbox"},
-            "ports": [{"name": "http", "port": PORT, "protocol": "TCP"}],
+            "publishNotReadyAddresses": True,  # an unready server can then be asked for the reason
+            "selector": selector,
+            "ports": [{"name": "http", "port": port, "protocol": "TCP"}],
         },
     }
-    stage = {"podSelector": {"matchLabels": {WORKFLOW_LABEL: RUN_NAME, COMPONENT_LABEL: "stage"}}}
-    policy = {
+
+
+def network_policy(
+    name: str,
+    labels: Mapping[str, str],
+    pods: Mapping[str, str],
+    ingress: Sequence[Mapping[str, Any]],
+    egress: Sequence[Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Limits the traffic of the pods with these labels; without ``egress`` only what comes in."""
+    rules = {"ingress": ingress} if egress is None else {"ingress": ingress, "egress": egress}
+    return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": {"name": f"{RUN_NAME}-sandbox", "labels": _LABELS},
-        "spec": {
-            "podSelector": {"matchLabels": {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "sandbox"}},
-            "policyTypes": ["Ingress", "Egress"],
-            "ingress": [{"from": [stage], "ports": [{"port": PORT, "protocol": "TCP"}]}],
-            "egress": [],
-        },
+        "metadata": {"name": name, "labels": labels},
+        "spec": {"podSelector": {"matchLabels": pods}, "policyTypes": [key.capitalize() for key in rules]} | rules,
     }
-    return [secret, service, policy, *(_pool(role) for role in ROLES)]
+
+
+def from_to(peers: Sequence[Mapping[str, Any]], port: int) -> dict[str, Any]:
+    """An ingress rule: these peers may connect to this port."""
+    return {"from": peers, "ports": [{"port": port, "protocol": "TCP"}]}
+
+
+def pod_spec(
+    account: str, grace: int, container: Mapping[str, Any], volumes: Mapping[str, Mapping[str, Any]] = {}
+) -> dict[str, Any]:
+    """A pod of one container without a service-account token.
+
+    Args:
+        account: suffix of its service account.
+        grace: seconds from SIGTERM to SIGKILL.
+        container: mounts the scratch volumes ``work`` and ``tmp``.
+        volumes: name -> source of further volumes.
+    """
+    return {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "serviceAccountName": f"cuda-agent-{account}",
+        "terminationGracePeriodSeconds": grace,
+        "securityContext": POD_SECURITY,
+        "containers": [container],
+        "volumes": [{"name": n, **v} for n, v in ({"work": _EMPTY, "tmp": _EMPTY} | dict(volumes)).items()],
+    }
 
 
 def _pool(role: str) -> dict[str, Any]:
@@ -93,17 +134,8 @@ def _pool(role: str) -> dict[str, Any]:
         "image": f"cuda-agent-sandbox:{version('cuda-agent')}",
         "command": ["python3", "-m", "cuda_agent.cli"],
         "args": [
-            "sandbox",
-            "serve",
-            "--host",
-            "0.0.0.0",
-            "--port",
-            str(PORT),
-            "--roles",
-            role,
-            "--open-metrics",
-            "--recycle-after",
-            "1000",
+            *("sandbox", "serve", "--host", "0.0.0.0", "--port", str(PORT), "--roles", role),
+            *("--open-metrics", "--recycle-after", "1000"),
         ],
         "env": [
             {"name": "HOME", "value": "/scratch"},
@@ -115,7 +147,7 @@ def _pool(role: str) -> dict[str, Any]:
         "livenessProbe": {"httpGet": {"path": "/healthz", "port": "http"}, "periodSeconds": 20, "failureThreshold": 6},
         "startupProbe": {"httpGet": {"path": "/healthz", "port": "http"}, "periodSeconds": 1, "failureThreshold": 300},
         "securityContext": CONTAINER_SECURITY,
-        "volumeMounts": [{"name": "work", "mountPath": "/scratch"}, {"name": "tmp", "mountPath": "/tmp"}],
+        "volumeMounts": SCRATCH_MOUNTS,
     }
     return {
         "apiVersion": "apps/v1",
@@ -126,18 +158,7 @@ def _pool(role: str) -> dict[str, Any]:
             "podManagementPolicy": "Parallel",
             "serviceName": f"{RUN_NAME}-sandbox",
             "selector": {"matchLabels": {POOL_LABEL: RUN_NAME, ROLE_LABEL: role}},
-            "template": {
-                "metadata": {"labels": labels},
-                "spec": {
-                    "automountServiceAccountToken": False,
-                    "enableServiceLinks": False,
-                    "serviceAccountName": "cuda-agent-sandbox",
-                    "terminationGracePeriodSeconds": 90,
-                    "securityContext": POD_SECURITY,
-                    "containers": [container],
-                    "volumes": [{"name": "work", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}],
-                },
-            },
+            "template": {"metadata": {"labels": labels}, "spec": pod_spec("sandbox", 90, container)},
         },
     }
 
@@ -145,8 +166,8 @@ def _pool(role: str) -> dict[str, Any]:
 def objects(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, token: str, config: SandboxConfig
 ) -> list[dict[str, Any]]:
-    """The objects of one run, ready to be made: ``base`` with the Workflow's name in its place, owned by it, with the
-    token, and with servers that judge by the run's own settings."""
+    """The objects of one run, ready to be created: named after the Workflow and owned by it, with the token, and with
+    the run's sandbox settings."""
     owner = owned_by(workflow, uid)
     made = [named(dict(item), workflow) for item in base]
     for item in made:
@@ -159,7 +180,7 @@ def objects(
 
 
 def owned_by(workflow: str, uid: str) -> dict[str, Any]:
-    """The owner reference of what goes with a run's Workflow."""
+    """The owner reference of objects that are deleted with the Workflow."""
     return {
         "apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": workflow, "uid": uid,
         "controller": False, "blockOwnerDeletion": False,
@@ -167,13 +188,13 @@ def owned_by(workflow: str, uid: str) -> dict[str, Any]:
 
 
 def settings(config: SandboxConfig) -> list[str]:
-    """The overrides that make a server judge as this configuration says."""
+    """The overrides that give a server these sandbox settings."""
     values = config.model_dump(mode="json", exclude=set(WHERE_JUDGED))
     return [f"sandbox.{name}={json.dumps(value)}" for name, value in values.items()]
 
 
 def addresses(made: Sequence[Mapping[str, Any]], port: int = PORT) -> list[str]:
-    """Of every pod of the pools, as ``sandbox.servers`` wants them."""
+    """The address of every pod of the pools, for ``sandbox.servers``."""
     return [
         f"http://{item['metadata']['name']}-{number}.{item['spec']['serviceName']}:{port}"
         for item in made
@@ -183,7 +204,7 @@ def addresses(made: Sequence[Mapping[str, Any]], port: int = PORT) -> list[str]:
 
 
 def named(value: Any, workflow: str) -> Any:
-    """With the Workflow's name where ``RUN`` stands for it."""
+    """The value with the placeholder ``RUN`` replaced by the Workflow's name."""
     if isinstance(value, Mapping):
         return {key: named(inner, workflow) for key, inner in value.items()}
     if isinstance(value, list):

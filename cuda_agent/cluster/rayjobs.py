@@ -1,14 +1,14 @@
-"""A stage in several pods: the ``RayJob`` (KubeRay 1.6) that its step makes, and follows to its end.
+"""Runs a stage in several pods: creates its ``RayJob`` (KubeRay 1.6), and follows it to its end.
 
-    RayJob          a head, in which the stage runs as it does in a pod of its own, and pods for its actors
+    RayJob          a head pod with the stage's process, and pods for its actors
     NetworkPolicy   between these pods everything, and from KubeRay's operator to the head's dashboard
     NetworkPolicy   from these pods to the run's sandbox
 
-All are owned by the run's Workflow and have a name that follows from it, so a step that is started again finds the job
-of the one before and follows that.  A job that failed is made anew: retries are Argo's alone.  How the stage ended is
-what it left in the store, as always.
+The run's Workflow owns all objects, and their names follow from its name, so that a restarted step finds the job of its
+predecessor and follows it.  A failed job is created anew; only Argo retries.  The stage's result is in the store, as in
+a single pod.
 
-What it does not cover: what runs in Ray (``stages.ray_players``, ``stages.ray_runtime``), and KubeRay's operator.
+What it does not cover: the processes in Ray (``rl.ray``), and KubeRay's operator.
 """
 
 import copy
@@ -26,11 +26,14 @@ from cuda_agent.cluster.pools import (
     COMPONENT_LABEL,
     CONTAINER_SECURITY,
     NAME_LABEL,
-    POD_SECURITY,
     POOL_LABEL,
     PORT,
     RUN_NAME,
+    SCRATCH_MOUNTS,
+    from_to,
+    network_policy,
     owned_by,
+    pod_spec,
 )
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY
@@ -38,11 +41,11 @@ from cuda_agent.pipeline.graph import STAGES, Stage
 from cuda_agent.pipeline.manifest import manifest_entry, outcome_entry, read_manifest
 from cuda_agent.storage import Store
 
-RAY_VERSION = "2.60.0"  # of the image
+RAY_VERSION = "2.60.0"  # of the Ray image
 RAY_LABEL = "cuda-agent.io/ray"
 DASHBOARD = 8265
-STARTING_SECONDS = 3600  # until all of its pods run: a cluster may have to make machines
-GONE_SECONDS = 300.0  # until a job that failed is gone
+STARTING_SECONDS = 3600  # for all pods to start: a cluster may have to add nodes
+GONE_SECONDS = 300.0  # for a failed job to be deleted
 DAY = 86400
 COMMAND = ["python3", "-m", "cuda_agent.cli"]
 _ENDED = ("Complete", "Failed", "ValidationFailed")
@@ -50,47 +53,38 @@ _LEARN = {stage.name for stage in STAGES if "training" in stage.config}
 
 
 def can_be_spread(stage: Stage) -> bool:
-    """Whether the stage reads where it is to play, and to train."""
+    """Whether the stage can run in Ray: whether it reads the section ``ray``."""
     return "ray" in stage.config
 
 
 def task_name(stage: str) -> str:
-    """Of its step in the graph."""
+    """The name of the step that runs the stage in several pods."""
     return f"{stage}-ray"
 
 
 def stage_name(task: str) -> str:
-    """The stage of a task of the graph, whichever of its steps it is."""
+    """The stage of a step, in one pod or several."""
     return task.removesuffix("-ray")
 
 
 def job_name(workflow: str, stage: str) -> str:
-    """At most 47 characters, as KubeRay wants."""
+    """The name of the RayJob: at most 47 characters, KubeRay's limit."""
     return f"ray-{hashlib.sha256(workflow.encode()).hexdigest()[:16]}-{stage}"
 
 
 def ray_objects() -> list[dict[str, Any]]:
-    """The objects without a profile, a stage and a run, in the order in which they are made."""
+    """The objects without a profile, a stage and a run, in the order of creation."""
     labels = {NAME_LABEL: "cuda-agent", COMPONENT_LABEL: "stage", POOL_LABEL: RUN_NAME, RAY_LABEL: RUN_NAME}
     between = {"podSelector": {"matchLabels": {RAY_LABEL: RUN_NAME}}}
     operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kuberay"}}}
-    policy = {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": RUN_NAME, "labels": labels},
-        "spec": {
-            **between,
-            "policyTypes": ["Ingress", "Egress"],
-            "ingress": [{"from": [between]}, {"from": [operator], "ports": [{"port": DASHBOARD, "protocol": "TCP"}]}],
-            "egress": [{"to": [between]}],
-        },
-    }
+    ingress = [{"from": [between]}, from_to([operator], DASHBOARD)]
+    policy = network_policy(RUN_NAME, labels, {RAY_LABEL: RUN_NAME}, ingress, [{"to": [between]}])
     job = {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
         "metadata": {"name": RUN_NAME, "labels": labels},
         "spec": {
-            "submissionMode": "HTTPMode",  # a pod that submits would be one more without our walls
+            "submissionMode": "HTTPMode",  # no separate submitter pod, which would lack our walls
             "entrypoint": "",
             "backoffLimit": 0,
             "shutdownAfterJobFinishes": True,
@@ -101,7 +95,7 @@ def ray_objects() -> list[dict[str, Any]]:
                 "rayVersion": RAY_VERSION,
                 "authOptions": {"mode": "token"},
                 "headGroupSpec": {
-                    # No actor is placed on the head, which has the store's credentials and the stage's own process.
+                    # The head runs no actor: it has the store's credentials and the stage's own process.
                     "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
                     "template": _pod(labels, 120, 6379),
                 },
@@ -118,49 +112,31 @@ def ray_objects() -> list[dict[str, Any]]:
             },
         },
     }
-    sandbox = {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": f"{RUN_NAME}-sandbox", "labels": labels},
-        "spec": {
-            "podSelector": {"matchLabels": {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "sandbox"}},
-            "policyTypes": ["Ingress"],
-            "ingress": [{"from": [between], "ports": [{"port": PORT, "protocol": "TCP"}]}],
-        },
-    }
+    servers = {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "sandbox"}
+    sandbox = network_policy(f"{RUN_NAME}-sandbox", labels, servers, [from_to([between], PORT)])
     return [policy, sandbox, job]
 
 
 def _pod(labels: Mapping[str, str], grace: int, port: int) -> dict[str, Any]:
-    """``port``: one that answers when Ray is up.  KubeRay's own probes need a program that the image may not have."""
+    """A pod's template.  ``port``: open when Ray is up; KubeRay's own probes need a program that the image may lack."""
     probe = {"tcpSocket": {"port": port}, "periodSeconds": 5, "timeoutSeconds": 5}
+    container = {
+        "name": "ray",
+        "image": f"cuda-agent-ray:{version('cuda-agent')}",
+        "env": [
+            {"name": "HOME", "value": "/scratch"},
+            {"name": "CUDA_AGENT_HOME", "value": "/scratch/home"},
+            {"name": "CUDA_AGENT_RAY_ADDRESS", "value": "auto"},
+            {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
+        ],
+        "readinessProbe": probe | {"failureThreshold": 12},
+        "livenessProbe": probe | {"failureThreshold": 60, "initialDelaySeconds": 60},
+        "securityContext": CONTAINER_SECURITY,
+        "volumeMounts": SCRATCH_MOUNTS,
+    }
     return {
         "metadata": {"labels": dict(labels)},
-        "spec": {
-            "automountServiceAccountToken": False,
-            "enableServiceLinks": False,
-            "serviceAccountName": "cuda-agent-stage",
-            "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": grace,
-            "securityContext": POD_SECURITY,
-            "containers": [
-                {
-                    "name": "ray",
-                    "image": f"cuda-agent-ray:{version('cuda-agent')}",
-                    "env": [
-                        {"name": "HOME", "value": "/scratch"},
-                        {"name": "CUDA_AGENT_HOME", "value": "/scratch/home"},
-                        {"name": "CUDA_AGENT_RAY_ADDRESS", "value": "auto"},
-                        {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
-                    ],
-                    "readinessProbe": probe | {"failureThreshold": 12},
-                    "livenessProbe": probe | {"failureThreshold": 60, "initialDelaySeconds": 60},
-                    "securityContext": CONTAINER_SECURITY,
-                    "volumeMounts": [{"name": "work", "mountPath": "/scratch"}, {"name": "tmp", "mountPath": "/tmp"}],
-                }
-            ],
-            "volumes": [{"name": "work", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}],
-        },
+        "spec": pod_spec("stage", grace, container) | {"restartPolicy": "Never"},
     }
 
 
@@ -174,8 +150,18 @@ def objects(
     config: Config,
     engines: str = "",
 ) -> list[dict[str, Any]]:
-    """The objects of one stage of one run, ready to be made.  ``arguments`` are those of ``cuda-agent pod stage``,
-    ``servers`` the addresses of the run's sandbox, ``engines`` those of its engine replicas."""
+    """The objects of one stage of one run, ready to be created.
+
+    Args:
+        base: the objects of ``ray_objects`` with the profile's values.
+        workflow: name of the Workflow.
+        uid: its uid.
+        stage: name of the stage.
+        arguments: of ``cuda-agent pod stage``.
+        servers: addresses of the run's sandbox, separated by commas.
+        config: the run's configuration.
+        engines: addresses of its engine replicas, separated by commas.
+    """
     name = job_name(workflow, stage)
     owner = owned_by(workflow, uid)
     token = {"secretKeyRef": {"name": f"{workflow}-sandbox", "key": "token", "optional": True}}
@@ -202,7 +188,8 @@ def objects(
 
 
 def _with_names(value: Any, workflow: str, name: str) -> Any:
-    """With the Workflow's name in labels that say whose run it is, and the job's where its pods find each other."""
+    """The value with the placeholders in labels replaced: by the Workflow's name for the run, by the job's name for its
+    pods."""
     if isinstance(value, dict):
         names = {RAY_LABEL: name, POOL_LABEL: workflow}
         return {
@@ -222,10 +209,14 @@ def follow(
     should_stop: Callable[[], bool] = lambda: False,
     pause: float = 3.0,
 ) -> tuple[int, str]:
-    """Makes what is absent and waits for the job's end; exit code and message.
+    """Creates absent objects and waits for the end of the job.
 
-    A job that is under way is followed, one that has failed is made anew.  Where the run is being ended the job is
-    deleted, and where only this pod is, not."""
+    A running job is followed, a failed one is created anew.  If the run is being stopped the job is deleted; if only
+    this pod is, the job goes on.
+
+    Returns:
+        Exit code of the stage, and a message.
+    """
     name = next(item["metadata"]["name"] for item in made if item["kind"] == "RayJob")
     found = cluster.find("RayJob", name)
     if found is not None and _state(found)[0] in _ENDED and _state(found)[1] != "SUCCEEDED":
@@ -254,7 +245,7 @@ def follow(
 
 
 def _state(job: Mapping[str, Any]) -> tuple[str, str, str]:
-    """How far KubeRay is with it, how far Ray is, and what is said of that."""
+    """KubeRay's state of the job, Ray's state of it, and the reason."""
     status = job.get("status", {})
     why = [status.get("reason"), status.get("message")]
     return status.get("jobDeploymentStatus", ""), status.get("jobStatus", ""), ": ".join(filter(None, why))

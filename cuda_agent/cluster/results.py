@@ -1,10 +1,10 @@
-"""What a run on a cluster has left in MLflow: its report, its stages' logs and episodes, what it was made of.
+"""Results of a cluster run, read from MLflow: report, logs, episodes, configuration and manifests.
 
-The chart's MLflow is reached through the API server, by a port of its pod; that takes a kubeconfig and makes no pod.
-One that the chart does not bring is asked at its own address.
+The chart's MLflow is reached through the API server, by a port of its pod; that takes a kubeconfig and creates no pod.
+An MLflow outside the chart is reached at its own address.
 
-What it does not cover: pods that are still there (``cluster``), and a run of a release without MLflow; what it left is
-in the store.
+What it does not cover: pods that still exist (``submit``), and a release without MLflow, whose results are in the
+store.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import httpx
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.cluster.forward import forwarded, pod_of
 from cuda_agent.cluster.submit import PROFILE_LABEL
-from cuda_agent.config import flat, validate
+from cuda_agent.compose import flat, validate
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline.episodes import FILE, PACKED, TOKENIZER, Left
 from cuda_agent.pipeline.graph import STAGES
@@ -34,8 +34,12 @@ MLFLOW_PORT = 5000
 
 @contextlib.contextmanager
 def mlflow(cluster: Cluster) -> Iterator[str]:
-    """The address of the release's MLflow, as long as the context lasts.  Raises ``ClusterError`` when it does not
-    answer, ConfigError when there is none."""
+    """Yields the address of the release's MLflow, valid inside the ``with`` block.
+
+    Raises:
+        ClusterError: It does not answer.
+        ConfigError: The release has none.
+    """
     try:
         elsewhere = _elsewhere(cluster)
         if elsewhere:
@@ -48,7 +52,7 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
 
 
 def _elsewhere(cluster: Cluster) -> str:
-    """The address of an MLflow that the chart did not bring; the templates hold it."""
+    """The address of an MLflow outside the chart, as the templates name it; empty for the chart's own."""
     for template in cluster.all("WorkflowTemplate", PROFILE_LABEL):
         for item in template["spec"]["templates"]:
             for variable in item.get("container", {}).get("env", []):
@@ -60,13 +64,16 @@ def _elsewhere(cluster: Cluster) -> str:
                         f"The release in namespace {cluster.namespace} of {cluster.name} has no MLflow, which keeps "
                         "logs and reports for people: see mlflow.enabled and tracking.uri of the chart."
                     )
-                return uri if "." in uri.split("//", 1)[-1] else ""  # the chart's own is a name of the namespace
+                return uri if "." in uri.split("//", 1)[-1] else ""  # a host without a dot is the chart's own service
     return ""
 
 
 def download(address: str, run: str, folder: Path) -> Path:
-    """Fills ``folder`` with all that the run left in MLflow, the report's index.html among it.  Raises ConfigError when
-    there is no report yet."""
+    """Fills ``folder`` with the run's artifacts, among them the report's index.html.
+
+    Raises:
+        ConfigError: There is no report yet.
+    """
     with _client(address) as client:
         run_id = _find(client, run)
         files = _files(client, run_id, "")
@@ -83,7 +90,11 @@ def download(address: str, run: str, folder: Path) -> Path:
 
 
 def log(address: str, run: str, stage: str) -> list[str]:
-    """The lines that the last attempt of a stage printed, as far as its pod could tell.  Raises ConfigError."""
+    """The lines that the last attempt of a stage printed, as far as its pod could send them.
+
+    Raises:
+        ConfigError: MLflow has no log of this stage.
+    """
     with _client(address) as client:
         _find(client, run)
         found = _search(client, run, f"tags.`{STAGE_TAG}` = '{stage}'")
@@ -99,7 +110,7 @@ def log(address: str, run: str, stage: str) -> list[str]:
 
 
 def logged(address: str, run: str) -> list[str]:
-    """The stages of a run that have told MLflow anything, oldest first."""
+    """The stages of a run that MLflow knows, oldest first."""
     with _client(address) as client:
         _find(client, run)
         found = _search(client, run, f"tags.`{STAGE_TAG}` != ''")
@@ -107,8 +118,12 @@ def logged(address: str, run: str) -> list[str]:
 
 
 def episodes(address: str, run: str, folder: Path) -> list[Left]:
-    """The episodes that the run's stages have left, in the graph's order, fetched into ``folder``; of a stage from the
-    cache those of the run that made it.  Raises ConfigError when MLflow does not know the run."""
+    """Fetches the episodes of a run's stages into ``folder``, in the order of the graph.  For a stage from the cache
+    these are the episodes of the run that computed it.
+
+    Raises:
+        ConfigError: MLflow does not know the run.
+    """
     found = []
     with _client(address) as client:
         _find(client, run)
@@ -131,7 +146,11 @@ def episodes(address: str, run: str, folder: Path) -> list[Left]:
 
 
 def facts(address: str, run: str) -> Facts:
-    """What a run was made of.  Raises ConfigError when MLflow does not know it."""
+    """Configuration and manifests of a run.
+
+    Raises:
+        ConfigError: MLflow does not know the run.
+    """
     with _client(address) as client:
         config = validate(json.loads(_artifact(client, _find(client, run), "config.json")))
         stages = [_tags(item) for item in _search(client, run, f"tags.`{STAGE_TAG}` != ''")]
@@ -144,14 +163,14 @@ def _client(address: str) -> httpx.Client:
 
 
 def _find(client: httpx.Client, run: str) -> str:
-    """MLflow's name of the parent run."""
+    """MLflow's id of the parent run."""
     for found in _search(client, run, f"tags.`{STAGE_TAG}` = ''"):
         return str(found["info"]["run_id"])
     raise ConfigError(f"MLflow knows no run {run}.")
 
 
 def _search(client: httpx.Client, run: str, condition: str) -> list[dict[str, Any]]:
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", run):  # it becomes part of a filter
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", run):  # used in a filter expression
         raise ConfigError(f"MLflow knows no run {run}.")
     experiments = _post(client, "experiments/search", {"max_results": 1000}).get("experiments", [])
     query = {

@@ -1,9 +1,9 @@
-"""Runs on a cluster, as the person who submits them sees them: a Workflow, and the ConfigMap that it owns.
+"""Submits and controls runs on a cluster: a Workflow, and the ConfigMap that it owns.
 
-A run may have several Workflows, one an attempt: ``resume`` makes the next with the same ``run`` and ``config``, and
-what is done comes from the store.
+A run may have several Workflows, one per attempt: ``resume`` creates the next with the same ``run`` and ``config``, and
+finished stages come from the store.
 
-What it does not cover: what happens inside of the pods (``pod``), and reports, which live in the store and in MLflow.
+What it does not cover: the work inside of the pods (``pod``), and reports, which are in the store and in MLflow.
 """
 
 import re
@@ -16,7 +16,8 @@ from typing import Any
 from cuda_agent.cluster import rayjobs
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.cluster.pools import ROLES, WORKFLOW_LABEL, version_name
-from cuda_agent.config import Config, freeze
+from cuda_agent.compose import freeze
+from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline.graph import STAGES, Stage
 from cuda_agent.pipeline.local import StageView
@@ -24,14 +25,14 @@ from cuda_agent.pipeline.runs import choose, matching
 
 RUN_LABEL, PROFILE_LABEL, SWEEP_LABEL = "cuda-agent.io/run", "cuda-agent.io/profile", "cuda-agent.io/sweep"
 CONFIG_ANNOTATION = "cuda-agent.io/config"
-RUN_NAME = re.compile(r"[a-z]([a-z0-9-]{0,34}[a-z0-9])?")  # a Service is named after it
+RUN_NAME = re.compile(r"[a-z]([a-z0-9-]{0,34}[a-z0-9])?")  # also the name of a Service
 ENDED = ("Succeeded", "Failed", "Error")
-PATIENCE = 5.0  # seconds that a pod may take to start before anybody asks why
+PATIENCE = 5.0  # seconds a pod may wait before its events are shown
 
 
 @dataclass(frozen=True)
 class Submission:
-    """Everything that ``submit`` sends."""
+    """All objects that ``submit`` creates for one run."""
 
     run: str
     workflow: dict[str, Any]
@@ -39,9 +40,11 @@ class Submission:
 
 
 def submission(config: Config, profile: str, release: str, group: str = "") -> Submission:
-    """Of a composed configuration.  Of the Workflows in one ``group`` one runs at a time.  Raises ConfigError when the
-    run's
-    name cannot be a Workflow's."""
+    """The objects of one run of a composed configuration.  Of the Workflows in one ``group`` one runs at a time.
+
+    Raises:
+        ConfigError: The run's name cannot be the name of a Workflow.
+    """
     text, sha256 = freeze(config)
     run = config.run.name or f"run-{datetime.now(UTC):%Y%m%d-%H%M%S}-{sha256[:4]}"
     if not RUN_NAME.fullmatch(run):
@@ -55,7 +58,7 @@ def submission(config: Config, profile: str, release: str, group: str = "") -> S
 def sweep_submissions(
     configs: Sequence[Config], profile: str, release: str, parallel: int | None = None
 ) -> list[Submission]:
-    """Of a sweep's runs; with ``parallel`` in so many groups, in turn."""
+    """The objects of a sweep's runs; ``parallel`` of them run at a time."""
     return [
         submission(config, profile, release, f"{config.run.sweep}-group-{number % parallel + 1}" if parallel else "")
         for number, config in enumerate(configs)
@@ -87,12 +90,15 @@ def _submission(name: str, labels: dict[str, str], text: str, sha256: str, templ
 
 
 def submit(cluster: Cluster, *all_of_them: Submission) -> None:
-    """Creates everything or nothing.  Raises ``ClusterError`` with what is missing: chart, profile, version, rights, a
-    free name."""
+    """Creates all objects or none.
+
+    Raises:
+        ClusterError: The chart, the profile, the version or a right is missing, or a name is taken.
+    """
     for template in {what.workflow["spec"]["workflowTemplateRef"]["name"] for what in all_of_them}:
         require_template(cluster, template)
     for what in all_of_them:
-        cluster.create(what.workflow, dry_run=True)  # admission judges before anything is there
+        cluster.create(what.workflow, dry_run=True)  # admission policies decide before any object exists
     made: list[str] = []
     try:
         for what in all_of_them:
@@ -108,7 +114,7 @@ def require_template(cluster: Cluster, template: str) -> None:
     try:
         found = cluster.find("WorkflowTemplate", template)
     except ClusterError as error:
-        if error.status == 404:  # the kind itself is unknown
+        if error.status == 404:  # the kind itself is not installed
             raise ClusterError(f"{cluster.name} has no Argo Workflows: {error}", 404) from None
         raise
     if found is None:
@@ -116,7 +122,7 @@ def require_template(cluster: Cluster, template: str) -> None:
 
 
 def _create(cluster: Cluster, what: Submission) -> None:
-    """The Workflow and what it owns, or neither."""
+    """Creates the Workflow and the objects that it owns, or neither."""
     made = cluster.create(what.workflow)
     owner = {
         "apiVersion": made["apiVersion"],
@@ -149,13 +155,17 @@ def _no_template(cluster: Cluster, wanted: str) -> str:
 
 
 def workflows(cluster: Cluster, run: str | None = None) -> list[dict[str, Any]]:
-    """Oldest first; of one run, its attempts."""
+    """All Workflows of runs, or the attempts of one run; oldest first."""
     found = cluster.all("Workflow", f"{RUN_LABEL}={run}" if run else RUN_LABEL)
     return sorted(found, key=lambda item: (item["metadata"]["creationTimestamp"], item["metadata"]["name"]))
 
 
 def find(cluster: Cluster, run: str) -> dict[str, Any]:
-    """The newest Workflow of a run, by its name, the beginning of its name, or ``last``.  Raises ConfigError."""
+    """The newest Workflow of a run, found by its name, the start of its name, or ``last``.
+
+    Raises:
+        ConfigError: No run or several runs match.
+    """
     there = workflows(cluster)
     names = list(dict.fromkeys(run_of(item) for item in there))
     name = choose(names, run, f"namespace {cluster.namespace} of {cluster.name}")
@@ -163,7 +173,7 @@ def find(cluster: Cluster, run: str) -> dict[str, Any]:
 
 
 def known_name(cluster: Cluster, run: str) -> str:
-    """The name of a run, whose Workflows may be gone: nobody but MLflow knows then whether there was one."""
+    """The name of a run whose Workflows may be gone; whether it existed, only MLflow can tell."""
     names = list(dict.fromkeys(run_of(item) for item in workflows(cluster)))
     if run != "last" and not matching(names, run):
         return run
@@ -179,7 +189,11 @@ def phase(workflow: dict[str, Any]) -> str:
 
 
 def resume(cluster: Cluster, run: str) -> Submission:
-    """Submits the next attempt of a run that has ended.  Raises ConfigError when it has not, or is done."""
+    """Submits the next attempt of a run that has ended.
+
+    Raises:
+        ConfigError: The run has not ended yet, or it succeeded.
+    """
     last = find(cluster, run)
     name, now = run_of(last), phase(last)
     if now not in ENDED:
@@ -203,8 +217,13 @@ def resume(cluster: Cluster, run: str) -> Submission:
 
 
 def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
-    """Stops a run; returns its name and the stages that were running.  ``now``: without waiting for checkpoints, and
-    without the exit hook, so its pools are removed from here."""
+    """Stops a run.  Returns its name and the stages that were running.
+
+    Args:
+        cluster: the namespace of the release.
+        run: name of the run.
+        now: stop at once, without checkpoints and exit hook; this process then removes the run's pools.
+    """
     last = find(cluster, run)
     name = last["metadata"]["name"]
     if phase(last) in ENDED:
@@ -225,14 +244,14 @@ _STATES = {
 
 
 def views(workflow: dict[str, Any], stages: Sequence[Stage] = STAGES) -> list[StageView]:
-    """What a screen shows of a Workflow: prepare, every stage, finish."""
+    """The rows of the live table for a Workflow: prepare, every stage, finish."""
     nodes = workflow.get("status", {}).get("nodes", {})
     by_name = {node["displayName"]: node for node in nodes.values() if node.get("type") != "Retry"}
     groups = {node["displayName"]: node for node in nodes.values() if node.get("type") == "Retry"}
     found = []
     for name, weight in [("prepare", 0.2), *((stage.name, stage.weight) for stage in stages), ("finish", 0.1)]:
         view = StageView(name, weight)
-        task = rayjobs.task_name(name)  # in its place where the stage is spread over several pods
+        task = rayjobs.task_name(name)  # replaces the plain step if the stage runs in several pods
         if groups.get(task) is None and (by_name.get(task) or {}).get("phase", "Skipped") in ("Skipped", "Omitted"):
             task = name
         attempts = sorted(
@@ -258,7 +277,7 @@ def views(workflow: dict[str, Any], stages: Sequence[Stage] = STAGES) -> list[St
 
 
 def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:
-    """Adds to what waits for its pod what Kubernetes says of that: a secret that is missing, no room on any node."""
+    """Adds to each waiting stage the warnings of Kubernetes about its pod, such as a missing secret or no free node."""
     waiting = {view.name: view for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
     if not waiting:
         return
@@ -279,7 +298,7 @@ def _seconds(node: dict[str, Any]) -> float:
 
 
 def pods_of(cluster: Cluster, run: str) -> dict[str, str]:
-    """Stage -> the newest of its pods that are there, of the newest Workflow of a run."""
+    """Stage -> its newest pod that still exists, of the newest Workflow of a run."""
     attempts = workflows(cluster, run)
     if not attempts:
         return {}

@@ -1,10 +1,10 @@
-"""What of ``workflows/`` and ``charts/cuda-agent`` is made and not written: manifests, values, schema, README.
+"""Renders the generated files of ``workflows/`` and ``charts/cuda-agent``: manifests, values, schema, README.
 
-    workflows/{workflow-template,cron-workflow,errands}.json    for whoever reads them without Helm
-    charts/cuda-agent/files/{workflow-template,cron-workflow,errands,pools,engine,ray,dashboard,alerts}.json
+    workflows/{workflow-template,cron-workflow,maintenance}.json    for use without Helm
+    charts/cuda-agent/files/{workflow-template,cron-workflow,maintenance,pools,engine,ray,dashboard,alerts}.json
     charts/cuda-agent/{Chart.yaml,values.yaml,values.schema.json,README.md}
 
-``files`` is a pure function of the graph and the schema of values; a test fails when what is stored is another thing.
+``files`` is a pure function of the graph and the schema of values; a test fails if the stored files differ from it.
 
 What it does not cover: the chart's templates, which are written by hand.
 """
@@ -31,17 +31,17 @@ CHART = "charts/cuda-agent"
 def files() -> dict[str, str]:
     """Path from the repository's root -> text."""
     template, cron, pools = (_json(value) for value in (workflow_template(), cron_workflow(), pool_objects()))
-    asked, ray = _json(maintenance_jobs()), _json(ray_objects())
+    maintenance = _json(maintenance_jobs())
     return {
         "workflows/workflow-template.json": template,
         "workflows/cron-workflow.json": cron,
-        "workflows/errands.json": asked,
-        f"{CHART}/files/errands.json": asked,
+        "workflows/maintenance.json": maintenance,
+        f"{CHART}/files/maintenance.json": maintenance,
         f"{CHART}/files/workflow-template.json": template,
         f"{CHART}/files/cron-workflow.json": cron,
         f"{CHART}/files/pools.json": pools,
         f"{CHART}/files/engine.json": _json(engine_objects()),
-        f"{CHART}/files/ray.json": ray,
+        f"{CHART}/files/ray.json": _json(ray_objects()),
         f"{CHART}/files/dashboard.json": _json(dashboard()),
         f"{CHART}/files/alerts.json": _json(alerts()),
         f"{CHART}/Chart.yaml": _chart(),
@@ -52,12 +52,12 @@ def files() -> dict[str, str]:
 
 
 def drift(root: Path) -> list[str]:
-    """Paths below ``root`` that do not hold what ``files`` gives."""
+    """Paths below ``root`` that differ from ``files``."""
     return [name for name, text in files().items() if not (root / name).is_file() or (root / name).read_text() != text]
 
 
 def write(root: Path) -> list[str]:
-    """Brings the files below ``root`` up to date, and returns which have changed."""
+    """Updates the files below ``root``, and returns the paths that changed."""
     changed = drift(root)
     made = files()
     for name in changed:
@@ -67,10 +67,10 @@ def write(root: Path) -> list[str]:
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of the values: closed, without what only the tests want to know."""
+    """JSON schema of the values; it refuses unknown keys, and leaves out the annotations for tests."""
     made: dict[str, Any] = _without(Values.model_json_schema(), {"renders", "example", "title", "default"})
     made["$defs"]["Profile"]["properties"]["stages"]["additionalProperties"] = False
-    # Of a chart inside another one, Helm hands down what is global; nothing of it is used.
+    # Helm passes `global` to a subchart; nothing of it is used.
     made["properties"]["global"] = {"type": "object", "description": "given by Helm to charts inside of others; unused"}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"Values of {CHART}", **made}
 
@@ -93,7 +93,7 @@ def _leaves(model: BaseModel, prefix: str) -> Iterator[tuple[str, Any, FieldInfo
 
 
 def _without(value: Any, keys: set[str]) -> Any:
-    """A schema without these annotations; a property may well have such a name."""
+    """A schema without these annotations; properties with such a name stay."""
     if isinstance(value, dict):
         return {
             key: {name: _without(inner, keys) for name, inner in item.items()}
@@ -137,7 +137,7 @@ def _values() -> str:
 
 
 def _value_lines(model: BaseModel, depth: int, whole: bool) -> Iterator[str]:
-    """``whole``: what is not set as well; a profile says only what it sets."""
+    """``whole``: defaults too; a profile lists only the values that it sets."""
     pad = "  " * depth
     for name, info in type(model).model_fields.items():
         if not whole and name not in model.model_fields_set:

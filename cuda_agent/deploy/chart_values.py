@@ -1,53 +1,27 @@
-"""The chart's values: the schema of record, from which ``values.yaml``, ``values.schema.json`` and the chart's README
-are made (``chart``).
+"""The schema of the chart's values, from which ``chart`` makes ``values.yaml``, ``values.schema.json`` and the README.
 
-Every leaf has a description and says which field of which object it ends up in (``renders``: kind, a colon, a regular
-expression for the field's path); a test changes each leaf and looks there.  An ``example`` is a value to try where the
-default has no obvious other value.
-
-What it does not cover: how values are merged into objects (the chart's templates), and combinations that no type can
-refuse (``templates/_validate.tpl``).
+What it does not cover: the values of a profile (``chart_profiles``), how values are merged into objects (the chart's
+templates), and combinations that no type can refuse (``templates/_validate.tpl``).
 """
 
 from importlib.metadata import version
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from cuda_agent.pipeline.graph import STAGES
-
-Object = dict[str, Any]  # something of Kubernetes, passed on as it is
-Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
-Digest = Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64})?$")]
-Name = Annotated[str, Field(pattern=r"^([a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?)?$")]
-Cidr = Annotated[str, Field(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$")]
-Port = Annotated[int, Field(ge=1, le=65535)]
-StageName = Annotated[str, Field(pattern=f"^({'|'.join(stage.name for stage in STAGES)})$")]
-
-
-class ValuesGroup(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-def leaf(default: Any, description: str, renders: str, example: Any = None) -> Any:
-    extra: dict[str, Any] = {"renders": renders}
-    if example is not None:
-        extra["example"] = example
-    return Field(default, description=description, json_schema_extra=extra)
-
-
-def group(default: Any, description: str) -> Any:
-    return Field(default, description=description)
-
-
-class Resources(ValuesGroup):
-    requests: dict[str, Quantity | int] = leaf(
-        {}, "what a pod asks for", "(WorkflowTemplate|StatefulSet|Deployment):requests", {"cpu": "150m"}
-    )
-    limits: dict[str, Quantity | int] = leaf(
-        {}, "what it may use at most; `nvidia.com/gpu: 1` asks for a GPU",
-        "(WorkflowTemplate|StatefulSet|Deployment):limits", {"cpu": "2", "memory": "4Gi", "ephemeral-storage": "4Gi"},
-    )  # fmt: skip
+from cuda_agent.deploy.chart_fields import (
+    Cidr,
+    Digest,
+    Name,
+    Object,
+    Port,
+    Quantity,
+    Resources,
+    ValuesGroup,
+    group,
+    leaf,
+)
+from cuda_agent.deploy.chart_profiles import PROFILES, SMALL, WORK, Profile
 
 
 class Image(ValuesGroup):
@@ -102,146 +76,6 @@ class Tracking(ValuesGroup):
     allowedPort: Port = leaf(5000, "its port, which stages may reach", "NetworkPolicy:egress", 5001)
 
 
-class Placement(ValuesGroup):
-    """Where a pod runs and with what.  A field that a stage does not give is that of the profile's ``defaults``; one
-    that it gives counts as a whole."""
-
-    resources: Resources = group(Resources(), "requests and limits")
-    nodeSelector: dict[str, str] = leaf({}, "labels of its nodes", "WorkflowTemplate:nodeSelector", {"pool": "a"})
-    tolerations: list[Object] = leaf(
-        [], "taints it tolerates", "WorkflowTemplate:tolerations", [{"key": "gpu", "operator": "Exists"}]
-    )
-    affinity: Object = leaf({}, "affinity", "WorkflowTemplate:affinity", {"podAntiAffinity": {}})
-    deadlineSeconds: int = leaf(
-        604800, "after this long a pod is ended for good", "WorkflowTemplate:activeDeadlineSeconds"
-    )
-
-
-class Pool(ValuesGroup):
-    """One kind of sandbox servers of a run."""
-
-    replicas: Annotated[int, Field(ge=1, le=512)] = leaf(1, "servers", "WorkflowTemplate:container.env")
-    resources: Resources = group(Resources(), "requests and limits of one server")
-    nodeSelector: dict[str, str] = leaf({}, "labels of their nodes", "WorkflowTemplate:container.env", {"pool": "b"})
-    tolerations: list[Object] = leaf(
-        [], "taints they tolerate", "WorkflowTemplate:container.env", [{"key": "sandbox", "operator": "Exists"}]
-    )
-    affinity: Object = leaf({}, "affinity", "WorkflowTemplate:container.env", {"podAntiAffinity": {}})
-
-
-class Pools(ValuesGroup):
-    workspace: Pool = group(Pool(), "folders that the agent works in (CPU)")
-    build: Pool = group(Pool(), "compilers (CPU)")
-    evaluate: Pool = group(Pool(), "what judges and times; with GPUs where `sandbox.device=cuda`")
-
-
-class EnginePods(ValuesGroup):
-    """vLLM servers of a run whose ``policy.engine`` is vllm; without them each stage starts its own."""
-
-    replicas: Annotated[int, Field(ge=0, le=512)] = leaf(
-        0, "servers; 0: none", r"WorkflowTemplate:container.env\[CUDA_AGENT_ENGINE", 2
-    )
-    claim: Name = leaf(
-        "",
-        "claim of a volume that many nodes may write (ReadWriteMany), by which weights reach them",
-        "WorkflowTemplate:container.env",
-        "weights",
-    )
-    resources: Resources = group(Resources(), "requests and limits of one server; it uses all GPUs that it has")
-    nodeSelector: dict[str, str] = leaf({}, "labels of their nodes", "WorkflowTemplate:container.env", {"pool": "e"})
-    tolerations: list[Object] = leaf(
-        [], "taints they tolerate", "WorkflowTemplate:container.env", [{"key": "engine", "operator": "Exists"}]
-    )
-    affinity: Object = leaf({}, "affinity", "WorkflowTemplate:container.env", {"podAntiAffinity": {}})
-    extraVolumes: list[Object] = leaf(
-        [], "more volumes of the servers", "WorkflowTemplate:container.env", [{"name": "v", "emptyDir": {}}]
-    )
-    extraVolumeMounts: list[Object] = leaf(
-        [], "and where they are", "WorkflowTemplate:container.env", [{"name": "v", "mountPath": "/v"}]
-    )
-
-
-class RayPods(ValuesGroup):
-    """A Ray for stages whose runtime is ray, of several pods; without it they have one inside their own pod."""
-
-    enabled: bool = leaf(
-        False,
-        "have KubeRay make one for each; needs its operator, 1.6",
-        r"WorkflowTemplate:container.env\[CUDA_AGENT_RAY",
-    )
-    headResources: Resources = group(Resources(), "requests and limits of the pod that the stage itself runs in")
-    resources: Resources = group(Resources(), "the same of the trainer's pod and of each rollout worker's")
-    nodeSelector: dict[str, str] = leaf({}, "labels of their nodes", "WorkflowTemplate:container.env", {"pool": "r"})
-    tolerations: list[Object] = leaf(
-        [], "taints they tolerate", "WorkflowTemplate:container.env", [{"key": "ray", "operator": "Exists"}]
-    )
-    affinity: Object = leaf({}, "affinity", "WorkflowTemplate:container.env", {"podAntiAffinity": {}})
-
-
-class Profile(ValuesGroup):
-    """What a run's pods get.  A researcher names it: ``cuda-agent submit --profile NAME``."""
-
-    device: str = leaf(
-        "",
-        "what times are taken on, part of cache keys; empty: the profile's name",
-        "WorkflowTemplate:container.env",
-        "h1",
-    )
-    parallelism: int = leaf(
-        1,
-        "stages of a run at once; 1 where it has engine replicas or a Ray of several pods",
-        "WorkflowTemplate:spec.parallelism",
-        3,
-    )
-    queue: str = leaf("", "Kueue's LocalQueue for stages and sandboxes", "WorkflowTemplate:metadata.labels", "gpus")
-    priorityClass: str = leaf("", "PriorityClass of all pods", "WorkflowTemplate:podPriorityClassName", "high")
-    defaults: Placement = group(Placement(), "of every stage")
-    stages: dict[StageName, Placement] = leaf(
-        {}, "a stage's own place; what it does not say is in `defaults`", "WorkflowTemplate:nodeSelector",
-        {"agentic": {"nodeSelector": {"gpu": "h100"}}},
-    )  # fmt: skip
-    pools: Pools = group(Pools(), "the run's sandbox")
-    engine: EnginePods = group(EnginePods(), "vLLM servers for runs whose engine is vllm")
-    ray: RayPods = group(RayPods(), "several pods for stages whose runtime is ray")
-
-
-_SMALL = Resources(
-    requests={"cpu": "100m", "memory": "512Mi"}, limits={"cpu": "1", "memory": "1Gi", "ephemeral-storage": "2Gi"}
-)
-_WORK = Resources(
-    requests={"cpu": "500m", "memory": "2Gi"}, limits={"cpu": "2", "memory": "8Gi", "ephemeral-storage": "20Gi"}
-)
-_JUDGE = Resources(
-    requests={"cpu": "500m", "memory": "1Gi"}, limits={"cpu": "2", "memory": "6Gi", "ephemeral-storage": "10Gi"}
-)
-_GPU = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-_WITH_GPU = Resources(
-    requests={"cpu": "8", "memory": "64Gi"},
-    limits={"cpu": "16", "memory": "128Gi", "ephemeral-storage": "500Gi", "nvidia.com/gpu": 1},
-)
-_PROFILES = {
-    "cpu": Profile(
-        defaults=Placement(resources=_WORK, deadlineSeconds=604800),
-        stages={},
-        pools=Pools(workspace=Pool(resources=_WORK), build=Pool(resources=_WORK), evaluate=Pool(resources=_JUDGE)),
-        engine=EnginePods(resources=_WORK),
-        ray=RayPods(headResources=_WORK, resources=_WORK),
-    ),
-    "gpu": Profile(
-        parallelism=4,
-        defaults=Placement(resources=_WITH_GPU, tolerations=_GPU),
-        stages={"synthesis": Placement(resources=_WORK), "report": Placement(resources=_WORK)},
-        pools=Pools(
-            workspace=Pool(replicas=2, resources=_WORK),
-            build=Pool(replicas=2, resources=_WORK),
-            evaluate=Pool(replicas=2, resources=_WITH_GPU, tolerations=_GPU),
-        ),
-        engine=EnginePods(resources=_WITH_GPU, tolerations=_GPU),
-        ray=RayPods(headResources=_WORK, resources=_WITH_GPU, tolerations=_GPU),
-    ),
-}
-
-
 class Workflow(ValuesGroup):
     deadlineSeconds: int = leaf(
         1209600, "after this long a run is ended", "WorkflowTemplate:spec.activeDeadlineSeconds"
@@ -263,7 +97,7 @@ class Workflow(ValuesGroup):
         ),
         "of Argo's own containers in a pod",
     )
-    smallResources: Resources = group(_SMALL, "of prepare, finish and other pods that only ask and tell")
+    smallResources: Resources = group(SMALL, "of prepare, finish and other pods that only ask and tell")
 
 
 class SandboxValues(ValuesGroup):
@@ -384,7 +218,7 @@ class Minio(ValuesGroup):
     )
     expireLogsDays: int = leaf(30, "after so many days logs and manifests that Argo wrote are removed", "Job:args", 7)
     persistence: Persistence = group(Persistence(size="50Gi"), "its volume")
-    resources: Resources = group(_WORK, "its resources")
+    resources: Resources = group(WORK, "its resources")
 
 
 class Mlflow(ValuesGroup):
@@ -398,7 +232,7 @@ class Mlflow(ValuesGroup):
         [], "names besides its service's under which it may be asked", "Deployment:args", ["mlflow.example.org"]
     )
     persistence: Persistence = group(Persistence(size="20Gi"), "its volume")
-    resources: Resources = group(_WORK, "its resources")
+    resources: Resources = group(WORK, "its resources")
 
 
 class Monitoring(ValuesGroup):
@@ -430,7 +264,7 @@ class Values(ValuesGroup):
     images: Images = group(Images(), "images")
     store: StoreValues = group(StoreValues(), "the S3 that holds everything")
     tracking: Tracking = group(Tracking(), "MLflow")
-    profiles: dict[str, Profile] = group(_PROFILES, "what a run's pods get; one WorkflowTemplate each")
+    profiles: dict[str, Profile] = group(PROFILES, "what a run's pods get; one WorkflowTemplate each")
     workflow: Workflow = group(Workflow(), "deadlines, retries, retention")
     sandbox: SandboxValues = group(SandboxValues(), "sandbox servers of all profiles")
     environment: dict[str, str] = leaf(

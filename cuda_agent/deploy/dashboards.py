@@ -1,6 +1,6 @@
-"""What to look at and what to be woken for: a Grafana dashboard and alert rules over the sandbox's metrics.
+"""A Grafana dashboard and alert rules over the sandbox's metrics.
 
-What it does not cover: a run's own metrics, which are MLflow's, and Argo's, which has a dashboard of its own.
+What it does not cover: metrics of a run (MLflow) and of Argo (its own dashboard).
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ _ALERTS = (  # name, expression, for, severity, summary
 
 
 def dashboard() -> dict[str, Any]:
-    """Two panels a row, for any Prometheus that Grafana knows."""
+    """The dashboard in Grafana's JSON: two panels per row, over any Prometheus that Grafana knows."""
     source = {"type": "prometheus", "uid": "${source}"}
     panels = [
         {

@@ -1,13 +1,13 @@
-"""Our tasks as an OpenEnv environment: a server whose sessions each play one game of tool calls.
+"""The tasks as an OpenEnv environment: a server whose sessions each play one episode of tool calls.
 
     python -m cuda_agent.environments.openenv TASKS [--port 8000] [OVERRIDE...]
 
-``reset`` picks a task and opens its work folder; ``step`` takes a tool call, or no tool for "I am done"; the reward of
-the last step is the sandbox's verdict on what is in the folder.  Needs ``openenv-core``.  A session is a WebSocket; the
-stateless HTTP routes of OpenEnv forget the folder between two requests and are of no use here.
+``reset`` picks a task and opens its work folder; ``step`` takes a tool call, or no tool to finish; the reward of the
+last step is the sandbox's verdict on the solution in the folder.  Needs ``openenv-core``.  A session is a WebSocket;
+OpenEnv's stateless HTTP routes lose the folder between two requests and cannot be used.
 
-What it does not cover: rules and judging (``agent.game``), tokens and training, and passwords: whoever reaches the port
-can use the sandbox, though not leave it.
+What it does not cover: rules and judging (``agent.environment``), tokens and training, and passwords: every client that
+reaches the port can use the sandbox, though not leave it.
 """
 
 import argparse
@@ -24,7 +24,8 @@ from pydantic import Field
 
 from cuda_agent.agent.environment import KernelEnvironment, SandboxFault
 from cuda_agent.agent.tools import TOOLS
-from cuda_agent.config import SandboxConfig, compose
+from cuda_agent.compose import compose
+from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import TaskError
 from cuda_agent.sandbox.client import Sandbox as OpenSandbox
 from cuda_agent.sandbox.client import open_sandbox
@@ -34,15 +35,15 @@ from cuda_agent.tasks.task import Task
 
 
 class KernelAction(Action):
-    """A tool call; with an empty ``tool`` the end of the game."""
+    """A tool call; an empty ``tool`` ends the episode."""
 
     tool: str = ""
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
 class KernelObservation(Observation):
-    """After ``reset`` the conversation's beginning and the tools' schemas; then what the tool said.  When ``done``, the
-    reward is the verdict's; none at all where the fault was ours: such an episode should be dropped."""
+    """After ``reset`` the first messages and the tools' schemas; then the tool's result.  If ``done``, the reward is
+    the verdict's; None after an infrastructure fault: drop such an episode."""
 
     text: str = ""
     messages: list[dict[str, Any]] = Field(default_factory=list)
@@ -57,11 +58,11 @@ class KernelState(State):
 
 
 class Arena:
-    """What all sessions of a server share."""
+    """The state shared by all sessions of a server."""
 
     def __init__(self, tasks: Sequence[Task], settings: SandboxConfig, steps: int) -> None:
         self.tasks, self.settings, self.steps = {task.name: task for task in tasks}, settings, steps
-        self.sandbox: OpenSandbox | None = None  # while the server runs
+        self.sandbox: OpenSandbox | None = None  # open while the server runs
 
 
 class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
@@ -80,7 +81,11 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
     async def reset_async(
         self, seed: int | None = None, episode_id: str | None = None, task: str | None = None, **_: Any
     ) -> KernelObservation:
-        """Opens the work folder of the named task, or of one that ``seed`` picks.  Raises ``ValueError``."""
+        """Opens the work folder of the named task, or of one that ``seed`` picks.
+
+        Raises:
+            ValueError: There is no such task.
+        """
         tasks = self._arena.tasks
         if task is not None and task not in tasks:
             raise ValueError(f"there is no task {task}; there are {', '.join(list(tasks)[:10])} ...")
@@ -95,7 +100,7 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
         return KernelObservation(messages=game.messages(), tools=TOOLS)
 
     async def step_async(self, action: KernelAction, timeout_s: float | None = None, **_: Any) -> KernelObservation:
-        """One tool call, or the verdict.  ``timeout_s`` ends the game as a fault of ours."""
+        """Runs one tool call, or judges.  After ``timeout_s`` the episode ends as an infrastructure fault."""
         if self._game is None or self._state.done:
             raise ValueError("the game is over: reset begins another one")
         try:
@@ -130,14 +135,14 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
         raise NotImplementedError("the server asks step_async")
 
     def close(self) -> None:
-        """From whatever thread; the work folder goes soon after."""
+        """Closes the session, from any thread; the work folder is removed soon after."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._stack.aclose()))
 
 
 def application(tasks: Sequence[Task], settings: SandboxConfig, cache: Path, steps: int = 40, sessions: int = 8) -> Any:
-    """A FastAPI application; its sandbox lives as long as it runs.  ``steps``: tool calls of one game, ``sessions``:
-    games at once."""
+    """A FastAPI application with one sandbox.  ``steps``: most tool calls of an episode, ``sessions``: most episodes
+    at once."""
     arena = Arena(tasks, settings, steps)
     make = functools.partial(KernelServer, arena)
     app = create_app(make, KernelAction, KernelObservation, "cuda-agent", max_concurrent_envs=sessions)

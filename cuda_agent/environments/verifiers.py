@@ -1,12 +1,12 @@
-"""Our tasks as a taskset of ``verifiers`` (its v1): for prime-rl, ``vf-eval``, and whoever else speaks it.
+"""The tasks as a taskset of ``verifiers`` (its v1), for prime-rl, ``vf-eval`` and other users of it.
 
-The harness talks to the model; our tools are a server (``KernelTools``, a process a rollout) that plays one game of
-tool calls and tells after each what solution the folder holds.  The reward is the sandbox's verdict on the last of
-them, asked for by the scoring side, which never takes a tool server's word for it.  Needs ``verifiers``.
+The harness talks to the model.  The tools are a server (``KernelTools``, a process per rollout) that plays one episode
+of tool calls and reports the solution in the folder after each.  The scoring side judges the last solution in the
+sandbox itself and does not trust the tool server.  Needs ``verifiers``.
 
-A taskset is found by the name of a module, which must be at the top: see docs/environments.md.
+A taskset is found by the name of a top-level module: see docs/environments.md.
 
-What it does not cover: rules and judging (``agent.game``), the model, and training.
+What it does not cover: rules and judging (``agent.environment``), the model, and training.
 """
 
 import contextlib
@@ -21,7 +21,8 @@ from pydantic import Field, WithJsonSchema
 
 from cuda_agent.agent.environment import KernelEnvironment
 from cuda_agent.agent.tools import TOOLS
-from cuda_agent.config import Config, compose
+from cuda_agent.compose import compose
+from cuda_agent.config import Config
 from cuda_agent.pipeline.runs import local_home
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.tasks.io import read_any
@@ -34,7 +35,7 @@ __all__ = ["KernelTaskset"]
 
 
 class KernelState(vf.State):
-    """What the tools tell the scoring side."""
+    """The tool server's report to the scoring side."""
 
     files: dict[str, str] = Field(default_factory=dict)  # the solution
     flags: list[str] = Field(default_factory=list)
@@ -65,7 +66,7 @@ class KernelData(vf.TaskData):
 
 
 class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
-    """The tools of one rollout, by the names that they have in SKILL.md."""
+    """The tools of one rollout, under their names in SKILL.md."""
 
     TOOL_PREFIX = None
 
@@ -79,7 +80,7 @@ class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
             mcp.add_tool(fn, name=facts["name"], description=facts["description"], structured_output=False)
 
     def _call(self, name: str, schema: dict[str, Any]) -> Callable[..., Any]:
-        """A function with the parameters of ``schema``: that is where the tool's schema is read from."""
+        """A function with the parameters of ``schema``, from which verifiers derives the tool's schema."""
 
         async def call(**arguments: Any) -> str:
             said = await self.game.call(name, {key: value for key, value in arguments.items() if value is not None})
@@ -87,7 +88,7 @@ class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
             return said
 
         def parameter(key: str, shape: dict[str, Any]) -> inspect.Parameter:
-            # A text must be called one: of anything else the server would read JSON, such as the content of plan.json.
+            # Declare text explicitly: the server would parse other values as JSON, such as the content of plan.json.
             of_text, of_more = Annotated[str, WithJsonSchema(shape)], Annotated[Any, WithJsonSchema(shape)]
             kind = of_text if shape.get("type") == "string" else of_more
             default = inspect.Parameter.empty if key in schema["required"] else None
@@ -106,8 +107,8 @@ class KernelTask(vf.Task[KernelData, KernelState, KernelTaskConfig]):
 
     @vf.reward
     async def reward(self, trace: vf.Trace) -> float:
-        """The verdict's: -1 not correct, 1 correct, 2 more than 5 % faster than eager, 3 than torch.compile, too.  A
-        fault of the sandbox is an error of the rollout, never a reward."""
+        """The verdict's reward: -1 not correct, 1 correct, 2 more than 5 % faster than eager, 3 also than
+        torch.compile.  A fault of the sandbox raises an error, and is never a reward."""
         async with opened(self.data.task(), self.config.tools) as game:
             verdict = await game.judge(trace.state.files)
         trace.record_metrics(
@@ -135,7 +136,7 @@ class KernelTaskset(vf.Taskset[KernelTask, KernelConfig]):
 
 @contextlib.asynccontextmanager
 async def opened(task: Task, config: KernelToolsConfig) -> Any:
-    """The game, without a work folder, and its sandbox."""
+    """The environment, without a work folder, and its sandbox."""
     composed = _composed(config)
     async with open_sandbox(composed.sandbox, local_home(composed.run.store) / "cache") as sandbox:
         yield KernelEnvironment(task, sandbox, composed.sandbox.format, composed.sandbox.device)
@@ -152,6 +153,6 @@ def _composed(config: KernelToolsConfig) -> Config:
 
 
 if __name__ == "__main__":
-    # The harness gives tool servers a temporary folder that is private; the sandbox's users must get into theirs.
+    # The harness gives tool servers a private temporary folder; the sandbox's users need access to theirs.
     os.environ.pop("TMPDIR", None)
     KernelTools.run()

@@ -1,10 +1,10 @@
-"""One attempt of a model behind a text interface at making one task fast: turns until target, budget or end.
+"""One attempt: a model behind a text interface tries to make one task fast, turn by turn, until target, budget or end.
 
-Every call of the model goes to its server and every tool to the sandbox's workspace; nothing that either of them says
-runs here.  The best correct solution of the way is kept by ``progress.Findings``, so an attempt can be left at any
-time.  A solution whose quick verdict reaches the target is judged strictly before that is believed.
+The model runs on its server and every tool in the sandbox's workspace; none of their output is executed here.
+``progress.Findings`` keeps the best correct solution, so that an attempt can be stopped at any time.  A solution whose
+quick verdict reaches the target is judged strictly before it counts.
 
-Not covered: training data (``loop``), several attempts, and what a person sees (``pipeline.optimize``).
+What it does not cover: training data (``agent.loop``), several attempts (``search``), and the display (``screen``).
 """
 
 import asyncio
@@ -28,12 +28,12 @@ from cuda_agent.tasks.task import Task
 Ended = Literal["target", "answer", "turns", "tokens", "minutes", "money", "stuck", "infra", "server", "stopped"]
 
 _CALLS = 32  # of one turn
-_NUDGES = 2  # in a row, for a model that stops before the target
-_STUCK = 6  # turns in a row that said the same
-_LOSSES = 3  # of workspaces, or of judges in a row
+_NUDGES = 2  # reminders in a row for a model that stops before the target
+_STUCK = 6  # equal turns in a row
+_LOSSES = 3  # lost workspaces, or infrastructure faults of the judge in a row
 _LEAST_CONTEXT, _LEAST_ANSWER = 2048, 16  # tokens
-_BASELINES = 100  # characters of a line on baselines, at most
-_CHARACTERS = (1.5, 6.0)  # of a token: between these lies what a server's count may say
+_BASELINES = 100  # most characters of the line about baselines
+_CHARACTERS = (1.5, 6.0)  # bounds of characters per token: a server's count outside of them is not used
 _CHANGING = ("Write", "Edit", "MultiEdit", "Bash", "KillBash")
 
 _LAST = """This is the last turn: no tool can be called any more, and the fastest correct solution so far is kept. Say
@@ -45,21 +45,21 @@ _REOPENED = "[The work folder was opened again as it was. Files must be read bef
 
 @dataclass(frozen=True)
 class Terms:
-    """Of one attempt.  Token counts are the server's."""
+    """The terms of one attempt.  Token counts are the server's."""
 
     format: Format = "plan"
     device: Literal["cpu", "cuda"] = "cpu"
     style: Style = "full"
     turns: int = 60
-    context: int = 65536  # of the conversation with its answer
+    context: int = 65536  # tokens of the conversation with its answer
     answer_tokens: int = 8192  # of one turn
-    target: float = 1.05  # times as fast as the faster of eager and torch.compile
+    target: float = 1.05  # speed-up over the faster of eager and torch.compile
     temperature: float = 1.0
     seed: int = 0
 
 
 def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, Any]]:
-    """What a conversation begins with."""
+    """The first messages of a conversation."""
     messages = agent_messages(task, terms.style, terms.format, terms.device)
     if terms.style == "full":
         goal = f"The target is {terms.target:g} times as fast as the faster of the two. You have {terms.turns} turns."
@@ -68,18 +68,19 @@ def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, A
 
 
 def least_tokens(task: Task, terms: Terms) -> int:
-    """Tokens, about, without which the first turn would be the last one, in which no tool runs."""
+    """The approximate number of tokens for two turns.  With fewer the first turn would be the last, in which no tool
+    runs."""
     prompt = size(first_messages(task, terms, "x" * _BASELINES)) // CHARACTERS
     return prompt if terms.style == "compact" else sum(_two_turns(min(prompt, terms.context), terms.answer_tokens))
 
 
 def _two_turns(prompt: int, answer: int) -> tuple[int, int]:
-    """Tokens read and written, at most, in a turn and in a last one after it."""
+    """Most tokens read and written in a turn and in a last one after it."""
     return 2 * prompt + answer, 2 * answer
 
 
 class Attempt:
-    """One attempt under way.  ``baselines``: a line on them, for the model."""
+    """One running attempt.  ``baselines``: a line about them for the model."""
 
     def __init__(
         self,
@@ -101,18 +102,23 @@ class Attempt:
         self.names = [tool["function"]["name"] for tool in self.tools]
         self.state = state or State()
         self.context = terms.context
-        self.ratio = float(CHARACTERS)  # characters of a token
+        self.ratio = float(CHARACTERS)  # characters per token
         self.faults = self.nudges = 0
         self.seen: Counter[str] = Counter()
-        self.said = ("", 0)  # the last turn, and how often it came in a row
+        self.said = ("", 0)  # the last turn, and its repetitions in a row
         self.judged: set[str] = set()
-        self._files_now = dict(self.state.files)  # of the folder, without what was given
+        self._files_now = dict(self.state.files)  # files of the folder, without the given ones
 
     def tell(self, kind: str, **facts: Any) -> None:
         self._tell(kind, attempt=self.number, **facts)
 
     async def run(self) -> Ended:
-        """Raises ``TaskError`` and ``SandboxUnready`` of the sandbox; what a server does is an end like others."""
+        """Runs the attempt and returns why it ended.  Failures of the model's server are a normal end.
+
+        Raises:
+            TaskError: The task cannot be run.
+            SandboxUnready: A required wall or the compiler is missing.
+        """
         state = self.state
         ended: Ended
         if not state.messages:
@@ -142,7 +148,7 @@ class Attempt:
             return "minutes"
 
     async def _in_workspaces(self) -> Ended:
-        """In a work folder, and in another one with the same files should the first be lost."""
+        """Runs the turns in a work folder; if it is lost, in a new one with the same files."""
         given = {"model.py": self.task.code, "SKILL.md": skill_text(self.terms.format, self.terms.device)}
         for _ in range(_LOSSES):
             try:
@@ -166,13 +172,13 @@ class Attempt:
             prompt = min(int(size(state.messages) / self.ratio), self.context)
             if lacking := self.budget.lacks(prompt, 0):
                 return lacking  # type: ignore[return-value]
-            short = self.budget.lacks(*_two_turns(prompt, answer))  # then this is the last one
+            short = self.budget.lacks(*_two_turns(prompt, answer))  # without tokens for two more turns this is the last
             last = terms.style == "full" and (state.turn + 1 == terms.turns or bool(short))
             self.tell("turn", turn=state.turn, last=last)
             try:
                 reply = await self._ask(answer, last)
             except ContextTooLong:
-                if terms.style == "compact":  # such a policy knows no shortened conversations
+                if terms.style == "compact":  # compact policies were not trained on shortened conversations
                     return "tokens"
                 raise
             self._say(reply.message(), **({"thought": reply.thought} if reply.thought else {}))
@@ -190,7 +196,7 @@ class Attempt:
         return "turns"
 
     async def _ask(self, answer: int, last: bool) -> Reply:
-        """The model's next turn, in a conversation that fits."""
+        """The model's next turn, after shortening the conversation if needed."""
         asked = [{"role": "user", "content": _LAST}] if last else []
         while True:
             room = int(max(self.context - answer, self.context // 4) * self.ratio)
@@ -210,7 +216,7 @@ class Attempt:
                 )
             except ContextTooLong as error:
                 if self.terms.style == "compact" and answer > _LEAST_ANSWER:
-                    answer //= 2  # the conversation stays as it is: there is still room for less
+                    answer //= 2  # the conversation stays: there is still room for a shorter answer
                     continue
                 if self.context <= _LEAST_CONTEXT or self.terms.style == "compact":
                     raise
@@ -228,7 +234,7 @@ class Attempt:
             return reply
 
     async def _react(self, workspace: WorkFolder, reply: Reply) -> Ended | None:
-        """The results of what the model asked for."""
+        """Runs the model's tool calls and appends their results."""
         before = self.said
         key = json.dumps([reply.content, [[c["name"], c["arguments"]] for c in reply.calls]])
         self.said = (key, before[1] + 1 if key == before[0] else 1)
@@ -266,7 +272,7 @@ class Attempt:
             return "answer"
         self.nudges += 1
         if not self.findings.by_digest and self.model.form == "native" and not self._called_before():
-            self.model.form = "text"  # many servers drop the tools without a word
+            self.model.form = "text"  # many servers silently drop the tools
             self.tell("form", text="no tool was called: from now on calls are written as text")
         best = self.findings.best
         found = factor(best.strict or best.quick) if best else None
@@ -303,7 +309,7 @@ class Attempt:
         return ToolResult(text, result.error)
 
     async def _look(self, workspace: WorkFolder) -> None:
-        """What has changed in the folder."""
+        """Records the changes in the folder."""
         files = {path: text for path, text in (await workspace.files()).items() if path not in ("model.py", "SKILL.md")}
         before = self._files_now
         for path in sorted(files.keys() | before.keys()):
@@ -314,7 +320,7 @@ class Attempt:
         self._files_now = files
 
     async def _command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """compile, verify and profile, as the workspace's shell calls them."""
+        """Runs compile, verify or profile when the workspace's shell calls it."""
         terms = self.terms
         solution = solution_of(files, terms.format)
         verdict = await self._judge(solution, name)
@@ -350,7 +356,7 @@ class Attempt:
         return verdict
 
     async def _judge_what_is_left(self) -> None:
-        """The work folder as it was left, where that has not been judged."""
+        """Judges the work folder if its last state was not judged."""
         solution = solution_of(self._files_now, self.terms.format)
         if solution.files and solution.digest not in self.judged and not self.findings.reached:
             await self._judge(solution, "end")
@@ -373,7 +379,7 @@ class Attempt:
         self.state.files, self.state.turn = dict(files), self.state.turn + 1
 
     def _drop_unfinished_turn(self) -> None:
-        """An assistant's message whose calls were not all answered must not stay."""
+        """Removes an assistant's message whose calls were not all answered."""
         messages = self.state.messages
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=len(messages))
         asked = len(messages[last].get("tool_calls") or ()) if last < len(messages) else 0
@@ -383,6 +389,6 @@ class Attempt:
 
 
 def _first_line(text: str) -> str:
-    """The first line of an error that says something; never empty."""
+    """The first informative line of an error; never empty."""
     said = (line.strip() for line in text.splitlines())
     return next((line.removeprefix("error: ")[:300] for line in said if line), "failed")

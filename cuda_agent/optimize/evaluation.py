@@ -1,6 +1,6 @@
-"""One solution judged, and a policy or any model measured on a task set: what `evaluate` and `benchmark` do.
+"""The commands `evaluate` and `benchmark`: judges one solution, and measures a policy or any model on a task set.
 
-What it does not cover: judging (``sandbox``), playing (``agent``), scoring (``stages.scores``), parsing a command line.
+What it does not cover: judging (``sandbox``), playing (``agent``), scoring (``rl.scores``), parsing a command line.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from cuda_agent.tasks.io import read_any, task_from_file
 
 T = TypeVar("T")
 
-LARGEST = 1 << 20  # bytes of one file of a solution
-SMALL_VOCABULARY = 8192  # entries; only a policy of our own, trained from scratch, has so few, and wants short prompts
+LARGEST = 1 << 20  # most bytes of one file of a solution
+SMALL_VOCABULARY = 8192  # entries; only policies trained from scratch have so few, and need compact prompts
 
 
 class BenchmarkError(UserError):
-    """What a person asked to measure cannot be measured; the message says why."""
+    """The benchmark cannot be run; the message says why."""
 
 
 @dataclass(frozen=True)
 class Player:
-    """Who plays: a policy (Hugging Face folder) or a model behind an OpenAI-compatible address."""
+    """The player: a policy (Hugging Face folder) or a model behind an OpenAI-compatible address."""
 
     policy: Path | None = None
     base_url: str | None = None
@@ -53,8 +53,8 @@ class Player:
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run``, but SIGTERM is as orderly as Ctrl-C: the work is cancelled and cleans up, then the process ends
-    with exit code 143."""
+    """``asyncio.run``, with SIGTERM handled like Ctrl-C: the work is cancelled and cleans up, then the process exits
+    with 143."""
     stopped: list[int] = []
 
     async def whole() -> T:
@@ -66,7 +66,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
                 task.cancel()
             stopped.append(signal.SIGTERM)
 
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)  # until the loop is closed
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)  # removed with the loop
         return await work
 
     try:
@@ -77,7 +77,8 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 def policy_folder(text: str, store_uri: str) -> Path:
-    """``text`` is a Hugging Face folder, or ``RUN/STAGE`` of the store (``last/agentic``), whose policy is fetched."""
+    """The policy's folder.  ``text`` is a Hugging Face folder, or ``RUN/STAGE`` of the store (``last/agentic``),
+    whose policy is fetched."""
     folder = Path(text)
     if folder.is_dir():
         return folder
@@ -102,8 +103,11 @@ def policy_folder(text: str, store_uri: str) -> Path:
 
 
 def read_solution(folder: Path, format: Format) -> Solution:
-    """The files of a solution folder: plan.json or model_new.py, and kernels/.  Raises TaskError that names what is
-    missing."""
+    """The files of a solution folder: plan.json or model_new.py, and kernels/.
+
+    Raises:
+        TaskError: A file is missing; the message names it.
+    """
     if not folder.is_dir():
         raise TaskError(f"{folder}: expected a folder with {_wanted(format)}")
     files = {}
@@ -132,8 +136,11 @@ def _wanted(format: Format) -> str:
 async def evaluate(
     settings: SandboxConfig, cache: Path, task: Path, solution: Path, mode: Mode, again: bool = False
 ) -> Verdict:
-    """The sandbox's verdict; ``again``: not one that is kept.  Raises TaskError for a task or a folder that is not
-    one."""
+    """The sandbox's verdict; with ``again`` a new one even if one is cached.
+
+    Raises:
+        TaskError: The task or the solution folder cannot be read.
+    """
     from cuda_agent.sandbox.client import open_sandbox
     from cuda_agent.sandbox.remote import RemoteSandbox
 
@@ -151,8 +158,8 @@ async def evaluate(
 async def benchmark(
     config: Config, cache: Path, player: Player, tasks: Path, output: Path | None, say: Callable[[str], None]
 ) -> Any:
-    """Plays every task of the set ``evaluate.samples`` times and returns the ``stages.scores.Scores``; ``output`` gets
-    ``episodes.jsonl`` and ``scores.json``, and a policy's ``tokenizer.json``."""
+    """Plays every task of the set ``evaluate.samples`` times and returns the ``rl.scores.Scores``.  ``output`` gets
+    ``episodes.jsonl``, ``scores.json`` and a policy's ``tokenizer.json``."""
     from cuda_agent.policy.episode import write_episodes
     from cuda_agent.rl.rollouts import seed_of
     from cuda_agent.rl.scores import score, write_scores
@@ -181,12 +188,12 @@ async def benchmark(
         write_episodes(output / "episodes.jsonl", episodes)
         write_scores(output / "scores.json", scores)
         if player.policy and (tokenizer := player.policy / "tokenizer.json").is_file():
-            shutil.copyfile(tokenizer, output / "tokenizer.json")  # what the episodes' ids mean
+            shutil.copyfile(tokenizer, output / "tokenizer.json")  # to decode the ids of the episodes
     return scores
 
 
 def _make(output: Path) -> None:
-    """Before anything is played.  Raises BenchmarkError."""
+    """Creates the folder before any episode is played.  Raises BenchmarkError."""
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -238,7 +245,7 @@ def _settings(config: Config, style: Literal["compact", "full"]) -> Any:
 
 
 def score_lines(scores: Any) -> list[str]:
-    """The paper's table, final answer and best of the trajectory, a line a group."""
+    """The paper's table as lines, one per group: final answer and best of the trajectory."""
     lines = [
         f"{scores.policy}: {scores.episodes} episodes of {scores.tasks} tasks, {scores.infra} lost to faults of ours"
     ]

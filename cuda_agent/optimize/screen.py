@@ -1,7 +1,7 @@
-"""What a person sees while attempts go on: a live view on a terminal, plain lines elsewhere, JSON lines for programs.
+"""Shows a running search: a live view on a terminal, plain lines elsewhere, JSON lines for programs.
 
-``View`` is what all of them know, made of events alone.  Whatever models and tools say is cut to printable characters
-before it reaches a terminal.  What it does not cover: what is true (``optimize``).
+``View`` is the common state, built from events alone.  Output of models and tools is reduced to printable characters
+before it reaches a terminal.  What it does not cover: the search (``search``).
 """
 
 import json
@@ -37,7 +37,7 @@ class AttemptView:
     diff: list[str] = field(default_factory=list)
     diff_of: str = ""
     verdict: str = ""
-    factor: float | None = None  # of the last solution that was judged
+    factor: float | None = None  # speed-up of the last judged solution
     best: float | None = None
     ended: str = ""
 
@@ -50,11 +50,11 @@ class View:
     turns: int = 0
     baselines: str = ""
     notes: list[str] = field(default_factory=list)
-    passing: str = ""  # what goes on beside the attempts
+    passing: str = ""  # activity besides the attempts
     attempts: dict[int, AttemptView] = field(default_factory=dict)
     focus: int = 1
     best: float | None = None
-    track: list[float] = field(default_factory=list)  # the best so far, after each correct solution
+    track: list[float] = field(default_factory=list)  # best speed-up so far, after each correct solution
     judged: int = 0
     tokens: int = 0
     cost: float = 0.0
@@ -122,7 +122,7 @@ class View:
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """The last ``width`` values between the smallest and the largest of them all, and 1."""
+    """The last ``width`` values, scaled between 1, the smallest and the largest of all."""
     if not values:
         return ""
     low, high = min(*values, 1.0), max(*values, 1.0)
@@ -150,7 +150,7 @@ def microseconds(seconds: float) -> str:
 
 
 def tool(name: str, arguments: Any) -> str:
-    """``Bash verify``, ``Edit kernels/fused.cpp``"""
+    """The call in short: ``Bash verify``, ``Edit kernels/fused.cpp``."""
     values = arguments if isinstance(arguments, dict) else {}
     what = next((values[key] for key in ("command", "path", "pattern", "id") if key in values), "")
     return clean(f"{name} {what}")[:100]
@@ -194,11 +194,11 @@ def watching(as_json: bool) -> Iterator[Watch]:
 
 
 def _line(text: str) -> None:
-    print(text, flush=True)  # who reads a pipe wants to know now
+    print(text, flush=True)  # flush for readers of a pipe
 
 
 def json_lines(write: Callable[[str], None]) -> Watch:
-    """Every event that is kept, a line each."""
+    """Writes every kept event as a line of JSON."""
 
     def watch(event: Event) -> None:
         if event["kind"] not in ("text", "thought", "outcome"):
@@ -208,11 +208,11 @@ def json_lines(write: Callable[[str], None]) -> Watch:
 
 
 def plain(write: Callable[[str], None], width: int = 0) -> Watch:
-    """A line for what changes: tools, diffs, verdicts, notes and ends.  The line of a tool waits for what comes next of
-    its attempt, so that it can end with the tool's error.  ``width``: of a line with an error; 0: the terminal's."""
+    """Writes a line per tool call, diff, verdict, note and end.  The line of a tool call waits for the attempt's
+    next event, so that it can show the tool's error.  ``width``: of a line with an error; 0: the terminal's."""
     view = View()
-    waiting: dict[int, str] = {}  # the line of a tool, by attempt
-    judged: set[int] = set()  # attempts whose last line was a verdict, which says what failed
+    waiting: dict[int, str] = {}  # attempt -> pending line of a tool
+    judged: set[int] = set()  # attempts whose last line was a verdict, which has the failure
     room = width or shutil.get_terminal_size((120, 24)).columns
 
     def watch(event: Event) -> None:
@@ -273,7 +273,7 @@ def _live() -> Iterator[Watch]:
 
 
 def drawing(view: View, width: int, height: int) -> Any:
-    """What the terminal shows: at most ``height`` lines; with 0, only the lines that are worth keeping."""
+    """The terminal's content: at most ``height`` lines; with 0, only the lines worth keeping."""
     from rich.console import Group
     from rich.text import Text
 

@@ -1,11 +1,11 @@
-"""A verdict on one screen, for a person."""
+"""The text of a verdict for a person: one screen."""
 
 import statistics
 from collections.abc import Sequence
 
 from cuda_agent.sandbox.wire import BASELINES, Verdict, baseline, baseline_parts
 
-_SHOWN = 6  # records of what ran
+_SHOWN = 6  # records of a call that are shown
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:
@@ -43,7 +43,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
 
 
 def _spread(samples: Sequence[float]) -> str:
-    """The middle half of the timed calls."""
+    """The interquartile range of the timed calls."""
     if len(samples) < 4:
         return ""
     low, _, high = statistics.quantiles(samples, n=4)
@@ -51,7 +51,7 @@ def _spread(samples: Sequence[float]) -> str:
 
 
 def _shares_of_peak(verdict: Verdict) -> list[str]:
-    """How much of what the device can do at best a call has used."""
+    """The use of the device's peak rates in one call."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return []
     lines = []
@@ -83,7 +83,7 @@ def _amount(value: float, unit: str) -> str:
 
 
 def _ran(verdict: Verdict) -> list[str]:
-    """What ran in one call, a line a kernel or operator, the first few of them."""
+    """The first kernels or operators of one call, one per line."""
     lines = []
     for ran in verdict.ran[:_SHOWN]:
         times = f" x{ran.calls}" if ran.calls > 1 else ""
@@ -100,7 +100,7 @@ def _row(name: str, seconds: float, factor: float | None = None, note: str = "")
 
 
 def _strict_times(verdict: Verdict, strict: dict[str, object]) -> list[str]:
-    """Every baseline, and by what arithmetic the solution's error is explained."""
+    """Every baseline, and the arithmetic that explains the solution's error."""
     baselines, interval, failed = strict["baselines"], strict["interval"], strict["failed"]
     precision = strict["precision"]
     assert isinstance(baselines, dict) and isinstance(failed, dict) and isinstance(interval, list | tuple)

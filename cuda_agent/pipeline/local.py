@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import Config, flat, freeze
+from cuda_agent.compose import flat, freeze
+from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError
 from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.graph import STAGES, STAGES_INPUT, Stage, ancestors, check

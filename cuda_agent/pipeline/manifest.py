@@ -23,7 +23,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import Config, section_values
+from cuda_agent.compose import section_values
+from cuda_agent.config import Config
 from cuda_agent.pipeline.closure import code_version, device_name, environment_digest
 from cuda_agent.pipeline.graph import STAGES_INPUT, Stage, ancestors
 from cuda_agent.storage import Store, canonical_json

@@ -14,7 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import Config, flat, load
+from cuda_agent.compose import flat, load
+from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline.graph import Stage
 from cuda_agent.pipeline.manifest import Manifest, config_entry, manifest_entry, read_manifest

@@ -23,7 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import Config, load, restricted
+from cuda_agent.compose import load, restricted
+from cuda_agent.config import Config
 from cuda_agent.context import StageContext
 from cuda_agent.errors import (
     EXIT_BUG,

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from cuda_agent.config import Config, compose, freeze
+from cuda_agent.compose import compose, freeze
+from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_RETRY, ConfigError
 from cuda_agent.pipeline.local import RunOutcome
 from cuda_agent.pipeline.runs import read_run

@@ -1,11 +1,11 @@
-"""Chat: conversations as token ids, the same ids in training, in rollouts and on any server.
+"""Conversations as token ids, the same ids in training, in rollouts and on any server.
 
-There is one path for every policy: the chat template saved with its tokenizer (``chat_template.jinja`` here is the one
-of policies trained from scratch: Qwen's ChatML with Qwen3-Coder's XML tool calls, tools not spelled out).  What the
-policy sampled is never tokenized again: the first prompt is rendered whole, and every later turn appends only the
-delta between two assistant turns, rendered behind a synthetic assistant turn and cut off there.
+Every policy uses the chat template saved with its tokenizer (``chat_template.jinja`` here belongs to policies trained
+from scratch: Qwen's ChatML with Qwen3-Coder's XML tool calls, tools not spelled out).  Sampled tokens are never
+tokenized again: the first prompt is rendered whole, and every later turn appends only the delta between two assistant
+turns, rendered behind a synthetic assistant turn and cut off there.
 
-Not here: what the messages say (``agent``), the meaning of a tool's arguments, and images.
+What it does not cover: the content of messages (``agent``), the meaning of a tool's arguments, and images.
 """
 
 import json
@@ -47,16 +47,19 @@ _STRAY = re.compile(r"</?tool_call>|</?function\b|</?parameter\b")
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call.  Arguments in XML form arrive as strings unless ``Chat.parse`` was given the tools' schemas."""
+    """One call.  Arguments in XML form are strings unless ``Chat.parse`` was given the tools' schemas."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
 class Chat:
-    """``style`` "full" has the template spell out the tools; "compact" saves their tokens.
+    """Renders and parses conversations of one tokenizer.  With ``style`` "full" the template spells out the tools;
+    "compact" saves their tokens.
 
-    Raises ``ValueError`` when the tokenizer has no chat template."""
+    Raises:
+        ValueError: The tokenizer has no chat template.
+    """
 
     def __init__(self, tokenizer: Any, style: Literal["compact", "full"] = "full") -> None:
         if not getattr(tokenizer, "chat_template", None):
@@ -70,12 +73,12 @@ class Chat:
         ids = self._encode(after)
         self._special_ids = frozenset(tokenizer.all_special_ids)
         end = ids[0] if ids and ids[0] in self._special_ids else tokenizer.eos_token_id
-        self.end_id: int = end  # closes an assistant turn
+        self.end_id: int = end  # the token that ends an assistant turn
         self._end: str = tokenizer.decode([end], skip_special_tokens=False)
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (end, tokenizer.eos_token_id) if i is not None))
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-        """The conversation so far, ending with the header of the assistant's next turn."""
+        """Token ids of the conversation, ending with the header of the assistant's next turn."""
         spelled = list(tools) if tools and self.style == "full" else None
         text = self._render(messages, spelled, header=True)
         if spelled and spelled[0].get("function", spelled[0])["name"] not in text:
@@ -83,7 +86,7 @@ class Chat:
         return self._encode(text)
 
     def delta_ids(self, tool_results: Sequence[str], closed: bool = True) -> list[int]:
-        """What stands between two assistant turns: the tool results, then the next assistant header.
+        """Token ids between two assistant turns: the tool results, then the next assistant header.
 
         ``closed`` says that the sampled turn ended with its stop token; a turn cut at its length is closed here."""
         return self._delta([{"role": "tool", "content": text} for text in tool_results], closed)
@@ -91,9 +94,11 @@ class Chat:
     def encode_dialogue(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[list[int], list[int]]:
-        """Ids of a whole written dialogue and a mask that is 1 on the tokens a policy would have sampled (each
-        assistant turn with its stop token).  Token for token what ``prompt_ids``, the turns' own ids and ``delta_ids``
-        give; a dialogue that ends without an assistant turn ends with the tool results' header."""
+        """Token ids of a whole written dialogue, and a mask that is 1 on the tokens that a policy would have sampled
+        (each assistant turn with its stop token).
+
+        The ids equal those of ``prompt_ids``, the turns' own ids and ``delta_ids``.  A dialogue without a final
+        assistant turn ends with the header after the tool results."""
         first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
         ids = self.prompt_ids(messages[:first], tools)
         mask = [0] * len(ids)
@@ -113,7 +118,7 @@ class Chat:
         return ids, mask
 
     def turn_ids(self, message: Message) -> list[int]:
-        """One written assistant message as a policy would sample it, stop token included."""
+        """Token ids of a written assistant message as a policy would sample it, stop token included."""
         before = self._render([_user("?")], header=True)
         whole = self._render([_user("?"), message])
         if not whole.startswith(before):
@@ -123,10 +128,14 @@ class Chat:
     def parse(
         self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[str, list[ToolCall], bool]:
-        """One sampled turn -> (its text without the calls, the calls in order, whether anything in it is malformed).
+        """Parses one sampled turn.
 
-        Calls are read in XML or in Hermes' JSON form.  A malformed call is left in the text; the calls beside it still
-        count.  With ``tools`` (JSON schemas) the strings of XML arguments become the types the schema asks for."""
+        Calls are read in XML or in Hermes' JSON form.  A malformed call stays in the text; the calls beside it still
+        count.  With ``tools`` (JSON schemas) the strings of XML arguments are converted to the types of the schema.
+
+        Returns:
+            The text without the calls, the calls in order, and whether the turn holds anything malformed.
+        """
         ids = list(ids)
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
@@ -151,8 +160,8 @@ class Chat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _clean(self, message: Message) -> dict[str, Any]:
-        """The message in Hugging Face's form, with control tokens in its text broken by a space: what a task or a tool
-        says must never end a turn or open one."""
+        """The message in Hugging Face's form.  Control tokens in its text are broken by a space, so that the text of a
+        task or a tool can neither end a turn nor open one."""
 
         def broken(value: Any) -> Any:
             if isinstance(value, str):
@@ -161,7 +170,7 @@ class Chat:
 
         clean: dict[str, Any] = {"role": message["role"], "content": broken(message.get("content") or "")}
         if message["role"] == "tool":
-            clean["tool_call_id"] = "call00000"  # some templates insist on nine letters or digits
+            clean["tool_call_id"] = "call00000"  # some templates require nine letters or digits
         if message.get("tool_calls"):
             clean["tool_calls"] = [
                 {
@@ -178,9 +187,12 @@ class Chat:
 
 
 def read_calls(text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> tuple[str, list[ToolCall], bool]:
-    """One turn's text -> (the text without the calls, the calls in order, whether any of them is malformed).  Forms and
-    types are those of ``Chat.parse``."""
-    thought, closed, said = text.rpartition("</think>")  # a call that is only thought of is none
+    """Parses the text of one turn as ``Chat.parse`` does.
+
+    Returns:
+        The text without the calls, the calls in order, and whether any of them is malformed.
+    """
+    thought, closed, said = text.rpartition("</think>")  # calls inside of the thought do not count
     calls: list[ToolCall] = []
 
     def take(match: re.Match[str]) -> str:
@@ -204,7 +216,7 @@ def _user(text: str) -> dict[str, Any]:
 
 
 def _parse_call(body: str) -> ToolCall | None:
-    """The inside of one <tool_call>, or None when it is malformed."""
+    """The call inside one <tool_call>, or None if it is malformed."""
     body = body.strip()
     if body.startswith("{"):
         try:
@@ -231,7 +243,8 @@ def _parse_call(body: str) -> ToolCall | None:
 
 
 def _typed(call: ToolCall, properties: Mapping[str, Any]) -> ToolCall:
-    """Strings become numbers, booleans, lists or objects where the schema asks for them and the text is that."""
+    """The call with strings converted to numbers, booleans, lists or objects where the schema asks for them and the
+    text allows it."""
 
     def typed(name: str, value: Any) -> Any:
         if not isinstance(value, str) or properties.get(name, {}).get("type", "string") == "string":

@@ -1,6 +1,7 @@
 """Episode: the turns of one agent on one task, token by token, with its reward.
 
-One JSON object a line (``episodes.jsonl``).  The agent writes them, training reads them; neither imports the other.
+One JSON object per line (``episodes.jsonl``).  The agent writes episodes, training reads them; neither imports the
+other.
 """
 
 import json
@@ -9,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-EPISODES = "episodes.jsonl"  # the file of a set
+EPISODES = "episodes.jsonl"  # file name of a set of episodes
 
 
 def group_of(id: str) -> str:
@@ -19,21 +20,20 @@ def group_of(id: str) -> str:
 
 @dataclass
 class Episode:
-    """The five per-token lists have one entry a token of the whole conversation, prompt included.
+    """One episode.  The five per-token lists have one entry per token of the whole conversation, prompt included.
 
     ``mask`` is 1 on tokens that the policy sampled (the only ones trained on) and 0 on prompt and tool tokens.
-    ``reward`` is ``None`` when the fault was ours (deadline, infrastructure): such an episode is dropped from training,
-    never rewarded -1.
-    """
+    ``reward`` is None after the deadline or an infrastructure fault: such an episode is dropped from training, never
+    rewarded -1."""
 
     id: str  # <group>/<sample>, unique within its set, e.g. "warmup/3/relu_sum-0017/2"
     task: str
     kind: Literal["single", "agent"]
     ids: list[int]
     mask: list[int]
-    logprobs: list[float]  # of the engine; 0.0 where mask is 0
+    logprobs: list[float]  # the engine's log-probabilities; 0.0 where mask is 0
     versions: list[int]  # weight version the token was sampled under; -1 where mask is 0
-    turns: list[int]  # which turn the token belongs to, from 0
+    turns: list[int]  # number of the token's turn, from 0
     reward: float | None
     ended: Literal["answer", "turns", "tokens", "deadline", "infra"]
     verdict: dict[str, Any] | None = None  # of the final workspace (Verdict.to_json)
@@ -53,7 +53,7 @@ class Episode:
 
 
 def to_line(episode: Episode) -> str:
-    """Its wire form: one line of JSON, without the line's end."""
+    """The wire form: one line of JSON, without the line's end."""
     return json.dumps(asdict(episode), separators=(",", ":"))
 
 

@@ -1,10 +1,10 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): a frozen model whose linear layers each learn a change of low rank.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): a frozen model whose linear layers each learn a low-rank change.
 
-A layer with an adapter computes W x + scale B A x, and its ``weight`` reads as the sum W + scale B A.  So whoever looks
-at weights (the in-process decoder, a folder, a broadcast) finds those of the merged model, and knows nothing of
-adapters.  In a folder they have peft's format, which vLLM and others load.
+A layer with an adapter computes W x + scale B A x, and its ``weight`` reads as the sum W + scale B A. Code that reads
+weights (the in-process decoder, a saved folder, a broadcast) therefore gets those of the merged model without special
+cases.  In a folder, adapters have peft's format, which vLLM and others load.
 
-Not here: adapters of embeddings, convolutions and fused experts, dropout, several adapters at once.
+What it does not cover: adapters of embeddings, convolutions and fused experts, dropout, several adapters at once.
 """
 
 import json
@@ -24,7 +24,7 @@ _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
 class Adapted(nn.Module):
-    """A linear layer with an adapter in its place.  The change is zero at first: ``up`` is."""
+    """A linear layer with an adapter.  The initial change is zero, because ``up`` is."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()
@@ -48,8 +48,11 @@ class Adapted(nn.Module):
 
 
 def attach(model: Any, rank: int, alpha: float, targets: Sequence[str], seed: int = 0) -> None:
-    """Freezes ``model`` and gives every linear layer whose name ends in one of ``targets`` an adapter.  Raises
-    PolicyError where a target names no linear layer."""
+    """Freezes ``model`` and adds an adapter to every linear layer whose name ends in one of ``targets``.
+
+    Raises:
+        PolicyError: A target names no linear layer.
+    """
     found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     chosen = [name for name in found if name.rsplit(".", 1)[-1] in targets]
     if absent := set(targets) - {name.rsplit(".", 1)[-1] for name in chosen}:
@@ -64,12 +67,12 @@ def attach(model: Any, rank: int, alpha: float, targets: Sequence[str], seed: in
 
 
 def adapters(model: Any) -> dict[str, Adapted]:
-    """By the names that their layers have without them."""
+    """Name of the layer -> its adapter."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
 
 
 def merged_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of the parameters that the model has without adapters, merged; tied ones once."""
+    """Names and merged values of the parameters of the model without adapters; tied ones once."""
     layers = adapters(model)
     for name, parameter in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
@@ -81,7 +84,8 @@ def merged_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_merged(model: Any, folder: Path | str) -> None:
-    """The merged model as a Hugging Face folder, and the adapter, where there is one, in its sub-folder ``adapter``."""
+    """Saves the merged model as a Hugging Face folder, and its adapter, if it has one, in the sub-folder
+    ``adapter``."""
     if not adapters(model):
         model.save_pretrained(folder)
         return
@@ -92,7 +96,11 @@ def save_merged(model: Any, folder: Path | str) -> None:
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """The adapters alone, in peft's format.  Raises PolicyError where the model has none."""
+    """Saves the adapters alone, in peft's format.
+
+    Raises:
+        PolicyError: The model has no adapter.
+    """
     from safetensors.torch import save_file
 
     layers = adapters(model)
@@ -121,8 +129,11 @@ def save_adapter(model: Any, folder: Path) -> None:
 
 
 def merge_adapter(model: Any, folder: Path) -> None:
-    """Adds the adapters of a folder to the weights of a model without any.  Raises PolicyError for anything but plain
-    LoRA of linear layers."""
+    """Adds the adapters of a folder to the weights of a model without adapters.
+
+    Raises:
+        PolicyError: The folder holds anything other than plain LoRA of linear layers.
+    """
     from safetensors.torch import load_file
 
     settings = json.loads((folder / _SETTINGS).read_text())

@@ -1,6 +1,6 @@
-"""Tokenizers and models as Hugging Face folders: new ones from the configuration, and people's own.
+"""Tokenizers and models as Hugging Face folders: new ones from the configuration, and existing ones.
 
-Not here: the value model (``training``), engines, and anything that knows what a conversation says.
+What it does not cover: the value model (``training``), engines, and the content of conversations.
 """
 
 import json
@@ -21,11 +21,20 @@ decisions, and are copied."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
-    """A byte-level BPE tokenizer trained on ``texts`` (messages' contents, without chat markup).
+    """Trains a byte-level BPE tokenizer.
 
-    It has ``vocab`` entries, fewer when the texts hold no more pairs; ``ValueError`` when bytes and markup do not fit.
-    Any text can be encoded and decodes to itself; chat markup costs one token a piece.
-    Returns a ``PreTrainedTokenizerFast`` with the chat template set."""
+    Any text can be encoded and decodes to itself; each piece of chat markup is one token.
+
+    Args:
+        texts: contents of messages, without chat markup.
+        vocab: number of entries; the result has fewer if the texts hold no more pairs.
+
+    Returns:
+        A ``PreTrainedTokenizerFast`` with the chat template set.
+
+    Raises:
+        ValueError: ``vocab`` is too small for bytes and markup.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -43,9 +52,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
     tokenizer.train_from_iterator(
         texts,
         trainers.BpeTrainer(
-            vocab_size=vocab - reserved,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
+            vocab_size=vocab - reserved, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
         ),
     )
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (PAD, *CONTROL)])
@@ -86,8 +93,8 @@ def new_policy(config: PolicyConfig, tokenizer: Any, seed: int) -> Any:
 
 
 def save_policy(model: Any, tokenizer: Any, folder: Path | str) -> None:
-    """Model, tokenizer and chat template as a Hugging Face folder, which any server can load.  Adapters are merged, and
-    lie beside it once more by themselves (``lora.save_merged``)."""
+    """Saves model, tokenizer and chat template as a Hugging Face folder that any server can load.  Adapters are merged,
+    and saved beside it too (``lora.save_merged``)."""
     from cuda_agent.policy.lora import save_merged
 
     save_merged(model, folder)
@@ -95,9 +102,11 @@ def save_policy(model: Any, tokenizer: Any, folder: Path | str) -> None:
 
 
 def load_policy(folder: Path | str) -> tuple[Any, Any]:
-    """(model, tokenizer) of a Hugging Face folder; a name of the hub works where the hub can be reached.
+    """(model, tokenizer) of a Hugging Face folder, or of a name on the hub.  The model is in float32 and eval mode.
 
-    The model comes in float32 and eval mode.  ``PolicyError`` says what is missing or does not fit together."""
+    Raises:
+        PolicyError: A file is missing, or model and tokenizer do not fit together.
+    """
     from transformers import AutoConfig, AutoTokenizer
 
     path = Path(folder)
@@ -123,8 +132,11 @@ def load_policy(folder: Path | str) -> tuple[Any, Any]:
 
 
 def load_model(folder: Path | str) -> Any:
-    """The causal model of a Hugging Face folder, float32, eval mode; ``PolicyError`` when any weight is missing or has
-    another shape (the library would only fill it with noise)."""
+    """The causal model of a Hugging Face folder, float32, eval mode.
+
+    Raises:
+        PolicyError: A weight is missing or has another shape (the library would fill it with random numbers).
+    """
     from transformers import AutoModelForCausalLM
 
     try:
@@ -139,7 +151,8 @@ def load_model(folder: Path | str) -> Any:
 
 
 def _check_files(path: Path) -> None:
-    """What a folder must hold, checked before the library's own, vaguer errors; all that is missing is named."""
+    """Checks the files of a folder before the library does, whose errors are vaguer.  The error names all missing
+    files."""
     if not path.is_dir():
         raise PolicyError(f"{path} is not a folder")
     missing = []

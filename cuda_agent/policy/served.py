@@ -1,13 +1,14 @@
-"""A model behind an OpenAI-compatible address, text in and text out: the second seam, for other people's models.
+"""A model behind an OpenAI-compatible address, text in and text out: the engine for external models.
 
-``chat(messages, tools) -> Reply``.  What it plays is no training data: token ids and log-probabilities stay with the
-server.  Answers are streamed, so that a person sees them grow and an endless one can be left.  What a server lacks
-(tool calls, usage in streams, a parameter) is found out by its refusal and remembered; tool calls are then read from
-the text (``text_calls``).  Busy servers, broken streams and 5xx are asked again, with the pause that they ask for.
+``chat(messages, tools) -> Reply``.  Its episodes are no training data, because the server keeps token ids and
+log-probabilities.  Answers are streamed, so that a person sees them grow and an endless one can be cut.  When a server
+refuses a feature (tool calls, usage in streams, a parameter), later requests leave it out; tool calls are then read
+from the text (``text_calls``).  Busy servers, broken streams and 5xx are retried after the pause that the server asks
+for.
 
-The key is read from the environment, sent to that address alone, and blotted out of everything that comes back.
+The key is read from the environment, sent to that address alone, and removed from everything that comes back.
 
-What it does not cover: the policies that we train (``local``), playing (``agent``), and what a conversation may cost.
+What it does not cover: policies that are trained here (``engines``), playing (``agent``), and budgets.
 """
 
 import asyncio
@@ -31,11 +32,11 @@ from cuda_agent.policy.text_calls import Form, on_the_wire
 Listener = Callable[[str, str], None]
 """(what, text): ``text`` and ``thought`` as they come, ``again`` when what came is void, ``wait`` and ``form``, why."""
 
-CHARACTERS = 4  # a token, about, where nobody counts
-LONGEST = 2 << 20  # characters of one answer, whatever it was allowed
+CHARACTERS = 4  # characters per token, where the server does not count tokens
+LONGEST = 2 << 20  # most characters of one answer, independent of max_tokens
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 _LONGEST_PAUSE = 120.0
-# What a refusal names -> what is left out from then on.
+# Word in a refusal -> parameters to leave out from then on.
 _OPTIONAL = {
     "stream_options": "stream_options", "parallel_tool_calls": "parallel_tool_calls", "tool_choice": "tool_choice",
     "max_completion_tokens": "max_tokens", "seed": "seed", "temperature": "temperature",
@@ -46,7 +47,7 @@ _TOO_LONG = re.compile(
 
 
 class ServedModelError(UserError, RuntimeError):
-    """The address does not answer, refuses us, or answers something else; the message says which."""
+    """The address does not answer, refuses access, or sends an invalid answer; the message says which."""
 
     exit_code = EXIT_RETRY
 
@@ -57,21 +58,21 @@ class ContextTooLong(ServedModelError):
 
 @dataclass
 class Reply:
-    """One assistant turn.  ``calls``: {"id", "name", "arguments"}, arguments as a dict, or None where they are not
-    JSON.  Tokens are the server's count, or ``estimated`` from the text."""
+    """One assistant turn.  ``calls``: {"id", "name", "arguments"}, arguments as a dict, or None if they are not JSON.
+    Token counts are the server's, or ``estimated`` from the text."""
 
     content: str
     calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: int = 0
-    cut: bool = False  # it hit max_tokens, or did not end
+    cut: bool = False  # it reached max_tokens, or broke off
     prompt_tokens: int = 0
     estimated: bool = False
     thought: str = ""
     raw: str = ""  # the text that calls were read from; empty where they were native
-    malformed: bool = False  # something in the text began like a call and is none
+    malformed: bool = False  # the text holds a malformed call
 
     def message(self) -> dict[str, Any]:
-        """As a part of the conversation."""
+        """The turn as a message of the conversation."""
         said: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.calls:
             said["tool_calls"] = self.calls
@@ -81,11 +82,15 @@ class Reply:
 
 
 def check_address(url: str, key_env: str) -> None:
-    """Raises ``ServedModelError`` for what is no address; asks nobody."""
+    """Checks the address without connecting.
+
+    Raises:
+        ServedModelError: It is no valid address, or holds a user name or password.
+    """
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets or a port that are none
+    except ValueError:  # invalid brackets or port
         usable = False
     if not usable:
         raise ServedModelError(f"{url}: expected an address such as http://127.0.0.1:8000/v1")
@@ -94,8 +99,8 @@ def check_address(url: str, key_env: str) -> None:
 
 
 class ServedModel:
-    """An async context manager over one connection pool.  ``url``: up to and with ``/v1``.  ``lost`` counts the tokens
-    of answers that broke off, which a vendor charges too."""
+    """The client of one server: an async context manager over a connection pool.  ``url``: up to and with ``/v1``.
+    ``lost`` counts the tokens of answers that broke off, which a vendor charges too."""
 
     def __init__(
         self,
@@ -134,8 +139,12 @@ class ServedModel:
         listen: Listener | None = None,
         call: bool = True,
     ) -> Reply:
-        """The model's next turn; ``call``: whether it may call tools.  Busy or broken answers are tried again a few
-        times; then ``ServedModelError``.  ``ContextTooLong`` when the conversation has to become shorter."""
+        """The model's next turn.  ``call``: whether it may call tools.  Busy or broken answers are retried a few times.
+
+        Raises:
+            ServedModelError: The server refuses the request, or all retries failed.
+            ContextTooLong: The conversation has to become shorter.
+        """
         hear = listen or (lambda what, text: None)
         failures, pause = 0, 0.0
         while True:
@@ -188,7 +197,8 @@ class ServedModel:
         return {key: value for key, value in body.items() if key not in self._lacks}
 
     def _adapted(self, refusal: str, body: dict[str, Any], hear: Listener) -> bool:
-        """Whether the next request leaves out what this refusal names.  Everything is left out once only."""
+        """Whether the next request leaves out the feature that this refusal names.  Each feature is dropped once
+        only."""
         text = refusal.lower()
         for named, left_out in _OPTIONAL.items():
             if named in text and left_out in body and left_out not in self._lacks:
@@ -233,16 +243,16 @@ class ServedModel:
         raise _Refused(problem)
 
     def _clean(self, text: str) -> str:
-        """Without the key: some servers repeat it."""
+        """The text without the key, which some servers repeat."""
         return text.replace(self._key, "[key]") if len(self._key) >= 8 else text
 
 
 class _Refused(Exception):
-    """The server does not want this request; another form of it, perhaps."""
+    """The server refuses this form of the request; another may work."""
 
 
 class _Again(Exception):
-    """Worth another try, ``after`` so many seconds where the server says so."""
+    """The request may be retried, ``after`` so many seconds if the server says so."""
 
     def __init__(self, message: str, after: float | None = None) -> None:
         super().__init__(message)
@@ -250,7 +260,7 @@ class _Again(Exception):
 
 
 class _Turn:
-    """An answer as it comes in."""
+    """An answer that is being received."""
 
     def __init__(self, clean: Callable[[str], str], hear: Listener) -> None:
         self._clean, self._hear = clean, hear
@@ -261,7 +271,7 @@ class _Turn:
         self.characters = 0
 
     async def stream(self, answer: httpx.Response, room: int) -> None:
-        """Until the server says that it is the end, or ``room`` characters have come."""
+        """Reads until the server ends the stream, or ``room`` characters have come."""
         async for data in _events(answer):
             if data == "[DONE]":
                 if not self._finish:
@@ -281,7 +291,7 @@ class _Turn:
             raise _Again("the stream broke off")
 
     def whole(self, content: bytes, url: str) -> None:
-        """An answer in one piece, from a server that does not stream."""
+        """Reads the single body of a server that does not stream."""
         try:
             data = json.loads(content)
             choice = data["choices"][0]
@@ -321,7 +331,7 @@ class _Turn:
             self._hear(what, piece)
 
     def reply(self, tools: Sequence[Mapping[str, Any]], form: Form, prompt: int) -> Reply:
-        """``prompt``: its characters, for an estimate."""
+        """The finished turn.  ``prompt``: its number of characters, for an estimate of tokens."""
         raw = self._clean("".join(self._text))
         thought = self._clean("".join(self._thought))
         if not thought and "</think>" in raw:
@@ -336,7 +346,7 @@ class _Turn:
             for index, call in sorted(self._calls.items())
         ]
         content, malformed, read = raw, False, False
-        if not calls:  # a server may also leave the calls of a model that knows how in the text
+        if not calls:  # some servers leave tool calls in the text
             content, found, malformed = read_calls(raw, tools)
             read = bool(found)
             calls = [{"id": f"call-{i}", "name": c.name, "arguments": c.arguments} for i, c in enumerate(found)]
@@ -355,7 +365,7 @@ class _Turn:
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[str]:
-    """The data of server-sent events.  A line that does not end is refused, not collected."""
+    """The data of server-sent events.  Raises an error for an endless line instead of collecting it."""
     rest = b""
     async for block in answer.aiter_bytes():
         *lines, rest = (rest + block).split(b"\n")
@@ -369,7 +379,7 @@ async def _events(answer: httpx.Response) -> AsyncIterator[str]:
 
 
 async def _bounded(answer: httpx.Response) -> bytes:
-    """The body, as far as it is of a reasonable size."""
+    """The body, up to a maximum size."""
     content = b""
     async for block in answer.aiter_bytes():
         content += block
@@ -387,7 +397,7 @@ def _arguments(value: str) -> dict[str, Any] | None:
 
 
 def _message(text: str) -> str:
-    """What a server says of an error: the message of its JSON, or the first line."""
+    """The message of a server's error: from its JSON, or the first line."""
     try:
         error = json.loads(text)
         error = error.get("error", error)
@@ -397,7 +407,7 @@ def _message(text: str) -> str:
 
 
 def _retry_after(text: str | None) -> float | None:
-    """Seconds or a date; ``None`` when it says nothing."""
+    """Seconds to wait, from a number or a date; None if the header is missing or invalid."""
     if not text:
         return None
     try:

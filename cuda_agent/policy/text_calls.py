@@ -1,15 +1,15 @@
 """Conversations on the wire of an OpenAI-compatible server, with native tool calls or with calls written as text.
 
 A message here has ``role`` and ``content``; an assistant's may have ``tool_calls`` ({"id", "name", "arguments"}) and
-``raw``, the text that it was read from; a tool's has ``tool_call_id``.  ``on_the_wire`` turns a list of them into what
-a server gets, in one of three forms:
+``raw``, the text that they were read from; a tool's has ``tool_call_id``.  ``on_the_wire`` converts a list of them to
+one of three forms:
 
 - ``native``: the server's own tool calls;
-- ``text``: for servers without them.  The tools are spelled out in the system message, calls are XML in the text, and
+- ``text``: for servers without them. The tools are spelled out in the system message, calls are XML in the text, and
   results come in the user's name;
-- ``raw``: the same calls, but the server's chat template is trusted with roles and tools: for policies of this project.
+- ``raw``: the same calls, but roles and tools are left to the server's chat template: for policies of this project.
 
-Pure.  Not covered: sending (``served``), token ids (``chat``).
+Pure functions.  What it does not cover: sending (``served``), token ids (``chat``).
 """
 
 import json
@@ -39,22 +39,22 @@ the next message, in <tool_response>. Without a call your answer counts as the l
 
 
 def on_the_wire(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: Form) -> list[Any]:
-    """The messages in ``form``; with ``text``, the first one of the system tells of the tools."""
+    """The messages in ``form``; with ``text``, the first system message lists the tools."""
     if form == "native":
         return [_native(message) for message in messages]
     if form == "raw":
         return [_raw(message) for message in messages]
     sent: list[dict[str, Any]] = []
-    told = not tools
+    listed = not tools
     for message in messages:
         role, content = message["role"], message.get("content") or ""
-        if role == "system" and not told:
-            content, told = f"{content}\n\n{spell_out(tools)}", True
+        if role == "system" and not listed:
+            content, listed = f"{content}\n\n{spell_out(tools)}", True
         if role == "assistant":
             content = message.get("raw") or written(content, message.get("tool_calls") or ())
         if role == "tool":
             role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
-        if sent and sent[-1]["role"] == role == "user":  # templates want turns to alternate
+        if sent and sent[-1]["role"] == role == "user":  # templates require alternating turns
             sent[-1]["content"] += f"\n{content}"
         else:
             sent.append({"role": role, "content": content})
@@ -62,7 +62,7 @@ def on_the_wire(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[s
 
 
 def spell_out(tools: Sequence[Mapping[str, Any]]) -> str:
-    """How calls are written, and what there is to call."""
+    """The text that explains the form of calls and lists the tools."""
     lines = [_RULES]
     for tool in tools:
         schema = tool.get("function", tool)
@@ -95,7 +95,7 @@ def _native(message: Mapping[str, Any]) -> dict[str, Any]:
             {
                 "id": call["id"],
                 "type": "function",
-                # what was no JSON must not come back as such: servers parse it again
+                # arguments that were no JSON are left out: servers parse them again
                 "function": {"name": call["name"], "arguments": json.dumps(call["arguments"] or {})},
             }
             for call in message["tool_calls"]

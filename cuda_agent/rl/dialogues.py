@@ -1,12 +1,12 @@
-"""The corpus of ``bootstrap``: the teacher's solutions as conversations, in the very form that the policy will play.
+"""The corpus of ``bootstrap``: the teacher's solutions as conversations, in exactly the form of the policy's episodes.
 
-Prompts come from ``agent.prompt`` and tool results from ``agent.tools.describe`` (compact style), so nothing here
-spells out what another module says.  Results are written, not measured: a corpus of thousands needs no compiler.
-Verdicts are those that the sandbox gives (tests and ``bootstrap`` check that on a sample); the two ratios of
-``profile`` are drawn from what was measured for designs of this kind (``_ratios``), so they are right on average and no
-more than that.  What an agent does after a ratio is drawn without looking at it: judging by it is left to be learned.
+Prompts come from ``agent.prompt`` and tool results from ``agent.tools.describe`` (compact style), so that no text is
+defined twice.  Results are written, not measured: a corpus of thousands needs no compiler.  The verdicts are those that
+the sandbox would give (tests and ``bootstrap`` check a sample).  The two ratios of ``profile`` are drawn from measured
+distributions for each kind of design (``_ratios``), so that they are right on average only.  The agent's action after a
+ratio is drawn independently of it: acting on ratios is left to reinforcement learning.
 
-Not covered: training (``bootstrap``), and policies other than the small one made from scratch.
+What it does not cover: training (``bootstrap``), and policies other than the small one trained from scratch.
 """
 
 import random
@@ -42,7 +42,7 @@ def corpus(settings: Bootstrap, seed: int, excluded: Collection[str]) -> list[Di
 
 
 def texts(dialogues: Collection[Dialogue]) -> list[str]:
-    """Everything that is said in ``dialogues``, without chat markup: what a tokenizer is trained on."""
+    """The texts of ``dialogues`` without chat markup: the tokenizer's training data."""
     found = []
     for message in (message for dialogue in dialogues for message in dialogue):
         found += [
@@ -53,8 +53,8 @@ def texts(dialogues: Collection[Dialogue]) -> list[str]:
 
 
 def encode(dialogue: Dialogue, chat: Chat) -> tuple[list[int], list[int]]:
-    """Token ids of a dialogue, and a mask that is 1 on what a policy is to imitate: all assistant turns but the spoilt
-    ones, whose mistakes are only there to be mended."""
+    """Token ids of a dialogue, and a mask that is 1 on the tokens to imitate: all assistant turns except the spoilt
+    ones, which show mistakes to repair."""
     ids, mask = chat.encode_dialogue(dialogue, TOOLS)
     turns = [message for message in dialogue if message["role"] == "assistant"]
     starts = [i for i, one in enumerate(mask) if one and not mask[i - 1]]
@@ -66,12 +66,12 @@ def encode(dialogue: Dialogue, chat: Chat) -> tuple[list[int], list[int]]:
 
 
 def one_shot(task: Task, rng: random.Random) -> Dialogue:
-    """Prompt and answer of the game without tools."""
+    """Prompt and answer of an episode without tools."""
     return [*one_shot_messages(task, "compact"), _says(write_answer(_stripped(solve(task, rng).files)))]
 
 
 def episode(task: Task, rng: random.Random, repair: bool) -> Dialogue:
-    """A game with tools: write and verify, mend a mistake if ``repair``, sometimes profile, sometimes try another
+    """An episode with tools: write and verify, fix a mistake if ``repair``, sometimes profile, sometimes try another
     design, stop."""
     worked, spec = solve(task, rng), parse(task)
     mistake = spoil(task, worked, rng) if repair else None
@@ -95,7 +95,7 @@ def episode(task: Task, rng: random.Random, repair: bool) -> Dialogue:
 
 
 def _another(task: Task, worked: Worked, rng: random.Random) -> tuple[Worked, list[dict[str, Any]]]:
-    """Another design that shows in the files, and the calls that write it."""
+    """A design that differs in the files, and the calls that write it."""
     while True:
         other = solve(task, rng, redesign(worked, rng))
         before, after = _stripped(worked.files), _stripped(other.files)
@@ -139,8 +139,8 @@ def _verdict(status: Status, message: str = "", ratios: tuple[float, float] | No
 
 
 def _ratios(spec: FamilySpec, choices: Choices, rng: random.Random) -> tuple[float, float]:
-    """Speed against eager and against ``torch.compile`` as they were measured, by kind of design: medians and spread
-    over tasks of the family on idle machines; the same luck (what the chain costs) moves both."""
+    """Speed-ups over eager and ``torch.compile`` by kind of design: medians and spread measured over tasks of the
+    family on idle machines; one random factor (the cost of the chain) moves both."""
     slower = 1.0
     slower *= 1.9 if choices.number == "double" else 1
     slower *= {1: 1.7, 2: 1.0, 8: 1.0, ROWS: 1.5}[choices.grid]

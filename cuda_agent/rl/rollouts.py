@@ -1,8 +1,8 @@
-"""Rollouts: what every stage that plays a policy shares — opening its engine and its sandbox, and playing a batch of
-episodes with seeds that depend on the configuration alone.
+"""Rollouts: opens a policy's engine and its sandbox, and plays batches of episodes.  Seeds depend on the configuration
+alone.
 
-Not here: training (``learning``), scoring (``scores``), what an episode is (``agent.loop``), and the same in Ray's
-actors (``ray_players``).
+What it does not cover: training (``ppo``), scoring (``scores``), the episode itself (``agent.loop``), and rollouts in
+Ray's actors (``ray.players``).
 """
 
 import hashlib
@@ -22,10 +22,10 @@ from cuda_agent.errors import BadConfiguration, TryAgain
 from cuda_agent.lease import Lease
 from cuda_agent.machine import gpus
 from cuda_agent.policy.chat import Chat
-from cuda_agent.policy.engines.engine import EngineLost
+from cuda_agent.policy.engines.engine import Engine, EngineLost
 from cuda_agent.policy.engines.local import LocalEngine
 from cuda_agent.policy.engines.scripted import ScriptedEngine
-from cuda_agent.policy.engines.vllm import VllmEngine, open_vllm
+from cuda_agent.policy.engines.vllm import open_vllm
 from cuda_agent.policy.episode import Episode
 from cuda_agent.policy.model import load_policy
 from cuda_agent.rl.scripted import Script
@@ -35,12 +35,12 @@ from cuda_agent.tasks.task import Task
 
 Kind = Literal["single", "agent"]
 Style = Literal["compact", "full"]
-Job = tuple[Task, str]  # an episode to play, and its id, which decides its seed
+Job = tuple[Task, str]  # a task, and the id of the episode, which determines its seed
 
 
 @dataclass(frozen=True)
 class EpisodeBudget:
-    """Of an episode; ``context`` in tokens."""
+    """The limits of an episode; ``context`` in tokens."""
 
     turns: int
     context: int
@@ -49,21 +49,21 @@ class EpisodeBudget:
 
 
 class Players(Protocol):
-    """Who plays episodes: ``Rollouts`` in this process, or others."""
+    """Plays episodes: ``Rollouts`` in this process, ``RayPlayers`` in others."""
 
     async def play(self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = ...) -> list[Episode]:
-        """The episodes of ``jobs`` in their order; ``on_done`` gets each as soon as it is finished."""
+        """Plays ``jobs`` and returns their episodes in order; ``on_done`` gets each as soon as it is finished."""
         ...
 
 
 @dataclass
 class Rollouts:
-    """A policy that is being played.  ``model`` is the one to train; ``engine`` serves a copy of its weights and is
-    given new ones by ``engine.update_from(model, version)``."""
+    """A policy with its engine and sandbox.  ``model`` is the one to train; ``engine`` serves a copy of its weights and
+    takes new ones by ``engine.update_from(model, version)``."""
 
     model: Any
     tokenizer: Any
-    engine: LocalEngine | VllmEngine | ScriptedEngine
+    engine: Engine
     chat: Chat
     sandbox: Sandbox
     settings: EpisodeSettings
@@ -74,7 +74,7 @@ class Rollouts:
     async def play(
         self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = lambda episode: None
     ) -> list[Episode]:
-        """As ``Players.play``."""
+        """See ``Players.play``."""
         run = run_single if kind == "single" else run_episode
 
         async def play_one(task: Task, name: str) -> Episode:
@@ -87,10 +87,10 @@ class Rollouts:
 
 
 def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
-    """``samples`` episodes a task, in the order of ``tasks``, with the ids ``label/task/sample``.
+    """The jobs of ``samples`` episodes per task, in the order of ``tasks``, with the ids ``label/task/sample``.
 
-    From the second time on that a task occurs, its draw is part of the id (``label/task#2/sample``), and so of the
-    seed: the episodes of each draw are others, and form a group of their own."""
+    From the second time on that a task occurs, its draw is part of the id (``label/task#2/sample``) and so of the seed:
+    each draw has episodes and a group of its own."""
     draws: Counter[str] = Counter()
     jobs: list[Job] = []
     for task in tasks:
@@ -102,42 +102,35 @@ def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
 
 @asynccontextmanager
 async def open_rollouts(ctx: WorkerContext, policy: Path, budget: EpisodeBudget) -> AsyncIterator[Rollouts]:
-    """Opens the policy in folder ``policy`` with its engine, and the sandbox."""
+    """Opens the policy in folder ``policy`` with its engine, and the sandbox.
+
+    Raises:
+        PolicyError: The folder holds no usable policy.
+        BadConfiguration: ``policy.device`` is cuda, and there is no GPU.
+        SandboxUnready: A required wall or the compiler is missing.
+    """
     import torch
 
     config = ctx.config
-    torch.set_num_threads(1)  # of this thread, which computes nothing much: ``LocalEngine.compute`` says why
+    torch.set_num_threads(1)  # this thread computes little: see ``LocalEngine.compute``
     lockstep = config.sandbox.clock == "model"
     model, tokenizer = load_policy(policy)
     if config.policy.engine == "local" and config.policy.device == "cuda":
         if not gpus():
             raise BadConfiguration("policy.device is cuda, and this machine has no GPU that PyTorch can use")
-        model.to("cuda")  # where a broadcast finds it, too
+        model.to("cuda")  # broadcasts send it from there
     style: Style = "compact" if config.policy.base is None else "full"
     settings = episode_settings(config, style, **asdict(budget))
     chat = Chat(tokenizer, style)
-    async with (
-        open_sandbox(config.sandbox, ctx.cache) as sandbox,
-        _open_engine(ctx, policy, model, chat) as engine,
-    ):
+    async with open_sandbox(config.sandbox, ctx.cache) as sandbox, _open_engine(ctx, policy, model, chat) as engine:
         yield Rollouts(
-            model,
-            tokenizer,
-            engine,
-            chat,
-            sandbox,
-            settings,
-            config.seed,
-            config.agent.concurrency,
-            lockstep,
+            model, tokenizer, engine, chat, sandbox, settings, config.seed, config.agent.concurrency, lockstep
         )
 
 
 @asynccontextmanager
-async def _open_engine(
-    ctx: WorkerContext, folder: Path, model: Any, chat: Chat
-) -> AsyncIterator[LocalEngine | VllmEngine | ScriptedEngine]:
-    """The engine that the configuration names, serving ``model``, which came from ``folder``."""
+async def _open_engine(ctx: WorkerContext, folder: Path, model: Any, chat: Chat) -> AsyncIterator[Engine]:
+    """The configured engine, serving ``model``, which was loaded from ``folder``."""
     policy = ctx.config.policy
     if policy.engine == "vllm":
         try:
@@ -158,7 +151,7 @@ async def _open_engine(
         except EngineLost as error:
             raise TryAgain(str(error)) from error
         return
-    engine: LocalEngine | ScriptedEngine
+    engine: Engine
     if policy.engine == "scripted":
         engine = ScriptedEngine(Script(chat, read_tasks(ctx.inputs["tasks"])), chat.tokenizer, model)
     else:
@@ -175,7 +168,7 @@ async def _open_engine(
 def episode_settings(
     config: Config, style: Style, *, turns: int, context: int, temperature: float, reward: str = "ladder"
 ) -> EpisodeSettings:
-    """The configuration as the agent loop wants it."""
+    """The settings of the agent loop, from the configuration."""
     return EpisodeSettings(
         format=config.sandbox.format,
         style=style,
@@ -196,8 +189,8 @@ def seed_of(seed: int, name: str) -> int:
 
 
 def draw(tasks: Sequence[Task], count: int, seed: int, step: int) -> list[Task]:
-    """The tasks of one training step: epochs of shuffled tasks cut into pieces of ``count``, so every task is seen
-    equally often; a function of (seed, step) alone."""
+    """The tasks of one training step: shuffled epochs cut into pieces of ``count``, so that every task is drawn equally
+    often; a function of (seed, step) alone."""
     drawn: list[Task] = []
     for position in range(step * count, (step + 1) * count):
         epoch, index = divmod(position, len(tasks))

@@ -25,8 +25,8 @@ def _open_players(ctx: StageContext, budget: EpisodeBudget) -> AbstractAsyncCont
 async def play_rounds(
     ctx: StageContext, split: Literal["train", "heldout"], rounds: int, *, turns: int, temperature: float
 ) -> tuple[list[Task], list[Episode]]:
-    """Plays the policy of ``ctx`` in the agent loop on its tasks of ``split``, ``rounds`` times one episode a task,
-    with a checkpoint after each round.  Returns the tasks and all episodes."""
+    """Plays the policy of ``ctx`` on its tasks of ``split``: ``rounds`` times one episode per task, with a checkpoint
+    after each round.  Returns the tasks and all episodes."""
     tasks = [task for task in read_tasks(ctx.inputs["tasks"]) if task.split == split]
     episodes: list[Episode] = []
     start = ctx.checkpoints.load(lambda folder: episodes.extend(read_episodes(folder / EPISODES))) or 0

@@ -1,12 +1,12 @@
-"""Scores: episodes with their verdicts -> the numbers of the paper's table, with intervals.
+"""Scores: from episodes with their verdicts to the numbers of the paper's table, with intervals.
 
-Covers: pass rate, faster than eager, faster than ``torch.compile`` (correct, by any margin), geometric mean speed-ups
-over correct solutions; each for the final answer and for the best state of the trajectory; overall, per family (or
-level) and per operator; seeded bootstrap intervals over tasks, and paired differences between two policies on the tasks
-that both were scored on.  Episodes that our own side lost are counted apart and never scored.
+Metrics: pass rate, share faster than eager, share faster than ``torch.compile`` (correct, by any margin), geometric
+mean speed-ups over correct solutions; each for the final answer and for the best state of the trajectory; overall, per
+family (or level) and per operator; seeded bootstrap intervals over tasks, and paired differences between two policies
+on their common tasks.  Episodes lost by infrastructure faults are counted apart and never scored.
 
-Does not: run, time or judge anything (the sandbox does), or decide whether a difference matters.  The intervals cover
-the choice of tasks, not the noise of a stopwatch and not the seed of a training run.
+What it does not cover: running and judging (the sandbox), and whether a difference matters.  The intervals cover the
+choice of tasks, neither timing noise nor the seed of a training run.
 """
 
 import json
@@ -29,12 +29,12 @@ METRICS = RATES + SPEEDUPS
 
 RESAMPLES = 2000
 COVERAGE = 0.95
-FEWEST_TASKS = 5  # below this a bootstrap interval says more about luck than about the policy
+FEWEST_TASKS = 5  # with fewer tasks a bootstrap interval is meaningless
 
 
 @dataclass
 class Result:
-    """One judged state of one episode.  ``status`` is the verdict's, or ``no_answer`` where nothing could be judged."""
+    """One judged state of an episode.  ``status`` is the verdict's, or ``no_answer`` if there was nothing to judge."""
 
     status: str
     speedup_eager: float | None = None
@@ -47,7 +47,7 @@ class Result:
 
 @dataclass
 class EpisodeScore:
-    """One scored episode: what it ended on, and the best state that it went through."""
+    """One scored episode: its final state and the best state of its trajectory."""
 
     episode: str
     task: str
@@ -62,8 +62,8 @@ class EpisodeScore:
 @dataclass
 class ScoreRow:
     """One row of the table.  Rates are shares of tasks (0 to 1, each task weighs the same); speed-ups are geometric
-    means over the tasks with a correct solution, ``None`` where there is none; ``intervals`` holds (low, high) at 95 %
-    by metric, ``None`` where there are too few tasks."""
+    means over the tasks with a correct solution, None if there is none; ``intervals`` holds (low, high) at 95 % by
+    metric, None with too few tasks."""
 
     group: str
     tasks: int
@@ -85,18 +85,18 @@ class Table:
 
 @dataclass
 class Scores:
-    """``scores.json``: everything that the report and ``benchmark`` say about one policy on one task set."""
+    """``scores.json``: all scores of one policy on one task set."""
 
     policy: str
     clock: Literal["real", "model"]
     tasks: int  # of the set
     unscored: list[str]  # tasks without a single scored episode
     episodes: int  # scored
-    infra: int  # episodes lost by our own side (infrastructure, deadline): not scored
+    infra: int  # episodes lost by infrastructure faults or the deadline: not scored
     final: Table
     best: Table
     statuses: dict[str, int]  # of the final answers
-    ended: dict[str, int]  # why the scored episodes ended
+    ended: dict[str, int]  # reasons why the scored episodes ended
     mean_turns: float | None
     mean_tokens: float | None  # sampled by the policy, an episode
     outcomes: list[EpisodeScore]
@@ -108,7 +108,12 @@ class Scores:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Scores":
-        """The inverse of ``to_json``.  Raises ``TypeError`` or ``KeyError`` for anything else."""
+        """The inverse of ``to_json``.
+
+        Raises:
+            TypeError: The data is not of this form.
+            KeyError: The data is not of this form.
+        """
         outcomes = [
             EpisodeScore(**(o | {"final": Result(**o["final"]), "best": Result(**o["best"])})) for o in data["outcomes"]
         ]
@@ -118,9 +123,9 @@ class Scores:
 
 @dataclass
 class Difference:
-    """``after`` against ``before`` on the tasks that both were scored on: a difference of shares for rates, a ratio
-    for speed-ups.  ``interval`` is a paired bootstrap over tasks; ``None`` where there are too few, or where the two
-    agree on every one (resampling then yields no spread, which is not certainty)."""
+    """``after`` against ``before`` on their common tasks: a difference of shares for rates, a ratio for speed-ups.
+    ``interval`` is a paired bootstrap over tasks; None with too few tasks, or if both agree on every task (resampling
+    then shows no spread, which is not certainty)."""
 
     group: str
     metric: str
@@ -139,8 +144,12 @@ def score(
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> Scores:
-    """The scores of ``policy``.  Raises ``ValueError`` for an episode on a task that is not in ``tasks``, or a verdict
-    under another clock than ``clock``: times of two clocks must never meet in one table."""
+    """The scores of ``policy``.
+
+    Raises:
+        ValueError: An episode's task is not in ``tasks``, or a verdict is of another clock than ``clock``: times of two
+            clocks must not meet in one table.
+    """
     by_name = {task.name: task for task in tasks}
     outcomes: list[EpisodeScore] = []
     ended: Counter[str] = Counter()
@@ -193,8 +202,11 @@ def score(
 def compare(
     before: Scores, after: Scores, which: Literal["final", "best"] = "final", family: str | None = None, seed: int = 0
 ) -> list[Difference]:
-    """One ``Difference`` a metric, on the common tasks (of ``family``, or all).  Raises ``ValueError`` where the two
-    were not scored under one clock."""
+    """One ``Difference`` per metric, on the common tasks (of ``family``, or all).
+
+    Raises:
+        ValueError: The two were scored under different clocks.
+    """
     if before.clock != after.clock:
         raise ValueError(f"{before.policy} is under the {before.clock} clock, {after.policy} under {after.clock}")
     common = sorted({o.task for o in before.outcomes} & {o.task for o in after.outcomes})
@@ -236,7 +248,7 @@ def read_scores(path: Path) -> Scores:
 
 
 def _lost(episode: Episode, final: Verdict | None) -> bool:
-    """True for an episode that our own side cut or could not judge: a reward of ``None`` says so."""
+    """Whether an infrastructure fault cut the episode or kept it from being judged: its reward is None."""
     return episode.reward is None or (final is not None and final.status == "infra")
 
 
@@ -249,8 +261,8 @@ def _result(verdict: Verdict | None) -> Result:
 
 
 def _better(final: Result, best: Result) -> Result:
-    """The better of the two by correctness, then speed-up against compile, then eager (the paper's rule).  The final
-    state is part of the trajectory, so the best is never below it."""
+    """The better of two states by correctness, then speed-up over compile, then over eager (the paper's rule).  The
+    final state is part of the trajectory, so that the best is never below it."""
 
     def rank(result: Result) -> tuple[bool, float, float]:
         return result.correct, result.speedup_compile or 0.0, result.speedup_eager or 0.0
@@ -292,8 +304,8 @@ def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int, re
 
 
 def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
-    """One value a task and metric, float64 [tasks]: the share of its episodes for rates, the mean logarithm over its
-    correct and timed episodes for speed-ups (nan where there is none)."""
+    """Float64 [tasks] for each metric: for rates the share of the task's episodes, for speed-ups the mean logarithm
+    over its correct and timed episodes (nan if there are none)."""
     results: dict[str, list[Result]] = {name: [] for name in names}
     for outcome in outcomes:
         if outcome.task in results:
@@ -317,7 +329,7 @@ def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]
 
 
 def _draws(n: int, seed: int, resamples: int) -> NDArray[np.int64]:
-    """Which tasks each resample holds, int64 [resamples, n].  The same for every metric and both policies of a pair."""
+    """The tasks of each resample, int64 [resamples, n]; the same for every metric and both policies of a pair."""
     return np.random.default_rng(seed).integers(0, max(n, 1), size=(resamples, n))
 
 
@@ -330,7 +342,7 @@ def _mean(column: NDArray[np.float64], geometric: bool) -> float | None:
 
 
 def _means(column: NDArray[np.float64], draws: NDArray[np.int64], geometric: bool) -> NDArray[np.float64]:
-    """The mean of every resample, float64 [resamples]; nan for one that drew no known value."""
+    """The mean of every resample, float64 [resamples]; nan for a resample without a known value."""
     if not len(column):
         return np.full(len(draws), np.nan)
     values = column[draws]
@@ -351,8 +363,8 @@ def _percentiles(values: NDArray[np.float64]) -> tuple[float, float] | None:
 
 
 def _unanimous(share: float, n: int) -> tuple[float, float]:
-    """Where all ``n`` tasks agree, resampling them yields no spread at all, which is not certainty: the exact binomial
-    bound instead (0 of 24 solved is compatible with a rate of up to 12 %)."""
+    """The exact binomial bound, for ``n`` tasks that all agree: resampling them shows no spread, which is not certainty
+    (0 of 24 solved is compatible with a rate of up to 12 %)."""
     reach = 1 - (1 - COVERAGE) ** (1 / n)
     return (0.0, reach) if share == 0 else (1 - reach, 1.0)
 

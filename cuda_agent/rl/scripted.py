@@ -1,8 +1,8 @@
-"""A drill's policy: ``policy.engine=scripted`` answers with the teacher's dialogues, under the real policy's
-log-probabilities.
+"""A policy for drills: ``policy.engine=scripted`` answers with the teacher's dialogues, under the log-probabilities of
+the real policy.
 
-It exists so that a whole run, with correct kernels, repairs and all, takes a minute and repeats bit for bit; what a
-policy "learns" from it means nothing.  No stage uses it otherwise.
+A whole run with correct kernels and repairs then takes a minute and repeats bit for bit; the trained policy has no
+meaning.  No stage uses it otherwise.
 """
 
 import random
@@ -17,7 +17,7 @@ REPAIRED = 0.5  # share of the agent's episodes that begin with a mistake
 
 
 class Script:
-    """``answer`` of a ``ScriptedEngine``: an episode goes on with the dialogue that it began."""
+    """``answer`` of a ``ScriptedEngine``: an episode continues the dialogue that it began."""
 
     def __init__(self, chat: Chat, tasks: Sequence[Task]) -> None:
         self._chat = chat
@@ -25,7 +25,7 @@ class Script:
         for task in tasks:
             self._openings[tuple(chat.prompt_ids(agent_messages(task, "compact")))] = (task, True)
             self._openings[tuple(chat.prompt_ids(one_shot_messages(task, "compact")))] = (task, False)
-        self._under_way: dict[tuple[int, ...], list[list[int]]] = {}  # what was said so far -> the turns to come
+        self._under_way: dict[tuple[int, ...], list[list[int]]] = {}  # prompt so far -> the turns to come
 
     def __call__(self, prompt: list[int], seed: int) -> list[int]:
         turns = self._turns(tuple(prompt), seed)
@@ -39,7 +39,7 @@ class Script:
             rng = random.Random(seed)
             try:
                 dialogue = episode(task, rng, rng.random() < REPAIRED) if tools else one_shot(task, rng)
-            except ValueError:  # not of the teacher's family: it has no answer
+            except ValueError:  # not of the teacher's family
                 return []
             return [self._chat.turn_ids(message) for message in dialogue if message["role"] == "assistant"]
         begun = max((said for said in self._under_way if prompt[: len(said)] == said), key=len, default=None)

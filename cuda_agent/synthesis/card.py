@@ -1,6 +1,6 @@
-"""The data card: what a task set holds and how it came about, as plain JSON for the report.
+"""The data card: content and origin of a task set, as plain JSON for the report.
 
-Counts, the yield of every filter, times, operators.  Not covered: how policies fare on the tasks.
+It holds counts, the yield of every filter, times, operators.  What it does not cover: how policies fare on the tasks.
 """
 
 import math
@@ -31,7 +31,7 @@ def data_card(
     window_ms: tuple[float, float],
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """``times``: task name -> (eager seconds, seconds compiled).  ``facts`` are taken over as they are."""
+    """The card.  ``times``: task name -> (eager seconds, compiled seconds).  ``facts`` are copied unchanged."""
     eager = [times[task.name][0] * 1e3 for task in tasks if task.name in times]
     return dict(facts) | {
         "tasks": len(tasks),

@@ -1,11 +1,12 @@
-"""The operator catalogue: what can be stacked, how it is written, what it does to a shape, what it costs.
+"""The operator catalogue: which operators can be stacked, their source, their effect on shapes, their cost.
 
-One table, in sections.  Each operator says how it looks in ``forward`` and ``__init__``, which shapes it takes and
-gives, and which values it needs and gives (a logarithm wants positive ones), so that a composer can chain operators
-that make sense together.  ``available`` leaves out what the installed torch does not have.  Not covered: dropout and
-other random operators (a task must be deterministic), operators whose result jumps (``floor``, ``argmax``: a rounding
-error of a correct kernel would count as wrong), in-place and backward operators, and layers of ``transformers``
-(``layers.py``).
+One table, in sections.  Each operator has its text in ``forward`` and ``__init__``, the shapes that it takes and gives,
+and the values that it needs and gives (a logarithm needs positive ones), so that a composer can chain operators that
+make sense together.  ``available`` leaves out operators that the installed torch lacks.
+
+What it does not cover: dropout and other random operators (a task must be deterministic), operators with jumps
+(``floor``, ``argmax``: a correct kernel's rounding error would count as wrong), in-place and backward operators, and
+layers of ``transformers`` (``layers.py``).
 """
 
 import math
@@ -320,20 +321,8 @@ _SHAPES = [
     ),
     Operator("torch.flip", "shape", _BATCHED, shaped("torch.flip({x}, (-1,))", lambda x: x)),
     Operator("torch.roll", "shape", _BATCHED, shaped("torch.roll({x}, 3, dims=-1)", lambda x: x)),
-    Operator(
-        "torch.cat",
-        "shape",
-        _BATCHED,
-        joined("torch.cat([{x}, {y}], dim=-1)", -1),
-        gives=ANY,
-    ),
-    Operator(
-        "torch.stack",
-        "shape",
-        (2, 3),
-        joined("torch.stack([{x}, {y}], dim=1)", None),
-        gives=ANY,
-    ),
+    Operator("torch.cat", "shape", _BATCHED, joined("torch.cat([{x}, {y}], dim=-1)", -1), gives=ANY),
+    Operator("torch.stack", "shape", (2, 3), joined("torch.stack([{x}, {y}], dim=1)", None), gives=ANY),
     Operator("torch.tile", "shape", (2, 3), shaped("torch.tile({x}, (2,))", lambda x: (*x[:-1], 2 * x[-1]))),
     Operator(
         "torch.repeat_interleave",
@@ -399,14 +388,14 @@ CATALOGUE: tuple[Operator, ...] = (
 
 
 def path_of(name: str) -> str:
-    """``F.gelu`` -> ``torch.nn.functional.gelu``: where an operator's name lives."""
+    """``F.gelu`` -> ``torch.nn.functional.gelu``: the import path of an operator."""
     head, _, rest = name.partition(".")
     return {"F": "torch.nn.functional.", "nn": "torch.nn.", "torch": "torch.", "Tensor": "torch.Tensor."}[head] + rest
 
 
 @cache
 def available() -> tuple[Operator, ...]:
-    """The operators that the installed torch has (imports torch)."""
+    """The operators that the installed torch has.  Imports torch."""
     import torch
 
     def exists(path: str) -> bool:

@@ -1,10 +1,11 @@
-"""Composing tasks: a protocol, and the programmatic writer.
+"""Composes tasks: the protocol, and the programmatic writer.
 
-The programmatic writer stacks at most ``max_ops`` operators of the catalogue one behind the other, or takes one layer
-of ``transformers``, and then chooses the batch so that a cost model (bytes moved, operations, one launch an operator)
-puts eager's time at a target inside the window.  The model's error is a matter for the filters: only the sandbox knows
-a time.  Not covered: branches and residual connections, training steps, dtypes other than float32.  The other writer,
-a language model, is in ``writer.py``.
+The programmatic writer stacks at most ``max_ops`` operators of the catalogue, or takes one layer of ``transformers``,
+and then chooses the batch so that a cost model (bytes moved, operations, one launch per operator) puts eager's time at
+a target inside the window.  The filters correct the cost model's error with times from the sandbox.
+
+What it does not cover: branches and residual connections, training steps, dtypes other than float32, and the model
+writer (``writer.py``).
 """
 
 import hashlib
@@ -44,19 +45,23 @@ class ComposeError(Exception):
 
 
 class Composer(Protocol):
-    """Makes candidates.  ``repeatable``: the task depends on ``rng`` alone, so that nobody has to keep it."""
+    """Makes candidates.  ``repeatable``: the task depends on ``rng`` alone, so that it need not be stored."""
 
     @property
     def repeatable(self) -> bool: ...
 
     async def compose(self, rng: Random) -> Task:
-        """Raises ComposeError when this attempt gives no task."""
+        """Makes one task.
+
+        Raises:
+            ComposeError: This attempt gives no task.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The cost model of a device, roughly: what eager reaches on middling shapes, not its peak."""
+    """A rough cost model of a device: the rates that eager reaches on medium shapes, not its peak."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -122,7 +127,8 @@ class ProgrammaticWriter:
 
 
 def as_task(code: str, data_source: str, family: str = "catalogue") -> Task:
-    """``ops`` are recomputed from the code; the name is made of them and the digest, so equal tasks are equal."""
+    """The task of this source.  ``ops`` are recomputed from the code; the name is made of them and the digest, so
+    that equal tasks are equal."""
     ops = recompute_ops(code)
     words = [re.sub(r"\W+", "", op.rsplit(".", 1)[-1]).lower() for op in ops]
     digest = hashlib.sha256(code.encode()).hexdigest()
@@ -130,7 +136,7 @@ def as_task(code: str, data_source: str, family: str = "catalogue") -> Task:
 
 
 def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> list[Operator] | None:
-    """``count`` different operators that may stand in this order as far as values go; shapes are ``build``'s matter."""
+    """``count`` different operators whose values fit in this order; ``build`` checks the shapes."""
     chosen: list[Operator] = []
     values: Interval | None = None
     for place in range(count):
@@ -153,7 +159,7 @@ def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> li
 
 
 def first_shape(operator: Operator, wide: bool, rng: Random) -> Shape:
-    """A shape that ``operator`` can begin with; dimension 0 is the batch and still 1."""
+    """A shape that ``operator`` can begin with; dimension 0 is the batch, 1 at first."""
     rank = rng.choice([rank for rank in operator.ranks if rank > 1])
     if rank == 2:
         return (1, rng.choice((1024, 2048, 4096, 8192) if wide else (64, 128, 256, 512, 1000, 2048)))
@@ -175,7 +181,7 @@ def input_values(operator: Operator) -> Interval:
 
 
 def batch_for(cost: Callable[[int], float], window: tuple[float, float], rng: Random) -> int | None:
-    """The batch whose cost (seconds, growing) is nearest a target drawn log-uniformly inside the window."""
+    """The batch whose cost (seconds, growing) is nearest to a target drawn log-uniformly inside the window."""
     low, high = window[0] * 1.4, window[1] / 2.5
     if low >= high:
         low = high = math.sqrt(window[0] * window[1])
@@ -189,7 +195,7 @@ def batch_for(cost: Callable[[int], float], window: tuple[float, float], rng: Ra
     while upper - lower > max(1, lower // 16):
         middle = (lower + upper) // 2
         lower, upper = (middle, upper) if cost(middle) <= target else (lower, middle)
-    if rng.random() < 0.85:  # mostly round numbers, but a kernel must also cope with others
+    if rng.random() < 0.85:  # mostly round numbers; kernels must handle others too
         step = 1 << max(0, lower.bit_length() - 3)
         lower = lower // step * step
     return lower if window[0] * 1.1 <= cost(lower) <= high * 1.2 else None
@@ -197,7 +203,7 @@ def batch_for(cost: Callable[[int], float], window: tuple[float, float], rng: Ra
 
 @dataclass(frozen=True)
 class Chain:
-    """A built chain: its source text in parts, and the work of each operator as (elements moved, operations)."""
+    """A chain of operators: its source text in parts, and the work of each operator as (elements moved, operations)."""
 
     arguments: tuple[tuple[str, int], ...]  # of __init__
     init: tuple[str, ...]
@@ -212,7 +218,7 @@ class Chain:
 
 
 def build(operators: Sequence[Operator], shape: Shape, rng: Random) -> Chain | None:
-    """Stacks ``operators`` on an input of ``shape``; ``None`` when the shapes do not fit."""
+    """Stacks ``operators`` on an input of ``shape``; None if the shapes do not fit."""
     low, high = input_values(operators[0])
     text = ", ".join(map(str, shape))
     source = f"torch.randn({text})" if (low, high) == NORMAL else f"torch.rand({text}) * {high - low:g} + {low:g}"
@@ -260,6 +266,6 @@ def _fresh(name: str, taken: set[str]) -> str:
 
 
 def _elements(source: str) -> int:
-    """Elements of ``torch.randn(2, 3)`` or ``torch.randint(0, 9, (2, 3))``, from our own text."""
+    """Elements of ``torch.randn(2, 3)`` or ``torch.randint(0, 9, (2, 3))`` in generated text."""
     inner = re.findall(r"\(([\d, ]+)\)", source)
     return math.prod(int(number) for number in re.findall(r"\d+", inner[-1])) if inner else 0

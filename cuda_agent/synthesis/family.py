@@ -1,10 +1,10 @@
 """The teacher's family of tasks: element-wise chains of one to three operators, with or without a row-wise ending.
 
-One table an axis: what an operator is called, how PyTorch writes it, how C++ writes it.  ``sample_task`` draws a task,
-``parse`` reads one back from its code, ``combination`` is the key of the held-out split.  Shapes are drawn so that
-eager takes roughly 0.05-5 ms on two cores; the exact window is the filters' business.
+One table per axis: an operator's name, its form in PyTorch, its form in C++. ``sample_task`` draws a task, ``parse``
+reads one back from its code, ``combination`` is the key of the held-out split.  Shapes are drawn so that eager takes
+roughly 0.05-5 ms on two cores; filters apply the exact window.
 
-Not covered: which kernel answers a task (``teacher``), whether a task runs (the sandbox), anything with weights.
+What it does not cover: kernels for a task (``teacher``), whether a task runs (the sandbox), tasks with weights.
 """
 
 import math
@@ -108,9 +108,9 @@ CONSTANTS = ("2", "3", "4", "5", "6", "7", "8", "9")
 
 @dataclass(frozen=True)
 class Ending:
-    """What follows the chain along a row.  ``maps``: the output has the shape of the input.  ``columns`` and ``spread``
-    (of the chain's values, see ``_admissible``): where a check with a tolerance of 1e-2 can still tell one input from
-    another (the softmax of 1,024 numbers is nothing but small numbers)."""
+    """A row-wise operator behind the chain.  ``maps``: the output has the shape of the input.  ``columns`` and
+    ``spread`` (of the chain's values, see ``_admissible``) bound the inputs for which a check with a tolerance of
+    1e-2 can still tell one input from another (the softmax of 1,024 numbers holds small numbers only)."""
 
     torch: str
     maps: bool
@@ -138,8 +138,8 @@ SIZES = (17, 20)  # an input has 2**17 to 2**20 elements
 
 @dataclass(frozen=True)
 class FamilySpec:
-    """What a task of the family asks for: ``chain`` of (operator, constant or None), ``ending`` or None, shape of every
-    input (float32, contiguous)."""
+    """The specification of a task of the family: ``chain`` of (operator, constant or None), ``ending`` or None,
+    shape of every input (float32, contiguous)."""
 
     chain: tuple[tuple[str, str | None], ...]
     ending: str | None
@@ -178,7 +178,8 @@ def sample_spec(rng: random.Random) -> FamilySpec:
 
 
 def make_task(spec: FamilySpec) -> Task:
-    """The task in the published form.  Its name is made of its operators and a digest, so equal tasks are equal."""
+    """The task in the published form.  Its name is made of its operators and a digest, so that equal tasks are
+    equal."""
     arguments = "x, y" if spec.binary else "x"
     steps = "".join(f"        x = {_fill(OPERATORS[name].torch, constant)}\n" for name, constant in spec.chain)
     shape = f"torch.randn({spec.rows}, {spec.columns})"
@@ -242,7 +243,7 @@ _OTHERS = (5.2, -0.7, 1.1, -1.8, 0.2, -0.4, 2.1, 0.9, -0.2, -2.4, 1.6, -1.2, 0.4
 
 
 def chain_values(chain: tuple[tuple[str, str | None], ...]) -> list[float]:
-    """The chain at fixed points from far left to far right of the normal distribution; the second input is mixed in."""
+    """Values of the chain at fixed points across the normal distribution, with a second input beside each."""
     values = list(_POINTS)
     for name, constant in chain:
         others = [float(constant)] * len(values) if constant else _OTHERS
@@ -261,10 +262,10 @@ def _admissible(chain: tuple[tuple[str, str | None], ...], ending: str | None) -
             return False
         values = changed
     low, *_, high = ordered = sorted(values)
-    middle = sorted(values[1:-1])  # without the tails, which a row may not have
+    middle = sorted(values[1:-1])  # without the tails, which a row may lack
     if max(-low, high) > 2000 or middle[-3] - middle[2] <= (ENDINGS[ending].spread if ending else 0.2):
         return False
-    # The largest of many numbers below a bound is the bound: the extreme must lie far out, and be far out.
+    # The maximum of many bounded numbers is the bound itself: the extreme must lie far out.
     extreme, third = (low, ordered[2]) if ending == "amin" else (high, ordered[-3])
     far = values.index(extreme) in (0, len(values) - 1) and abs(extreme - third) > 0.3
     return far or ending not in ("amax", "amin")

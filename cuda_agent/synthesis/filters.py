@@ -1,9 +1,10 @@
-"""The filters: pure decisions over a candidate's source and over what the sandbox's probe saw.
+"""The filters of candidates: pure decisions over a candidate's source and the sandbox's probe of it.
 
 Published (five): runs in eager and under ``torch.compile``; deterministic; outputs neither constant nor
 indistinguishable between inputs; eager time inside a window; structural similarity to the evaluation set at most a
-bound.  Ours besides: form, byte duplicates, structural duplicates.  The cheap ones come first, the compilation last.
-Not covered: running anything, which is the sandbox's.
+bound.  Added here: form, byte duplicates, structural duplicates.  The cheap ones come first, the compilation last.
+
+What it does not cover: running candidates, which only the sandbox does.
 """
 
 from collections import Counter
@@ -39,7 +40,7 @@ class TaskRefused(Exception):
 
 
 class SourceFilter:
-    """The filters that need no execution; remembers what it has seen."""
+    """The filters that need no execution.  It keeps the accepted candidates, to find duplicates."""
 
     def __init__(self, references: SimilarityIndex, max_similarity: float) -> None:
         self.references, self.max_similarity = references, max_similarity
@@ -48,7 +49,11 @@ class SourceFilter:
         self.scores: list[float] = []  # similarity of each candidate to the nearest task of the evaluation set
 
     def check(self, task: Task) -> None:
-        """Raises Refused.  A candidate that came this far once never comes through again."""
+        """Checks one candidate.  A second copy of an accepted candidate is refused.
+
+        Raises:
+            TaskRefused: A filter stops the candidate.
+        """
         if found := problems(task.code):
             raise TaskRefused("form", found[0])
         if not task.ops:
@@ -68,7 +73,11 @@ class SourceFilter:
 
 
 def check_eager(probe: Probe, window: tuple[float, float]) -> None:
-    """Raises Refused.  ``window`` is seconds, both ends included."""
+    """Checks the eager probe.  ``window``: seconds, both ends included.
+
+    Raises:
+        TaskRefused: A filter stops the candidate.
+    """
     if probe.error or probe.eager_seconds is None:
         raise TaskRefused("runs in eager", last_line(probe.error))
     if not probe.deterministic:
@@ -84,7 +93,11 @@ def check_eager(probe: Probe, window: tuple[float, float]) -> None:
 
 
 def check_compiled(probe: Probe) -> None:
-    """Raises Refused."""
+    """Checks the compiled probe.
+
+    Raises:
+        TaskRefused: A filter stops the candidate.
+    """
     if probe.error or probe.compile_seconds is None:
         raise TaskRefused("compiles", last_line(probe.error))
 
@@ -95,7 +108,7 @@ def last_line(text: str) -> str:
 
 
 def yields(refused: Counter[str], passed: int) -> list[dict[str, Any]]:
-    """One row a filter: how many candidates came to it, how many it let through."""
+    """One row per filter: how many candidates reached it, and how many passed."""
     rows, entered = [], refused.total() + passed
     for name in FILTERS:
         rows.append({"filter": name, "entered": entered, "passed": entered - refused[name], "dropped": refused[name]})

@@ -1,8 +1,8 @@
 """Stand-alone layers of ``transformers`` as self-contained tasks: activations, norms, MLPs, attention, blocks.
 
-Each is a small random configuration of the layer, imported from transformers by the task itself.  ``available`` looks
-into the installed package's source files for the classes; nothing of transformers is imported here.  Not covered: whole
-models, caches, masks, training-time dropout (layers run in ``eval``).
+Each is a small random configuration of the layer, which the task imports from transformers.  ``available`` searches the
+installed package's source files for the classes and imports nothing.  What it does not cover: whole models, caches,
+masks, training-time dropout (layers run in ``eval``).
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ IMAGE = "torch.randn({batch}, {channels}, {side}, {side})"
 
 @dataclass(frozen=True)
 class Layer:
-    """Templates over the sizes of ``_sizes``.  ``arguments`` are those that ``__init__`` takes, by name."""
+    """Templates over the sizes of ``_sizes``.  ``arguments``: parameters of ``__init__``, by name."""
 
     name: str  # class
     module: str  # below transformers
@@ -44,7 +44,7 @@ class Layer:
         return render(arguments, init, [line.format(**sizes) for line in self.forward], inputs, imports)
 
     def cost(self, batch: int, wide: bool, rng: Random) -> tuple[float, float]:
-        """(elements moved, operations)"""
+        """(elements moved, operations) of one call."""
         sizes = _sizes(batch, wide, rng)
         names = sizes | {"rows": sizes["batch"] * sizes["length"]}
         factors = [[names.get(word) or float(word) for word in term.split(" * ")] for term in self.flops.split(" + ")]

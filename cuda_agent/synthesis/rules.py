@@ -1,8 +1,8 @@
-"""How an operator stands in a chain: its text, the shape it gives, its cost.
+"""Rules of operators in a chain: their text, the shape that they give, their cost.
 
-``Use`` is one operator at one place; a ``Rule`` makes it from the incoming shape.  The rules here serve the table in
-``catalogue.py``; every one is run against torch by the tests.  Not covered: gradients, and dtypes other than float32
-(indices and masks apart).
+``Use`` is one operator at one position; a ``Rule`` makes it from the incoming shape.  The rules serve the table in
+``catalogue.py``; tests run each against torch.  What it does not cover: gradients, and dtypes other than float32
+(except indices and masks).
 """
 
 import math
@@ -20,8 +20,8 @@ POSITIVE: Interval = (0.05, math.inf)
 
 @dataclass(frozen=True)
 class Use:
-    """An operator at one place of a chain.  Texts are templates: ``{x}`` is the incoming tensor, ``{m}`` the layer's
-    attribute, every other name one of ``arguments`` (of ``__init__``) or ``inputs`` (of ``get_inputs``)."""
+    """An operator at one position of a chain.  Texts are templates: ``{x}`` is the incoming tensor, ``{m}`` the
+    layer's attribute, every other name one of ``arguments`` (of ``__init__``) or ``inputs`` (of ``get_inputs``)."""
 
     forward: str
     shape: Shape  # of what it gives

@@ -1,12 +1,13 @@
-"""How alike two tasks are, by structure.
+"""Structural similarity of two tasks.
 
-The measure: the class ``Model`` is parsed, its names are made anonymous (imported names keep their full path, so that
-``F.relu`` and ``torch.nn.functional.relu`` agree), constants keep only their type, docstrings go; then the multisets of
-all subtrees of height one and more are compared: Dice's coefficient, 2 |A and B| / (|A| + |B|).  It is symmetric, lies
-in [0, 1], and is 1 for the same structure under other variable names.  Comparing subtrees is the old idea of clone
-detection on syntax trees (Baxter et al., 1998); the published set used a ready-made tool on the same class.
-``duplicate_key`` is stricter: same structure *and* same constants and shapes anywhere in the file.
-Not covered: different code for the same function (``x * x`` and ``torch.square(x)`` are unlike).
+The class ``Model`` is parsed, its names are made anonymous (imported names keep their full path, so that ``F.relu`` and
+``torch.nn.functional.relu`` agree), constants keep only their type, docstrings are dropped.  Then the multisets of all
+subtrees of height one and more are compared with Dice's coefficient, 2 |A and B| / (|A| + |B|), which is symmetric,
+lies in [0, 1], and is 1 for equal structure under other variable names.  Comparing subtrees is known from clone
+detection on syntax trees (Baxter et al., 1998).  ``duplicate_key`` is stricter: same structure *and* same constants and
+shapes anywhere in the file.
+
+What it does not cover: different code for the same function (``x * x`` and ``torch.square(x)`` are unlike).
 """
 
 import ast
@@ -22,7 +23,7 @@ Shingles = Counter[int]
 
 
 def shingles(code: str) -> Shingles:
-    """The subtree multiset of ``Model`` (of the whole file when there is no such class); empty if it does not parse."""
+    """The subtree multiset of ``Model`` (of the whole file without such a class); empty if the code does not parse."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError):
@@ -41,7 +42,8 @@ def similarity(left: str, right: str) -> float:
 
 
 class SimilarityIndex:
-    """Compares one source with many through one matrix of (references x subtrees) counts: 0.3 ms a query at 250."""
+    """Compares one source with many by one matrix of (references x subtrees) counts: 0.3 ms per query at 250
+    references."""
 
     def __init__(self, references: Sequence[tuple[str, str]]) -> None:
         """``references`` are (name, source)."""
@@ -49,14 +51,14 @@ class SimilarityIndex:
         counted = [shingles(code) for _, code in references]
         self.columns = {key: place for place, key in enumerate(sorted(set().union(*counted)))} if counted else {}
         self.totals = np.array([count.total() for count in counted], dtype=np.int64)
-        # One row a subtree, so that a query touches only its own rows.
+        # One row per subtree: a query reads only the rows that it needs.
         self.counts = np.zeros((len(self.columns), len(counted)), dtype=np.int32)
         for place, count in enumerate(counted):
             for key, number in count.items():
                 self.counts[self.columns[key], place] = number
 
     def nearest(self, code: str) -> tuple[str, float]:
-        """(name, similarity) of the reference most like ``code``; ("", 0.0) when there is no reference."""
+        """(name, similarity) of the most similar reference; ("", 0.0) without references."""
         if not self.names:
             return "", 0.0
         mine = shingles(code)
@@ -96,7 +98,7 @@ def duplicate_key(code: str) -> str:
 
 
 def _fold(node: ast.AST, aliases: Aliases, found: Shingles) -> tuple[int, int]:
-    """(hash, height) of a subtree with anonymous names; notes every subtree of height >= 1."""
+    """(hash, height) of a subtree with anonymous names; adds every subtree of height >= 1 to ``found``."""
     if isinstance(node, ast.Name | ast.Attribute) and (path := dotted(node, aliases)):
         return _hash(path), 0
     label, height, parts = type(node).__name__, 0, []
@@ -117,7 +119,7 @@ def _fold(node: ast.AST, aliases: Aliases, found: Shingles) -> tuple[int, int]:
 
 
 def _hash(value: object) -> int:
-    """The same in every process (``hash`` of a string is not)."""
+    """A hash that is the same in every process, unlike ``hash`` of a string."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big")
 
 
@@ -126,7 +128,7 @@ def _is_docstring(node: ast.AST) -> bool:
 
 
 def _canonical(node: ast.AST, aliases: Aliases, constants: dict[str, ast.expr], names: dict[str, str]) -> str:
-    """The subtree as text, with every name of the file's own numbered in order of appearance."""
+    """The subtree as text, with the names defined in the file numbered in order of appearance."""
 
     def name(text: str) -> str:
         return names.setdefault(text, f"n{len(names)}")

@@ -1,14 +1,15 @@
-"""The driver of synthesis: proposes, filters, splits, and stops as soon as enough tasks of each kind pass.
+"""The driver of synthesis: proposes, filters and splits candidates until enough tasks of each kind pass.
 
-Three kinds of tasks: ``train``, ``heldout`` of the teacher's family with combinations that training never sees, and
-``catalogue`` tasks of the full operator catalogue, held out and scored apart (``catalogue_share`` of the training tasks
-come from there as well, with combinations of their own).
+There are three kinds of tasks: ``train``; ``heldout`` of the teacher's family, with combinations that training never
+sees; and ``catalogue`` tasks of the full operator catalogue, held out and scored apart (``catalogue_share`` of the
+training tasks come from the catalogue too, with other combinations).
 
 The result is a function of the configuration, the seed and the verdicts of the sandbox: candidate ``i`` of a stream is
-made from (seed, stream, i) alone.  Candidates are judged in this order; the probes of the next ones already run while
-one is compiled.  Every probe is reported as soon as it is there and taken from ``known`` the next time, so a kill loses
-only those in flight.  Not covered: writing the task set (``tasks/io.py``), and any execution of a candidate outside the
-sandbox.
+made from (seed, stream, i) alone.  Candidates are judged in this order; the probes of the next ones run while one is
+compiled.  Every probe is reported when it is done and taken from ``known`` the next time, so that a kill loses only
+running ones.
+
+What it does not cover: writing the task set (``tasks/io.py``), and running candidates, which only the sandbox does.
 """
 
 import asyncio
@@ -34,8 +35,8 @@ from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.io import read_any
 from cuda_agent.tasks.task import Task
 
-ATTEMPTS_A_TASK = 60  # proposals of a stream for every task wanted of it, before it gives up
-PROBES_A_COMPILE = 6  # eager probes for every compilation allowed
+ATTEMPTS_A_TASK = 60  # most proposals per wanted task of a stream
+PROBES_A_COMPILE = 6  # eager probes per allowed compilation
 AHEAD = 3  # candidates whose probes run before their turn: one compilation uses one core
 
 
@@ -45,7 +46,7 @@ class Prober(Protocol):
 
 @dataclass
 class Stream:
-    """Where candidates of one family come from, and what is still wanted of it."""
+    """The source of candidates of one family, and the tasks still wanted of it."""
 
     family: str
     composer: Composer
@@ -92,16 +93,16 @@ async def synthesize(
     report: Callable[[str, Any], None] | None = None,
     composer: Composer | None = None,
 ) -> tuple[list[Task], dict[str, Any]]:
-    """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks, and their data card.
+    """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks, and their data card.  If candidates or
+    compilations run out first, it returns fewer, and ``card["short"]`` says how many of each kind are missing.
 
-    ``known`` holds what earlier calls gave to ``report(key, JSON value)``: probes by content, and the answers of a
-    composer that does not repeat itself.  ``progress(done, total)`` counts accepted tasks.  ``composer`` replaces the
-    writer that the configuration names.  When candidates or compilations run out before enough tasks passed, fewer are
-    returned and ``card["short"]`` says how many are missing of each kind.
+    ``known`` holds the values that earlier calls gave to ``report(key, JSON value)``: probes by content, and the
+    answers of a composer that is not repeatable.  ``progress(done, total)`` counts accepted tasks.  ``composer``
+    replaces the configured writer.
 
     Raises:
-        TaskError: the evaluation set cannot be read.
-        WriterUnavailable: the model writer's address does not answer.
+        TaskError: The evaluation set cannot be read.
+        WriterUnavailable: The model writer's address does not answer.
     """
     window = (max(config.window_ms[0], 1e-3) * 1e-3, config.window_ms[1] * 1e-3)  # seconds; nothing takes under 1 us
     references = read_any(Path(config.evaluation_set)) if config.evaluation_set else []
@@ -161,7 +162,7 @@ async def synthesize(
 
 
 def make_composer(config: Synthesis, window: tuple[float, float], device: str, threads: int) -> Composer:
-    """The writer that the configuration names."""
+    """The configured writer."""
     if config.writer == "model":
         if not config.writer_url or not config.writer_model:
             raise ValueError("synthesis.writer=model needs synthesis.writer_url and synthesis.writer_model")
@@ -178,16 +179,15 @@ def make_composer(config: Synthesis, window: tuple[float, float], device: str, t
     return ProgrammaticWriter(catalogue.available(), layers.available(), speed, window, config.max_ops)
 
 
-@lru_cache(maxsize=1024)  # a candidate is looked at again and again before its turn
+@lru_cache(maxsize=1024)  # a candidate's key is needed repeatedly before its turn
 def _key(code: str) -> str | None:
-    """None: it is no task."""
+    """The duplicate key of the code; None if it is no task."""
     return None if problems(code) else duplicate_key(code)
 
 
 @dataclass
 class _Work:
-    """One candidate after the other through the filters, with the budgets; probes run ahead where a writer repeats
-    itself."""
+    """Takes candidates through the filters, within the budgets; for a repeatable writer probes run ahead."""
 
     config: Synthesis
     seed: int
@@ -235,7 +235,7 @@ class _Work:
                 stream.heldout.add(stream.combination(task))
 
     async def look_ahead(self, stream: Stream, index: int) -> None:
-        """Starts the probes of the candidates behind ``index`` that will most likely be wanted."""
+        """Starts the probes of the next candidates that will most likely be wanted."""
         if not stream.composer.repeatable:
             return
         self.early = {place: probing for place, probing in self.early.items() if place >= (stream.family, index)}
@@ -268,15 +268,15 @@ class _Work:
                 await self._probe(task, compile=True)
 
     async def close(self) -> None:
-        """Nothing started ahead is left running."""
+        """Cancels probes that run ahead."""
         left = [*self.early.values(), *self.probes.values()]
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
     def _side(self, stream: Stream, task: Task) -> str | None:
-        """The side of the split that the candidate belongs to; ``None`` when nothing more is wanted there.  Held-out
-        combinations are taken once each: scores would otherwise count one of them more than another."""
+        """The side of the split that the candidate belongs to; None if no more are wanted there.  Each held-out
+        combination is taken once, so that all weigh the same in scores."""
         wanted = sum(stream.wanted.values())
         combination = stream.combination(task)
         heldout = is_heldout(combination, self.seed, stream.wanted["heldout"] / wanted)

@@ -1,11 +1,11 @@
 """The scripted teacher: correct kernels for the tasks of ``family``, with design choices drawn at random.
 
-It plays the part of pre-training and nothing else: ``bootstrap`` trains a small model on what it writes, and no later
-stage asks it anything.  It never picks the best design on purpose: every choice is drawn uniformly, so its kernels
-spread from ten times slower than eager to several times faster than ``torch.compile``, and which of them are fast is
-left to be learned.  ``spoil`` gives a solution one realistic mistake, for episodes that repair it.
+It replaces pre-training: ``bootstrap`` trains a small model on its solutions, and no later stage uses it.  Every choice
+is drawn uniformly, so that its kernels range from ten times slower than eager to several times faster than
+``torch.compile``, and the policy has to learn which of them are fast.  ``spoil`` adds one realistic mistake to a
+solution, for episodes that repair it.
 
-Not covered: dialogues (``cuda_agent.rl.dialogues``), the GPU, tasks outside the family.
+What it does not cover: dialogues (``rl.dialogues``), the GPU, tasks outside the family.
 """
 
 import json
@@ -50,8 +50,8 @@ class Worked:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A solution that was spoilt in one place: replacing ``wrong`` by ``right`` in ``path`` mends it (``wrong`` occurs
-    exactly once there).  ``status`` is what the judge must say of it; ``message`` the compiler's first error."""
+    """A solution with one mistake: replacing ``wrong`` by ``right`` in ``path`` repairs it (``wrong`` occurs exactly
+    once there).  ``status`` is the judge's expected status; ``message`` the compiler's first error."""
 
     files: dict[str, str]
     path: str
@@ -62,7 +62,7 @@ class Mistake:
 
 
 def draw_choices(rng: random.Random) -> Choices:
-    """A design, uniformly."""
+    """A design, drawn uniformly."""
     return Choices(
         number=rng.choice(("float", "double")),
         order=rng.choice(("chunk", "stride")),
@@ -76,7 +76,7 @@ def solve(task: Task, rng: random.Random, choices: Choices | None = None) -> Wor
     """A correct solution of a task of the family, with ``choices`` or random ones.
 
     Raises:
-        ValueError: the task is not of the family.
+        ValueError: The task is not of the family.
     """
     choices = choices or draw_choices(rng)
     spec = parse(task)
@@ -85,7 +85,7 @@ def solve(task: Task, rng: random.Random, choices: Choices | None = None) -> Wor
 
 
 def redesign(worked: Worked, rng: random.Random) -> Choices:
-    """The same design with one choice drawn anew: what an agent tries next."""
+    """The same design with one choice drawn anew."""
     field = rng.choice(("number", "order", "grid", "passes"))
     return replace(worked.choices, **{field: getattr(draw_choices(rng), field)})
 
@@ -100,7 +100,7 @@ def plan(spec: FamilySpec, choices: Choices) -> str:
 
 
 def _workspace(spec: FamilySpec, choices: Choices) -> bool:
-    """Whether values of the chain must be kept somewhere else than in the output: a reduction's output is too small."""
+    """Whether the values of the chain need a workspace: the output of a reduction is too small for them."""
     if spec.ending is None or ENDINGS[spec.ending].maps:
         return False
     return choices.passes == "split" or (spec.ending == "var" and choices.moments == "two")
@@ -125,7 +125,7 @@ def _share(variable: str, choices: Choices) -> str:
 
 
 def _load(source: str, step_names: list[str], choices: Choices) -> str:
-    """``v`` and, where one of the steps needs it, ``w``."""
+    """Code that loads ``v`` and, if one of the steps needs it, ``w``."""
     second = ", w = y[i]" if any(OPERATORS[name].binary for name in step_names) else ""
     return f"{choices.number} v = {source}[i]{second};"
 
@@ -204,7 +204,7 @@ def _rows(spec: FamilySpec, choices: Choices) -> str:
 
 
 def spoil(task: Task, worked: Worked, rng: random.Random) -> Mistake:
-    """One realistic mistake: another operator or another constant, a missing index, a name that was never declared."""
+    """One realistic mistake: another operator or constant, a missing index, an undeclared name."""
     spec, code = parse(task), worked.files[KERNEL]
     while True:
         wrong, right, status, message = rng.choice((_another_step, _another_step, _unindexed, _undeclared))(
@@ -221,7 +221,7 @@ _Change = tuple[str, str, Literal["wrong", "build_error"], str]  # wrong, right,
 
 
 def _another_step(spec: FamilySpec, code: str, rng: random.Random) -> _Change:
-    """Another constant or another operator, such that the judge must notice."""
+    """Another constant or operator, such that the judge must notice."""
     while True:
         k = rng.randrange(len(spec.chain))
         name, constant = spec.chain[k]
@@ -236,7 +236,7 @@ def _another_step(spec: FamilySpec, code: str, rng: random.Random) -> _Change:
 
 
 def _differs(spec: FamilySpec, other: FamilySpec) -> bool:
-    """Whether the results differ clearly, also after an ending that undoes a shift or a scale."""
+    """Whether the results differ clearly, also after an ending that cancels a shift or a scale."""
     if any(OPERATORS[name].has_constant and not constant for name, constant in other.chain):
         return False
     try:

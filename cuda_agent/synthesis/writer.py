@@ -1,8 +1,8 @@
 """The model writer: a language model behind an OpenAI-compatible address composes the tasks.
 
-We draw the operators, the model fuses them and chooses shapes.  What it writes is text here: it is parsed for its form
-and never executed outside the sandbox.  The key is read from the environment when a request is made and kept nowhere.
-Not covered: judging the answer beyond its form (the filters do that), streaming, token accounting.
+Operators are drawn here; the model fuses them and chooses shapes.  Its answer is text: its form is parsed, and only the
+sandbox executes it.  The key is read from the environment for each request and stored nowhere.  What it does not cover:
+judging the answer beyond its form (the filters do), streaming, token accounting.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _RETRIES = 4
 
 
 class WriterUnavailable(Exception):
-    """The address does not answer, or refuses us; the message says which and what to set."""
+    """The address does not answer or refuses access; the message says which, and names a remedy."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class ModelWriter:
 
 
 def request_text(operators: Sequence[str], window: tuple[float, float], device: str) -> str:
-    """What is asked of the model for one task."""
+    """The request to the model for one task."""
     place = "a recent data-centre GPU" if device == "cuda" else "two CPU cores"
     low, high = (f"{seconds * 1e3:g}" for seconds in window)
     return (
@@ -101,7 +101,11 @@ def request_text(operators: Sequence[str], window: tuple[float, float], device: 
 
 
 def task_from_answer(answer: str, max_ops: int = 5) -> Task:
-    """The task in a model's answer.  Raises ComposeError: nothing of what is said is trusted to be well formed."""
+    """The task in a model's answer, which may have any form.
+
+    Raises:
+        ComposeError: The answer holds no valid task.
+    """
     blocks = re.findall(r"```[ \t]*(?:python|py)?[ \t]*\r?\n(.*?)```", answer, re.S | re.I)
     candidates = [block for block in blocks if "class Model" in block] or blocks or [answer]
     code = candidates[-1].replace("\r\n", "\n").strip() + "\n"
@@ -116,7 +120,7 @@ def task_from_answer(answer: str, max_ops: int = 5) -> Task:
 
 
 def _content(response: httpx.Response) -> str:
-    """The text of the first choice; "" when the answer is not of the expected form (the form check then refuses it)."""
+    """The text of the first choice; "" if the answer has another form (the form check then refuses it)."""
     try:
         content = response.json()["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError):

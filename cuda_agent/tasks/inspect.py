@@ -1,15 +1,17 @@
-"""What can be said of a task's source without running it.
+"""Static analysis of a task's source.
 
-``problems`` checks the published form (``Model``, ``get_inputs``, ``get_init_inputs``); ``recompute_ops`` says which
-torch operators the code really uses.  Both read the syntax tree only: nothing is imported and nothing is executed, so
-both are safe on untrusted source.  Not covered: whether the task runs (that takes the sandbox), names made at run time
-(``getattr(torch, name)``), and operators inside other packages' layers.
+``problems`` checks the published form (``Model``, ``get_inputs``, ``get_init_inputs``); ``recompute_ops`` finds the
+torch operators that the code really uses.  Both read the syntax tree only: nothing is imported or executed, so that
+both are safe on untrusted source.
+
+What it does not cover: whether the task runs (the sandbox), names made at run time (``getattr(torch, name)``), and
+operators inside layers of other packages.
 """
 
 import ast
 import builtins
 
-DEEPEST = 150  # levels of a syntax tree; written code has some twenty
+DEEPEST = 150  # most levels of a syntax tree; normal code has about twenty
 Aliases = dict[str, str]  # local name -> dotted path it was imported from
 
 
@@ -17,7 +19,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Not operators: containers, module plumbing, and functions that make tensors or talk about them.
+# No operators: containers, module infrastructure, and functions that create or inspect tensors.
 _NOT_LAYERS = _words("Module Parameter Buffer Sequential ModuleList ModuleDict ParameterList ParameterDict")
 _MAKES_TENSORS = _words("""
     tensor as_tensor from_numpy zeros ones empty full rand randn randint randperm arange linspace logspace eye
@@ -27,7 +29,7 @@ _NOT_OPS = _MAKES_TENSORS | _words("""
     manual_seed device dtype no_grad inference_mode set_grad_enabled is_tensor numel finfo iinfo get_default_dtype
     set_default_dtype use_deterministic_algorithms set_num_threads is_floating_point result_type promote_types
 """)
-# Tensor methods that give no tensor, that do no work, and that have no function of the same name in ``torch``.
+# Tensor methods that return no tensor or do no work, without a function of the same name in ``torch``.
 _NOT_TENSORS = _words("size dim numel item tolist stride is_contiguous element_size data_ptr get_device nelement")
 _NO_WORK = _words("to float half double bfloat16 long int bool cpu cuda type type_as detach requires_grad_")
 _TENSOR_ONLY = _words("view view_as contiguous expand expand_as repeat fill_ copy_ new_zeros new_ones new_full")
@@ -53,14 +55,14 @@ _COMPARISONS: dict[type, str] = {
 
 
 def problems(code: str) -> list[str]:
-    """What keeps ``code`` from being a task, each with its line where there is one; empty when the form is right."""
+    """The reasons why ``code`` is no task, with their lines; empty if the form is right."""
     try:
         tree = ast.parse(code)
     except SyntaxError as error:
         return [f"line {error.lineno}: syntax error: {error.msg}"]
-    except (ValueError, RecursionError, MemoryError) as error:  # null bytes, absurdly deep nesting
+    except (ValueError, RecursionError, MemoryError) as error:  # null bytes, extremely deep nesting
         return [f"cannot be parsed: {error}"]
-    if _depth(tree) > DEEPEST:  # everything below is recursive
+    if _depth(tree) > DEEPEST:  # the analysis is recursive
         return [f"nested more than {DEEPEST} levels deep"]
     found = []
     model = _definitions(tree).get("Model")
@@ -92,7 +94,7 @@ def import_aliases(tree: ast.AST) -> Aliases:
 
 
 def dotted(node: ast.AST, aliases: Aliases) -> str | None:
-    """``F.relu`` -> ``torch.nn.functional.relu``; ``None`` for anything that does not start at an imported name."""
+    """``F.relu`` -> ``torch.nn.functional.relu``; None for a name that does not start at an import."""
     if isinstance(node, ast.Name):
         return aliases.get(node.id)
     if isinstance(node, ast.Attribute) and (base := dotted(node.value, aliases)):
@@ -101,7 +103,7 @@ def dotted(node: ast.AST, aliases: Aliases) -> str | None:
 
 
 def op_name(path: str) -> str | None:
-    """``torch.nn.functional.relu`` -> ``F.relu``, the form of the ``ops`` column; ``None`` when it is no operator."""
+    """``torch.nn.functional.relu`` -> ``F.relu``, the form of the ``ops`` column; None if it is no operator."""
     parts = path.split(".")
     if parts[0] != "torch" or len(parts) < 2:
         return None
@@ -153,7 +155,7 @@ def _methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
 
 
 class _Reader:
-    """Walks from ``forward`` in order of evaluation and notes every operator."""
+    """Walks from ``forward`` in order of evaluation and collects every operator."""
 
     def __init__(self, aliases: Aliases, definitions: dict[str, ast.stmt]) -> None:
         self.aliases = aliases
@@ -177,7 +179,7 @@ class _Reader:
         }
         if forward := methods.get("forward"):
             self.read_function(forward, attributes, methods, skip_first=True)
-        else:  # class Model(nn.Linear): the work is its base's
+        else:  # class Model(nn.Linear): the base class does the work
             for base in node.bases:
                 self.note(base)
         self.under_way.discard(node.name)
@@ -194,7 +196,7 @@ class _Reader:
         self.under_way.discard(key)
 
     def note(self, node: ast.AST) -> bool:
-        """Notes the operator that ``node`` names; True when it names one (or a class of this file or package)."""
+        """Adds the operator that ``node`` names.  Returns whether it names one (or a class of this file or package)."""
         if isinstance(node, ast.Name) and isinstance(local := self.definitions.get(node.id), ast.ClassDef):
             self.read_class(local)
             return True
@@ -210,7 +212,7 @@ class _Reader:
         return name is not None
 
     def note_layers(self, value: ast.AST) -> None:
-        """The layers constructed in ``self.name = value``, containers included."""
+        """Adds the layers constructed in ``self.name = value``, containers included."""
         for call in ast.walk(value):
             if isinstance(call, ast.Call):
                 self.note(call.func)
@@ -219,7 +221,7 @@ class _Reader:
 
 
 class _Scope:
-    """One function body: which local names surely hold tensors."""
+    """One function body: which local names are certainly tensors."""
 
     def __init__(self, reader: _Reader, attributes: dict, methods: dict, tensors: set[str]) -> None:
         self.reader, self.attributes, self.methods, self.tensors = reader, attributes, methods, tensors
@@ -251,7 +253,7 @@ class _Scope:
             self.reader.ops.append(name)
 
     def value(self, node: ast.expr) -> bool:
-        """Notes the operators of an expression, operands first; True when its value surely is a tensor."""
+        """Adds the operators of an expression, operands first.  Returns whether its value is certainly a tensor."""
         match node:
             case ast.Name():
                 return node.id in self.tensors

@@ -1,7 +1,7 @@
-"""Task sets on disk: our parquet folder, KernelBench folders, Ops-6K parquet files.
+"""Task sets on disk: parquet folders of this project, KernelBench folders, Ops-6K parquet files.
 
-Sources are read as text and never imported.  Not covered: downloading (a source is a local path), and whether a task
-runs (that takes the sandbox).
+Sources are read as text and never imported.  What it does not cover: downloading (a source is a local path), and
+whether a task runs (the sandbox).
 """
 
 import json
@@ -22,7 +22,11 @@ OWN = ("name", "family", "split")
 
 
 def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
-    """Writes ``folder/tasks.parquet``.  Raises TaskError when two tasks share a name, or it cannot be written."""
+    """Writes ``folder/tasks.parquet``.
+
+    Raises:
+        TaskError: Two tasks share a name, or the file cannot be written.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -41,16 +45,24 @@ def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
 
 
 def read_tasks(folder: Path) -> list[Task]:
-    """The tasks of a folder that ``write_tasks`` wrote, in their order."""
+    """The tasks of a folder of ``write_tasks``, in order.
+
+    Raises:
+        TaskError: The file is missing or is no task set.
+    """
     path = folder / FILE if folder.is_dir() else folder
     rows = _rows(path, required=(*PUBLISHED, *OWN))
     return [Task(**(row | {"ops": tuple(row["ops"])})) for row in rows]
 
 
 def read_ops6k(path: Path) -> list[Task]:
-    """A parquet file in the published form (``ops``, ``data_source``, ``code``); ``ops`` may be a list or a JSON list.
+    """The tasks of a parquet file in the published form (``ops``, ``data_source``, ``code``); ``ops`` may be a list or
+    a JSON list.
 
-    ``ops`` is kept as declared, which is not always what the code uses: see ``recompute_ops``.
+    ``ops`` is kept as declared, which may differ from the code: see ``recompute_ops``.
+
+    Raises:
+        TaskError: The file cannot be read, or holds an invalid row.
     """
     rows = _rows(path, required=PUBLISHED)
     width = max(4, len(str(len(rows))))
@@ -70,7 +82,9 @@ def read_kernelbench(folder: Path) -> list[Task]:
     """The ``*.py`` files of a folder, or of its ``level1``, ``level2``... folders, in KernelBench's own order.
 
     The family is the level (``kernelbench`` for a flat folder), the name ``level1/19_ReLU``, the split ``heldout``.
-    Files that are no task (no ``Model``, syntax error) raise TaskError: a benchmark with holes would be misread.
+
+    Raises:
+        TaskError: A file is no task (no ``Model``, syntax error): scores of an incomplete benchmark would mislead.
     """
     if folder.is_file():
         return [task_from_file(folder)]
@@ -81,7 +95,7 @@ def read_kernelbench(folder: Path) -> list[Task]:
 
 
 def _of_folder(folder: Path) -> tuple[list[Task], list[TaskError]]:
-    """The tasks of ``read_kernelbench``, and of each file that is none what is wrong with it."""
+    """The tasks of ``read_kernelbench``, and the error of each file that is no task."""
     if not folder.is_dir():
         raise TaskError(f"{folder}: no such folder")
     levels = sorted((p for p in folder.iterdir() if p.is_dir() and re.fullmatch(r"level\d+", p.name)), key=_natural)
@@ -104,7 +118,11 @@ def _of_folder(folder: Path) -> tuple[list[Task], list[TaskError]]:
 
 
 def task_from_file(path: Path) -> Task:
-    """One ``model.py``.  Raises TaskError when it cannot be read or is no task."""
+    """The task of one ``model.py``.
+
+    Raises:
+        TaskError: The file cannot be read or is no task.
+    """
     try:
         code = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -118,7 +136,12 @@ def task_from_file(path: Path) -> Task:
 
 
 def read_any(source: Path) -> list[Task]:
-    """A task set of any form we know: ours, an Ops-6K parquet, a KernelBench folder, one ``.py`` file."""
+    """The tasks of any supported source: a folder of ``write_tasks``, an Ops-6K parquet, a KernelBench folder, one
+    ``.py`` file.
+
+    Raises:
+        TaskError: The source cannot be read.
+    """
     if not source.exists():
         raise TaskError(f"{source}: no such file or folder")
     if source.is_dir():
@@ -130,7 +153,7 @@ def read_any(source: Path) -> list[Task]:
 
 
 def _table_in(folder: Path) -> Path | None:
-    """The parquet file that a folder is read from; None for a folder of task files."""
+    """The folder's parquet file; None for a folder of task files."""
     parquets = sorted(folder.glob("*.parquet"))
     return folder / FILE if (folder / FILE).is_file() else parquets[0] if len(parquets) == 1 else None
 
@@ -138,7 +161,7 @@ def _table_in(folder: Path) -> Path | None:
 @dataclass(frozen=True)
 class Imported:
     tasks: list[Task]
-    dropped: list[str]  # files or rows that are no task, each with what is wrong with it
+    dropped: list[str]  # files or rows that are no task, with their errors
     copies: int  # further byte-identical tasks, dropped too
 
 
@@ -146,7 +169,10 @@ def import_tasks(source: Path, folder: Path) -> Imported:
     """Reads ``source`` (see ``read_any``), recomputes ``ops`` from the code, writes the set to ``folder``.
 
     Byte-identical tasks are kept once, and rows or files of a folder that are no task (KernelBench's form is checked)
-    are left out; TaskError when nothing is left.
+    are left out.
+
+    Raises:
+        TaskError: No task is left, or ``source`` cannot be read.
     """
     files = source.is_dir() and _table_in(source) is None
     found, refused = _of_folder(source) if files else (read_any(source), [])

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Task:
-    """One problem.  ``split`` is ``train`` or ``heldout``; ``family`` says where it comes from:
-    ``teacher`` (the operator family of the scripted teacher), ``catalogue`` (the full operator catalogue), or a level
-    of an imported set (``level1`` ...)."""
+    """One problem.  ``split`` is ``train`` or ``heldout``; ``family`` names its origin: ``teacher`` (the operator
+    family of the scripted teacher), ``catalogue`` (the full operator catalogue), or a level of an imported set
+    (``level1`` ...)."""
 
     name: str
     code: str
@@ -24,5 +24,5 @@ class Task:
 
     @property
     def digest(self) -> str:
-        """sha256 of the source: what verdicts and baselines are keyed by."""
+        """sha256 of the source: the key of verdicts and baselines."""
         return hashlib.sha256(self.code.encode()).hexdigest()

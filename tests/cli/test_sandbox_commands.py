@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cuda_agent.cli import main
-from cuda_agent.config import compose
+from cuda_agent.compose import compose
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.manifest import identify
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from cuda_agent.cluster import engines, pod, rayjobs
-from cuda_agent.config import Config, compose, freeze
+from cuda_agent.compose import compose, freeze
+from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
 from tests.deploy.charts import ALONE, merged, needs_helm, objects, of_kind, template
 from tests.deploy.test_chart import engines as rendered

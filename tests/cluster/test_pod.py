@@ -16,7 +16,8 @@ from drill import journal, table
 
 from cuda_agent.cluster import pod, pod_maintenance
 from cuda_agent.cluster.pod import PodEnvironment
-from cuda_agent.config import Config, compose, freeze, section_values
+from cuda_agent.compose import compose, freeze, section_values
+from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError, TryAgain
 from cuda_agent.pipeline import gc, runs
 from cuda_agent.pipeline.local import run_pipeline

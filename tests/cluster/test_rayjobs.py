@@ -13,7 +13,8 @@ import pytest
 from cuda_agent.cluster import pod, rayjobs
 from cuda_agent.cluster import submit as cluster
 from cuda_agent.cluster.api import Cluster, ClusterError
-from cuda_agent.config import Config, compose
+from cuda_agent.compose import compose
+from cuda_agent.config import Config
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.manifest import Manifest, manifest_entry, outcome_entry
 from cuda_agent.storage import open_store
@@ -133,7 +134,7 @@ def test_prepare_sends_a_stage_to_ray_only_where_both_sides_want_it(tmp_path):
     for config, profile_has_it, wanted in (
         (spread(), True, "ray"), (spread(), False, "run"), (spread("runtime=local"), True, "run"),
     ):  # fmt: skip
-        from cuda_agent.config import freeze
+        from cuda_agent.compose import freeze
 
         text, sha256 = freeze(config)
         home = tmp_path / f"{wanted}-{profile_has_it}"

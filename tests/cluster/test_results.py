@@ -12,7 +12,8 @@ import pytest
 from drill import journal, table
 
 from cuda_agent.cluster import pod, results
-from cuda_agent.config import Config, freeze
+from cuda_agent.compose import freeze
+from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline import episodes, runs
 from cuda_agent.pipeline.manifest import Manifest

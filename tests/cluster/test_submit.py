@@ -17,7 +17,8 @@ from cuda_agent.cluster import doctor as cluster_doctor
 from cuda_agent.cluster import engines, maintenance, pod, pod_maintenance, pools
 from cuda_agent.cluster import submit as cluster
 from cuda_agent.cluster.api import Cluster, ClusterError
-from cuda_agent.config import Config, compose, freeze
+from cuda_agent.compose import compose, freeze
+from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError, TryAgain
 from cuda_agent.pipeline.graph import STAGES
 from tests.cluster.control_plane import MISSING, NAMESPACE, ControlPlane
@@ -672,19 +673,19 @@ def test_cancel_and_watch_speak_json(plane, as_user):
     assert last == {"run": "spoken", "status": "failed", "stopped": True, "message": ""}
 
 
-# -------------------------------------------------------------------------------------------------------------- errands
+# --------------------------------------------------------------------------------------------------------- maintenance
 
 
-def errand_workflows(place: Cluster) -> list[dict[str, Any]]:
-    return place.all("Workflow", maintenance.ERRAND_LABEL)
+def job_workflows(place: Cluster) -> list[dict[str, Any]]:
+    return place.all("Workflow", maintenance.JOB_LABEL)
 
 
 def answered(place: Cluster, phase: str, value: Any = None, message: str = "") -> threading.Thread:
-    """Plays Argo and the pod for the next errand: it ends so, with this answer."""
+    """Plays Argo and the pod for the next job: it ends so, with this answer."""
 
     def play() -> None:
         deadline = time.monotonic() + 60
-        while not (found := errand_workflows(place)):
+        while not (found := job_workflows(place)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         outputs = {"parameters": [{"name": "answer", "value": json.dumps(value)}]} if value is not None else None
@@ -704,7 +705,7 @@ def test_gc_on_a_cluster_asks_a_pod_of_the_chart_and_leaves_no_workflow(plane, a
     pod_of_gc.join()
     assert done.returncode == 0, done.stderr
     assert "run old" in done.stdout and "pool p" in done.stdout and "3 objects, 1.0 MiB would be removed" in done.stdout
-    assert errand_workflows(as_user()) == []
+    assert job_workflows(as_user()) == []
 
 
 def test_gc_while_runs_are_under_way_says_try_again(plane, as_user):
@@ -714,19 +715,19 @@ def test_gc_while_runs_are_under_way_says_try_again(plane, as_user):
     assert done.returncode == 75 and "Runs are under way: a. Nothing was removed." in done.stderr
 
 
-def test_an_errand_whose_pod_fails_says_why_and_leaves_no_workflow(plane, as_user):
+def test_a_job_whose_pod_fails_says_why_and_leaves_no_workflow(plane, as_user):
     pod_of_gc = answered(as_user("admin"), "Failed", message="Error (exit code 1)")
     done = command(plane, "gc")
     pod_of_gc.join()
     assert done.returncode == 75 and "gc ended without an answer: Error (exit code 1)" in done.stderr
-    assert errand_workflows(as_user()) == []
+    assert job_workflows(as_user()) == []
 
 
-def test_an_errand_that_nobody_starts_is_given_up(as_user, monkeypatch):
+def test_a_job_that_does_not_start_is_given_up(as_user, monkeypatch):
     monkeypatch.setattr(maintenance, "START_SECONDS", 0.0)
     with pytest.raises(ClusterError, match="The pod of doctor did not start in 0 s"):
         maintenance.ask(as_user(), "cuda-agent", "doctor")
-    assert errand_workflows(as_user()) == []
+    assert job_workflows(as_user()) == []
 
 
 @pytest.mark.parametrize(
@@ -742,23 +743,23 @@ def test_an_errand_that_nobody_starts_is_given_up(as_user, monkeypatch):
 def test_a_mistake_in_gc_is_one_screen_and_creates_nothing(plane, as_user, arguments, user, said):
     done = command(plane, "gc", *arguments, user=user)
     assert done.returncode == 78 and said in done.stderr and "Traceback" not in done.stderr
-    assert errand_workflows(as_user()) == []
+    assert job_workflows(as_user()) == []
 
 
-def errand(name):
+def job(name):
     """A Workflow of the template ``gc-plan``, as the command makes it."""
     return {
         "apiVersion": "argoproj.io/v1alpha1",
         "kind": "Workflow",
-        "metadata": {"name": name, "labels": {maintenance.ERRAND_LABEL: "gc-plan"}},
+        "metadata": {"name": name, "labels": {maintenance.JOB_LABEL: "gc-plan"}},
         "spec": {"workflowTemplateRef": {"name": cluster.template_name("cuda-agent", "gc-plan")}},
     }
 
 
-def test_argo_may_write_into_an_errand_and_nobody_may_give_it_arguments(plane, as_user):
+def test_argo_may_write_into_a_job_and_users_may_not_give_it_arguments(plane, as_user):
     """Argo writes `arguments: {}` into what had none."""
     place = as_user()
-    place.create(errand("gc-plan-2"))
+    place.create(job("gc-plan-2"))
     try:
         assert place.patch("Workflow", "gc-plan-2", {"spec": {"arguments": {}}})["spec"]["arguments"] == {}
         given = {"arguments": {"parameters": [{"name": "run", "value": "a"}]}}
@@ -768,9 +769,9 @@ def test_argo_may_write_into_an_errand_and_nobody_may_give_it_arguments(plane, a
         place.delete("Workflow", "gc-plan-2")
 
 
-def test_errands_are_no_runs(plane, as_user):
+def test_maintenance_jobs_are_no_runs(plane, as_user):
     place = as_user()
-    place.create(errand("gc-plan-1"))
+    place.create(job("gc-plan-1"))
     try:
         assert "gc-plan-1" not in command(plane, "runs", "--on", "ada").stdout
     finally:
@@ -893,7 +894,7 @@ def test_doctor_sees_what_a_submitter_sees_and_believes_the_inside(plane, as_use
         assert "full definitions of version 3.6 or 3.7" in found["argo"]["text"]
         assert "profiles cpu, gpu" in found["chart"]["text"] and found["store"]["text"] == "written"
         assert found["pod security"]["text"] == "restricted" and "default-deny" in found["policies"]["text"]
-        assert "not yours to see" in found["gpus"]["text"] and errand_workflows(as_user()) == []
+        assert "not yours to see" in found["gpus"]["text"] and job_workflows(as_user()) == []
         inside[0]["ok"] = False
         pod_of_doctor = answered(as_user("admin"), "Succeeded", inside)
         code, found = doctor(plane, "admin")
@@ -907,7 +908,7 @@ def test_doctor_says_what_is_missing_and_what_mends_it(plane, as_user):
     code, found = doctor(plane, "eve")
     assert code == 1 and "create workflows" in found["rights"]["text"] and "submitters" in found["rights"]["mend"]
     assert "kubectl label namespace" in found["pod security"]["mend"]
-    assert found["inside"]["mend"] == "mend rights first" and errand_workflows(as_user()) == []
+    assert found["inside"]["mend"] == "mend rights first" and job_workflows(as_user()) == []
     code, found = doctor(plane, "mallory")
     assert code == 1 and not found["chart"]["ok"] and not found["rights"]["ok"]
     code, found = doctor(plane, "admin", "--namespace", "default")

@@ -86,7 +86,7 @@ def test_users_pass_run_config_and_lane_and_none_reaches_a_field_that_decides_wh
 
 
 @pytest.mark.parametrize("name", maintenance_jobs())
-def test_an_errand_is_one_pod_that_users_pass_nothing_to(name):
+def test_a_maintenance_job_is_one_pod_that_users_pass_nothing_to(name):
     spec = maintenance_jobs()[name]["spec"]
     (pod,) = spec["templates"]
     assert "arguments" not in spec and spec["entrypoint"] == pod["name"] == name
@@ -95,7 +95,7 @@ def test_an_errand_is_one_pod_that_users_pass_nothing_to(name):
 
 
 @needs_argo
-def test_argo_accepts_the_errands():
+def test_argo_accepts_the_maintenance_jobs():
     assert argocheck([*maintenance_jobs().values()]) == []
 
 

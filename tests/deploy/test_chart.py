@@ -279,7 +279,7 @@ def test_a_template_a_profile_with_the_version_in_its_name():
 
 
 @needs_helm
-def test_errands_have_a_runs_surroundings_and_no_webhook():
+def test_maintenance_jobs_have_the_environment_of_a_run_and_no_webhook():
     values = merged(ALONE, {"webhook": {"existingSecret": "w"}, "gc": {"keep": 7}})
     items = objects(values)
     made = {name: of_kind(items, "WorkflowTemplate", f"-{name}-[0-9]")[0] for name in maintenance_jobs()}
@@ -288,7 +288,7 @@ def test_errands_have_a_runs_surroundings_and_no_webhook():
         (pod,) = item["spec"]["templates"]
         env[name] = {entry["name"]: entry.get("value") for entry in pod["container"]["env"]}
         assert env[name]["CUDA_AGENT_STORE"] == "s3://cuda-agent" and "CUDA_AGENT_WEBHOOK" not in env[name]
-        assert item["metadata"]["labels"]["cuda-agent.io/errand"] == name
+        assert item["metadata"]["labels"]["cuda-agent.io/maintenance"] == name
         assert "cuda-agent.io/profile" not in item["metadata"]["labels"]
         assert pod["metadata"]["labels"]["app.kubernetes.io/component"] == "setup"
     assert env["gc"]["CUDA_AGENT_KEEP"] == env["gc-plan"]["CUDA_AGENT_KEEP"] == "7"
@@ -359,7 +359,7 @@ def test_every_pod_is_restricted_and_limited(values):
 
 
 @needs_helm
-def test_only_prepare_finish_and_errands_have_an_account_that_may_do_anything():
+def test_only_prepare_finish_and_maintenance_have_an_account_that_may_do_anything():
     items = objects(ALONE)
     automounted = {i["metadata"]["name"] for i in of_kind(items, "ServiceAccount") if i["automountServiceAccountToken"]}
     assert automounted == {f"r-cuda-agent-{name}" for name in ("operator", "collector", "ray")}

@@ -11,7 +11,8 @@ from chat_server import Script, Served, call, serve
 from cuda_agent.agent.progress import Event
 from cuda_agent.config import SandboxConfig
 from cuda_agent.optimize.attempt import Terms
-from cuda_agent.optimize.search import SearchOrder, SearchOutcome, optimize
+from cuda_agent.optimize.folder import SearchOrder
+from cuda_agent.optimize.search import SearchOutcome, optimize
 
 MODEL = """import torch
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cuda_agent.config import Config, compose
+from cuda_agent.compose import compose
+from cuda_agent.config import Config
 from cuda_agent.optimize.evaluation import BenchmarkError, Player, benchmark, policy_folder, score_lines
 from cuda_agent.policy.served import ServedModel, ServedModelError
 

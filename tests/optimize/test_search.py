@@ -14,7 +14,7 @@ from optimizing import DONE, KERNEL, MODEL, PROFILE, WRITE, Run, plan
 from cuda_agent.agent.progress import read_events, replayed
 from cuda_agent.errors import TaskError
 from cuda_agent.errors import TaskError as NoTask
-from cuda_agent.optimize.search import OptimizeError, SearchOrder, _opened, read_order
+from cuda_agent.optimize.folder import OptimizeError, SearchOrder, opened, read_order
 from tests import made_once
 
 ROOT = Path(__file__).parents[2]
@@ -236,7 +236,7 @@ def test_two_searches_do_not_share_a_folder(run):
         if event["kind"] == "begin" and not begun:
             begun.append(event)
             order = SearchOrder("http://127.0.0.1:1/v1", "m")
-            folder = _opened(order, run.sandbox, None, run.folder / "out", False)
+            folder = opened(order, run.sandbox, None, run.folder / "out", False)
             with pytest.raises(OptimizeError, match="works in there"), folder:
                 pass
 

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from cuda_agent.agent.loop import EpisodeSettings, run_episode
 from cuda_agent.cli import main
-from cuda_agent.config import Config, SandboxConfig, freeze
+from cuda_agent.compose import freeze
+from cuda_agent.config import Config, SandboxConfig
 from cuda_agent.errors import ConfigError
 from cuda_agent.pages.episode_story import MOST_TURNS, EpisodeEntry, of_episode, token_texts
 from cuda_agent.pages.episodes import LARGEST, SHADES, render

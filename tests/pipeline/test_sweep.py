@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from drill import journal, table
 
-from cuda_agent.config import Config, compose
+from cuda_agent.compose import compose
+from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline import gc, runs, sweep
 from cuda_agent.pipeline.local import RunOutcome, run_pipeline

@@ -16,7 +16,7 @@ from release import Release
 
 from cuda_agent.cluster import submit as commands
 from cuda_agent.cluster.submit import ENDED, phase, views
-from cuda_agent.config import compose
+from cuda_agent.compose import compose
 from cuda_agent.pipeline.local import StageView
 
 # Every stage for real, with as few evaluations as there can be: they are what takes time in pods.

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from cuda_agent.config import Config, SandboxConfig, compose
+from cuda_agent.compose import compose
+from cuda_agent.config import Config, SandboxConfig
 from cuda_agent.errors import ConfigError, SandboxUnready, TaskError
 from cuda_agent.sandbox import remote
 from cuda_agent.sandbox.client import open_sandbox

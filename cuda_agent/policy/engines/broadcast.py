@@ -1,11 +1,11 @@
-"""A model's weights from one process to others, all at once: NCCL between GPUs, Gloo between CPUs.
+"""Broadcasts a model's weights from one process to others: NCCL between GPUs, Gloo between CPUs.
 
-Whoever leads holds a ``Rendezvous``; each process that takes part is a ``Member`` of a group, the first of them the
-sender.  No member waits longer than the meeting lasts: who leads ends it when one of them is gone or takes too long,
-and then makes another with those that are left.  Weights are taken only with the digest that their sender named.
+The leader holds a ``Rendezvous``.  Each participating process is a ``Member`` of a group; rank 0 sends.  No member
+waits longer than the rendezvous lasts: the leader ends it when a member is gone or takes too long, and then creates
+another with the remaining ones.  Received weights must have the digest that the sender named.
 
-Not here: who leads (``stages.ray_broadcast``), the workers of vLLM servers, which take the weights as they come
-(``vllm_weights``, ``vllm_plugin``), and trainers of several processes, whose weights must be gathered before.
+What it does not cover: the leader (``rl.ray.broadcast``), the workers of vLLM servers (``vllm_weights``,
+``vllm_plugin``), and trainers of several processes, whose weights must be gathered first.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ from cuda_agent.policy.engines.vllm_plugin import digest, transfer_group, transf
 from cuda_agent.policy.lora import merged_parameters
 
 Weights = dict[str, Any]  # arrays or tensors by name
-Form = tuple[str, str, tuple[int, ...]]  # of a tensor: name, element type, shape
+Form = tuple[str, str, tuple[int, ...]]  # name, element type and shape of a tensor
 ENDED = "ended"
 CONNECT_SECONDS = 10.0
-LOOK_SECONDS = 0.1  # between looks at whether the meeting lasts
+LOOK_SECONDS = 0.1  # seconds between checks of the rendezvous
 Result = TypeVar("Result")
 
 
 class TransferError(RuntimeError):
-    """The group is no more: a member died, or the meeting was ended.  No weights were changed."""
+    """The group is gone: a member died, or the rendezvous was ended.  No weights were changed."""
 
 
 class Rendezvous:
-    """Where the members of one group find each other, at ``host`` (an address of this machine that all of them reach)
-    and ``port``, and what they watch; it listens there alone."""
+    """The meeting point of one group, at ``host`` (an address of this machine that all members reach) and ``port``.
+    Members also watch it to notice its end."""
 
     def __init__(self, host: str) -> None:
         import torch.distributed as dist
@@ -46,15 +46,19 @@ class Rendezvous:
         )
 
     def end(self) -> None:
-        """All members' calls raise ``TransferError`` from now on, those under way as well."""
+        """Ends the group: all calls of its members, running ones included, raise ``TransferError``."""
         if self._store is not None:
             self._store.set(ENDED, "")
             self._store = None
 
 
 class Member:
-    """One process's end of a group of ``size``; ``rank`` 0 sends.  ``device``: of the tensors that travel.  Made by all
-    at about the same time: returns when they are all there."""
+    """One process's end of a group of ``size``; ``rank`` 0 sends.  ``device``: of the tensors on the wire.  All
+    processes create their members at about the same time; the constructor returns when all have joined.
+
+    Raises:
+        TransferError: The rendezvous cannot be reached, or ended before all had joined.
+    """
 
     def __init__(self, host: str, port: int, rank: int, size: int, device: str) -> None:
         self.device = device
@@ -66,18 +70,18 @@ class Member:
             self._group = transfer_group(store, host, rank, size, device.partition(":")[0])
 
         try:
-            socket.create_connection((host, port), CONNECT_SECONDS).close()  # a store tries for as long as it may wait
-            self._rendezvous = transfer_store(host, port, size, False)  # its own line: a wait blocks one
+            socket.create_connection((host, port), CONNECT_SECONDS).close()  # fails at once; a store would retry
+            self._rendezvous = transfer_store(host, port, size, False)  # separate, because a wait blocks a connection
         except (OSError, RuntimeError) as error:
             raise TransferError(f"there is no meeting at {host}:{port}: {error}") from error
         self._bounded(join)
 
     def send(self, parameters: Iterable[tuple[str, Any]]) -> None:
-        """Gives all others the tensors, one after the other; by ``form`` they know what comes."""
+        """Sends the tensors to all others, in order; the receivers know their shapes by ``form``."""
         self._bounded(lambda: send(self._group, parameters, self.device))
 
     def receive(self, forms: Sequence[Form]) -> Weights:
-        """The tensors that are sent, on the group's device."""
+        """Receives the tensors, on the group's device."""
         import torch
 
         def take() -> Weights:
@@ -91,12 +95,12 @@ class Member:
         return self._bounded(take)
 
     def leave(self) -> None:
-        """Ends this process's part, between two calls."""
+        """Leaves the group, between two calls."""
         self._group = None
 
     def _abandon(self) -> None:
-        """Ends it in the middle of one: NCCL's is aborted.  Gloo cannot be, and its group waits for the last collective
-        before it goes; so it never goes."""
+        """Leaves the group during a call.  NCCL is aborted.  Gloo cannot be, and its destructor waits for the last
+        collective, so the group is never destroyed."""
         if (group := self._group) is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             self._group = None
@@ -104,8 +108,12 @@ class Member:
                 group.abort()
 
     def _bounded(self, work: Callable[[], Result]) -> Result:
-        """What ``work`` gives; ``TransferError`` when it fails or the meeting ends before.  It runs in a thread, which
-        is left behind where nothing can end it: a collective waits for its last member."""
+        """Runs ``work`` in a thread and returns its result.  If nothing can end the collective, the thread is left
+        behind.
+
+        Raises:
+            TransferError: ``work`` failed, or the rendezvous ended before.
+        """
         results: list[Result] = []
         errors: list[BaseException] = []
         finished = threading.Event()
@@ -131,12 +139,12 @@ class Member:
     def _ended(self) -> bool:
         try:
             return bool(self._rendezvous.check([ENDED]))
-        except RuntimeError:  # the process that held it is gone
+        except RuntimeError:  # the leader is gone
             return True
 
 
 def send(group: Any, parameters: Iterable[tuple[str, Any]], device: str, dtype: str | None = None) -> None:
-    """The sender's part in a broadcast of ``parameters``, as ``dtype``, else as they are, from ``device``."""
+    """The sender's part of a broadcast: ``parameters`` from ``device``, converted to ``dtype`` if it is given."""
     import torch
 
     for _, parameter in parameters:
@@ -146,7 +154,7 @@ def send(group: Any, parameters: Iterable[tuple[str, Any]], device: str, dtype: 
 
 
 def _finish(device: str) -> None:
-    """NCCL's ``wait`` lets a stream wait, and not this thread."""
+    """Waits for the device: NCCL's ``wait`` blocks a stream only, not this thread."""
     import torch
 
     if device.startswith("cuda"):
@@ -154,14 +162,15 @@ def _finish(device: str) -> None:
 
 
 def place(device: Any) -> str:
-    """What names the processor that holds tensors of ``device``: "cpu", or one GPU, wherever it is seen from."""
+    """The name of the processor that holds tensors of ``device``: "cpu", or one GPU with the same name in every
+    process."""
     import torch
 
     return "cpu" if device.type == "cpu" else f"cuda {torch.cuda.get_device_properties(device).uuid}"
 
 
 def common_device(places: Sequence[str]) -> str:
-    """Where weights travel between members at ``places``: NCCL wants a GPU for each."""
+    """The device of weights on the wire between members at ``places``: NCCL needs a separate GPU for each."""
     gpus = all(where.startswith("cuda") for where in places) and len(set(places)) == len(places)
     return "cuda" if gpus else "cpu"
 
@@ -171,24 +180,27 @@ def address_towards(hosts: Iterable[str | None]) -> str:
     remote = [host for host in hosts if host not in (None, "localhost", "127.0.0.1")]
     if not remote:
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing; the kernel picks the way
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing; the kernel chooses the route
         probe.connect((remote[0], 9))
         return str(probe.getsockname()[0])
 
 
 def forms_of(model: Any) -> list[Form]:
-    """Of ``merged_parameters``, in their order."""
+    """The forms of ``merged_parameters``, in their order."""
     return [(n, str(p.dtype).removeprefix("torch."), tuple(p.shape)) for n, p in merged_parameters(model)]
 
 
 def weights_of(model: Any) -> Weights:
-    """Merged, where it has adapters; as arrays."""
+    """The merged weights as arrays."""
     return {name: parameter.detach().cpu().numpy() for name, parameter in merged_parameters(model)}
 
 
 def load_weights(model: Any, weights: Mapping[str, Any], expected: str | None = None) -> None:
-    """Raises ``EngineError`` when they are not this model's, by name and shape, or when the model that was made of them
-    has another digest than ``expected``."""
+    """Loads the weights into the model.
+
+    Raises:
+        EngineError: Names or shapes differ from the model's, or the loaded model's digest differs from ``expected``.
+    """
     import torch
 
     parameters = dict(model.named_parameters())

@@ -1,13 +1,14 @@
 """Decoders: the arithmetic of the in-process engine, prompt tokens and one-token steps over rows of a key-value cache.
 
-``DenseDecoder`` is an own, fast forward pass for dense Llama, Qwen2 and Qwen3 models.  It holds a rearranged copy of
-the weights: q, k, v in one matrix, gate and up in one, norm weights folded into the matrix behind them, and q and k
-with each rotary pair side by side, so that the rotation is one complex product.  ``GenericDecoder`` runs any other
-causal model through its own forward pass, one row after the other: correct for every architecture, and slow.
+``DenseDecoder`` is a fast forward pass for dense Llama, Qwen2 and Qwen3 models.  It holds a rearranged copy of the
+weights: q, k, v in one matrix, gate and up in one, norm weights folded into the next matrix, and q and k with each
+rotary pair side by side, so that the rotation is one complex product.  ``GenericDecoder`` runs any other causal model
+through its own forward pass, one row after the other: correct for every architecture, and slow.
 
-Both expect rows 0..n-1 to be the active ones (``move`` closes holes), so that attention reads the cache without
-gathering it.  On a GPU the dense one's steps are CUDA graphs (``graphs``).  Not here: sampling, batching, threads
-(``local``), gradients.
+Rows 0..n-1 are the active ones (``move`` closes holes), so that attention reads the cache without gathering it.  On a
+GPU the steps of ``DenseDecoder`` are CUDA graphs (``graphs``).
+
+What it does not cover: sampling, batching, threads (``local``), and gradients.
 """
 
 import copy
@@ -21,7 +22,7 @@ from torch import Tensor
 from cuda_agent.policy.engines import native
 from cuda_agent.policy.engines.graphs import StepGraphs
 
-THREADED_ROWS = 256  # rows from which on the native functions divide their work
+THREADED_ROWS = 256  # fewest rows for which the native functions use threads
 
 Job = tuple[int, int, Sequence[int]]  # row, position of the first new token, the new tokens
 
@@ -31,7 +32,7 @@ class Decoder(Protocol):
     partial: bool  # whether a kept row may be restored cut short
 
     def take(self, model: Any) -> bool:
-        """Goes on with this model's weights and empty rows; false when it is of another shape."""
+        """Switches to this model's weights with empty rows.  Returns False if the model has another shape."""
         ...
 
     def prefill(self, jobs: Sequence[Job]) -> Tensor:
@@ -44,7 +45,7 @@ class Decoder(Protocol):
         ...
 
     def keep(self, row: int, length: int) -> Any:
-        """What ``restore`` needs to go on later with the first ``length`` tokens of the row."""
+        """A snapshot of the first ``length`` tokens of the row, for ``restore``."""
         ...
 
     def restore(self, row: int, kept: Any, length: int) -> None: ...
@@ -52,12 +53,12 @@ class Decoder(Protocol):
     def copy(self, source: int, target: int, length: int) -> None: ...
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Like ``copy``, after which the source is no longer needed."""
+        """Like ``copy``; the source is no longer needed afterwards."""
         ...
 
 
 def make_decoder(model: Any, rows: int) -> Decoder:
-    """The fast decoder where it knows the architecture, the generic one otherwise.  The model is copied."""
+    """The fast decoder for a supported architecture, else the generic one.  The model is copied."""
     return DenseDecoder(model, rows) if DenseDecoder.knows(model) else GenericDecoder(model, rows)
 
 
@@ -83,7 +84,8 @@ class DenseDecoder:
 
     @staticmethod
     def knows(model: Any) -> bool:
-        """Dense, full attention, silu, static rotary frequencies, and no biases but those of q, k and v."""
+        """Whether the model is supported: dense, full attention, silu, static rotary frequencies, no biases except
+        those of q, k and v."""
         config = model.config
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -176,7 +178,7 @@ class DenseDecoder:
         return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype)
 
     def _rest(self, layer: dict[str, Any], x: Tensor, attended: Tensor) -> Tensor:
-        """The layer after attention: [n, hidden], [n, H * D] -> [n, hidden], in place of ``x``."""
+        """The rest of the layer after attention: [n, hidden], [n, H * D] -> [n, hidden], in place in ``x``."""
         x.addmm_(attended, layer["out"])
         gate_up = F.linear(self._norm(x), layer["gate_up"])
         if self.native:
@@ -199,7 +201,7 @@ class DenseDecoder:
         for (_, start, ids), count in zip(jobs, counts, strict=True):
             spans.append(slice(begin, begin + count))
             seen = torch.arange(start + len(ids), device=device) <= positions[begin : begin + count, None]
-            masks.append(seen if start else None)  # from position 0 on it is plainly causal
+            masks.append(seen if start else None)  # from position 0 on the mask is plainly causal
             begin += count
         ends = torch.tensor([span.stop - 1 for span in spans], device=device)
         x = self.embed[tokens]
@@ -207,7 +209,7 @@ class DenseDecoder:
             cache = self.cache[index]
             qkv = self._placed(layer, cache, x, rows, positions)
             attended = torch.empty_like(qkv[:, : self.heads])
-            final = index == len(self.layers) - 1  # of it only the last token of each job is needed
+            final = index == len(self.layers) - 1  # only the last token of each job is needed
             for (row, start, ids), span, mask in zip(jobs, spans, masks, strict=True):
                 both = cache[row : row + 1, :, : start + len(ids)]
                 asking = slice(span.stop - 1, span.stop) if final else span
@@ -226,7 +228,7 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed).float()
 
     def _placed(self, layer: dict[str, Any], cache: Tensor, x: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """``_qkv`` of tokens at these rows and positions, whose keys and values it puts into the cache."""
+        """``_qkv`` of tokens at these rows and positions; writes their keys and values into the cache."""
         if not self.native:
             qkv = self._qkv(layer, x, self.rotations[positions][:, None])
             cache[rows, :, positions] = qkv[:, self.heads :]
@@ -269,7 +271,7 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed).float()
 
     def _native_step(self, lib: Any, ids: Tensor, positions: Tensor) -> Tensor:
-        """The same arithmetic with everything between the matrix products in C++ (``step.cpp``)."""
+        """The same step with all operations between the matrix products in C++ (``step.cpp``)."""
         n = len(ids)
         x = self.embed[ids]
         attended = x.new_empty(n, self.heads * self.head)
@@ -281,7 +283,7 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed)
 
     def _threads(self, rows: int) -> int:
-        """Starting threads costs more than they bring for the few rows of a step."""
+        """Threads for a step: starting them costs more than they gain with few rows."""
         return torch.get_num_threads() if rows >= THREADED_ROWS else 1
 
     def keep(self, row: int, length: int) -> Tensor:
@@ -298,7 +300,7 @@ class DenseDecoder:
 
 
 class GenericDecoder:
-    """Any causal model of transformers; each row is a batch of one with a cache of the model's own kind."""
+    """Any causal model of transformers; each row is a batch of one with the model's own cache."""
 
     partial = False  # a recurrent state cannot be cut short
 

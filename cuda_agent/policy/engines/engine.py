@@ -3,25 +3,26 @@
 Everything that trains speaks token ids; text is never re-tokenized between turns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 
 class EngineError(RuntimeError):
-    """The engine cannot serve what it was asked to; it serves nothing wrong instead."""
+    """The engine cannot serve the requested policy or prompt; it refuses instead of serving something wrong."""
 
 
 class EngineLost(EngineError):
-    """Nothing is left that could serve; a new engine may."""
+    """No server is left; a new engine may work."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """``seed`` makes a completion a function of (weights, prompt, seed) alone: each token is drawn with noise derived
-    from (seed, position), so that batch composition and restarts do not change what is sampled.
-    ``temperature`` 0 is greedy.  ``key`` names what later prompts go on from, an episode: an engine of several parts
-    gives all of its turns to one, which keeps what it computed."""
+    """Sampling parameters.
+
+    ``seed`` makes a completion a function of (weights, prompt, seed) alone: each token is drawn with noise derived from
+    (seed, position), so that batch composition and restarts do not change it.  ``temperature`` 0 is greedy.  ``key``
+    names the episode: an engine with several servers sends all turns of a key to one, which keeps its prefix cache."""
 
     max_tokens: int
     seed: int
@@ -43,8 +44,16 @@ class Engine(Protocol):
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion: ...
 
-    async def update(self, version: int, folder: str) -> None:
-        """Serve the weights of the Hugging Face folder ``folder`` from the next call on."""
+    async def update_from(self, model: Any, version: int) -> None:
+        """Serves the weights of ``model`` as ``version`` from the next call on; it must not be trained meanwhile.
+
+        Raises:
+            EngineError: The weights cannot be served; the engine then serves no more.
+        """
+        ...
+
+    async def compute(self, job: Callable[[], Any]) -> Any:
+        """Runs ``job`` in the thread that computes, and returns its result."""
         ...
 
     async def close(self) -> None: ...

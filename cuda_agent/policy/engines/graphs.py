@@ -1,8 +1,9 @@
 """Decoding steps as CUDA graphs: one launch for the hundreds of small kernels of a step.
 
-A graph is recorded for a number of rows and of cache positions; a step runs in the smallest one that holds it, so that
-few are recorded (about a dozen for a whole batch).  Rows beyond those asked for compute into places nobody reads.  Not
-here: the arithmetic (``decoder``), and anything whose shapes depend on data.
+A graph is recorded for a number of rows and of cache positions; a step runs in the smallest graph that fits, so that
+few are recorded (about a dozen for a whole batch).  Unused rows compute values that are ignored.
+
+What it does not cover: the arithmetic (``decoder``), and shapes that depend on data.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,8 @@ Step = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class StepGraphs:
-    """``step`` (ids int64 [n], positions int64 [n], length) -> logits [n, vocab], recorded and replayed.  It must give
-    the same for the same arguments when run twice.  ``rows`` is the most that n may be."""
+    """Records and replays ``step`` (ids int64 [n], positions int64 [n], length) -> logits [n, vocab].  Running ``step``
+    twice with the same arguments must give the same result.  ``rows`` is the largest n."""
 
     def __init__(self, step: Step, rows: int, device: torch.device) -> None:
         self._step, self._rows = step, rows
@@ -36,21 +37,23 @@ class StepGraphs:
             self._recorded[rows, length] = self._record(rows, length)
         graph, logits = self._recorded[rows, length]
         graph.replay()
-        return logits[:n].clone()  # which the next replay overwrites
+        return logits[:n].clone()  # the next replay overwrites the buffer
 
     def forget(self) -> None:
-        """To be called when the tensors that ``step`` reads and writes are others than before."""
+        """Drops all graphs.  To be called when ``step`` reads or writes other tensors than before."""
         self._recorded: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._pool: Any = torch.cuda.graph_pool_handle()  # one whose graphs are gone cannot be used again
+        self._pool: Any = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be used again
 
     def _record(self, rows: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         arguments = self._ids[:rows], self._positions[:rows], length
         side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._step(*arguments)  # libraries allocate and choose when first called
+            self._step(*arguments)  # libraries allocate and select algorithms at the first call
         torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # others may use the GPU
+        with torch.cuda.graph(
+            graph, pool=self._pool, capture_error_mode="thread_local"
+        ):  # for other threads on the GPU
             logits = self._step(*arguments)
         return graph, logits
 

@@ -1,17 +1,17 @@
-"""LocalEngine: the policy served inside this process, with continuous batching.
+"""LocalEngine: serves the policy inside this process, with continuous batching.
 
 Requests join and leave the batch between decoding steps.  All arithmetic runs in one worker thread, so that the event
-loop stays free; between steps the engine lets go of the timing lease.  What a finished sequence has computed is kept,
-and a later prompt (the same episode's next turn, another sample of the same task) starts behind the longest prefix
-that it shares with one.
+loop stays free; between steps the engine releases the timing lease.  The cache of finished sequences is kept, and a
+later prompt (the same episode's next turn, another sample of the same task) starts behind the longest prefix that it
+shares with one.
 
-What determines a completion: weights, prompt and seed, up to rounding, because each token is drawn with noise made of
-(seed, position) alone.  Rounding depends on which requests share a batch.  Batches form in order of submission, and
-one is closed only when the event loop has run ``QUIET_PASSES`` times without a new request; so callers that wait for
-nothing but this engine and each other get the same batches, and the same bits, every time.  Callers that wait for
-other things (tools, clocks) get the same up to rounding.
+Weights, prompt and seed determine a completion up to rounding, because each token is drawn with noise derived from
+(seed, position) alone.  Rounding depends on the batch.  Batches form in order of submission, and a batch is closed only
+when the event loop has run ``QUIET_PASSES`` times without a new request.  Callers that wait only for this engine and
+for each other therefore get the same batches, and the same bits, every time; callers that wait for other things (tools,
+clocks) get the same up to rounding.
 
-Not here: several devices or processes, tokens as they come, top-p and its kin (they bias the training ratio).
+What it does not cover: several devices or processes, streaming, top-p and the like (they bias the training ratio).
 """
 
 import asyncio
@@ -33,8 +33,8 @@ from cuda_agent.policy.engines.engine import Completion, EngineError, SamplingPa
 from cuda_agent.policy.model import load_model
 
 QUIET_PASSES = 8
-KEPT_TOKENS_PER_ROW = 1024  # what finished sequences may hold on to, times the rows of a batch
-PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # at once (a longer prompt whole): between passes the lease is let go
+KEPT_TOKENS_PER_ROW = 1024  # most tokens kept of finished sequences
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # per pass (a longer prompt whole); the lease is released between passes
 PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # else 0.05; rounding alone makes 1e-6
 
 
@@ -42,7 +42,7 @@ PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # else 0.05; round
 class _Request:
     prompt: list[int]
     params: SamplingParams
-    limit: int  # most tokens to sample, the context considered
+    limit: int  # most tokens to sample, also limited by the context
     noise: np.ndarray  # float64 [limit], uniform in [0, 1)
     future: "asyncio.Future[Completion]"
     ids: list[int] = field(default_factory=list)
@@ -55,17 +55,20 @@ class Counts:
 
     sampled: int = 0  # tokens
     prefilled: int = 0  # prompt tokens computed
-    reused: int = 0  # prompt tokens taken over from a kept prefix or a twin
+    reused: int = 0  # prompt tokens copied from a kept prefix or an equal prompt
     steps: int = 0
     seconds: float = 0.0  # spent in arithmetic, waiting for the lease excluded
 
 
 class LocalEngine:
-    """``model`` is a causal model of transformers (it is copied) or the folder of one.
+    """The engine of one model.
 
-    ``lease`` must be this engine's own instance.  ``threads`` are the worker's on a cpu.  ``device`` and ``dtype`` may
-    be others than the model's.  Raises ``EngineError`` when the decoder does not reproduce the model's
-    log-probabilities; this is checked at every change of weights."""
+    ``model`` is a causal model of transformers (it is copied) or the folder of one.  ``lease`` must be this engine's
+    own instance.  ``threads`` are the worker's on a cpu.  ``device`` and ``dtype`` may differ from the model's.
+
+    Raises:
+        EngineError: The decoder does not reproduce the model's log-probabilities; checked at every change of weights.
+    """
 
     def __init__(
         self,
@@ -85,13 +88,13 @@ class LocalEngine:
         self._dtype = getattr(torch, dtype) if dtype else None
         self._device = torch.empty(0, device=device).device  # a GPU with its number
         self._waiting: list[_Request] = []
-        self._active: list[_Request] = []  # request i is row i of the decoder; the worker's while it works
-        self._kept: list[tuple[np.ndarray, Any]] = []  # (ids, what the decoder keeps), the oldest first
-        self._interrupt = False  # asks the worker to come back after its current step
+        self._active: list[_Request] = []  # request i is row i; owned by the worker thread while it works
+        self._kept: list[tuple[np.ndarray, Any]] = []  # (ids, the decoder's snapshot), oldest first
+        self._interrupt = False  # tells the worker to return after its current step
         self._driver: asyncio.Task[None] | None = None
         self._updating: asyncio.Lock | None = None
         self._failure: BaseException | None = None
-        self._worker = ThreadPoolExecutor(1, "engine", initializer=_settle, initargs=(threads, self._device))
+        self._worker = ThreadPoolExecutor(1, "engine", initializer=_init_thread, initargs=(threads, self._device))
         self._decoder: Decoder = self._worker.submit(self._load, model, None).result()
 
     @property
@@ -100,8 +103,11 @@ class LocalEngine:
         return self._decoder.context
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
-        """Samples until a stop token, ``max_tokens`` or the context is reached.  ``ValueError`` for an empty prompt or
-        one that leaves no room."""
+        """Samples until a stop token, ``max_tokens`` or the end of the context.
+
+        Raises:
+            ValueError: The prompt is empty or leaves no room.
+        """
         limit = min(params.max_tokens, self._decoder.context - len(prompt))
         if not prompt or limit < 1:
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._decoder.context}")
@@ -114,23 +120,34 @@ class LocalEngine:
             self._interrupt = True  # free its row soon
             raise
 
-    async def update(self, version: int, folder: str) -> None:
-        """Serves the weights in ``folder`` as ``version``.  Requests that have a row finish on the old ones first, and
-        those that wait for one get the new."""
-        await self._change(version, folder)
-
     async def update_from(self, model: Any, version: int) -> None:
-        """The same from a model in this process, which must not be trained meanwhile."""
-        await self._change(version, model)
+        """See ``Engine.update_from``.  Requests in the batch finish on the old weights first; waiting ones get the
+        new."""
+        self._updating = self._updating or asyncio.Lock()
+        async with self._updating:
+            if self._driver and not self._driver.done():
+                await asyncio.wait([self._driver])  # ends with the active requests
+            if self._failure:
+                raise EngineError(f"the engine has failed: {self._failure}") from self._failure
+            try:
+                load = asyncio.get_running_loop().run_in_executor(self._worker, self._load, model, self._decoder)
+                self._decoder = await load
+            except BaseException as error:
+                self._failure = error  # never continue with wrong weights
+                raise
+            self.version = version
+        if self._waiting:
+            self._wake()
 
     async def compute(self, job: Callable[[], Any]) -> Any:
-        """Runs ``job`` in the thread that computes, between requests.  Where a process computes in a second thread as
-        well, its OpenMP library has more threads than processors, stops letting them wait actively, and every operator
-        of either becomes slower by a third (measured: docs/lab-notebook.md)."""
+        """Runs ``job`` in the worker thread, between requests.
+
+        If a process computes in a second thread too, its OpenMP library has more threads than processors and stops
+        active waiting, and every operator of both becomes slower by a third (measured: docs/lab-notebook.md)."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:
-        """Requests still waiting are cancelled."""
+        """Stops the engine; waiting requests are cancelled."""
         self._failure = EngineError("the engine is closed")
         for request in [*self._waiting, *self._active]:
             request.future.cancel()
@@ -154,11 +171,11 @@ class LocalEngine:
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
     async def _drive(self) -> None:
-        """Runs while there is anything to do: forms a batch, has the worker go on with it until something changes."""
+        """Forms a batch and runs it until something changes, as long as there are requests."""
         loop = asyncio.get_running_loop()
         try:
             while True:
-                await self._settle()
+                await self._wait_until_quiet()
                 free = self._batch - sum(not request.future.cancelled() for request in self._active)
                 joining = [] if self._paused else [r for r in self._waiting if not r.future.cancelled()][:free]
                 if not joining and not self._active:
@@ -182,8 +199,8 @@ class LocalEngine:
             if self._failure is None:
                 raise
 
-    async def _settle(self) -> None:
-        """Returns when every task that could run has run and submitted what it had to."""
+    async def _wait_until_quiet(self) -> None:
+        """Returns when all tasks of the event loop have run and submitted their requests."""
         quiet = 0
         while quiet < QUIET_PASSES:
             before = len(self._waiting)
@@ -194,31 +211,14 @@ class LocalEngine:
     def _paused(self) -> bool:
         return self._updating is not None and self._updating.locked()
 
-    async def _change(self, version: int, source: Any) -> None:
-        self._updating = self._updating or asyncio.Lock()
-        async with self._updating:
-            if self._driver and not self._driver.done():
-                await asyncio.wait([self._driver])  # it ends when the active requests have
-            if self._failure:
-                raise EngineError(f"the engine has failed: {self._failure}") from self._failure
-            try:
-                load = asyncio.get_running_loop().run_in_executor(self._worker, self._load, source, self._decoder)
-                self._decoder = await load
-            except BaseException as error:
-                self._failure = error  # never go on with weights that are not those asked for
-                raise
-            self.version = version
-        if self._waiting:
-            self._wake()
-
     # In the worker thread
 
     def _load(self, source: Any, decoder: Decoder | None) -> Decoder:
-        """The decoder of these weights, ``decoder`` with others where it can be."""
+        """A decoder of these weights; reuses ``decoder`` if possible."""
         with torch.inference_mode(), self._working():
             model = source if hasattr(source, "parameters") else load_model(source)
             if model.device != self._device or self._dtype not in (None, model.dtype):
-                model = copy.deepcopy(model).to(self._device, self._dtype)  # ``to`` alone would change the caller's
+                model = copy.deepcopy(model).to(self._device, self._dtype)  # ``to`` would change the caller's
             if decoder is None or not decoder.take(model):
                 decoder = make_decoder(model, max(self._batch, 2))
             difference = verify(decoder, model)
@@ -232,7 +232,7 @@ class LocalEngine:
 
     @torch.inference_mode()
     def _work(self, joining: list[_Request]) -> list[tuple[_Request, Any]]:
-        """Lets ``joining`` into the batch and decodes until a request ends or the event loop interrupts."""
+        """Adds ``joining`` to the batch and decodes until a request ends or the event loop interrupts."""
         for row in reversed(range(len(self._active))):
             if self._active[row].future.cancelled():
                 self._leave(row)
@@ -260,7 +260,7 @@ class LocalEngine:
         return ended
 
     def _join(self, joining: list[_Request]) -> Tensor:
-        """Computes the prompts into new rows; float32 logits [joining, vocab] behind each."""
+        """Computes the prompts in new rows; float32 logits [joining, vocab] after each prompt."""
         leaders: dict[tuple[int, ...], int] = {}
         twins: list[tuple[int, int, int]] = []  # source row, row, length
         jobs: list[Job] = []
@@ -290,7 +290,8 @@ class LocalEngine:
         return logits[torch.tensor(picks, device=logits.device)]
 
     def _restore(self, row: int, prompt: list[int]) -> int:
-        """Puts the longest kept prefix of the prompt into the row; returns its length (at least one token is left)."""
+        """Restores the longest kept prefix of the prompt into the row; returns its length (at least one token is
+        left)."""
         best, best_length = None, 0
         wanted = np.array(prompt[:-1])
         for index in reversed(range(len(self._kept))):
@@ -304,12 +305,12 @@ class LocalEngine:
             return 0
         ids, kept = self._kept[best]
         self._decoder.restore(row, kept, best_length)
-        if best_length == len(ids):  # its own continuation, most likely
+        if best_length == len(ids):  # most likely the same episode
             del self._kept[best]
         return best_length
 
     def _sample(self, logits: Tensor, first: int) -> list[tuple[_Request, Any]]:
-        """Draws the next token of the rows from ``first`` on; the requests that end leave the batch."""
+        """Draws the next token of the rows from ``first`` on; finished requests leave the batch."""
         requests = self._active[first:]
         noise = torch.tensor([r.noise[len(r.ids)] for r in requests], dtype=torch.float64, device=logits.device)
         temperatures = [r.params.temperature for r in requests]
@@ -329,21 +330,21 @@ class LocalEngine:
         return [(request, finish) for _, request, finish in ended]
 
     def _keep(self, row: int, request: _Request) -> None:
-        ids = np.array(request.prompt + request.ids[:-1])  # the last token was drawn and not computed
+        ids = np.array(request.prompt + request.ids[:-1])  # the last token was sampled, but is not in the cache
         self._kept.append((ids, self._decoder.keep(row, len(ids))))
         while sum(len(ids) for ids, _ in self._kept) > KEPT_TOKENS_PER_ROW * self._batch:
             del self._kept[0]
 
     def _leave(self, row: int) -> None:
-        """Takes a request out of the batch; the last row moves into the hole."""
+        """Removes a request from the batch; the last row moves into the hole."""
         last = self._active.pop()
         if row < len(self._active):
             self._decoder.move(len(self._active), row, len(last.prompt) + len(last.ids))
             self._active[row] = last
 
 
-def _settle(threads: int, device: torch.device) -> None:
-    """What is a thread's own."""
+def _init_thread(threads: int, device: torch.device) -> None:
+    """Settings of the worker thread."""
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -363,7 +364,7 @@ def _chunks(jobs: Sequence[Job], most: int) -> Iterator[Sequence[Job]]:
 def uniforms(seed: int, position: int, count: int) -> np.ndarray:
     """Float64 [count], uniform in [0, 1): entry i depends on (seed, position + i) alone (Philox, counter-based)."""
     bits = np.random.Philox(key=seed % 2**64)
-    bits.advance(position // 4)  # one counter makes four numbers
+    bits.advance(position // 4)  # one counter step gives four numbers
     return np.random.Generator(bits).random(position % 4 + count)[position % 4 :]
 
 

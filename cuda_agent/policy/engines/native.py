@@ -1,8 +1,8 @@
-"""Compiles ``step.cpp`` for one model shape, where there is a C++ compiler.
+"""Compiles ``step.cpp`` for one model shape, if there is a C++ compiler.
 
-The library is built once a process in a temporary folder (about a second) and loaded from there; nothing is kept on
-disk, so nothing stale or foreign can ever be loaded.  Not here: a promise; without a compiler the decoder uses torch's
-operators and is slower.
+The library is built once per process in a temporary folder (about a second) and loaded from there.  Nothing stays on
+disk, so that no stale or foreign library can be loaded.  Without a compiler the decoder uses torch's operators and is
+slower.
 """
 
 import ctypes
@@ -23,7 +23,8 @@ FLAGS += " -fassociative-math"
 
 @functools.cache
 def library(head: int, group: int) -> ctypes.CDLL | None:
-    """The functions of ``step.cpp`` for this size of a head and number of query heads a key head, or ``None``."""
+    """The functions of ``step.cpp`` for this head size and number of query heads per key head, or None without a
+    compiler."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         return None

@@ -1,7 +1,7 @@
-"""ScriptedEngine: answers from a function instead of a model, for tests and drills of everything around an engine.
+"""ScriptedEngine: answers from a function instead of a model, for tests and drills.
 
-Its log-probabilities are those of a given model (teacher forcing), or -1 for every token when there is none.
-Not here: sampling; the seed only reaches the function.
+Its log-probabilities are those of a given model (teacher forcing), or -1 for every token without one.  There is no
+sampling; the seed only reaches the function.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ Answer = Callable[[list[int], int], str | Sequence[int]]  # prompt ids, seed
 
 class ScriptedEngine:
     """``answer(prompt ids, seed)`` gives the turn: ids, or text, which ``tokenizer`` encodes and the first stop
-    id closes.  ``calls`` records the prompts in order; ``updates`` the (version, folder) served since."""
+    id closes.  ``calls`` records the prompts in order; ``updates`` the (version, model) served since."""
 
     def __init__(self, answer: Answer, tokenizer: Any = None, model: Any = None, version: int = 0) -> None:
         self.version = version
@@ -36,27 +36,17 @@ class ScriptedEngine:
         stopped = bool(ids) and ids[-1] in params.stop_ids
         return Completion(ids, self._logprobs(prompt, ids, params), self.version, "stop" if stopped else "length")
 
-    async def update(self, version: int, folder: str) -> None:
-        from cuda_agent.policy.model import load_model
-
-        if self._model is not None:
-            self._model = load_model(folder)
-        self._serve(version, folder)
-
     async def update_from(self, model: Any, version: int) -> None:
         if self._model is not None:
             self._model = model
-        self._serve(version, model)
+        self.version = version
+        self.updates.append((version, model))
 
     async def compute(self, job: Callable[[], Any]) -> Any:
         return job()
 
     async def close(self) -> None:
         pass
-
-    def _serve(self, version: int, source: Any) -> None:
-        self.version = version
-        self.updates.append((version, source))
 
     def _logprobs(self, prompt: list[int], ids: list[int], params: SamplingParams) -> list[float]:
         if self._model is None:

@@ -1,18 +1,17 @@
 """VllmEngine: the policy served by vLLM, one server or many, over HTTP.
 
-Prompts go out and completions come back as token ids, with the log-probabilities that the sampler used.  All turns of
-an episode go to one server, which keeps what it computed; a new episode goes to the one that got the fewest since the
-last change of weights.  The requests of a server that dies go to the others, and since a completion depends on weights,
-prompt and seed alone, up to rounding, nothing is lost.
+Prompts and completions are token ids, with the log-probabilities that the sampler used.  All turns of an episode go to
+one server, which keeps its prefix cache; a new episode goes to the server that got the fewest since the last change of
+weights.  The requests of a dead server go to the others; since a completion depends on weights, prompt and seed alone,
+up to rounding, nothing is lost.
 
-New weights come in between: requests under way finish on the old ones, new ones wait.  Then every server must prove
-that it serves what it was given: its log-probabilities of a fixed prompt and of tokens that it samples must be those of
-the trainer's model, and nearer to them than to those of the weights before, and its weights must have changed if the
-trainer's have.  If not, the engine fails for good.  Cached prefixes are salted with the version.
+New weights come between requests: running requests finish on the old ones, new ones wait.  Then every server must prove
+that it serves the new weights: its log-probabilities of a fixed prompt and of sampled tokens must match the trainer's
+model, and be nearer to it than to the weights before, and its weights must have changed if the trainer's have.
+Otherwise the engine fails for good.  Cached prefixes are salted with the version.
 
-Not here: one server's answers (``vllm_replica``), starting servers (``vllm_server``), the ways of the weights
-(``vllm_weights``), tokens as they come, top-p and its kin (they bias the training ratio), and bringing back a server of
-ours that died.
+What it does not cover: requests to one server (``vllm_replica``), starting servers (``vllm_server``), transfers of
+weights (``vllm_weights``), streaming, top-p and the like (they bias the training ratio), and restarting a dead server.
 """
 
 import asyncio
@@ -33,38 +32,36 @@ from cuda_agent.policy.engines.vllm_plugin import cache_bytes, digest
 from cuda_agent.policy.engines.vllm_pool import FIRST
 from cuda_agent.policy.engines.vllm_replica import HEALTH_SECONDS, Busy, Fault, Replica
 from cuda_agent.policy.engines.vllm_server import VllmServer
-from cuda_agent.policy.engines.vllm_weights import Broadcast, load_served, save_weights
+from cuda_agent.policy.engines.vllm_weights import Broadcast, save_weights
 
 Sync = Literal["disk", "lora", "nccl"]
-SHARED = "CUDA_AGENT_ENGINE_FOLDER"  # where new weights are put for them: a folder that they can read
+SHARED = "CUDA_AGENT_ENGINE_FOLDER"  # folder for new weights that the servers can read
 
-TRIES = 3  # of one server with one request
+TRIES = 3  # tries of one request at one server
 START_SECONDS = 1800.0  # for servers of a pool to load the first policy
 PAUSE_SECONDS = 0.25  # before the second try, twice that before the third; a busy server is asked for longer
 BUSY_TRIES = 40
-BUSY_SECONDS = 8.0  # the longest pause of these
+BUSY_SECONDS = 8.0  # longest pause for a busy server
 PROBE_TOKENS, PROBE_SAMPLED, PROBE_TEMPERATURE = 24, 16, 0.7
 PROBE_TOLERANCE = {"float32": 1e-4}  # mean difference of sampled tokens' log-probabilities; else:
 PROBE_TOLERANCE_LOW = 0.05  # bfloat16 and float16 against float32
 
 
 class VllmEngine:
-    """``replicas`` have been greeted.  ``policy`` is the folder of the weights that an adapter belongs to; new weights
-    are written below ``work``, which every server must be able to read."""
+    """The engine over ``replicas``, which have been greeted.  ``policy`` is the folder of an adapter's base weights;
+    new weights are written below ``work``, which every server must be able to read."""
 
-    def __init__(
-        self, replicas: Sequence[Replica], policy: Path, work: Path, sync: Sync = "disk", threads: int = 2
-    ) -> None:
+    def __init__(self, replicas: Sequence[Replica], work: Path, sync: Sync = "disk", threads: int = 2) -> None:
         import torch
 
         self.version = 0
         self.context = min(replica.context for replica in replicas)  # most tokens of prompt and completion together
         self._replicas = list(replicas)
-        self._policy, self._work, self._sync = policy, work, sync
-        self._salt = uuid.uuid4().hex  # of this engine's own: another's version 3 is not ours
+        self._work, self._sync = work, sync
+        self._salt = uuid.uuid4().hex  # unique per engine, so that versions of two engines differ
         self._adapter: str | None = None
-        self._last_words = ""  # of the server that was lost last
-        self._written: Path | None = None  # the weights served, where we wrote them
+        self._last_error = ""  # last error of the server that was lost last
+        self._written: Path | None = None  # folder of the served weights
         self._broadcast = Broadcast()
         self._homes: dict[str, Replica] = {}
         self._underway = 0
@@ -77,7 +74,11 @@ class VllmEngine:
         self._worker = ThreadPoolExecutor(1, "training", initializer=torch.set_num_threads, initargs=(threads,))
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
-        """As ``LocalEngine.generate``.  ``EngineLost`` when no server is left."""
+        """See ``LocalEngine.generate``.
+
+        Raises:
+            EngineLost: No server is left.
+        """
         limit = min(params.max_tokens, self.context - len(prompt))
         if not prompt or limit < 1:
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
@@ -92,7 +93,7 @@ class VllmEngine:
                 try:
                     choice = await self._patiently(replica, prompt, params)
                 except Fault as error:
-                    self._bury(replica, error)
+                    self._drop(replica, error)
                     continue
                 logprobs = [min(float(value), 0.0) for value in choice["logprobs"]["token_logprobs"]]
                 return Completion(choice["token_ids"], logprobs, self.version, choice["finish_reason"])
@@ -101,28 +102,36 @@ class VllmEngine:
             if not self._underway:
                 self._idle.set()
 
-    async def update(self, version: int, folder: str) -> None:
-        """Serves the weights in ``folder`` (with ``sync`` lora: the adapter) as ``version``.  Requests under way finish
-        on the old ones first.  ``EngineError`` when a server serves anything else; the engine then serves no more."""
-        base = self._policy if self._sync == "lora" else None
-        model = await self.compute(lambda: load_served(Path(folder), base))
-        await self._change(version, model, Path(folder))
-
     async def update_from(self, model: Any, version: int) -> None:
-        """The same from a model in this process, which must not be trained meanwhile."""
-        await self._change(version, model, None)
+        """See ``Engine.update_from``.  Running requests finish on the old weights first."""
+        async with self._updating:
+            self._check()
+            self._open.clear()
+            try:
+                await self._idle.wait()
+                await self._exchange(version, model)
+            except BaseException as error:
+                self._failure = error  # never continue with wrong weights
+                raise
+            finally:
+                self._open.set()
 
     async def verify(self, model: Any) -> None:
-        """Raises ``EngineError`` unless every server serves the weights of ``model``."""
+        """Checks that every server serves the weights of ``model``.
+
+        Raises:
+            EngineError: One does not.
+        """
         await self._each(lambda replica: self._prove(replica, model, []))
         self._old = await self.compute(lambda: _fingerprint(model))
 
     async def compute(self, job: Callable[[], Any]) -> Any:
-        """Runs ``job`` in the one thread of this process that computes."""
+        """Runs ``job`` in the compute thread of this process."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:
-        """Servers are left as they are, but for our adapter; those of ours end with ``open_vllm``."""
+        """Closes the connections and removes our adapter.  External servers run on; servers started here end with
+        ``open_vllm``."""
         self._failure = self._failure or EngineError("the engine is closed")
         if self._adapter:
             for replica in self._replicas:
@@ -155,18 +164,18 @@ class VllmEngine:
     def _alive(self) -> list[Replica]:
         alive = [replica for replica in self._replicas if replica.alive]
         if not alive:
-            raise EngineLost(f"none of {len(self._replicas)} vLLM servers is left: {self._last_words}")
+            raise EngineLost(f"none of {len(self._replicas)} vLLM servers is left: {self._last_error}")
         return alive
 
-    def _bury(self, replica: Replica, error: Exception) -> None:
+    def _drop(self, replica: Replica, error: Exception) -> None:
         if replica.alive:
             replica.alive = False
-            self._last_words = f"{replica.url}: {error}"
+            self._last_error = f"{replica.url}: {error}"
             if replica.server is not None:
-                self._last_words += f"\n{replica.server.tail()}"
+                self._last_error += f"\n{replica.server.tail()}"
 
     async def _patiently(self, replica: Replica, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
-        """Asks again what failed, unless the server is gone; a busy one for longer."""
+        """Retries a failed request unless the server is gone; retries a busy server for longer."""
         faults = busy = 0
         while True:
             try:
@@ -184,28 +193,15 @@ class VllmEngine:
 
     # Weights
 
-    async def _change(self, version: int, model: Any, folder: Path | None) -> None:
-        async with self._updating:
-            self._check()
-            self._open.clear()
-            try:
-                await self._idle.wait()
-                await self._exchange(version, model, folder)
-            except BaseException as error:
-                self._failure = error  # never go on with weights that are not those asked for
-                raise
-            finally:
-                self._open.set()
-
-    async def _exchange(self, version: int, model: Any, folder: Path | None) -> None:
-        for replica in self._replicas:  # one that came back gets new weights with the rest
+    async def _exchange(self, version: int, model: Any) -> None:
+        for replica in self._replicas:  # a recovered server gets the new weights too
             if not replica.alive and replica.server is None and await replica.healthy():
                 with contextlib.suppress(Fault):
                     await replica.greet()
                     replica.alive = True
-        written: Path | None = None
-        if folder is None and self._sync != "nccl":
-            folder = written = self._work / "weights" / f"{version}-{uuid.uuid4().hex[:8]}"
+        folder: Path | None = None
+        if self._sync != "nccl":
+            folder = self._work / "weights" / f"{version}-{uuid.uuid4().hex[:8]}"
             await self.compute(lambda: save_weights(model, folder, self._sync == "lora"))
         before: dict[Replica, list[Any]] = {}
 
@@ -218,7 +214,7 @@ class VllmEngine:
             await self._send(version, model, folder)
         finally:
             await self._each(lambda replica: replica.ask("/resume", {}))
-        self.version = version  # of the probe's salt, too
+        self.version = version  # also part of the probe's salt
         await self._each(lambda replica: self._prove(replica, model, before.get(replica, [])))
         self._old = await self.compute(lambda: _fingerprint(model))
         self._homes.clear()
@@ -226,7 +222,7 @@ class VllmEngine:
             replica.episodes = 0
         if self._written is not None:
             shutil.rmtree(self._written, ignore_errors=True)
-        self._written = written
+        self._written = folder
 
     async def _send(self, version: int, model: Any, folder: Path | None) -> None:
         if self._sync == "disk":
@@ -234,10 +230,10 @@ class VllmEngine:
         elif self._sync == "nccl":
             try:
                 await self._broadcast.send(self._alive(), model)
-            except Fault:  # whoever died took the group along; the others may still take part in a new one
+            except Fault:  # a dead server ended the group; the others can join a new one
                 for replica in self._alive():
                     if not await replica.healthy():
-                        self._bury(replica, EngineError("lost while weights were broadcast"))
+                        self._drop(replica, EngineError("lost while weights were broadcast"))
                 await self._broadcast.send(self._alive(), model)
         else:
             name = f"{self._salt}-{version}-{uuid.uuid4().hex[:8]}"
@@ -252,7 +248,11 @@ class VllmEngine:
             self._adapter = name
 
     async def _prove(self, replica: Replica, model: Any, before: list[Any]) -> None:
-        """Raises ``EngineError`` unless the replica computes with the weights of ``model``."""
+        """Checks that the replica computes with the weights of ``model``.
+
+        Raises:
+            EngineError: It does not.
+        """
         prompt = _probe_prompt(model)
         params = SamplingParams(PROBE_SAMPLED, seed=1, temperature=PROBE_TEMPERATURE)
         served_name = self._adapter or replica.model
@@ -282,20 +282,20 @@ class VllmEngine:
         replica.noise = off
 
     async def _each(self, action: Callable[[Replica], Awaitable[Any]]) -> None:
-        """Does it with every living server.  One that fails is out, unless it was the last."""
+        """Runs ``action`` for every living server.  A server that fails is dropped, unless it was the last."""
 
         async def one(replica: Replica) -> None:
             try:
                 await action(replica)
             except Fault as error:
-                self._bury(replica, error)
+                self._drop(replica, error)
 
         await asyncio.gather(*(one(replica) for replica in self._alive()))
         self._alive()
 
 
 def _put_first(policy: Path, shared: Path) -> None:
-    """Gives servers that wait for it (``vllm_pool``) something to start with; what is there already stays."""
+    """Writes the first policy for waiting servers (``vllm_pool``), unless there is one."""
     if (shared / FIRST).exists():
         return
     shared.mkdir(parents=True, exist_ok=True)
@@ -303,12 +303,12 @@ def _put_first(policy: Path, shared: Path) -> None:
     shutil.copytree(policy, made)
     try:
         made.rename(shared / FIRST)
-    except OSError:  # another worker's was there first
+    except OSError:  # another worker was first
         shutil.rmtree(made)
 
 
 async def _answers(replica: Replica) -> None:
-    """Returns when the server is up, or has had the time for it."""
+    """Returns when the server is up; raises if it takes too long."""
     end = time.monotonic() + START_SECONDS
     while not await replica.healthy() and time.monotonic() < end:
         await asyncio.sleep(1.0)
@@ -325,7 +325,7 @@ def _fingerprint(model: Any) -> tuple[str, list[float]]:
 
 
 def _logprobs(model: Any, ids: list[int], temperature: float) -> list[float]:
-    """Of every token but the first, by the model's own forward pass."""
+    """Log-probabilities of every token but the first, by the model's forward pass."""
     import torch
 
     training = model.training
@@ -359,11 +359,11 @@ async def open_vllm(
     memory: float = 0.9,
     lease: Path | None = None,
 ) -> AsyncIterator[VllmEngine]:
-    """An engine that serves the folder ``policy``, whose weights are those of ``model``: by ``replicas`` servers of our
-    own, or by running ones, whose weights are then replaced.  ``work``: where new weights are written.
+    """An engine that serves the folder ``policy``, whose weights are those of ``model``.
 
-    Own servers are one a GPU, where there are GPUs, with the share ``memory`` of it; else they compute on the processor
-    in float32 with ``threads`` each, and pause under ``lease``."""
+    Without ``servers`` it starts ``replicas`` servers: one per GPU with the share ``memory`` of it, or, without GPUs,
+    on the processor in float32 with ``threads`` each, pausing under ``lease``.  With ``servers`` it replaces their
+    weights.  New weights are written below ``work``."""
     own: list[VllmServer] = []
     found = [Replica(url) for url in servers]
     engine: VllmEngine | None = None
@@ -375,7 +375,7 @@ async def open_vllm(
             context = min(context, getattr(shape, "max_position_embeddings", None) or context)
             settings |= {"context": context, "cache": cache_bytes(shape, 2 * batch * context)}
             for index in range(replicas):
-                device = devices - 1 - index % devices if devices else None  # the trainer is on the first
+                device = devices - 1 - index % devices if devices else None  # the trainer uses the first GPU
                 own.append(VllmServer(policy, **settings, lease=None if devices else lease, device=device))
             found = [Replica(f"unix:{server.socket}", server) for server in own]
             await asyncio.gather(*(server.ready() for server in own))
@@ -386,7 +386,7 @@ async def open_vllm(
             await asyncio.gather(*(replica.greet() for replica in found))
         except Fault as error:
             raise EngineLost(f"a vLLM server does not answer: {error}") from error
-        engine = VllmEngine(found, policy, Path(os.environ.get(SHARED, work)) if servers else work, sync, threads)
+        engine = VllmEngine(found, Path(os.environ.get(SHARED, work)) if servers else work, sync, threads)
         if servers and sync != "lora":
             await engine.update_from(model, 0)
         else:

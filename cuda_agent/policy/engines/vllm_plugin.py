@@ -1,11 +1,11 @@
-"""What runs inside vLLM's own processes: a plugin, and an extension of its workers.
+"""Code inside vLLM's processes: a plugin, and an extension of its workers.
 
 vLLM calls ``register`` in each process by the entry point ``vllm.general_plugins``, and mixes ``WeightSync`` into its
-workers (``--worker-extension-cls``); the engine calls its methods by ``/collective_rpc``.  The environment of the
-servers needs this package beside vLLM and nothing else of what it requires: nothing but ``torch`` is imported, and
-that late.  Run as a program it becomes a server (``vllm_server``); ``vllm_pool`` is another way to one.
+workers (``--worker-extension-cls``); the engine calls its methods by ``/collective_rpc``.  The servers' environment
+needs this package, but not its requirements: only ``torch`` is imported, and that late.  Run as a program this module
+becomes a server (``vllm_server``); so does ``vllm_pool``.
 
-Not here: the engine's end of a transfer (``vllm_weights``), and adapters, which vLLM loads by itself.
+What it does not cover: the engine's end of a transfer (``vllm_weights``), and adapters, which vLLM loads itself.
 """
 
 import ctypes
@@ -20,16 +20,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-LEASE = "CUDA_AGENT_ENGINE_LEASE"  # folder of the timing lease, where a stopwatch runs on the same processor
+LEASE = "CUDA_AGENT_ENGINE_LEASE"  # folder of the timing lease, if kernels are timed on the same processor
 
 STEP_TOKENS = 4096  # of prompts that start together on a processor
-WHOLE = "CUDA_AGENT_ENGINE_WHOLE"  # set for servers of ours: their processes end with the one that was started
+WHOLE = "CUDA_AGENT_ENGINE_WHOLE"  # set for servers started here: their processes end with the first one
 TRANSFER_SECONDS = 600.0  # one tensor, at most
-PIECE = 1 << 24  # elements whose digest is computed at once: a server has little memory to spare
+PIECE = 1 << 24  # elements per step of a digest: a server has little spare memory
 
 
 def register() -> None:
-    """Makes a server's weights replaceable, and lets it step aside while a time is taken.  May be called repeatedly."""
+    """Adds replaceable weights and the timing lease to a server.  May be called repeatedly."""
     if WHOLE in os.environ:
         _end_with_parent()
     from vllm.platforms import current_platform  # type: ignore[import-not-found, unused-ignore]
@@ -41,7 +41,7 @@ def register() -> None:
 
 
 def _end_with_parent() -> None:
-    """vLLM's engine and workers outlive a server that is killed, and keep its memory."""
+    """Ends vLLM's engine and workers with a killed server; they would run on and keep its memory."""
     if parent := multiprocessing.parent_process():
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
         if os.getppid() != parent.pid:
@@ -49,8 +49,8 @@ def _end_with_parent() -> None:
 
 
 def _keep_plain_weights() -> None:
-    """On a CPU vLLM multiplies with packed copies of the weights, which a reload does not reach: it would go on with
-    the old ones and say nothing.  Without the packing it uses PyTorch's operators on the weights themselves."""
+    """Disables packed weights.  On a CPU vLLM multiplies with packed copies that a reload does not reach, and would
+    silently use the old weights.  Without packing it uses PyTorch's operators on the weights themselves."""
     from vllm import _custom_ops  # type: ignore[import-not-found, unused-ignore]
     from vllm.model_executor.layers import utils  # type: ignore[import-not-found, unused-ignore]
 
@@ -59,7 +59,7 @@ def _keep_plain_weights() -> None:
 
 
 def _work_under_lease(folder: Path) -> None:
-    """Every step of a worker holds the lease as a step of the in-process engine does."""
+    """Holds the timing lease during every step of a worker, as the in-process engine does."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase  # type: ignore[import-not-found, unused-ignore]
 
     from cuda_agent.lease import Lease
@@ -78,25 +78,25 @@ def _work_under_lease(folder: Path) -> None:
 
 
 class WeightSync:
-    """Methods of every worker.  They answer with dicts, which pass through vLLM's HTTP interface as they are."""
+    """Methods added to every worker.  They return dicts, which pass through vLLM's HTTP interface."""
 
     model_runner: Any
     device: Any
     _cuda_agent_group: Any = None
 
     def cuda_agent_weights(self) -> dict[str, str]:
-        """What this worker computes with: a digest that changes with any weight, the element type, the device."""
+        """The state of this worker: a digest of all weights, the element type, the device."""
         parameters = dict(self.model_runner.get_model().named_parameters())
         dtype = str(self.model_runner.model_config.dtype).removeprefix("torch.")
         return {"digest": digest(parameters.items()), "dtype": dtype, "device": self.device.type}
 
     def cuda_agent_load(self, folder: str) -> dict[str, str]:
-        """Takes the weights of a Hugging Face folder, which this worker must be able to read."""
+        """Loads the weights of a Hugging Face folder, which this worker must be able to read."""
         self.model_runner.reload_weights(weights_path=folder)
         return self.cuda_agent_weights()
 
     def cuda_agent_join(self, host: str, port: int, rank: int, size: int) -> dict[str, str]:
-        """Enters the group in which weights are broadcast; ``rank`` is that of this server's first worker."""
+        """Joins a broadcast group; ``rank`` is that of this server's first worker."""
         from vllm.distributed import get_world_group  # type: ignore[import-not-found, unused-ignore]
 
         store = transfer_store(host, port, size, False)
@@ -105,7 +105,7 @@ class WeightSync:
         return {}
 
     def cuda_agent_receive(self, tensors: list[list[Any]]) -> dict[str, str]:
-        """Takes broadcast weights; ``tensors``: name, element type and shape of each, in the order of sending."""
+        """Receives broadcast weights; ``tensors``: name, element type and shape of each, in the order of sending."""
         self.model_runner.reload_weights(weights_iterator=self._received(tensors))
         return self.cuda_agent_weights()
 
@@ -119,7 +119,7 @@ class WeightSync:
 
 
 def transfer_store(host: str, port: int, size: int, master: bool) -> Any:
-    """Where the members of a group find each other; the trainer is the master.  Port 0: any that is free."""
+    """The rendezvous of a group; the trainer is the master.  Port 0: any free one."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=TRANSFER_SECONDS)
@@ -127,8 +127,8 @@ def transfer_store(host: str, port: int, size: int, master: bool) -> Any:
 
 
 def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> Any:
-    """A process group beside any other that the process has: NCCL between GPUs, Gloo between CPUs.  Returns when all
-    ``size`` members are there."""
+    """A process group beside others of this process: NCCL between GPUs, Gloo between CPUs.  Returns when all ``size``
+    members have joined."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=TRANSFER_SECONDS)
@@ -139,14 +139,14 @@ def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> 
         return dist.ProcessGroupNCCL(store, rank, size, options)
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = limit
-    here = {"hostname": host} if host == "127.0.0.1" else {}  # elsewhere: the machine's own name
+    here = {"hostname": host} if host == "127.0.0.1" else {}  # other hosts: the default, this machine's name
     gloo._devices = [dist.ProcessGroupGloo.create_device(**here)]
     return dist.ProcessGroupGloo(store, rank, size, gloo)
 
 
 def digest(parameters: Iterable[tuple[str, Any]]) -> str:
-    """Changes when any weight does: over the names of all tensors, the sums of their bits read as integers, and those
-    of the products of neighbours.  Such sums are exact, and so the same on every processor."""
+    """A digest that changes with any weight: over the names of all tensors, the sums of their bits as integers, and the
+    sums of the products of neighbours.  These sums are exact, and therefore the same on every processor."""
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -166,9 +166,13 @@ def digest(parameters: Iterable[tuple[str, Any]]) -> str:
 def served(
     policy: Path, name: str, context: int, batch: int, *, memory: float | None, cache: int, rank: int | None
 ) -> list[str]:
-    """What vLLM's server is told, but for where it listens.  ``name``: under which it serves the folder ``policy``.
-    ``memory``: share of a GPU's; none: it computes on the processor, with ``cache`` bytes for keys and values.
-    ``rank``: of the largest adapter that it may be given."""
+    """Arguments of vLLM's server, except for its address.
+
+    Args:
+        name: name under which it serves the folder ``policy``.
+        memory: share of a GPU's memory;  None: it computes on the processor, with ``cache`` bytes for keys and values.
+        rank: largest rank of an adapter.
+    """
     command = ["--model", str(policy), "--served-model-name", name]
     command += ["--max-model-len", str(context), "--max-num-seqs", str(batch)]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
@@ -176,7 +180,7 @@ def served(
     command += ["--uvicorn-log-level", "warning"]
     if memory is not None:
         command += ["--gpu-memory-utilization", str(memory)]
-    else:  # compiling takes longer there than it saves
+    else:  # on the processor compiling takes longer than it saves
         command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(cache)]
         # A prompt in pieces would have vLLM wind back the request's random numbers, and it dies: PyTorch cannot do
         # that on a processor.
@@ -185,24 +189,24 @@ def served(
 
 
 def cache_bytes(shape: Any, tokens: int) -> int:
-    """Keys and values of ``tokens`` in float32, rounded up to what a small model's server starts with.  ``shape``: a
-    model's configuration."""
+    """Bytes of keys and values for ``tokens`` in float32, at least the minimum for a small model's server.  ``shape``:
+    a model's configuration."""
     head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     return max(64 << 20, int(2 * 4 * tokens * shape.num_hidden_layers * heads * head))
 
 
 def on_processor(environment: dict[str, str], lib: Path, threads: int) -> dict[str, str]:
-    """The environment of a server that computes with ``threads`` of the processor; ``lib``: the folder of that name in
-    vLLM's virtual environment."""
+    """The environment of a server on ``threads`` of the processor.  ``lib``: the ``lib`` folder of vLLM's virtual
+    environment."""
     made = environment | {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    made.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would overrule what ``served`` says
-    openmp = lib / "libiomp5.so"  # which vLLM's operators are linked to
+    made.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the arguments of ``served``
+    openmp = lib / "libiomp5.so"  # vLLM's operators are linked to it
     return made | {"LD_PRELOAD": str(openmp)} if openmp.exists() else made
 
 
 def _serve(parent: int, arguments: list[str]) -> None:
-    """Asks for a signal at the parent's end, then becomes vLLM's server."""
+    """Has the kernel send a signal at the parent's end, then becomes vLLM's server."""
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() == parent:
         os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *arguments])

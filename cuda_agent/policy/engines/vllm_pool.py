@@ -2,13 +2,12 @@
 
     python3 -P -m cuda_agent.policy.engines.vllm_pool FOLDER --context 4096 --batch 32 ...
 
-A pool stands before the run has a policy.  The first stage that wants an engine puts one into ``FOLDER/policy``, whole
-or not at all, and gives the server the weights that it is to serve, as every later stage does.  Each start has a name
-of its own for what it serves: a server that was started again refuses the requests of before, and does not answer them
-by the weights of its start.
+A pool starts before the run has a policy.  The first stage that needs an engine writes one atomically into
+``FOLDER/policy``, and then sends the weights to serve, as every later stage does.  Each start serves under a new name:
+a restarted server refuses earlier requests instead of answering them with its initial weights.
 
-Like ``vllm_plugin`` it imports nothing of what the package requires.  Not here: replacing weights, and where they come
-from (``vllm``); the pool's walls (``pipeline.engines``).
+Like ``vllm_plugin`` it imports none of the package's requirements.  What it does not cover: replacing weights
+(``vllm``), and the pool's objects (``cluster.engines``).
 """
 
 import argparse
@@ -23,11 +22,12 @@ from types import SimpleNamespace
 
 from cuda_agent.policy.engines.vllm_plugin import cache_bytes, on_processor, served
 
-FIRST = "policy"  # the folder in the shared one that a server starts with
+FIRST = "policy"  # sub-folder of the shared folder with the initial policy
 
 
 def command(policy: Path, port: int, context: int, batch: int, memory: float, gpus: int) -> list[str]:
-    """What follows the interpreter: vLLM's server for the policy in this folder, on ``gpus`` GPUs; 0: the processor."""
+    """Arguments of the interpreter for vLLM's server on ``gpus`` GPUs (0: the processor), for the policy in this
+    folder."""
     shape = SimpleNamespace(**json.loads((policy / "config.json").read_text()))
     context = min(context, getattr(shape, "max_position_embeddings", None) or context)
     share = memory if gpus else None
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, required=True)
     parser.add_argument("--threads", type=int, required=True)
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # the first process of a container has no default
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # process 1 of a container has no default handler
     policy = given.folder / FIRST
     print(f"waiting for {policy}", flush=True)
     while not policy.is_dir():
@@ -57,7 +57,7 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     line = [sys.executable, *command(policy, given.port, given.context, given.batch, given.memory, gpus)]
     environment = dict(os.environ)
-    if not gpus:  # where PyTorch lies says where vLLM's environment is: the interpreter may be another's
+    if not gpus:  # PyTorch's location tells vLLM's environment: the interpreter may differ
         environment = on_processor(environment, Path(torch.__file__).parents[3], given.threads)
     os.execve(line[0], line, environment)
 

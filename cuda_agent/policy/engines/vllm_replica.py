@@ -1,9 +1,9 @@
-"""One vLLM server, over HTTP: what it is asked, and what its answers mean.
+"""One vLLM server over HTTP: requests, and checked answers.
 
-Every answer is checked.  A server that does not do what it should is a ``Fault``, and another may be asked; one that
-refuses what is asked is an ``EngineError``.
+A server that fails raises ``Fault``, and another may be tried; a server that refuses the request raises
+``EngineError``.
 
-Not here: which server is asked, how often, and what it serves (``vllm``).
+What it does not cover: the choice of the server, retries, and weights (``vllm``).
 """
 
 import math
@@ -16,18 +16,18 @@ import httpx
 from cuda_agent.policy.engines.engine import EngineError, SamplingParams
 from cuda_agent.policy.engines.vllm_server import VllmServer
 
-KEY = "CUDA_AGENT_ENGINE_KEY"  # bearer token of servers that others run
-REQUEST_SECONDS = 1800.0  # for one completion; then its server counts as dead
+KEY = "CUDA_AGENT_ENGINE_KEY"  # bearer token of external servers
+REQUEST_SECONDS = 1800.0  # limit of one completion; then the server counts as dead
 HEALTH_SECONDS = 10.0
-KEPT_SECONDS = 2.0  # for which an idle connection is used again; vLLM closes it after 5
+KEPT_SECONDS = 2.0  # longest idle time of a reused connection; vLLM closes it after 5
 
 
 class Fault(Exception):
-    """This server did not do it; another may."""
+    """This server failed; another may work."""
 
 
 class Busy(Fault):
-    """It says that it has too much to do."""
+    """The server is overloaded."""
 
 
 class Replica:
@@ -36,12 +36,12 @@ class Replica:
     def __init__(self, url: str, server: VllmServer | None = None) -> None:
         self.url, self.server = url, server
         self.alive = True
-        self.episodes = 0  # given to it since the last change of weights
-        self.model = ""  # the name it serves the policy's weights under
+        self.episodes = 0  # episodes assigned since the last change of weights
+        self.model = ""  # name under which it serves the policy
         self.context = 0
         self.workers = 0
         self.dtype, self.device = "", ""
-        self.noise = math.inf  # what its probe differed by when it was last right
+        self.noise = math.inf  # difference of its last successful probe
         key = os.environ.get(KEY) if server is None else None
         unix = url.removeprefix("unix:") if url.startswith("unix:") else None
 
@@ -54,7 +54,7 @@ class Replica:
                 timeout=httpx.Timeout(REQUEST_SECONDS, connect=HEALTH_SECONDS),
             )
 
-        self._client, self._anew = client(None), client(0)  # the second opens a connection for each request
+        self._client, self._anew = client(None), client(0)  # the second opens a new connection per request
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -69,7 +69,12 @@ class Replica:
             return False
 
     async def ask(self, path: str, body: Any = None) -> Any:
-        """The JSON answer, ``None`` where it is empty; GET without a body.  ``EngineError`` when it refuses."""
+        """The JSON answer, None if it is empty; GET without a body.
+
+        Raises:
+            EngineError: The server refuses the request.
+            Fault: The server failed.
+        """
         method = "GET" if body is None else "POST"
         try:
             try:
@@ -101,7 +106,7 @@ class Replica:
         return list((answer or {}).get("results", []))
 
     async def greet(self) -> None:
-        """Learns what it serves."""
+        """Asks the server for its model, context and workers."""
         models = [model for model in (await self.ask("/v1/models"))["data"] if not model.get("parent")]
         self.model, self.context = models[0]["id"], models[0]["max_model_len"]
         weights = await self.call("cuda_agent_weights")
@@ -119,11 +124,11 @@ class Replica:
             "temperature": params.temperature,
             "stop_token_ids": list(params.stop_ids),
             "cache_salt": salt,
-            "logprobs": 0,  # of the sampled token alone
+            "logprobs": 0,  # only of the sampled token
             "return_token_ids": True,
-            "ignore_eos": True,  # stop tokens are ours to name
+            "ignore_eos": True,  # stop tokens are given explicitly
             "skip_special_tokens": False,
-            # what a server may have other defaults for
+            # parameters whose defaults differ between servers
             **{"top_p": 1.0, "top_k": 0, "min_p": 0.0, "n": 1, "min_tokens": 0},
             **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
         }

@@ -1,10 +1,10 @@
-"""A vLLM server that this process starts, on this machine, and that ends with it.
+"""A vLLM server that this process starts on this machine, and that ends with it.
 
-It listens on a Unix socket in a folder of ours: the interface that replaces weights has no password of its own, and
-must not be an open port.  vLLM brings a PyTorch of its own choice, so it may live in another environment, whose
-interpreter the variable ``CUDA_AGENT_VLLM_PYTHON`` names; it need not have this package, which is put before it.
+It listens on a Unix socket in a private folder: the interface that replaces weights has no password, and must not be an
+open port. vLLM requires its own PyTorch version, so it may be in another environment, whose interpreter the variable
+``CUDA_AGENT_VLLM_PYTHON`` names; that environment need not have this package, which is added to its path.
 
-Not here: servers that others start (``vllm.connect`` takes their addresses), several GPUs for one server.
+What it does not cover: external servers (``vllm.connect`` takes their addresses), several GPUs for one server.
 """
 
 import asyncio
@@ -25,18 +25,26 @@ from cuda_agent.policy.engines.engine import EngineLost
 from cuda_agent.policy.engines.vllm_plugin import LEASE, WHOLE, on_processor, served
 
 PYTHON = "CUDA_AGENT_VLLM_PYTHON"
-NAME = "policy"  # under which it serves the weights
+NAME = "policy"  # name under which it serves the weights
 _START_SECONDS = 900.0
 _STOP_SECONDS = 20.0
 _ENTRY_POINT = "[vllm.general_plugins]\ncuda_agent = cuda_agent.policy.engines.vllm_plugin:register\n"
 
 
 class VllmServer:
-    """Make it in a thread that lives as long as it shall, the main one: the kernel ends it with that thread.
+    """One server.  The thread that creates it must live as long as the server, so use the main thread: the kernel ends
+    the server with that thread.
 
-    ``policy``: the Hugging Face folder to serve.  ``device``: which GPU; none: the processor.  ``memory``: share of
-    that GPU's memory; ``cache``: bytes for keys and values on a processor.  ``lease``: folder of the timing lease, to
-    pause under it.  Raises ``PolicyError`` where vLLM is not installed."""
+    Args:
+        policy: the Hugging Face folder to serve.
+        device: number of the GPU; None: the processor.
+        memory: share of that GPU's memory.
+        cache: bytes for keys and values on a processor.
+        lease: folder of the timing lease, under which it pauses.
+
+    Raises:
+        PolicyError: vLLM is not installed.
+    """
 
     def __init__(
         self,
@@ -69,7 +77,7 @@ class VllmServer:
             )
 
     def _environment(self, threads: int, lora: bool, lease: Path | None, device: int | None) -> dict[str, str]:
-        """This process's own, without what leads Python to this process's packages."""
+        """This process's environment without the variables that lead Python to its packages."""
         package = self._folder / "package"
         (package / "cuda_agent_plugin-0.dist-info").mkdir(parents=True)
         (package / "cuda_agent_plugin-0.dist-info" / "METADATA").write_text("Name: cuda-agent-plugin\nVersion: 0\n")
@@ -94,7 +102,11 @@ class VllmServer:
         return environment
 
     async def ready(self) -> None:
-        """Returns when it answers.  ``EngineLost`` with the end of its log when it has ended, or takes too long."""
+        """Returns when the server answers.
+
+        Raises:
+            EngineLost: It has ended or takes too long; the message has the end of its log.
+        """
         transport = httpx.AsyncHTTPTransport(uds=str(self.socket))
         async with httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=5.0) as client:
             for _ in range(int(_START_SECONDS / 0.25)):
@@ -109,11 +121,11 @@ class VllmServer:
         raise EngineLost(f"vLLM did not answer within {_START_SECONDS:.0f} s:\n{self.tail()}")
 
     def tail(self, lines: int = 25) -> str:
-        """The last lines that it wrote."""
+        """The last lines of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def close(self) -> None:
-        """Ends it and removes its folder."""
+        """Ends the server and removes its folder."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -125,7 +137,11 @@ class VllmServer:
 
 
 def interpreter() -> str:
-    """The Python that has vLLM.  ``PolicyError`` says what to do where none has."""
+    """The Python interpreter that has vLLM.
+
+    Raises:
+        PolicyError: There is none; the message says how to get one.
+    """
     python = os.environ.get(PYTHON, sys.executable)
     search = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -142,6 +158,6 @@ def interpreter() -> str:
 
 
 def _visible(device: int) -> str:
-    """The ``device``-th of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names it."""
+    """The value of CUDA_VISIBLE_DEVICES for the ``device``-th GPU that this process may use."""
     mine = os.environ.get("CUDA_VISIBLE_DEVICES")
     return mine.split(",")[device] if mine else str(device)

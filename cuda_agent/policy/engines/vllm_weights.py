@@ -1,10 +1,10 @@
-"""How new weights reach vLLM: by a folder on disk, by a LoRA adapter, or broadcast.
+"""Transfers of new weights to vLLM: by a folder on disk, by a LoRA adapter, or by a broadcast.
 
-Each way is one function of the replicas and what they shall serve; pausing, deaths and verification are ``vllm``'s.
-Broadcast takes NCCL between GPUs and Gloo between CPUs, in a process group of its own beside any other.
+Each way is one function of the replicas and the weights; pausing, deaths and verification belong to ``vllm``.  A
+broadcast uses NCCL between GPUs and Gloo between CPUs, in a separate process group.
 
-Not here: what the workers do with them (``vllm_plugin``), and trainers of several processes, whose weights must be
-gathered before they are sent.
+What it does not cover: the workers' end (``vllm_plugin``), and trainers of several processes, whose weights must be
+gathered first.
 """
 
 import asyncio
@@ -18,12 +18,11 @@ from cuda_agent.errors import PolicyError
 from cuda_agent.policy.engines.broadcast import address_towards, send
 from cuda_agent.policy.engines.engine import EngineError
 from cuda_agent.policy.engines.vllm_plugin import TRANSFER_SECONDS, transfer_group, transfer_store
-from cuda_agent.policy.lora import adapters, merge_adapter, merged_parameters, save_adapter, save_merged
-from cuda_agent.policy.model import load_model
+from cuda_agent.policy.lora import adapters, merged_parameters, save_adapter, save_merged
 
 
 class WeightReceiver(Protocol):
-    """A server, as a transfer sees it."""
+    """The part of a server that a transfer uses."""
 
     url: str
     workers: int  # processes that hold weights
@@ -36,15 +35,15 @@ class WeightReceiver(Protocol):
 
 
 class Broadcast:
-    """The trainer's end.  The group lasts as long as its members do."""
+    """The trainer's end of a broadcast group, which lasts as long as its members do."""
 
     def __init__(self) -> None:
         self._group: Any = None
         self._members: list[WeightReceiver] = []
 
     async def send(self, replicas: Sequence[WeightReceiver], model: Any) -> None:
-        """Gives the model's parameters to all ``replicas``.  A failure of any is everyone's: it ends the group, and the
-        next call makes another."""
+        """Sends the model's parameters to all ``replicas``.  A failure of one ends the group; the next call creates
+        another."""
         device = model.device.type
         if others := sorted({replica.device for replica in replicas} - {device}):
             raise EngineError(
@@ -56,7 +55,7 @@ class Broadcast:
             parameters = list(merged_parameters(model))
             dtype = replicas[0].dtype
             tensors = [[name, dtype, list(tensor.shape)] for name, tensor in parameters]
-            await _together(
+            await _collective(
                 lambda: send(self._group, parameters, str(model.device), dtype),
                 [replica.call("cuda_agent_receive", tensors=tensors) for replica in replicas],
             )
@@ -73,17 +72,17 @@ class Broadcast:
         for replica in replicas:
             calls.append(replica.call("cuda_agent_join", host=host, port=store.port, rank=rank, size=size))
             rank += replica.workers
-        await _together(lambda: group.append(transfer_group(store, host, 0, size, device)), calls)
+        await _collective(lambda: group.append(transfer_group(store, host, 0, size, device)), calls)
         self._group, self._members = group[0], list(replicas)
 
 
-async def _together(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) -> None:
-    """Runs the collective ``work`` in a thread beside the calls that make the others take part.  When a call fails the
-    collective may never end: the thread is then left behind."""
+async def _collective(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) -> None:
+    """Runs the collective ``work`` in a thread, beside the calls that make the others take part.  If a call fails the
+    collective may never end; the thread is then left behind."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
-    def settle(error: BaseException | None) -> None:
+    def finish(error: BaseException | None) -> None:
         if not done.done():
             done.set_result(None) if error is None else done.set_exception(
                 EngineError(f"weights could not be broadcast: {error}")
@@ -96,7 +95,7 @@ async def _together(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) ->
         except BaseException as caught:
             error = caught
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, error)
+            loop.call_soon_threadsafe(finish, error)
 
     threading.Thread(target=run, name="broadcast", daemon=True).start()
     tasks = [asyncio.ensure_future(call) for call in calls]
@@ -113,19 +112,14 @@ async def _together(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) ->
 
 
 def save_weights(model: Any, folder: Path, adapter: bool) -> None:
-    """Writes what ``disk`` or ``lora`` loads.  ``PolicyError`` where a model has no adapter."""
+    """Writes the folder for ``disk`` or ``lora``.
+
+    Raises:
+        PolicyError: ``adapter`` is set and the model has none.
+    """
     if not adapter:
         save_merged(model, folder)
     elif not adapters(model):
         raise PolicyError("policy.vllm.sync=lora serves adapters, and what is trained has none: set lora.rank")
     else:
         save_adapter(model, folder)
-
-
-def load_served(folder: Path, base: Path | None) -> Any:
-    """The model of a folder; of an adapter's folder, the model ``base`` with the adapter merged in."""
-    if base is None:
-        return load_model(folder)
-    model = load_model(base)
-    merge_adapter(model, folder)
-    return model

@@ -1,10 +1,9 @@
-"""What runs in Ray's actors: a rollout worker, which plays episodes with an engine and a sandbox of its own, the
-trainer, and the ranks of one of the machines that it is spread over.  Plain classes, of which
-``ray_players`` and ``ray_trainer`` make actors.
+"""The classes of Ray's actors: a rollout worker, which plays episodes with its own engine and sandbox; the trainer; and
+the trainer's processes on one machine.  Plain classes, of which ``players`` and ``trainer`` make actors.
 
-What they are given and give back travels as bytes, lines and arrays, so they need no folder in common with the stage:
-inputs as {path: bytes}, checkpoints part by part, episodes in their wire form, weights as {name: array}, or broadcast,
-with a digest that must hold after they were loaded.
+Arguments and results travel as bytes, lines and arrays, so that actors and stage need no common folder: inputs as
+{path: bytes}, checkpoints part by part, episodes in their wire form, weights as {name: array} or broadcast, with a
+digest that must hold after loading.
 """
 
 import asyncio
@@ -36,28 +35,28 @@ from cuda_agent.training.ranks import Ranks
 
 
 class RolloutWorker:
-    """Plays episodes.  ``site`` knows the stage's cache, which is used where this machine has the place for it; folders
-    of ``inputs`` are unpacked here."""
+    """Plays episodes.  ``context`` names the stage's cache, which is used if this machine has it; folders of ``inputs``
+    are unpacked here."""
 
-    def __init__(self, site: WorkerContext, budget: EpisodeBudget, inputs: Mapping[str, Files]) -> None:
-        die_with_parent()  # Ray's workers outlive a raylet that is killed by seconds, and would go on computing
+    def __init__(self, context: WorkerContext, budget: EpisodeBudget, inputs: Mapping[str, Files]) -> None:
+        die_with_parent()  # Ray's workers run on for seconds after a killed raylet
         self._stack = AsyncExitStack()
-        self._site = _settle(site, inputs, self._stack)
+        self._context = _with_private_folders(context, inputs, self._stack)
         self._budget = budget
         self._rollouts: Rollouts | None = None
         self._playing: dict[int, asyncio.Task[Any]] = {}
         self._member: Member | None = None
-        self._received: Weights | None = None  # and not served yet
+        self._received: Weights | None = None  # received, not served yet
 
     async def open(self) -> int:
-        """Opens engine and sandbox; the process id."""
+        """Opens engine and sandbox.  Returns the process id."""
         self._rollouts = await self._stack.enter_async_context(
-            open_rollouts(self._site, self._site.inputs["policy"], self._budget)
+            open_rollouts(self._context, self._context.inputs["policy"], self._budget)
         )
         return os.getpid()
 
     async def play(self, jobs: Sequence[Job], kind: Kind) -> AsyncIterator[str]:
-        """The episodes of ``jobs`` as they finish, until ``stop``."""
+        """Yields the episodes of ``jobs`` as they finish, until ``stop``."""
         assert self._rollouts is not None, "open comes first"
         finished: asyncio.Queue[str | None] = asyncio.Queue()
         playing = asyncio.create_task(
@@ -69,13 +68,13 @@ class RolloutWorker:
             while (line := await finished.get()) is not None:
                 yield line
             if not playing.cancelled():
-                playing.result()  # what went wrong
+                playing.result()  # raises its error
         finally:
             playing.cancel()
             del self._playing[id(playing)]
 
     async def stop(self) -> None:
-        """Ends all that is being played."""
+        """Cancels all running episodes."""
         for playing in self._playing.values():
             playing.cancel()
 
@@ -84,19 +83,30 @@ class RolloutWorker:
         return place(self._rollouts.model.device)
 
     async def join(self, host: str, port: int, rank: int, size: int, device: str) -> None:
-        """Takes part in broadcasts from now on.  ``TransferError``, as from ``receive``."""
+        """Joins a broadcast group.
+
+        Raises:
+            TransferError: The group is gone.
+        """
         if self._member is not None:
             self._member.leave()
         self._member = await asyncio.to_thread(Member, host, port, rank, size, device)
 
     async def receive(self, forms: Sequence[Form]) -> None:
-        """Takes weights that are broadcast, beside those that it plays with."""
+        """Receives broadcast weights and keeps them beside the served ones.
+
+        Raises:
+            TransferError: The group is gone.
+        """
         assert self._member is not None, "join comes first"
         self._received = await asyncio.to_thread(self._member.receive, forms)
 
     async def serve(self, version: int, weights: Weights | None, expected: str) -> None:
-        """Plays with these weights, or with those that it received, from now on; turns under way finish on the old
-        ones.  ``EngineError`` when the model that was made of them has another digest than the trainer's."""
+        """Serves these weights, or the received ones, from now on; turns that are being sampled finish on the old ones.
+
+        Raises:
+            EngineError: The loaded model's digest differs from the trainer's.
+        """
         assert self._rollouts is not None, "open comes first"
         rollouts = self._rollouts
         given, self._received = weights or self._received, None
@@ -110,27 +120,27 @@ class RolloutWorker:
 
 
 class TrainerActor:
-    """Learns.  ``make_critic`` is given the unpacked ``inputs``; None where no critic is trained.  ``hosts``: the
-    ``RankHost``s that it leads; none where its ranks are on its own machine."""
+    """The trainer.  ``make_critic`` is called with the unpacked ``inputs``; None without a critic.  ``hosts``: the
+    ``RankHost`` actors that it leads, none if its processes are on its own machine."""
 
     def __init__(
-        self, site: WorkerContext, settings: Ppo, inputs: Mapping[str, Files], make_critic: Any, hosts: Any
+        self, context: WorkerContext, settings: Ppo, inputs: Mapping[str, Files], make_critic: Any, hosts: Any
     ) -> None:
         die_with_parent()
         self._stack = ExitStack()
-        self._site = _settle(site, inputs, self._stack)
+        self._context = _with_private_folders(context, inputs, self._stack)
         self._settings, self._make_critic, self._hosts = settings, make_critic, hosts
-        self._coming = self._site.work / "checkpoint"
+        self._coming = self._context.work / "checkpoint"
         self._learner: Any = None
         self._member: Member | None = None
 
     def open(self) -> None:
         if self._hosts:
-            site = replace(self._site, ranks=SpreadRanks(self._hosts, self._site))
+            context = replace(self._context, ranks=SpreadRanks(self._hosts, self._context))
         else:
-            site = self._stack.enter_context(shared_training(self._site))
-        critic = None if self._make_critic is None else self._make_critic(site.inputs)
-        self._learner = ActorCritic(site, self._settings, load_model(site.inputs["policy"]), critic)
+            context = self._stack.enter_context(shared_training(self._context))
+        critic = None if self._make_critic is None else self._make_critic(context.inputs)
+        self._learner = ActorCritic(context, self._settings, load_model(context.inputs["policy"]), critic)
 
     def pid(self) -> int:
         return os.getpid()
@@ -140,7 +150,7 @@ class TrainerActor:
         return metrics
 
     def weights(self, expected: str | None = None) -> Weights | None:
-        """Nothing when their digest is not the ``expected``: it has learnt since."""
+        """The weights; None if they have changed since ``expected`` was taken."""
         model = self._learner.actor.model
         if expected is not None and digest(merged_parameters(model)) != expected:
             return None
@@ -153,13 +163,17 @@ class TrainerActor:
         return forms_of(self._learner.actor.model)
 
     def place(self) -> str:
-        """Where its weights can be sent from: they are brought to its GPU, where it has one."""
+        """The device that its weights are sent from: its GPU, if it has one."""
         import torch
 
         return place(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
     def join(self, host: str, port: int, rank: int, size: int, device: str) -> None:
-        """As a rollout worker's.  It sends."""
+        """Joins a broadcast group as the sender.
+
+        Raises:
+            TransferError: The group is gone.
+        """
         if self._member is not None:
             self._member.leave()
         self._member = Member(host, port, rank, size, device)
@@ -177,7 +191,7 @@ class TrainerActor:
             yield from parts(Path(folder))
 
     def keep(self, part: Part) -> None:
-        """Of the checkpoint that is going to be loaded."""
+        """Takes one part of the checkpoint for ``load``."""
         keep(part, self._coming)
 
     def load(self) -> None:
@@ -191,7 +205,7 @@ class TrainerActor:
 
 
 class RankHost:
-    """The ranks of one machine, for whoever leads those of all; see ``training.ranks.Ranks``."""
+    """The trainer's processes on one machine; see ``training.ranks.Ranks``."""
 
     def __init__(self) -> None:
         die_with_parent()
@@ -212,7 +226,7 @@ class RankHost:
         return self._ranks.call(method, *arguments)
 
     def save(self, trainer: Any) -> None:
-        """Writes this machine's part of a checkpoint, which ``saved`` gives."""
+        """Writes this machine's part of a checkpoint, which ``saved`` yields."""
         shutil.rmtree(self._going, ignore_errors=True)
         self._going.mkdir()
         self._ranks.save(trainer, self._going)
@@ -222,7 +236,7 @@ class RankHost:
         shutil.rmtree(self._going)
 
     def keep(self, part: Part) -> None:
-        """Of the checkpoint that is going to be loaded."""
+        """Takes one part of the checkpoint for ``load``."""
         keep(part, self._coming)
 
     def load(self, name: str) -> tuple[int, float]:
@@ -238,12 +252,14 @@ class RankHost:
         remove(self._home)
 
 
-def _settle(site: WorkerContext, inputs: Mapping[str, Files], stack: ExitStack | AsyncExitStack) -> WorkerContext:
-    """``site`` with folders of this process's own, which go when ``stack`` is closed."""
+def _with_private_folders(
+    context: WorkerContext, inputs: Mapping[str, Files], stack: ExitStack | AsyncExitStack
+) -> WorkerContext:
+    """``context`` with private folders of this process, which are removed when ``stack`` is closed."""
     home = make_folder("actor")
     home.chmod(0o700)
     stack.callback(remove, home)
     for name, files in inputs.items():
         unpack(files, home / name)
     (home / "work").mkdir()
-    return replace(site, inputs={name: home / name for name in inputs}, work=home / "work")
+    return replace(context, inputs={name: home / name for name in inputs}, work=home / "work")

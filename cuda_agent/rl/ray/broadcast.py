@@ -1,9 +1,10 @@
-"""The trainer and the rollout workers of Ray as the members of one group, and broadcasts among them, led from here.
+"""Broadcasts from the trainer to the rollout workers of Ray, as members of one group led by the stage.
 
-The stage's process holds the meeting, ends it when a member is gone or takes too long, and makes another when its
+The stage's process holds the rendezvous, ends it when a member is gone or takes too long, and creates another when the
 members change.
 
-Not here: the group and what travels (``policy.broadcast``), who is given what when (``ray_runtime``).
+What it does not cover: the group and the transfer (``policy.engines.broadcast``), and when weights are sent
+(``runtime``).
 """
 
 import asyncio
@@ -13,12 +14,12 @@ from typing import Any
 from cuda_agent.policy.engines.broadcast import Form, Rendezvous, TransferError, common_device
 from cuda_agent.policy.engines.vllm_plugin import TRANSFER_SECONDS
 
-ENDING_SECONDS = 30.0  # in which a member that lives answers that its group was ended
-Errors = list[Exception | None]  # of the members, in their order
+ENDING_SECONDS = 30.0  # for a living member to answer after its group was ended
+Errors = list[Exception | None]  # one per member, in order
 
 
 class WeightBroadcastGroup:
-    """``host``: this machine's address as the members see it."""
+    """The group of one trainer and its workers.  ``host``: this machine's address as the members see it."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -31,12 +32,15 @@ class WeightBroadcastGroup:
         self._rendezvous, self._members = None, []
 
     async def transfer(self, trainer: Any, workers: Sequence[Any], forms: Sequence[Form]) -> Errors:
-        """Has the trainer's parameters in all workers, which keep them until they are told to serve them.  When one
-        fails all do: its own error says what happened to it, ``TransferError`` that it took part in vain, and
-        ``TimeoutError`` that it did not even hear of the end."""
+        """Sends the trainer's parameters to all workers, which keep them until they are told to serve them.
+
+        Returns:
+            One entry per member: None, or its error.  If one fails all do: the member's own error gives the cause,
+            ``TransferError`` marks members that took part in vain, ``TimeoutError`` members that did not answer.
+        """
         errors = await self._join([trainer, *workers])
         if not any(errors):
-            errors = await self._together(
+            errors = await self._all_or_none(
                 [trainer.send.remote(), *(worker.receive.remote(forms) for worker in workers)]
             )
         if any(errors):
@@ -48,18 +52,19 @@ class WeightBroadcastGroup:
             return [None] * len(members)
         self.end()
         places: list[str] = []
-        errors = await self._together([member.place.remote() for member in members], places)
+        errors = await self._all_or_none([member.place.remote() for member in members], places)
         if any(errors):
             return errors
         self._rendezvous = meeting = Rendezvous(self._host)
         device, size = common_device(places), len(members)
         joined = [m.join.remote(meeting.host, meeting.port, rank, size, device) for rank, m in enumerate(members)]
-        errors = await self._together(joined)
+        errors = await self._all_or_none(joined)
         self._members = members
         return errors
 
-    async def _together(self, calls: Sequence[Awaitable[Any]], results: list[Any] | None = None) -> Errors:
-        """Waits for all of them, after the first failure not for long; their ``results`` where none failed."""
+    async def _all_or_none(self, calls: Sequence[Awaitable[Any]], results: list[Any] | None = None) -> Errors:
+        """Awaits all calls, after the first failure only for a short time.  Without a failure ``results`` holds their
+        results."""
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             _, pending = await asyncio.wait(tasks, timeout=TRANSFER_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
@@ -80,7 +85,7 @@ def _error(task: "asyncio.Future[Any]") -> Exception | None:
     if not task.done() or task.cancelled():
         return TimeoutError("it hangs in a broadcast")
     error = task.exception()
-    cause = getattr(error, "cause", None)  # what was raised in the actor
+    cause = getattr(error, "cause", None)  # the actor's own error
     found = cause if isinstance(cause, TransferError) else error
     assert found is None or isinstance(found, Exception)
     return found

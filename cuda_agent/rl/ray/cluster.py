@@ -1,10 +1,10 @@
-"""A Ray to work in: one of the stage's own on this machine, which ends with it, or one that is running.
+"""Opens Ray: a new one on this machine, which ends with the stage, or a running one.
 
-A Ray of its own listens on 127.0.0.1 alone, under a token that nobody else can read, keeps its files in a private
-folder, and has no dashboard.  However the stage ends, the kernel ends most of Ray's processes with it, and a watcher
-(``ray_watch``) the others, and removes the folder.
+A new Ray listens on 127.0.0.1 only, under a secret token, keeps its files in a private folder, and has no dashboard.
+However the stage ends, the kernel ends most of Ray's processes with it; a watcher (``watch``) ends the others and
+removes the folder.
 
-Not here: what runs in it (``ray_players``, ``ray_runtime``, ``ray_actors``); the walls around a Ray that others run
+What it does not cover: the actors (``players``, ``runtime``, ``actors``), and the walls around a Ray of others
 (docs/cluster.md).
 """
 
@@ -24,23 +24,28 @@ from cuda_agent.errors import BadConfiguration, TryAgain
 from cuda_agent.rl.ray import watch
 from cuda_agent.sandbox.jail.scratch import make_folder, sweep
 
-STORE_BYTES = 128 << 20  # of Ray's object store, at least; what does not fit goes to the disk
+STORE_BYTES = 128 << 20  # smallest size of Ray's object store; Ray spills the rest to disk
 STARTS = 3
 _HERE = "127.0.0.1"
-_TOKEN = secrets.token_hex(32)  # one a process: Ray reads it once
+_TOKEN = secrets.token_hex(32)  # one per process: Ray reads it once
 
 
 @contextmanager
 def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> Iterator[None]:
     """Connects this process, from its main thread, to the Ray at ``address``, or to a new one with ``cpus`` and
-    ``gpus`` to give away.  ``TryAgain`` when there is none, ``BadConfiguration`` where Ray is not installed."""
+    ``gpus`` for actors.
+
+    Raises:
+        TryAgain: There is no Ray at this address, or none could be started.
+        BadConfiguration: Ray is not installed.
+    """
     if find_spec("ray") is None:
         raise BadConfiguration("runtime=ray needs Ray: pip install '.[ray]'")
     signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     folder = make_folder("ray") if address is None else None
     settings = {
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # an actor without a GPU of Ray's sees what this process sees
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # an actor without a GPU from Ray sees those of this process
     }
     if folder is not None:
         folder.chmod(0o700)
@@ -48,7 +53,7 @@ def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> I
         settings |= {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else it takes another address of this machine for 127.0.0.1
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else Ray replaces 127.0.0.1 by another address
         }
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
@@ -73,11 +78,11 @@ def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> I
             try:
                 ray.init(**where, namespace=f"cuda-agent-{secrets.token_hex(4)}", configure_logging=False)
                 break
-            except Exception as error:  # on a busy machine a plain one: it gives a node 30 seconds, whatever is set
+            except Exception as error:  # Ray raises a plain exception if a node takes over 30 seconds on a busy machine
                 ray.shutdown()
                 if attempt + 1 == STARTS:
                     raise TryAgain(f"Ray ({address or 'of this stage'}) does not start: {error}") from error
-        if threading.current_thread() is threading.main_thread():  # importing Ray takes SIGTERM for itself
+        if threading.current_thread() is threading.main_thread():  # the import of Ray installs a SIGTERM handler
             for number, handler in signals.items():
                 signal.signal(number, handler)
         yield
@@ -87,11 +92,11 @@ def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> I
             os.environ.pop(name) if value is None else os.environ.update({name: value})
         if watcher is not None:
             watcher.communicate()
-        sweep()  # what killed actors left
+        sweep()  # files of killed actors
 
 
 def on_bundle(group: Any, bundle: int, cpus: float, gpus: float) -> dict[str, Any]:
-    """Options of an actor on this bundle of a placement group.  It is never made anew by Ray."""
+    """Options of an actor on this bundle of a placement group.  Ray never restarts the actor."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
@@ -99,6 +104,6 @@ def on_bundle(group: Any, bundle: int, cpus: float, gpus: float) -> dict[str, An
 
 
 def raise_if_init_failed(error: Exception) -> None:
-    """An actor that could not be made would not be made the next time either."""
+    """Raises the actor's own error if its constructor failed: a new actor would fail in the same way."""
     if getattr(error, "actor_init_failed", False):
         raise RuntimeError(f"an actor could not be made: {error}") from error

@@ -1,10 +1,10 @@
-"""Ray's rollout workers: episodes are dealt out to them, and come back.
+"""Ray's rollout workers: distributes episodes over them and collects the results.
 
-A worker that is lost, or whose engine is, loses what it was playing: the others play it again, with the same seeds, and
-a new worker takes its place, which is given the newest weights before it plays.
+When a worker or its engine is lost, its episodes are played again by others with the same seeds, and a new worker
+replaces it, which gets the newest weights before it plays.
 
-Not here: where new weights come from (``ray_runtime``), what a worker does (``ray_actors``), and Ray's own processes
-(``ray_cluster``).
+What it does not cover: the source of new weights (``runtime``), the worker itself (``actors``), and Ray's processes
+(``cluster``).
 """
 
 import asyncio
@@ -25,43 +25,43 @@ from cuda_agent.rl.ray.cluster import on_bundle, open_ray, raise_if_init_failed
 from cuda_agent.rl.ray.transfer import pack
 from cuda_agent.rl.rollouts import EpisodeBudget, Job, Kind
 
-LOSSES = 3  # of workers in one round, times their number, until the stage gives up
-PLACING_SECONDS = 900.0  # a cluster may have to start machines
+LOSSES = 3  # losses per worker in one round before the stage gives up
+PLACING_SECONDS = 900.0  # a cluster may have to add nodes
 OPENING_SECONDS = 1800.0  # a worker's engine may have to load a large model
 CLOSING_SECONDS = 20.0
 GRACE_SECONDS = 60.0  # beyond the deadlines of a worker's episodes
 
 
-class Served(NamedTuple):
-    """What the workers play with.  ``weights``: where Ray keeps them, if it does."""
+class ServedPolicy(NamedTuple):
+    """The policy that the workers play.  ``weights``: a reference into Ray's object store, if the weights are there."""
 
     version: int
     digest: str
     weights: Any
 
 
-class Lost(Exception):
-    """An actor, or the engine in it, is gone or serves no more."""
+class WorkerLost(Exception):
+    """An actor or its engine is gone."""
 
 
 class WorkerSlot:
-    """A rollout worker's place, and who is in it."""
+    """The slot of a rollout worker, and the actor in it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.actor: Any = None  # none: lost, or not opened yet
+        self.actor: Any = None  # None: lost, or not opened yet
         self.opening: asyncio.Task[None] | None = None
-        self.has: tuple[int, str] | None = None  # version and digest of the weights that it plays with
-        self.received = False  # the newest, by broadcast, and does not play with them yet
+        self.has: tuple[int, str] | None = None  # version and digest of the served weights
+        self.received = False  # whether the newest weights were received and are not served yet
 
 
 class EpisodeCollector:
-    """The episodes of one round as they come in.  Of every group the first to finish with a reward are kept, at most
-    ``samples``, or, where fewer have one, all; it is ``full`` when every group has as many as it can."""
+    """Collects the episodes of one round.  For each group it keeps the first ``samples`` episodes that finish with a
+    reward, or all if fewer have one; it is ``full`` when every group has as many as it can."""
 
     def __init__(self, jobs: Sequence[Job], samples: int) -> None:
         self._order = {name: index for index, (_, name) in enumerate(jobs)}
-        self._open = Counter(group_of(name) for _, name in jobs)  # of each group, not finished yet
+        self._open = Counter(group_of(name) for _, name in jobs)  # unfinished episodes per group
         self._wanted = {group: min(count, samples) for group, count in self._open.items()}
         self._kept: dict[str, list[Episode]] = {group: [] for group in self._wanted}
 
@@ -75,11 +75,11 @@ class EpisodeCollector:
 
     @property
     def cut(self) -> int:
-        """How many were begun and are not waited for."""
+        """The number of episodes that were started and are no longer needed."""
         return self._open.total()
 
     def episodes(self) -> list[Episode]:
-        """In the order of the jobs, whatever the order they came in."""
+        """The episodes in the order of the jobs."""
         chosen = []
         for group, episodes in self._kept.items():
             others = [episode for episode in episodes if episode.reward is None]
@@ -91,9 +91,10 @@ class EpisodeCollector:
 
 
 class RayPlayers:
-    """The rollout workers of one stage.  ``newest`` gives what is served with its weights, for a worker that comes
-    late, or nothing when there will be something newer; without it the workers play the policy that they were opened
-    with."""
+    """The rollout workers of one stage.
+
+    ``newest`` returns the served policy with its weights for a worker that starts late, or None if newer weights will
+    follow; without ``newest`` the workers play the policy that they were opened with."""
 
     def __init__(
         self,
@@ -101,29 +102,29 @@ class RayPlayers:
         budget: EpisodeBudget,
         group: Any,
         first: int,
-        newest: Callable[[Served], Awaitable[Served | None]] | None = None,
+        newest: Callable[[ServedPolicy], Awaitable[ServedPolicy | None]] | None = None,
     ) -> None:
-        """On the bundles of ``group`` from number ``first`` on."""
+        """Places the workers on the bundles of ``group`` from number ``first`` on."""
         import ray
 
         self._ray = ray
         self._ctx, self._budget = ctx, budget
         self._group, self._first = group, first
-        self._places = ctx.config.ray
+        self._settings = ctx.config.ray
         self._newest = newest
-        self._site = WorkerContext(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
+        self._context = WorkerContext(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
         self._inputs = ray.put({name: pack(ctx.inputs[name]) for name in ("policy", "tasks")})
-        self.workers = [WorkerSlot(number) for number in range(self._places.workers)]
-        self._served: Served | None = None
-        self._newer = asyncio.Event()  # of that which is served now: there is something newer
-        self._lost = 0  # workers, since a round was last played to its end
+        self.workers = [WorkerSlot(number) for number in range(self._settings.workers)]
+        self._served: ServedPolicy | None = None
+        self._newer = asyncio.Event()  # set when the served weights are outdated
+        self._lost = 0  # workers lost since the last completed round
 
     # ---------------------------------------------------------------------------------------------------------- playing
 
     async def play(
         self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = lambda episode: None
     ) -> list[Episode]:
-        """As ``rollouts.Players.play``."""
+        """See ``rollouts.Players.play``."""
         collector = EpisodeCollector(jobs, len(jobs))
         await self.collect(collector, jobs, kind, on_done)
         return collector.episodes()
@@ -135,9 +136,9 @@ class RayPlayers:
         kind: Kind,
         on_done: Callable[[Episode], None] = lambda episode: None,
     ) -> int:
-        """Has ``jobs`` played until ``collector`` is full; how many workers were lost since the round before."""
+        """Plays ``jobs`` until ``collector`` is full.  Returns the number of workers lost since the round before."""
         for worker in self.workers:
-            if worker.actor is None and worker.opening is None:  # too many were lost between two rounds, one by one
+            if worker.actor is None and worker.opening is None:  # its replacement failed too often between two rounds
                 worker.opening = asyncio.create_task(self._open(worker))
 
         async def follow(worker: WorkerSlot, actor: Any, share: Sequence[Job]) -> None:
@@ -154,8 +155,8 @@ class RayPlayers:
                             if collector.full:
                                 break
                 if left and not collector.full:
-                    raise Lost("it stopped playing")
-            except (TimeoutError, Lost) as error:
+                    raise WorkerLost("it stopped playing")
+            except (TimeoutError, WorkerLost) as error:
                 self.lose(worker, actor, error)
                 await dispatch(left)
             if collector.full:
@@ -189,10 +190,11 @@ class RayPlayers:
         return lost
 
     def _patience(self, episodes: int) -> float | None:
-        """Seconds that so many episodes may take one worker; their own deadlines end them before."""
+        """Seconds after which a worker with so many episodes counts as lost; the deadlines of the episodes are
+        shorter."""
         agent = self._ctx.config.agent
         if self._ctx.config.sandbox.clock == "model":
-            return None  # in lockstep, which knows no deadline
+            return None  # lockstep has no deadline
         return math.ceil(episodes / agent.concurrency) * agent.deadline_seconds + GRACE_SECONDS
 
     # ---------------------------------------------------------------------------------------------------------- workers
@@ -202,7 +204,7 @@ class RayPlayers:
         return [worker for worker in self.workers if worker.actor is not None]
 
     async def _able(self) -> list[WorkerSlot]:
-        """Those that can play; waits for one where there is none."""
+        """The workers that can play; waits for one if there is none."""
         while not self.living:
             opening = [worker.opening for worker in self.workers if worker.opening is not None]
             if not opening:
@@ -213,28 +215,32 @@ class RayPlayers:
         return self.living
 
     async def _of_all(self, call: Callable[[WorkerSlot, Any], Awaitable[Any]]) -> None:
-        """Has all living workers do it; loses those that do not."""
+        """Calls all living workers, and replaces those that fail."""
 
         async def one(worker: WorkerSlot, actor: Any) -> None:
             try:
                 async with asyncio.timeout(OPENING_SECONDS):
                     with self._losses():
                         await call(worker, actor)
-            except (TimeoutError, Lost) as error:
+            except (TimeoutError, WorkerLost) as error:
                 self.lose(worker, actor, error)
 
         await asyncio.gather(*(one(worker, worker.actor) for worker in self.living))
 
     def lose(self, worker: WorkerSlot, actor: Any, error: BaseException) -> None:
-        """Makes a new one in its place, in the background.  ``TryAgain`` when that goes on; what another worker would
-        not do better either is raised again."""
+        """Replaces the worker's actor, in the background.
+
+        Raises:
+            TryAgain: Too many workers were lost.
+            Exception: The actor's own error, if a new actor would fail in the same way.
+        """
         if worker.actor is not actor:
-            return  # that is known
-        if not isinstance(error, TimeoutError | Lost):
+            return  # reported before
+        if not isinstance(error, TimeoutError | WorkerLost):
             try:
                 with self._losses():
                     raise error
-            except (TimeoutError, Lost) as lost:
+            except (TimeoutError, WorkerLost) as lost:
                 error = lost
         worker.actor = None
         self._ray.kill(actor)
@@ -246,11 +252,11 @@ class RayPlayers:
         worker.opening = asyncio.create_task(self._open(worker))
 
     async def _open(self, worker: WorkerSlot) -> None:
-        """Makes the worker that belongs into this place; it has the newest weights when it begins to play."""
-        places, worker.has, worker.received = self._places, None, False
-        options = on_bundle(self._group, self._first + worker.number, places.worker_cpus, places.worker_gpus)
+        """Opens an actor in this slot, with the newest weights."""
+        settings, worker.has, worker.received = self._settings, None, False
+        options = on_bundle(self._group, self._first + worker.number, settings.worker_cpus, settings.worker_gpus)
         made = self._ray.remote(cast(Any, RolloutWorker)).options(**options)
-        actor = made.remote(_share(self._site, worker.number), self._budget, self._inputs)
+        actor = made.remote(_share(self._context, worker.number), self._budget, self._inputs)
         try:
             async with asyncio.timeout(OPENING_SECONDS):
                 with self._losses():
@@ -263,40 +269,40 @@ class RayPlayers:
                 async with asyncio.timeout(OPENING_SECONDS):
                     with self._losses():
                         await self._give(worker, actor, served)
-        except (TimeoutError, Lost) as error:
+        except (TimeoutError, WorkerLost) as error:
             worker.actor, worker.opening = actor, None
             self.lose(worker, actor, error)
             await worker.opening  # type: ignore[misc]
             return
         worker.actor, worker.opening = actor, None
 
-    async def serve(self, served: Served) -> None:
-        """All play with it from now on, turns under way excepted."""
+    async def serve(self, served: ServedPolicy) -> None:
+        """All workers serve this policy from now on, except for turns that are being sampled."""
         self._served, newer, self._newer = served, self._newer, asyncio.Event()
         newer.set()
         await self._of_all(lambda worker, actor: self._give(worker, actor, served))
 
-    async def _give(self, worker: WorkerSlot, actor: Any, served: Served) -> None:
+    async def _give(self, worker: WorkerSlot, actor: Any, served: ServedPolicy) -> None:
         await actor.serve.remote(served.version, None if worker.received else served.weights, served.digest)
         worker.has, worker.received = served[:2], False
 
     @contextmanager
     def _losses(self) -> Iterator[None]:
-        """``Lost`` for what another worker may do better; what else was raised in one, as it was."""
+        """Turns errors that a new worker may avoid into ``WorkerLost``; raises an actor's own errors unchanged."""
         try:
             yield
         except self._ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, (EngineError, TryAgain)):
-                raise Lost(str(error.cause)) from error
+                raise WorkerLost(str(error.cause)) from error
             raise (error.cause if isinstance(error.cause, Exception) else error) from error
         except self._ray.exceptions.RayError as error:
             raise_if_init_failed(error)
-            raise Lost(f"{type(error).__name__} {error}") from error
+            raise WorkerLost(f"{type(error).__name__} {error}") from error
 
     # --------------------------------------------------------------------------------------------------- begin and end
 
     async def open(self) -> None:
-        """Begins with all workers at once; returns when they can play."""
+        """Opens all workers at once; returns when they can play."""
         for worker in self.workers:
             worker.opening = asyncio.create_task(self._open(worker))
         await asyncio.gather(*(worker.opening for worker in self.workers if worker.opening is not None))
@@ -309,7 +315,7 @@ class RayPlayers:
 
 
 async def end_actors(actors: Sequence[Any]) -> None:
-    """All at once, and those that do not end by themselves all the same."""
+    """Ends all actors at once; kills those that do not end in time."""
     import ray
 
     closing = [asyncio.ensure_future(actor.close.remote()) for actor in actors]
@@ -323,22 +329,28 @@ async def end_actors(actors: Sequence[Any]) -> None:
 
 
 @asynccontextmanager
-async def open_places(ctx: StageContext, trainers: int) -> AsyncIterator[Any]:
-    """A placement group: so many bundles for a trainer, then one for each rollout worker.  ``BadConfiguration`` when
-    this machine cannot hold what is asked for, ``TryAgain`` when a cluster does not."""
-    places, servers = ctx.config.ray, ctx.config.policy.vllm.servers
-    if servers and len(servers) < places.workers:
-        raise BadConfiguration(f"ray.workers is {places.workers}, and policy.vllm.servers has {len(servers)} for them")
-    bundles = [{"CPU": places.trainer_cpus, "GPU": places.trainer_gpus}] * trainers
-    bundles += [{"CPU": places.worker_cpus, "GPU": places.worker_gpus}] * places.workers
+async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterator[Any]:
+    """A placement group: bundles for the trainer, then one for each rollout worker.
+
+    Raises:
+        BadConfiguration: This machine lacks the resources.
+        TryAgain: The cluster does not provide them in time.
+    """
+    settings, servers = ctx.config.ray, ctx.config.policy.vllm.servers
+    if servers and len(servers) < settings.workers:
+        raise BadConfiguration(
+            f"ray.workers is {settings.workers}, and policy.vllm.servers has {len(servers)} for them"
+        )
+    bundles = [{"CPU": settings.trainer_cpus, "GPU": settings.trainer_gpus}] * trainers
+    bundles += [{"CPU": settings.worker_cpus, "GPU": settings.worker_gpus}] * settings.workers
     bundles = [{name: count for name, count in bundle.items() if count} or {"CPU": 0.01} for bundle in bundles]
     gpus = math.ceil(sum(bundle.get("GPU", 0.0) for bundle in bundles))
-    if places.address is None and gpus > (here := _gpus()):
+    if settings.address is None and gpus > (here := _gpus()):
         asked = "ray.worker_gpus and ray.trainer_gpus add" if trainers else "ray.worker_gpus adds"
         raise BadConfiguration(f"{asked} up to {gpus}, and this machine has {here}")
     cpus = sum(bundle.get("CPU", 0.0) for bundle in bundles)
     weights = sum(path.stat().st_size for path in ctx.inputs["policy"].rglob("*") if path.is_file())
-    with open_ray(places.address, math.ceil(cpus), gpus, 3 * weights):
+    with open_ray(settings.address, math.ceil(cpus), gpus, 3 * weights):
         from ray.util.placement_group import placement_group, remove_placement_group
 
         group = placement_group(bundles, strategy="SPREAD")
@@ -353,8 +365,8 @@ async def open_places(ctx: StageContext, trainers: int) -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def open_players(ctx: StageContext, budget: EpisodeBudget) -> AsyncIterator[RayPlayers]:
-    """Rollout workers that play the stage's policy as it is.  As ``open_places``."""
-    async with open_places(ctx, 0) as group:
+    """Rollout workers for a policy that is not trained.  Raises as ``open_placement_group`` does."""
+    async with open_placement_group(ctx, 0) as group:
         players = RayPlayers(ctx, budget, group, 0)
         try:
             await players.open()
@@ -363,12 +375,12 @@ async def open_players(ctx: StageContext, budget: EpisodeBudget) -> AsyncIterato
             await players.close()
 
 
-def _share(site: WorkerContext, worker: int) -> WorkerContext:
-    """With this worker's share of the vLLM servers that others run: each changes the weights of its own."""
-    config = site.config
+def _share(context: WorkerContext, worker: int) -> WorkerContext:
+    """The context with this worker's share of external vLLM servers, whose weights it alone changes."""
+    config = context.config
     vllm = config.policy.vllm.model_copy(update={"servers": config.policy.vllm.servers[worker :: config.ray.workers]})
     policy = config.policy.model_copy(update={"vllm": vllm})
-    return replace(site, config=config.model_copy(update={"policy": policy}))
+    return replace(context, config=config.model_copy(update={"policy": policy}))
 
 
 def _gpus() -> int:

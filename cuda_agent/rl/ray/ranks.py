@@ -1,11 +1,10 @@
-"""Ranks of the trainer on several machines: on each an actor that holds those of that machine, led from here.
+"""The trainer's process group over several machines: one actor holds the processes of a machine, led from here.
 
-The ranks of all machines are one group of torch's, whose members meet at an address of the leader's.  A call goes to
-every machine at once.  What a checkpoint consists of travels in parts, so that nobody holds more than a few of them in
-memory: from each machine's ranks into the leader's folder, and from there to every machine.
+All processes are one torch process group, whose rendezvous is at an address of the leader.  A call goes to every
+machine at once.  Checkpoints travel in parts, so that no process holds more than a few of them in memory: from each
+machine into the leader's folder, and from there to every machine.
 
-Not here: who makes the actors (``ray_trainer``), what they are (``ray_actors``), and what a rank computes
-(``training``).
+What it does not cover: creating the actors (``trainer``), their class (``actors``), and the training (``training``).
 """
 
 import time
@@ -19,29 +18,30 @@ from cuda_agent.rl.ray.transfer import keep, parts
 from cuda_agent.training.distributed import TrainerLost, TrainerRef
 from cuda_agent.training.ranks import GRACE_SECONDS
 
-STREAM = {"num_returns": "streaming", "_generator_backpressure_num_objects": 4}  # parts made before one is taken
+STREAM = {"num_returns": "streaming", "_generator_backpressure_num_objects": 4}  # parts produced ahead
 
 
 class SpreadRanks:
-    """See ``training.ranks.Group``.  The ranks of ``training`` are dealt out evenly to ``hosts``, the actors."""
+    """See ``training.ranks.Group``.  The processes of ``training`` are distributed evenly over ``hosts``, the
+    actors."""
 
-    def __init__(self, hosts: Sequence[Any], site: WorkerContext) -> None:
+    def __init__(self, hosts: Sequence[Any], context: WorkerContext) -> None:
         import ray
 
         self._ray, self._hosts = ray, list(hosts)
         self._rendezvous = Rendezvous(ray.util.get_node_ip_address())
-        training, each = site.config.training, site.config.training.num_processes // len(hosts)
+        training, each = context.config.training, context.config.training.num_processes // len(hosts)
         settings = {
             "device": training.device,
-            "threads": max(1, site.config.policy.threads // each),
-            "lease": site.cache / "lease",
+            "threads": max(1, context.config.policy.threads // each),
+            "lease": context.cache / "lease",
             "world": training.num_processes,
             "address": f"{self._rendezvous.host}:{self._rendezvous.port}",
         }
         self._all(lambda number, host: host.start.remote(each, settings | {"first": number * each}))
 
     def place(self, name: str, model: Any, options: dict[str, Any]) -> None:
-        given = self._ray.put(model)  # once, for all
+        given = self._ray.put(model)  # stored once for all hosts
         self._all(lambda _, host: host.place.remote(name, given, options))
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -64,8 +64,11 @@ class SpreadRanks:
         return cast(tuple[int, float], self._all(lambda _, host: host.load.remote(name))[0])
 
     def _all(self, call: Callable[..., Any]) -> list[Any]:
-        """What ``call(number, host)`` gives for every host.  What all of them raise is raised, and ``TrainerLost`` when
-        one of them is gone, has lost a rank, or does not follow when others fail."""
+        """The results of ``call(number, host)`` for every host.  Raises an error that all hosts share.
+
+        Raises:
+            TrainerLost: A host or one of its processes is gone, or the hosts disagree.
+        """
         calls = [call(number, host) for number, host in enumerate(self._hosts)]
         pending, deadline = list(calls), None
         values: dict[Any, Any] = {}

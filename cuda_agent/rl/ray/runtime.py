@@ -1,11 +1,10 @@
-"""The runtime of Ray's actors for a stage that learns: rollout workers and a trainer, placed together.
+"""The Ray runtime of PPO: rollout workers and a trainer, placed together.
 
-The trainer, when it is lost, begins anew from the newest checkpoint.  Weights go from it to the workers once a step,
-through Ray's object store or by a broadcast; a worker that comes late is given the newest, as is one that a broadcast
-did not reach.
+A lost trainer restarts from the newest checkpoint.  Weights go from the trainer to the workers once a step, through
+Ray's object store or by a broadcast; a worker that starts late, or that a broadcast did not reach, gets the newest.
 
-Not here: the loop (``learning``), the workers (``ray_players``) and the trainer's actor (``ray_trainer``) as the stage
-sees them, what the actors do (``ray_actors``), and a broadcast's group (``ray_broadcast``).
+What it does not cover: the loop (``ppo``), the handles of workers (``players``) and trainer (``trainer``), the actors'
+classes (``actors``), and broadcast groups (``broadcast``).
 """
 
 import asyncio
@@ -21,18 +20,18 @@ from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.policy.engines.broadcast import TransferError
 from cuda_agent.policy.episode import Episode
 from cuda_agent.rl.ray.broadcast import WeightBroadcastGroup
-from cuda_agent.rl.ray.players import EpisodeCollector, RayPlayers, Served, end_actors, open_places
+from cuda_agent.rl.ray.players import EpisodeCollector, RayPlayers, ServedPolicy, end_actors, open_placement_group
 from cuda_agent.rl.ray.trainer import TrainerHandle
 from cuda_agent.rl.rollouts import Kind, episodes_of
 from cuda_agent.rl.runtime import MakeCritic, RolloutBatch, budget_of
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic
 
-BROADCASTS = 2  # of the same weights, each to those that are left; then they go through the object store
+BROADCASTS = 2  # attempts to broadcast the same weights before using the object store
 
 
 class RayRuntime:
-    """See ``learning.Runtime``.  Its methods, ``play`` excepted, are called one after the other."""
+    """See ``rl.runtime.Runtime``.  The methods other than ``play`` are called one after the other."""
 
     def __init__(
         self, ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None, group: Any
@@ -41,8 +40,8 @@ class RayRuntime:
 
         self._ray = ray
         self._ctx, self._settings, self._kind = ctx, settings, kind
-        site = WorkerContext(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
-        self._trainer = TrainerHandle(ctx, site, settings, make_critic, group)
+        context = WorkerContext(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
+        self._trainer = TrainerHandle(ctx, context, settings, make_critic, group)
         self._players = RayPlayers(ctx, budget_of(ctx, settings), group, ctx.config.ray.trainers, self._with_weights)
         self._broadcasts = WeightBroadcastGroup(ray.util.get_node_ip_address())
 
@@ -74,15 +73,17 @@ class RayRuntime:
         digest = await self._trainer.of(self._trainer.actor.digest.remote())
         for worker in self._players.workers:
             worker.received = False
-        served = Served(version, digest, None)
+        served = ServedPolicy(version, digest, None)
         broadcast = self._ctx.config.ray.sync == "broadcast" and await self._broadcast()
         if not broadcast or any(not worker.received for worker in self._players.living):
-            served = served._replace(weights=self._trainer.actor.weights.remote())  # ours, should it be lost
-            await self._trainer.of(self._trainer.actor.digest.remote())  # it has made them
+            # This process owns the reference, so that the weights outlive the trainer.
+            served = served._replace(weights=self._trainer.actor.weights.remote())
+            await self._trainer.of(self._trainer.actor.digest.remote())  # wait until the weights are stored
         await self._players.serve(served)
 
-    async def _with_weights(self, served: Served) -> Served | None:
-        """``served`` with its weights; none when the trainer has learnt since, or is gone, and will serve others."""
+    async def _with_weights(self, served: ServedPolicy) -> ServedPolicy | None:
+        """``served`` with its weights; None if the trainer has trained since, or is gone, so that newer weights will
+        follow."""
         if served.weights is not None or self._trainer.actor is None:
             return served if served.weights is not None else None
         weights = self._trainer.actor.weights.remote(served.digest)
@@ -92,7 +93,7 @@ class RayRuntime:
             return None
 
     async def _broadcast(self) -> bool:
-        """Whether all workers that lived when it began have received the trainer's weights; else none has."""
+        """Whether all workers that lived at the start received the trainer's weights; otherwise none has."""
         forms = await self._trainer.of(self._trainer.actor.forms.remote())
         for _ in range(BROADCASTS):
             workers = self._players.living
@@ -118,7 +119,7 @@ class RayRuntime:
     # ------------------------------------------------------------------------------------------------------- both kinds
 
     async def open(self) -> None:
-        """Begins with all of its actors at once; returns when the workers can play."""
+        """Opens all actors at once; returns when the workers can play."""
         await asyncio.gather(self._trainer.open(), self._players.open())
 
     async def close(self) -> None:
@@ -130,8 +131,8 @@ class RayRuntime:
 async def open_ray_runtime(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AsyncIterator[RayRuntime]:
-    """As ``ray_players.open_places``."""
-    async with open_places(ctx, ctx.config.ray.trainers) as group:
+    """The runtime.  Raises as ``players.open_placement_group`` does."""
+    async with open_placement_group(ctx, ctx.config.ray.trainers) as group:
         runtime = RayRuntime(ctx, settings, kind, make_critic, group)
         try:
             await runtime.open()

@@ -1,7 +1,7 @@
-"""The trainer of Ray's runtime, seen from the stage: an actor, with ranks on its own machine or led by it on several.
+"""The handle of Ray's trainer: an actor, with its processes on one machine or on several.
 
-When it is lost it begins anew from the newest checkpoint, on the same places.  Checkpoints come from it and go to it in
-parts, so that nobody needs the memory for one.
+A lost trainer restarts from the newest checkpoint, on the same placement.  Checkpoints travel in parts, so that no
+process needs the memory for a whole one.
 """
 
 import shutil
@@ -27,53 +27,57 @@ Result = TypeVar("Result")
 
 
 class TrainerHandle:
-    """On the first bundles of ``group``, one a machine.  ``actor`` has the methods of ``ray_actors.Trainer``; what they
-    give is asked for through ``of``.  Nothing is there before ``open``, and after ``lost``."""
+    """The trainer on the first bundles of ``group``, one per machine.  ``actor`` has the methods of
+    ``actors.TrainerActor``, and ``of`` awaits their results.  There is no actor before ``open`` and after ``lost``."""
 
     def __init__(
-        self, ctx: StageContext, site: WorkerContext, settings: Ppo, make_critic: MakeCritic | None, group: Any
+        self, ctx: StageContext, context: WorkerContext, settings: Ppo, make_critic: MakeCritic | None, group: Any
     ) -> None:
         import ray
 
         self._ray = ray
-        self._ctx, self._site, self._settings, self._make_critic = ctx, site, settings, make_critic
-        self._group, self._places = group, ctx.config.ray
+        self._ctx, self._context, self._settings, self._make_critic = ctx, context, settings, make_critic
+        self._group, self._resources = group, ctx.config.ray
         needed = ("policy",) if make_critic is None else ("policy", "critic")
         self._inputs = ray.put({name: pack(ctx.inputs[name]) for name in needed if name in ctx.inputs})
         self.actor: Any = None
-        self._hosts: list[Any] = []  # of its ranks, where these are on several machines
+        self._hosts: list[Any] = []  # one actor per machine, if there are several
 
     @property
     def actors(self) -> list[Any]:
         return [actor for actor in (self.actor, *self._hosts) if actor is not None]
 
     async def open(self) -> None:
-        """With ranks on several machines: one that computes nothing itself, on the first of them."""
-        places, spread = self._places, self._places.trainers > 1
-        cpus, gpus = places.trainer_cpus, places.trainer_gpus
+        """Creates the actors.  With several machines, one more actor on the first of them leads and computes
+        nothing."""
+        resources, spread = self._resources, self._resources.trainers > 1
+        cpus, gpus = resources.trainer_cpus, resources.trainer_gpus
         if spread:
             host = self._ray.remote(cast(Any, RankHost))
-            where = [on_bundle(self._group, number, cpus, gpus) for number in range(places.trainers)]
+            where = [on_bundle(self._group, number, cpus, gpus) for number in range(resources.trainers)]
             self._hosts = [host.options(**options).remote() for options in where]
             cpus, gpus = 0.0, 0.0
         actor = self._ray.remote(cast(Any, TrainerActor)).options(**on_bundle(self._group, 0, cpus, gpus))
-        self.actor = actor.remote(self._site, self._settings, self._inputs, self._make_critic, self._hosts)
+        self.actor = actor.remote(self._context, self._settings, self._inputs, self._make_critic, self._hosts)
         await self.of(self.actor.open.remote())
 
     async def of(self, reference: Awaitable[Result]) -> Result:
-        """What a method gives.  ``LearnerLost`` when the trainer is gone, or a rank of it; what else is raised there,
-        as it was."""
+        """Awaits the result of a method; raises the trainer's own errors unchanged.
+
+        Raises:
+            LearnerLost: The trainer or one of its processes is gone.
+        """
         try:
             return await reference
         except self._ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None)  # what was raised in the actor
+            cause = getattr(error, "cause", None)  # the actor's own error
             if isinstance(error, self._ray.exceptions.RayTaskError) and not isinstance(cause, TrainerLost):
                 raise (cause if isinstance(cause, Exception) else error) from error
             raise_if_init_failed(error)
             raise self.lost(error) from error
 
     def lost(self, error: Exception) -> LearnerLost:
-        """Ends what is left of it."""
+        """Ends the remaining actors, and returns the error to raise."""
         for actor in self.actors:
             self._ray.kill(actor)
         self.actor, self._hosts = None, []
@@ -95,7 +99,7 @@ class TrainerHandle:
             keep(await reference, folder)
 
     async def restore(self) -> int:
-        """The step of the newest checkpoint, with which it goes on; 0 where there is none."""
+        """Loads the newest checkpoint.  Returns its step, or 0 if there is none."""
         if self.actor is None:
             await self.open()
         with tempfile.TemporaryDirectory(dir=self._ctx.work) as name:
@@ -119,7 +123,7 @@ class TrainerHandle:
 
 
 def _move(folder: Path, into: Path) -> None:
-    """All that is in ``folder``; ``into`` is made where it is not there."""
+    """Moves all files of ``folder`` into ``into``, which is created if absent."""
     into.mkdir(exist_ok=True)
     for path in folder.iterdir():
         shutil.move(path, into / path.name)

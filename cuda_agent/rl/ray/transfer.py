@@ -1,15 +1,15 @@
-"""Folders as messages: whole for small inputs, in parts for checkpoints, so that memory holds a few parts at a time."""
+"""Folders as messages: whole for small inputs, in parts for checkpoints, so that memory holds a few parts only."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-Files = dict[str, bytes]  # of a folder, by path
-Part = tuple[str, bytes]  # a file's path in the folder, and the next bytes of its content
+Files = dict[str, bytes]  # path in a folder -> content
+Part = tuple[str, bytes]  # path of a file in the folder, and the next bytes of its content
 PART_BYTES = 64 << 20
 
 
 def parts(folder: Path) -> Iterator[Part]:
-    """The files of a folder, so that ``keep`` can make them again, in order; of an empty one there is nothing."""
+    """Yields the files of a folder in parts, for ``keep``; an empty folder yields nothing."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
         with open(path, "rb") as file:

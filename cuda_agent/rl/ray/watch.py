@@ -1,10 +1,11 @@
-"""Ends what is left of a stage's own Ray, and removes its folder: ``python ray_watch.py FOLDER`` with a pipe as stdin.
+"""Ends the remaining processes of a stage's Ray and removes its folder: ``python watch.py FOLDER`` with a pipe as
+stdin.
 
-It waits for the end of the pipe, which is the end of the stage, however that came.  Ray's own processes find out by
-themselves only in part: agents of a node that was killed go on for minutes.  A process belongs to the folder when it
-has a file of it open, as all of Ray's do: their logs.
+It waits for the end of the pipe, which closes when the stage ends for any reason.  Ray's processes notice that only in
+part: agents of a killed node run on for minutes.  A process belongs to this Ray if it has a file of the folder open, as
+all of them have (their logs).
 
-Standard library only, and no package: it runs beside a stage for as long as that lives.
+Standard library only, and no package import: it runs as long as the stage does.
 """
 
 import contextlib
@@ -14,15 +15,15 @@ import signal
 import sys
 import time
 
-SECONDS = 20.0  # at most, for those that the kernel is slow to end
+SECONDS = 20.0  # longest wait for processes that the kernel ends slowly
 
 
 def holders(folder: str, stage: int) -> list[int]:
-    """Processes of this user that have a file below ``folder`` open; the stage's own, where it goes on, is spared."""
+    """Processes of this user with an open file below ``folder``, except for the stage itself if it still runs."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) not in (os.getpid(), stage):
-            with contextlib.suppress(OSError):  # it ended, or belongs to somebody else
+            with contextlib.suppress(OSError):  # it ended, or belongs to another user
                 opened = (os.readlink(f"/proc/{name}/fd/{number}") for number in os.listdir(f"/proc/{name}/fd"))
                 if any(path.startswith(folder + os.sep) for path in opened):
                     found.append(int(name))

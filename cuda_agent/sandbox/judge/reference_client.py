@@ -193,8 +193,8 @@ class ReferenceClient:
         return int(answer["operators"]), int(answer["bytes"])
 
     def account(self, inputs: list[Any]) -> tuple[int, int, Views]:
-        """Floating-point operations of one call (0: not known), the bytes that it writes for its outputs, and strides of
-        the outputs that are views."""
+        """Floating-point operations of one call (0: not known), the bytes that it writes for its outputs, and the
+        strides of outputs that are views."""
         assert self._buffers
         self._buffers.fill(0, inputs)
         answer = self._ask(WorkerOperation.ACCOUNT, slot=0)

@@ -4,7 +4,7 @@ import os
 import resource
 import sys
 
-from cuda_agent.config import compose
+from cuda_agent.compose import compose
 from cuda_agent.pipeline.local import run_pipeline
 from drill import table
 

@@ -12,7 +12,6 @@ from cuda_agent.policy.engines import native
 from cuda_agent.policy.engines.decoder import DenseDecoder, GenericDecoder, make_decoder, verify
 from cuda_agent.policy.engines.engine import SamplingParams
 from cuda_agent.policy.engines.local import EngineError, LocalEngine, draw, uniforms
-from cuda_agent.policy.model import save_policy
 
 SMALL = {"vocab_size": 90, "max_position_embeddings": 128}
 DENSE = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -212,19 +211,18 @@ def test_draws_follow_the_distribution():
     assert 1 not in ids and logprobs[0] == pytest.approx(wanted.log()[ids[0]].item(), abs=1e-6)
 
 
-def test_new_weights_are_served_from_the_next_call_on(engine, policy, tokenizer, tmp_path):
+def test_new_weights_are_served_from_the_next_call_on(engine, policy):
     changed = copy.deepcopy(policy)
     with torch.no_grad():
         for parameter in changed.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    save_policy(changed, tokenizer, tmp_path)
     prompt, params = prompts(1)[0], SamplingParams(max_tokens=25, seed=0)
 
     async def script():
         under_way = [asyncio.ensure_future(engine.generate(prompt, params)) for _ in range(2)]
         while not engine.counts.prefilled:  # both join the same batch
             await asyncio.sleep(0)
-        await engine.update(1, str(tmp_path))
+        await engine.update_from(changed, 1)
         after = await engine.generate(prompt, params)
         await engine.update_from(policy, 2)
         return await asyncio.gather(*under_way), after, await engine.generate(prompt, params)

@@ -32,6 +32,6 @@ def test_logprobs_can_be_those_of_a_model(policy):
 
 def test_updates_are_recorded():
     engine = ScriptedEngine(lambda prompt, seed: [1])
-    asyncio.run(engine.update(4, "somewhere"))
+    asyncio.run(engine.update_from("somewhere", 4))
     completion = asyncio.run(engine.generate([1], SamplingParams(max_tokens=1, seed=0)))
     assert completion.version == 4 and engine.updates == [(4, "somewhere")]

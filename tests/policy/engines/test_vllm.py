@@ -5,7 +5,6 @@ start once a session; the tests share one and give it weights of their own.
 """
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -18,7 +17,6 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from vllm_cases import CONTEXT, reference, write_policy
 
 import cuda_agent
@@ -242,46 +240,6 @@ def test_new_weights_are_served_from_the_next_call_on(open_engine, policies, syn
         check(completion, model, prompt)
     assert back.version == 2 and back.ids == before[0].ids[:20]
     check(back, first, prompt)
-
-
-def write_adapter(folder: Path, model, seed: int):
-    """Plain LoRA of rank 8 on attention and feed-forward layers."""
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(seed)
-    targets = ["q_proj", "v_proj", "gate_proj", "down_proj"]
-    weights = {}
-    for name, module in model.named_modules():
-        if name.endswith(tuple(targets)):
-            rows, columns = module.weight.shape
-            for part, shape in (("lora_A", (8, columns)), ("lora_B", (rows, 8))):
-                weights[f"base_model.model.{name}.{part}.weight"] = 0.2 * torch.randn(shape, generator=generator)
-    save_file(weights, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none", "target_modules": targets}
-    (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": ""}))
-    return folder
-
-
-def test_adapters_are_served_by_their_version(open_engine, policies, tmp_path):
-    from cuda_agent.policy.engines.vllm_weights import load_served
-
-    folder, model = policies[0]
-    prompt = prompts(1)[0]
-    adapters = [write_adapter(tmp_path / f"adapter-{seed}", model, seed) for seed in (1, 2)]
-
-    async def script():
-        async with open_engine():
-            pass  # whoever came before left other weights
-        async with open_engine("lora") as engine:
-            served = [await engine.generate(prompt, SamplingParams(20, seed=0))]
-            for version, adapter in enumerate(adapters, 1):
-                await engine.update(version, str(adapter))
-                served.append(await engine.generate(prompt, SamplingParams(20, seed=0)))
-            return served
-
-    models = [model, *(load_served(adapter, folder) for adapter in adapters)]
-    for version, (completion, wanted) in enumerate(zip(asyncio.run(script()), models, strict=True)):
-        assert completion.version == version
-        check(completion, wanted, prompt)
 
 
 def test_what_training_changes_in_adapters_is_served_and_a_stale_one_fails_loudly(

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from vllm_cases import CONTEXT, ScriptedServer, reference, write_policy
+from vllm_cases import CONTEXT, ScriptedServer, load_served, reference, write_policy
 
 from cuda_agent.errors import PolicyError
 from cuda_agent.policy.engines import vllm
 from cuda_agent.policy.engines.engine import EngineError, EngineLost, SamplingParams
 from cuda_agent.policy.engines.vllm import open_vllm
 from cuda_agent.policy.engines.vllm_server import PYTHON, interpreter
-from cuda_agent.policy.engines.vllm_weights import load_served, save_weights
+from cuda_agent.policy.engines.vllm_weights import save_weights
 from cuda_agent.policy.lora import adapters, attach
 from cuda_agent.policy.model import load_model
 
@@ -268,7 +268,7 @@ def test_a_server_that_died_takes_part_again_after_the_next_change_of_weights(se
             both[0].asked.clear()
             await engine.generate(PROMPT, SamplingParams(1, seed=0))
             assert not both[0].asked
-            await engine.update(1, str(policies[1][0]))
+            await engine.update_from(policies[1][1], 1)
             await asyncio.gather(*(engine.generate(PROMPT, SamplingParams(2, seed=i)) for i in range(2)))
 
     asyncio.run(script())
@@ -286,7 +286,7 @@ def test_a_server_that_was_started_again_serves_nothing_until_it_has_new_weights
             for seed in range(4):
                 await engine.generate(PROMPT, SamplingParams(1, seed=seed))
             assert {body["model"] for body in both[0].asked} == {"served"}, "what it serves now was asked for by nobody"
-            await engine.update(1, str(policies[1][0]))
+            await engine.update_from(policies[1][1], 1)
             await asyncio.gather(*(engine.generate(PROMPT, SamplingParams(2, seed=i)) for i in range(2)))
 
     asyncio.run(script())

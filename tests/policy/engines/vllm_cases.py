@@ -11,11 +11,18 @@ import torch
 
 from cuda_agent.config import PolicyConfig
 from cuda_agent.policy.engines.vllm_plugin import digest
-from cuda_agent.policy.engines.vllm_weights import load_served
+from cuda_agent.policy.lora import merge_adapter
 from cuda_agent.policy.model import load_model, new_policy, save_policy
 
 CONTEXT = 512
 _LOADING = threading.Lock()  # transformers cannot load two models at once
+
+
+def load_served(folder: Path, base: Path):
+    """The model in ``base`` with the adapter in ``folder`` merged."""
+    model = load_model(base)
+    merge_adapter(model, folder)
+    return model
 
 
 def write_policy(folder: Path, tokenizer, seed: int):

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.config import Bootstrap, Config, restricted
+from cuda_agent.compose import restricted
+from cuda_agent.config import Bootstrap, Config
 from cuda_agent.context import StageContext
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
 from cuda_agent.pipeline.graph import STAGES

@@ -4,7 +4,7 @@ import signal
 import sys
 from pathlib import Path
 
-from cuda_agent.config import validate
+from cuda_agent.compose import validate
 from cuda_agent.errors import StageError
 from cuda_agent.stages import warmup
 from tests import made_once

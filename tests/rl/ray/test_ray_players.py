@@ -7,7 +7,7 @@ import pytest
 
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import Episode, to_line
-from cuda_agent.rl.ray.players import EpisodeCollector, Lost, RayPlayers, Served
+from cuda_agent.rl.ray.players import EpisodeCollector, RayPlayers, ServedPolicy, WorkerLost
 from cuda_agent.rl.rollouts import EpisodeBudget, episodes_of
 from cuda_agent.tasks.task import Task
 from tests.rl.ray.ray_cases import config, context
@@ -44,7 +44,7 @@ class Actor:
         for task, name in jobs:
             await asyncio.sleep(0)
             if len(self.played) == self.plays:
-                raise Lost("its pod is gone")
+                raise WorkerLost("its pod is gone")
             self.played.append(name)
             yield self._line(task, name)
 
@@ -132,13 +132,13 @@ def test_a_worker_that_comes_late_is_given_the_newest_weights_before_it_plays(pl
 
     async def script():
         await made.open()
-        await made.serve(Served(1, "one", "given"))
+        await made.serve(ServedPolicy(1, "one", "given"))
         jobs = episodes_of(TASKS, 1, "s")
         collector = EpisodeCollector(jobs, 1)
         assert await made.collect(collector, jobs, "agent") == 1 and collector.full
         while not asked:
             await asyncio.sleep(0)
-        await made.serve(Served(2, "two", None))
+        await made.serve(ServedPolicy(2, "two", None))
         while len(made.living) < 2:
             await asyncio.sleep(0)
         await made.close()

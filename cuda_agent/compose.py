@@ -1,0 +1,252 @@
+"""Composes, validates, freezes and loads the configuration.
+
+Hydra composes ``conf/`` and the overrides once, in the process that the user starts (``compose``).  The result is
+validated by the models of ``config`` and frozen as canonical JSON (``freeze``).  Other processes receive that JSON and
+its sha256, check the hash and validate with the same models (``load``).
+
+What it does not cover: the keys, their types and their defaults (``config``).
+"""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from cuda_agent.config import RENAMED, WHERE_JUDGED, Config
+from cuda_agent.errors import ConfigError
+
+# Keys that change where or how fast a stage computes, and not its result: they are left out of its cache key.
+_NOT_IN_KEYS: dict[str, Any] = {
+    "sandbox": set(WHERE_JUDGED),
+    "policy": {"vllm": {"servers"}},
+    "ray": {"address", "sync", "trainers", "trainer_cpus", "trainer_gpus", "worker_cpus", "worker_gpus"},
+    "training": True,
+}
+_ONLY_IN_TRAINING = ("max_off_policy_steps", "oversample")  # of ``ray``
+
+
+def conf_folder() -> Path:
+    """``conf/`` of the installed wheel, or of the repository."""
+    package = Path(__file__).parent
+    inside = package / "conf"
+    return inside if (inside / "config.yaml").exists() else package.parent / "conf"
+
+
+def compose(overrides: Sequence[str] = ()) -> Config:
+    """Composes ``conf/`` and the overrides, and validates the result.
+
+    Args:
+        overrides: in Hydra's grammar, such as ``experiment=demo`` and ``critic.lr=1e-4``.
+
+    Raises:
+        ConfigError: An override cannot be parsed, or names an unknown key or a value out of range.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    _check_overrides(overrides)
+    ConfigStore.instance().store(name="defaults", node=Config().model_dump(mode="json"))
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(conf_folder()), version_base="1.3"):
+            composed = hydra_compose("config", overrides=list(overrides))
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(str(error).strip()) from error
+    return validate(values)
+
+
+def validate(values: Any) -> Config:
+    """The configuration with these values; keys that are missing take their defaults.
+
+    Raises:
+        ConfigError: A key or a value is wrong; the message has one line per mistake.
+    """
+    try:
+        return Config.model_validate_json(json.dumps(values), strict=True)  # strict: neither true nor "3" is a number
+    except ValidationError as error:
+        mistakes = {tuple(str(part) for part in problem["loc"][:2]): problem for problem in reversed(error.errors())}
+        raise ConfigError("\n".join(_explain(problem) for problem in list(mistakes.values())[:8])) from error
+
+
+def freeze(config: Config) -> tuple[str, str]:
+    """The canonical JSON of the whole configuration, defaults included, and its sha256."""
+    text = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text, hashlib.sha256(text.encode()).hexdigest()
+
+
+def load(text: str, sha256: str) -> Config:
+    """The inverse of ``freeze``, in another process.
+
+    Raises:
+        ConfigError: The text does not have this sha256, or does not validate.
+    """
+    actual = hashlib.sha256(text.encode()).hexdigest()
+    if actual != sha256:
+        raise ConfigError(f"The frozen configuration has sha256 {actual[:12]}, expected {sha256[:12]}: it was changed.")
+    return validate(json.loads(text))
+
+
+def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
+    """The part of the configuration that decides the result of a stage, as JSON values.
+
+    It holds the seed and the named sections.  Addresses, resources and the section ``training`` are left out, ``ray``
+    also with ``runtime=local``, and the keys of ``ray`` about training in stages that do not train."""
+    whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)
+    if "training" not in sections:
+        whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in _ONLY_IN_TRAINING}
+    if config.runtime == "local":
+        del whole["ray"]
+    return {name: whole[name] for name in ("seed", *sections) if name in whole}
+
+
+def restricted(config: Config, sections: Sequence[str]) -> Config:
+    """The configuration with the seed and the named sections only: reading another section raises AttributeError.
+
+    A stage gets this copy, so that it cannot depend on a section that is not part of its cache key."""
+    part = config.model_copy()
+    for name in Config.model_fields:
+        if name not in ("seed", *sections):
+            del part.__dict__[name]
+    return part
+
+
+def key_paths() -> dict[str, FieldInfo]:
+    """Dotted path -> field of every key that a user can set, sections included."""
+    return dict(_walk(Config, ""))
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Dotted path -> value of every leaf: the parameters of a run in MLflow."""
+
+    def walk(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", value
+
+    return dict(walk(config.model_dump(mode="json"), ""))
+
+
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    for name, info in model.model_fields.items():
+        yield prefix + name, info
+        section: Any = info.annotation
+        if _is_section(info):
+            yield from _walk(section, f"{prefix}{name}.")
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Refuses unknown keys.  Hydra would refuse them too, but its message names neither the path nor the nearest key.
+
+    Raises:
+        ConfigError: An override cannot be parsed, sweeps, or names an unknown key or experiment.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    known = key_paths()
+    for text in overrides:
+        try:
+            (override,) = OverridesParser.create().parse_overrides([text])
+        except HydraException as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(
+                f"{text}: expected `key=value` in Hydra's grammar, as in critic.lr=1e-4. {reason}"
+            ) from error
+        key = override.key_or_group
+        if override.is_sweep_override():
+            raise ConfigError(f"{key}: expected one value, not a sweep. A list is written [a,b].")
+        if key == "experiment":
+            choices = sorted(path.stem for path in (conf_folder() / "experiment").glob("*.yaml"))
+            if override.value() not in [*choices, None]:
+                raise ConfigError(
+                    f"experiment={override.value()}: expected one of {', '.join(choices)}."
+                    + _nearest(str(override.value()), choices)
+                )
+        elif key not in known:
+            raise ConfigError(f"{key}: there is no such key." + _nearest(key, ["experiment", *known]))
+        elif _is_section(known[key]) and not isinstance(override.value(), dict):
+            raise ConfigError(f"{key}: expected a key of this section, as in {key}.{_first_key(known, key)}=…")
+
+
+def _explain(problem: Any) -> str:
+    """The message for one mistake found by pydantic: full path, expected value, nearest right name."""
+    known = key_paths()
+    parts = [str(part) for part in problem["loc"]]
+    path = ".".join(parts)
+    if problem["type"] == "extra_forbidden":
+        return f"{path}: there is no such key." + _nearest(path, list(known))
+    while parts and ".".join(parts) not in known:
+        parts.pop()
+    key = ".".join(parts)
+    if problem["type"] == "value_error":  # raised by a validator of ``config``, about more than one key
+        return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
+    info = known[key]
+    line = f"{key}: expected {_type_words(info.annotation, [*info.metadata])}, got {problem['input']!r}."
+    return line + (f"\n  {key} is: {info.description}" if info.description else "")
+
+
+def _type_words(annotation: Any, metadata: list[Any]) -> str:
+    """``Annotated[float, Field(gt=0, lt=1)]`` -> "a number > 0, < 1"."""
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        return _type_words(inner, [*more, *metadata])
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(_type_words(arg, metadata if arg is not type(None) else []) for arg in get_args(annotation))
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(str(choice) for choice in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return (
+            f"a list of {len(get_args(annotation))}: ["
+            + ", ".join(_type_words(a, []) for a in get_args(annotation))
+            + "]"
+        )
+    if get_origin(annotation) is list:
+        return "a list, each " + _type_words(get_args(annotation)[0], [])
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    bounds = []
+    for item in metadata:
+        for constraint in getattr(item, "metadata", None) or [item]:
+            for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
+                if (bound := getattr(constraint, name, None)) is not None:
+                    bounds.append(f"{sign} {bound}")
+    return words.get(annotation, "a section") + (f" {' and '.join(bounds)}" if bounds else "")
+
+
+def _nearest(name: str, choices: Sequence[str]) -> str:
+    """The end of an error message: the nearest right name.
+
+    Tries, in this order: the new name of a renamed key, a path that is almost equal, keys of other sections with the
+    same last part, keys with a similar last part, and paths that are less similar."""
+    if name in RENAMED:
+        return f" It is called {RENAMED[name]} now."
+    last = name.rsplit(".", 1)[-1]
+    tails = {choice: choice.rsplit(".", 1)[-1] for choice in choices}
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.8)
+    close = close or [choice for choice, tail in tails.items() if tail == last][:3]
+    close = (
+        close or [c for c, tail in tails.items() if tail in difflib.get_close_matches(last, tails.values(), 1, 0.7)][:3]
+    )
+    close = close or difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
+    return f" Did you mean {' or '.join(close)}?" if close else " `cuda-agent config` prints all keys."
+
+
+def _is_section(info: FieldInfo) -> bool:
+    return isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+
+
+def _first_key(known: dict[str, FieldInfo], section: str) -> str:
+    return next(path for path in known if path.startswith(section + ".")).removeprefix(section + ".")

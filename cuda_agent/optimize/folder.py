@@ -1,0 +1,182 @@
+"""The folder of a search: opened, locked, begun, resumed, and cleared when nothing was done in it.
+
+    model.py         the problem          solution/        what was judged: kernels, plan or module
+    model_new.py     ModelNew, with PyTorch alone          verdict.json      of strict mode
+    transcript.jsonl every event          report.html      one page
+    run.json         the order, for --resume; holds no key
+
+What it does not cover: the search, and writing its result (``search``).
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.agent.progress import Event, Findings, State, read_events, replayed
+from cuda_agent.config import SandboxConfig
+from cuda_agent.errors import UserError
+from cuda_agent.optimize.attempt import Terms
+from cuda_agent.tasks.task import Task
+
+_BEGUN = ("model.py", "run.json", "transcript.jsonl", "report.html")  # all that a folder holds before the first turn
+_PLAYED = ("spent", "files", "verdict")  # events of a turn
+
+
+class OptimizeError(UserError):
+    """The order cannot be carried out; the message says why."""
+
+
+@dataclass(frozen=True)
+class SearchOrder:
+    """The request of a person.  ``tokens``, ``minutes`` and ``money`` are limits for all attempts together; prices are
+    per million tokens."""
+
+    base_url: str
+    model: str
+    key_env: str = "OPENAI_API_KEY"
+    attempts: int = 1
+    terms: Terms = field(default_factory=Terms)
+    tokens: int | None = None
+    minutes: float | None = 60.0
+    money: float | None = None
+    price_in: float = 0.0
+    price_out: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.money is not None and not (self.price_in or self.price_out):
+            raise OptimizeError("a budget of money needs prices: --price-in and --price-out, per million tokens")
+        if self.terms.context < 2 * self.terms.answer_tokens and self.terms.style == "full":
+            raise OptimizeError("--context must be at least twice --answer-tokens: a conversation has to fit in, too")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "SearchOrder":
+        return cls(**(data | {"terms": Terms(**data["terms"])}))
+
+
+def with_changes(order: SearchOrder, changes: dict[str, Any]) -> SearchOrder:
+    """The order with these fields of it, or of its terms, replaced."""
+    terms = {name: value for name, value in changes.items() if name in Terms.__dataclass_fields__}
+    rest = {name: value for name, value in changes.items() if name not in terms}
+    return replace(order, terms=replace(order.terms, **terms), **rest)
+
+
+def read_order(folder: Path) -> tuple[SearchOrder, dict[str, Any]]:
+    """The order and the sandbox settings that the folder was begun with.
+
+    Raises:
+        OptimizeError: ``run.json`` is missing or cannot be read.
+    """
+    if not (folder / "run.json").is_file():
+        raise OptimizeError(f"{folder}: nothing to go on with: it holds no run.json")
+    try:
+        data = json.loads((folder / "run.json").read_text())
+        return SearchOrder.from_json(data["order"]), data["sandbox"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OptimizeError(f"{folder}/run.json: nothing to go on with ({type(error).__name__}: {error})") from None
+
+
+def so_far(path: Path) -> tuple[dict[int, State], Findings, Event]:
+    """State of every attempt, findings and budget used, from a transcript.
+
+    Raises:
+        OptimizeError: The file is not a transcript.
+    """
+    try:
+        return replayed(read_events(path))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OptimizeError(f"{path}: not a transcript to go on with ({type(error).__name__}: {error})") from None
+
+
+@contextlib.contextmanager
+def opened(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> Iterator[None]:
+    """Prepares the folder and locks it for this process.  If the body fails before the first turn of a new search, the
+    files written here are removed.
+
+    Raises:
+        OptimizeError: The folder cannot be used; nothing of value in it was overwritten.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            fresh = not folder.exists()
+            if not resume:
+                folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(_alone(folder))
+            fresh = fresh or any(folder.iterdir())  # a person made an empty folder: keep it
+            _prepare_folder(order, settings, task, folder, resume)
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise OptimizeError(f"{folder}: no folder for the result: {why}") from None
+        try:
+            yield
+        except BaseException:
+            if not resume and _unplayed(folder):
+                _clear(folder)
+                if fresh:
+                    folder.rmdir()
+            raise
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Raises OptimizeError if another process holds the folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # some shared file systems lock no folders
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OptimizeError(f"{folder}: another cuda-agent optimize works in there") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _prepare_folder(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> None:
+    """Raises OptimizeError instead of overwriting a search in which a turn was played."""
+    if resume:
+        if not (folder / "transcript.jsonl").is_file():
+            raise OptimizeError(f"{folder}: nothing to go on with; leave out --resume to begin")
+        if (folder / "model.py").read_text() != task.code:
+            raise OptimizeError(f"{folder}/model.py has changed since: begin anew in another folder")
+    elif any(folder.iterdir()):
+        if not _unplayed(folder):
+            raise OptimizeError(
+                f"{folder} is there already: go on with --resume {folder}, or name another one with --output"
+            )
+        _clear(folder)
+    (folder / "model.py").write_text(task.code)
+    sandbox = settings.model_dump(mode="json")
+    write_whole(folder / "run.json", json.dumps({"order": order.to_json(), "sandbox": sandbox}, indent=1))
+
+
+def _unplayed(folder: Path) -> bool:
+    """Whether the folder holds a search, and only a search, in which no turn was played."""
+    paths = list(folder.iterdir())
+    if not all(path.name in _BEGUN and path.is_file() and not path.is_symlink() for path in paths):
+        return False
+    try:
+        read_order(folder)
+        events = read_events(folder / "transcript.jsonl")
+    except (OptimizeError, OSError, ValueError):
+        return False
+    return not any(event["kind"] in _PLAYED for event in events)
+
+
+def _clear(folder: Path) -> None:
+    for name in _BEGUN:
+        (folder / name).unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces the file atomically."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
