@@ -1,8 +1,16 @@
-"""The hardware of this machine: its processor, which builds and times depend on, and its GPUs."""
+"""The hardware of this machine: its processor, which builds and times depend on, and its GPUs; and processes that end
+with their parent."""
 
+import ctypes
 import hashlib
+import os
 import platform
+import signal
 from pathlib import Path
+
+from cuda_agent.errors import EXIT_RETRY
+
+_PR_SET_PDEATHSIG = 1
 
 
 def processor() -> str:
@@ -21,3 +29,10 @@ def gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """SIGKILL for this process when its parent ends; at once when ``parent``, if given, ended already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent not in (None, os.getppid()):
+        os._exit(EXIT_RETRY)

@@ -1,14 +1,16 @@
-"""The report's charts: numbers -> inline SVG and coloured source, as strings.
+"""The report's charts: numbers -> inline SVG.
 
 Pure; colours and fonts come from the page's style sheet through classes, so one chart serves light, dark and paper.
 Does not: interactive charts, or anything that needs a script.
 """
 
 import math
-import re
 from collections.abc import Callable, Sequence
-from html import escape
 from typing import Literal
+
+from markupsafe import Markup
+
+from cuda_agent.pages.text import safe
 
 Scale = Literal["linear", "log"]
 Points = Sequence[tuple[float, float]]
@@ -45,8 +47,7 @@ def line_chart(
     bounds: tuple[float | None, float | None] = (None, None),
     rule: tuple[float, str] | None = None,
     percent: bool = False,
-    x_label: str = "step",
-) -> str:
+) -> Markup:
     """One curve.  ``bounds`` are values the axis must include (None: fit); ``rule`` draws a dashed line with its
     label."""
     width, height, left, right, top, bottom = 320, 178, 44, 14, 12, 28
@@ -72,14 +73,14 @@ def line_chart(
         parts.append(
             f'<line class="rule" x1="{left}" x2="{width - right}" y1="{y(rule[0]):.1f}" y2="{y(rule[0]):.1f}"/>'
             f'<text class="rule-label" x="{width - right}" y="{y(rule[0]) - 5:.1f}" text-anchor="end">'
-            f"{escape(rule[1])}</text>"
+            f"{safe(rule[1])}</text>"
         )
     for value in {x_low, x_high}:
         anchor = "middle" if x_low == x_high else "start" if value == x_low else "end"
         parts.append(f'<text class="tick" x="{x(value):.1f}" y="{height - 9}" text-anchor="{anchor}">{value:g}</text>')
     parts.append(
         f'<text class="tick" x="{(left + width - right) / 2:.0f}" y="{height - 9}" text-anchor="middle">'
-        f"{escape(x_label) if x_high > x_low else ''}</text>"
+        f"{'step' if x_high > x_low else ''}</text>"
     )
     places = [(x(at), y(value)) for at, value in points]
     path = " ".join(f"{px:.1f},{py:.1f}" for px, py in places)
@@ -90,14 +91,13 @@ def line_chart(
     parts.append(f'<polyline class="curve" points="{path}"/>')
     if len(points) <= 24:
         parts += [
-            f'<circle class="dot" cx="{px:.1f}" cy="{py:.1f}" r="2.6">'
-            f"<title>{x_label} {at:g}: {say(v)}</title></circle>"
+            f'<circle class="dot" cx="{px:.1f}" cy="{py:.1f}" r="2.6"><title>step {at:g}: {say(v)}</title></circle>'
             for (px, py), (at, v) in zip(places, points, strict=True)
         ]
     else:
         parts.append(f'<circle class="dot" cx="{places[-1][0]:.1f}" cy="{places[-1][1]:.1f}" r="2.8"/>')
     spoken = f"{title}: from {say(points[0][1])} to {say(points[-1][1])} over {len(points)} steps"
-    return _svg("chart", width, height, spoken, parts)
+    return svg("chart", width, height, spoken, parts)
 
 
 def interval_chart(
@@ -107,7 +107,7 @@ def interval_chart(
     scale: Scale = "linear",
     rule: float | None = None,
     percent: bool = False,
-) -> str:
+) -> Markup:
     """One row a policy: (label, class, value, interval); a dot, its interval and the value in words."""
     width, row_height, left, right, top = 320, 30, 74, 70, 6
     height = top + row_height * len(rows) + 24
@@ -137,7 +137,7 @@ def interval_chart(
         parts.append(f'<text class="tick" x="{x(m):.1f}" y="{height - 6}" text-anchor="middle">{label}</text>')
     for i, (label, name, value, interval) in enumerate(rows):
         y = top + row_height * (i + 0.5)
-        parts.append(f'<text class="row-label" x="0" y="{y + 4:.1f}">{escape(label)}</text>')
+        parts.append(f'<text class="row-label" x="0" y="{y + 4:.1f}">{safe(label)}</text>')
         if value is None:
             parts.append(f'<text class="value none" x="{width}" y="{y + 4:.1f}" text-anchor="end">none</text>')
             continue
@@ -149,10 +149,10 @@ def interval_chart(
         parts.append(f'<circle class="mark {name}" cx="{x(value):.1f}" cy="{y:.1f}" r="5"/>')
         parts.append(f'<text class="value" x="{width}" y="{y + 4:.1f}" text-anchor="end">{say(value)}</text>')
     spoken = f"{title}: " + ", ".join(f"{label} {say(value)}" for label, _, value, _ in rows)
-    return _svg("chart", width, height, spoken, parts)
+    return svg("chart", width, height, spoken, parts)
 
 
-def histogram(title: str, edges: Sequence[float], counts: Sequence[float], unit: str) -> str:
+def histogram(title: str, edges: Sequence[float], counts: Sequence[float], unit: str) -> Markup:
     """Bars over logarithmic intervals; the first and last edge and the middle one are named."""
     width, height, left, top, bottom = 640, 170, 4, 18, 26
     step, most = (width - 2 * left) / max(1, len(counts)), max([*counts, 1])
@@ -171,40 +171,26 @@ def histogram(title: str, edges: Sequence[float], counts: Sequence[float], unit:
     for i, anchor in ((0, "start"), (last // 2, "middle"), (last, "end")):
         parts.append(
             f'<text class="tick" x="{left + i * step:.1f}" y="{height - 8}" text-anchor="{anchor}">'
-            f"{number(edges[i], 2)} {escape(unit)}</text>"
+            f"{number(edges[i], 2)} {safe(unit)}</text>"
         )
-    return _svg("chart wide", width, height, f"{title}: {sum(counts):g} tasks", parts)
+    return svg("chart wide", width, height, f"{title}: {sum(counts):g} tasks", parts)
 
 
-def bars(rows: Sequence[tuple[str, float, str, str]]) -> str:
-    """Horizontal bars as HTML, so that long labels wrap: (label, value, what to say, class)."""
-    most = max([value for _, value, _, _ in rows], default=0) or 1.0
-    return (
-        '<dl class="bars">'
-        + "".join(
-            f"<div><dt>{escape(label)}</dt><dd><span class='track'><span class='fill {name}' "
-            f"style='width:{100 * value / most:.2f}%'></span></span><span class='said'>{escape(said)}</span></dd></div>"
-            for label, value, said, name in rows
-        )
-        + "</dl>"
-    )
-
-
-def stack_chart(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, int]]]]) -> str:
+def stack_chart(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, int]]]]) -> Markup:
     """One row a policy: (label, [(class, count), ...]); the first count of all is what the row says in words."""
     width, row_height, left, right, top = 320, 30, 74, 70, 6
     height = top + row_height * len(rows) + 24
     parts = []
     for i, (label, pieces) in enumerate(rows):
         y, total, at = top + row_height * (i + 0.5), sum(n for _, n in pieces) or 1, float(left)
-        parts.append(f'<text class="row-label" x="0" y="{y + 4:.1f}">{escape(label)}</text>')
+        parts.append(f'<text class="row-label" x="0" y="{y + 4:.1f}">{safe(label)}</text>')
         for name, count in pieces:
             wide = (width - left - right) * count / total
             said = f"{name.removeprefix('s-').replace('_', ' ')}: {count}"
             if count:
                 parts.append(
                     f'<rect class="{name}" x="{at:.1f}" y="{y - 6:.1f}" width="{max(wide - 1.5, 0.5):.1f}" height="12" '
-                    f'rx="1.5"><title>{escape(said)}</title></rect>'
+                    f'rx="1.5"><title>{safe(said)}</title></rect>'
                 )
             at += wide
         first = f"{pieces[0][1]} of {sum(n for _, n in pieces)}" if pieces else "none"
@@ -213,7 +199,7 @@ def stack_chart(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, int]]]
         f"{label} " + ", ".join(f"{n} {c.removeprefix('s-').replace('_', ' ')}" for c, n in pieces if n)
         for label, pieces in rows
     )
-    return _svg("chart", width, height, spoken, parts)
+    return svg("chart", width, height, spoken, parts)
 
 
 def share(value: float | None) -> str:
@@ -249,30 +235,7 @@ def duration(seconds: float | None) -> str:
     return f"{number(seconds / 1e-9)} ns"
 
 
-_CPP = re.compile(
-    r"(?P<comment>//[^\n]*|/\*.*?(?:\*/|\Z))"
-    r"|(?P<string>\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*')"
-    r"|(?P<pre>^[ \t]*\#[^\n]*)"
-    r"|(?P<num>\b(?:0[xX][0-9a-fA-F]+|\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)[fFuUlL]*\b)"
-    r"|(?P<key>\b(?:alignas|auto|break|case|const|constexpr|continue|do|else|extern|false|for|goto|if|inline|namespace|"
-    r"nullptr|return|sizeof|static|struct|switch|template|true|typename|using|volatile|while|__\w+__)\b)"
-    r"|(?P<type>\b(?:void|bool|char|short|int|long|float|double|unsigned|signed|half|size_t|u?int\d+_t|float[24]|dim3)\b)"
-    r"|(?P<word>[A-Za-z_]\w*)",
-    re.DOTALL | re.MULTILINE,
-)
-
-
-def highlight_cpp(source: str) -> str:
-    """C++ as escaped HTML with a handful of classes.  Whatever ``source`` holds, only ``span`` elements are added."""
-    out, at = [], 0
-    for found in _CPP.finditer(source):
-        out.append(escape(source[at : found.start()]))
-        text, kind = found.group(), found.lastgroup
-        out.append(escape(text) if kind == "word" else f'<span class="{kind}">{escape(text)}</span>')
-        at = found.end()
-    return "".join([*out, escape(source[at:])])
-
-
-def _svg(classes: str, width: float, height: float, spoken: str, parts: Sequence[str]) -> str:
-    head = f'class="{classes}" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(spoken)}"'
-    return f"<svg {head}>{''.join(parts)}</svg>"
+def svg(classes: str, width: float, height: float, spoken: str, parts: Sequence[str]) -> Markup:
+    """``spoken``: what a screen reader says."""
+    head = f'class="{classes}" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{safe(spoken)}"'
+    return Markup(f"<svg {head}>{''.join(parts)}</svg>")

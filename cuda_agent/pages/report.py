@@ -1,22 +1,31 @@
 """The report's page: ``report.json`` -> one self-contained HTML file.
 
-Pure.  No script, no network, no fonts to load; light and dark by the reader's preference; prints.  Whatever tasks and
-models wrote is escaped.  An empty part says what is missing instead of vanishing.
+Pure.  No script, no network, no fonts to load; light and dark by the reader's preference; prints.  An empty part says
+what is missing instead of vanishing.  The words are in ``report.html.j2``; here are the figures that they need.
 
 Does not: compute scores (``scores``) or choose what is shown (``report``).
 """
 
 import json
 from collections.abc import Callable, Sequence
-from html import escape
 from typing import Any
 
-from cuda_agent.pages.charts import bars, clock_time, duration, factor, histogram, line_chart, number, share
-from cuda_agent.pages.page import document, safe, source, style_sheet
-from cuda_agent.pages.tables import FAMILIES, empty, operators_section, plural, scores_section, slug, summary
+from cuda_agent.pages.charts import clock_time, histogram, line_chart, number, share
+from cuda_agent.pages.page import page, plural
+from cuda_agent.pages.tables import FAMILIES, METRICS, cell, change_cell, groups, headline, operators
 
 Data = dict[str, Any]
 
+SECTIONS = (
+    ("scores", "Scores"),
+    ("curves", "Learning curves"),
+    ("kernels", "Fastest kernels"),
+    ("operators", "By operator"),
+    ("tasks", "Tasks"),
+    ("spent", "Time and tokens"),
+    ("notes", "Notes and warnings"),
+    ("run", "This run"),
+)
 # (key, title, is a share, values the axis must include), in the order of the page.
 CURVES: tuple[tuple[str, str, bool, tuple[float | None, float | None]], ...] = (
     ("reward", "Reward", False, (None, None)),
@@ -45,41 +54,35 @@ LOWEST_EXPLAINED_VARIANCE = 0.2
 
 def render(data: Data) -> str:
     """``data``: what ``report.gather`` gives.  Every part may be empty."""
-    sections = [
-        ("scores", "Scores", scores_section(data, _clock(data))),
-        ("curves", "Learning curves", _curves(data)),
-        ("kernels", "Fastest kernels", _kernels(data)),
-        ("operators", "By operator", operators_section(data.get("policies", []))),
-        ("tasks", "Tasks", _card(data)),
-        ("spent", "Time and tokens", _spent(data)),
-        ("notes", "Notes and warnings", _notes(data)),
-        ("run", "This run", _run(data)),
-    ]
-    footer = f"{_clock(data)} Intervals are 95 % bootstrap intervals over tasks."
-    return document("cuda-agent report", _head(data), sections, footer, style_sheet(), "the scores")
-
-
-def _head(data: Data) -> str:
-    policies, clock = data.get("policies", []), data.get("clock")
-    tasks = max((p["tasks"] for p in policies), default=0)
-    parts = [
-        '<p class="over">cuda-agent</p>',
-        f"<h1>{_WORDS.get(len(policies), len(policies))} {'policy' if len(policies) == 1 else 'policies'}, "
-        f"{plural(tasks, 'held-out task')}</h1>",
-        f'<p class="lede">{summary(data)}</p>',
-        f'<ul class="about">{"".join(f"<li>{escape(fact)}</li>" for fact in _about(data))}</ul>',
-    ]
-    if clock == "model":
-        parts.append(
-            '<p class="banner" role="note"><strong>Model clock.</strong> Every time and speed-up on this page is a '
-            "deterministic cost computed from the kernel, made for drills and tests. None of it was measured.</p>"
-        )
-    if short := [p["policy"] for p in policies if p["infra"] or p["unscored"]]:
-        parts.append(
-            f'<p class="banner" role="note"><strong>Incomplete.</strong> Episodes were lost by the machinery, not by '
-            f"the policy, in the evaluation of {escape(', '.join(short))}; they are counted apart below.</p>"
-        )
-    return "".join(parts)
+    policies, stages = data.get("policies", []), data.get("stages", [])
+    return page(
+        "report.html.j2",
+        "cuda-agent report",
+        SECTIONS,
+        "the scores",
+        clock=_clock(data),
+        model_clock=data.get("clock") == "model",
+        policies=policies,
+        incomplete=[p["policy"] for p in policies if p["infra"] or p["unscored"]],
+        lost=[f"{p['policy']} {p['infra']}" for p in policies if p["infra"]],
+        count=_WORDS.get(len(policies), len(policies)),
+        headline=headline(data),
+        about=_about(data),
+        metrics=METRICS,
+        groups=groups(data),
+        cell=cell,
+        change_cell=change_cell,
+        learning=_learning(stages),
+        lowest_variance=LOWEST_EXPLAINED_VARIANCE,
+        kernels=data.get("kernels", []),
+        operators=operators(policies),
+        card=_card(data.get("card") or {}),
+        stages=stages,
+        timed=_bars([(s["name"], s.get("seconds")) for s in stages], clock_time),
+        counted=_bars([(s["name"], _tokens(s) or None) for s in stages], number),
+        facts=_run(data),
+        config=json.dumps(data.get("config") or {}, indent=2),
+    )
 
 
 def _about(data: Data) -> list[str]:
@@ -106,28 +109,23 @@ def _clock(data: Data) -> str:
     }.get(str(data.get("clock")), "Clock: unknown.")
 
 
-def _curves(data: Data) -> str:
-    by_name = {stage["name"]: _series(stage) for stage in data.get("stages", [])}
-    parts = []
+def _learning(stages: Sequence[Data]) -> list[Data]:
+    """A grid of curves for each kind of stage, with the critics that explain too little."""
+    by_name = {stage["name"]: _series(stage) for stage in stages}
+    grids = []
     for title, names, shown in LEARNING:
-        main, rest, warnings = [], [], []
+        main, rest, weak = [], [], []
         for name in names:
             series = by_name.get(name, {})
             known = [key for key, *_ in CURVES if key in series and key in shown]
             before = f"{name}: " if len(names) > 1 else ""
             main += [_figure(key, series[key], before) for key in known]
             rest += [_figure(key, series[key], before) for key in sorted(series) if key not in known]
-            warnings.append(_variance_warning(name, series))
-        parts.append(f"<h3>{title}</h3>{''.join(warnings)}")
-        parts.append(
-            f'<div class="grid">{"".join(main)}</div>' if main else "" if rest else empty("Nothing was logged.")
-        )
-        if rest:
-            parts.append(
-                f"<details><summary>{plural(len(rest), 'more curve')}</summary>"
-                f'<div class="grid">{"".join(rest)}</div></details>'
-            )
-    return "".join(parts)
+            variance = series.get("heldout_explained_variance") or series.get("explained_variance")
+            if variance and variance[-1][1] < LOWEST_EXPLAINED_VARIANCE:
+                weak.append((name, variance[-1][1]))
+        grids.append({"title": title, "main": main, "rest": rest, "weak": weak})
+    return grids
 
 
 def _series(stage: Data) -> dict[str, list[tuple[float, float]]]:
@@ -139,7 +137,8 @@ def _series(stage: Data) -> dict[str, list[tuple[float, float]]]:
     return series
 
 
-def _figure(key: str, points: list[tuple[float, float]], before: str) -> str:
+def _figure(key: str, points: list[tuple[float, float]], before: str) -> tuple[str, str, str]:
+    """Title, last value and chart of one curve."""
     title, percent, bounds = next(
         ((title, percent, bounds) for k, title, percent, bounds in CURVES if k == key),
         (key.replace("_", " ").replace("/", " / "), False, (None, None)),
@@ -147,160 +146,50 @@ def _figure(key: str, points: list[tuple[float, float]], before: str) -> str:
     title = before + (title[0].lower() + title[1:] if before else title)
     rule = (LOWEST_EXPLAINED_VARIANCE, "0.2") if "explained_variance" in key else None
     say: Callable[[float | None], str] = share if percent else number
-    return (
-        f'<figure><figcaption>{escape(title)}<span class="last">{say(points[-1][1])}</span></figcaption>'
-        f"{line_chart(title, points, bounds=bounds, rule=rule, percent=percent)}</figure>"
-    )
+    return title, say(points[-1][1]), line_chart(title, points, bounds=bounds, rule=rule, percent=percent)
 
 
-def _variance_warning(name: str, series: dict[str, list[tuple[float, float]]]) -> str:
-    for key in ("heldout_explained_variance", "explained_variance"):
-        if key in series:
-            last = series[key][-1][1]
-            if last >= LOWEST_EXPLAINED_VARIANCE:
-                return ""
-            return (
-                f'<p class="warning"><strong>Weak critic.</strong> In {escape(name)}, explained variance ended at '
-                f"{number(last)}, below {LOWEST_EXPLAINED_VARIANCE}: the critic says little about the returns.</p>"
-            )
-    return ""
-
-
-def _kernels(data: Data) -> str:
-    kernels = data.get("kernels", [])
-    if not kernels:
-        return empty("No correct kernel yet. When a final answer passes every check, its source appears here.")
-    intro = (
-        '<p class="intro">The correct final answers with the largest speed-ups over torch.compile, one a task, of all '
-        f"policies. {_clock(data)}</p>"
-    )
-    return intro + "".join(_kernel(kernel, i == 0) for i, kernel in enumerate(kernels))
-
-
-def _kernel(kernel: Data, first: bool) -> str:
-    verdict = kernel["verdict"]
-    times = [
-        ("kernel", verdict["seconds"], "", "own"),
-        ("torch.compile", verdict["compile_seconds"], factor(verdict["speedup_compile"]), ""),
-        ("eager", verdict["eager_seconds"], factor(verdict["speedup_eager"]), ""),
-    ]
-    shown = [(label, s, f"{duration(s)}{f' ({x})' if x else ''}", css) for label, s, x, css in times if s]
-    sources = "".join(
-        f'<figure class="source"><figcaption>{safe(path)}</figcaption>'
-        f'<pre tabindex="0"><code>{source(path, text)}</code></pre></figure>'
-        for path, text in sorted(kernel["files"].items())
-    )
-    facts = [
-        f"policy <b>{escape(kernel['policy'])}</b>",
-        f"format {escape(verdict['format'])} on {escape(verdict['device'])}",
-        f"{verdict['checks']} checks passed",
-    ]
-    if verdict.get("max_error") is not None:
-        facts.append(f"largest error {number(verdict['max_error'], 2)}")
-    if verdict.get("samples"):
-        facts.append(f"median of {len(verdict['samples'])} timed calls")
-    headline = factor(verdict["speedup_compile"]) if verdict["speedup_compile"] else factor(verdict["speedup_eager"])
-    against = "torch.compile" if verdict["speedup_compile"] else "eager"
-    return (
-        f'<article class="kernel"><div class="top"><h3>{escape(" → ".join(kernel["ops"]) or kernel["task"])}'
-        f'<span class="count">{escape(kernel["task"])}</span></h3>'
-        f'<p class="speed"><b>{headline}</b> against {against}</p></div>'
-        f'<p class="facts">{" · ".join(facts)}</p>{bars(shown)}'
-        f"<details{' open' if first else ''}><summary>Source</summary>{sources}</details>"
-        f'<details><summary>The task</summary><pre tabindex="0"><code>{safe(kernel["code"])}</code></pre></details>'
-        f"{_transcript(kernel['messages'])}</article>"
-    )
-
-
-def _transcript(messages: Sequence[Data]) -> str:
-    if not messages:
-        return ""
-    turns = []
-    for message in messages:
-        calls = "".join(
-            f'<pre tabindex="0"><code>{safe(str(call.get("name", "")))}'
-            + "".join(f"\n{safe(str(k))}: {safe(str(v))}" for k, v in (call.get("arguments") or {}).items())
-            + "</code></pre>"
-            for call in message["tool_calls"]
-        )
-        text = f'<pre tabindex="0"><code>{safe(message["content"])}</code></pre>' if message["content"].strip() else ""
-        turns.append(f'<li class="r-{slug(message["role"])}"><span>{safe(message["role"])}</span>{text}{calls}</li>')
-    count = plural(len(turns), "message")
-    return f'<details><summary>The trajectory, {count}</summary><ol class="turns">{"".join(turns)}</ol></details>'
-
-
-def _card(data: Data) -> str:
-    card = data.get("card") or {}
+def _card(card: Data) -> Data:
+    """The tasks in numbers; empty without a data card."""
     if not card:
-        return empty("No data card came with the tasks.")
-    parts = []
-    counts = [(name.replace("/", ", "), count) for name, count in card.get("by_family_and_split", {}).items()]
+        return {}
     facts = [
         ("tasks", card.get("tasks")),
-        *counts,
+        *((name.replace("/", ", "), count) for name, count in card.get("by_family_and_split", {}).items()),
         ("operators in the catalogue", card.get("operators")),
         ("different operators used", len(card.get("ops", {}))),
     ]
-    parts.append(
-        '<dl class="facts-grid">'
-        + "".join(f"<div><dt>{escape(k)}</dt><dd>{number(v, 6)}</dd></div>" for k, v in facts if v is not None)
-        + "</dl>"
-    )
-    for family, missing in sorted(card.get("short", {}).items()):
-        parts.append(
-            f'<p class="warning"><strong>Too few.</strong> {plural(missing, "task")} short of {escape(family)}.</p>'
-        )
-    funnels = [
-        f"<div><h3>Filters: {escape(FAMILIES.get(family, family)).lower()}</h3>{_funnel(rows)}</div>"
-        for family, rows in card.get("yield", {}).items()
-        if rows and rows[0]["entered"]
-    ]
-    parts.append(f'<div class="pair">{"".join(funnels)}</div>')
-    if histogram_of := card.get("eager_ms"):
-        parts.append(
-            "<h3>Eager time</h3><figure>"
-            + histogram("Eager time", histogram_of["edges"], histogram_of["counts"], "ms")
-            + "</figure>"
-        )
-    if ops := card.get("ops"):
-        listed = "".join(f"<li>{escape(op)} <small>{count}</small></li>" for op, count in ops.items())
-        parts.append(f'<details><summary>Operators in the tasks</summary><ul class="tags">{listed}</ul></details>')
-    return "".join(parts)
+    eager = card.get("eager_ms")
+    return {
+        "facts": [(name, value) for name, value in facts if value is not None],
+        "short": [(family, plural(missing, "task")) for family, missing in sorted(card.get("short", {}).items())],
+        "funnels": [
+            (FAMILIES.get(family, family).lower(), _funnel(rows))
+            for family, rows in card.get("yield", {}).items()
+            if rows and rows[0]["entered"]
+        ],
+        "eager": histogram("Eager time", eager["edges"], eager["counts"], "ms") if eager else "",
+        "ops": card.get("ops") or {},
+    }
 
 
-def _funnel(rows: Sequence[Data]) -> str:
+def _funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
     """What each filter let through, as shares of all candidates; a filter that dropped nothing is a thin line."""
     entered = rows[0]["entered"]
     entries = [("candidates", entered, str(entered), "quiet")]
     for row in rows:
         dropped = f", {row['dropped']} dropped" if row["dropped"] else ""
         entries.append((row["filter"], row["passed"], f"{row['passed']}{dropped}", "" if row["dropped"] else "quiet"))
-    return bars(entries)
+    return entries
 
 
-def _spent(data: Data) -> str:
-    stages = data.get("stages", [])
-    if not stages:
-        return empty("No stage said what it spent.")
-    timed = [(s["name"], s["seconds"], clock_time(s["seconds"]), "") for s in stages if s.get("seconds") is not None]
-    if timed:
-        total = sum(seconds for _, seconds, _, _ in timed)
-        time = (
-            f'<h3>Time a stage <span class="count">{clock_time(total)} in all</span></h3>{bars(timed)}<p class="fine">'
-            "What went into each result. A stage served from the cache shows what it took when it ran.</p>"
-        )
-    else:
-        why = " Under the model clock none is, so that two runs give the same page." if data["clock"] == "model" else ""
-        time = f"<h3>Time a stage</h3>{empty(f'No time was kept.{why}')}"
-    counted = [(s["name"], n, number(n), "") for s in stages if (n := _tokens(s))]
-    total = sum(n for _, n, _, _ in counted)
-    tokens = (
-        f'<h3>Tokens a stage <span class="count">{number(total)} in all</span></h3>{bars(counted)}<p class="fine">'
-        "Sampled where a policy plays, trained on where it learns from what is there.</p>"
-        if counted
-        else f"<h3>Tokens a stage</h3>{empty('No stage counted its tokens.')}"
-    )
-    return f'<div class="pair"><div>{time}</div><div>{tokens}</div></div>'
+def _bars(values: Sequence[tuple[str, float | None]], say: Callable[[float | None], str]) -> Data:
+    """Bars of those that are known, and their sum in words."""
+    known = [(name, value) for name, value in values if value is not None]
+    return {
+        "rows": [(name, value, say(value), "") for name, value in known],
+        "total": say(sum(value for _, value in known)),
+    }
 
 
 def _tokens(stage: Data) -> float:
@@ -309,15 +198,8 @@ def _tokens(stage: Data) -> float:
     return sum(v.get("tokens", v.get("episodes", 0.0) * v.get("response_length", 0.0)) for v in steps)
 
 
-def _notes(data: Data) -> str:
-    notes = [(stage["name"], note) for stage in data.get("stages", []) for note in stage.get("notes", [])]
-    if not notes:
-        return empty("Nothing was noted.")
-    rows = "".join(f'<li><span class="where">{escape(where)}</span> {escape(text)}</li>' for where, text in notes)
-    return f'<ul class="notes">{rows}</ul>'
-
-
-def _run(data: Data) -> str:
+def _run(data: Data) -> list[tuple[str, Any]]:
+    """Name and value of what describes the run."""
     config = data.get("config") or {}
     facts = [("clock", _clock(data).removeprefix("Clock: ")), *(("device", device) for device in _devices(data))]
     facts += list(data.get("versions", {}).items())
@@ -325,11 +207,6 @@ def _run(data: Data) -> str:
         facts.append(("seed", config["seed"]))
     for name in ("warmup", "agentic"):
         if ppo := config.get(name):
-            size = f"{ppo['steps']} steps of {ppo['episodes_per_step']} episodes"
-            facts.append((name, f"{size}, learning rate {ppo['actor_lr']:g}"))
-    listed = "".join(f"<tr><th scope='row'>{escape(k)}</th><td>{escape(str(v))}</td></tr>" for k, v in facts)
-    return (
-        f'<table class="facts-table"><tbody>{listed}</tbody></table>'
-        f'<details><summary>Configuration</summary><pre tabindex="0"><code>{escape(json.dumps(config, indent=2))}'
-        "</code></pre></details>"
-    )
+            about = f"{ppo['steps']} steps of {ppo['episodes_per_step']} episodes, learning rate {ppo['actor_lr']:g}"
+            facts.append((name, about))
+    return facts

@@ -11,7 +11,6 @@ does).
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -25,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.errors import EXIT_RETRY
+from cuda_agent.machine import die_with_parent
 
 PRELOAD = ("torch", "transformers", "transformers.models.qwen3.modeling_qwen3")
-_PR_SET_PDEATHSIG = 1
 
 
 class Spawner:
@@ -101,13 +100,6 @@ class Spawner:
         assert self._server is not None and self._server.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # ``wait`` finds out
             self._server.stdin.write(json.dumps(message).encode() + b"\n")
-
-
-def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when its parent ends; at once when it ended already."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(EXIT_RETRY)
 
 
 def serve(parent: int, preload: list[str]) -> None:

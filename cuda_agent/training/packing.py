@@ -184,13 +184,6 @@ def before_sampled(states: Tensor, row: PackedRow) -> Tensor:
     return states[row.before]
 
 
-def dense_mask(lengths: Sequence[int]) -> Tensor:
-    """bool [length, length] of a row: true where the query (first index) may look at the key: same sequence, not later.
-    What the packed attention does without a mask; for models that need one, and for tests."""
-    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    return (segment[:, None] == segment[None]) & torch.ones(len(segment), len(segment), dtype=torch.bool).tril()
-
-
 def split_evenly(order: Sequence[int], parts: int) -> list[list[int]]:
     """``order`` in at most ``parts`` runs whose sizes differ by at most one; no run is empty."""
     parts = min(parts, len(order))

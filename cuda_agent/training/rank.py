@@ -7,8 +7,6 @@ Does not cover: starting ranks and noticing their death (``ranks``).
 
 import os
 import pickle
-import threading
-import time
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from cuda_agent.lease import Lease
+from cuda_agent.machine import die_with_parent
 from cuda_agent.training import recipes
 from cuda_agent.training.distributed import TrainerRef
 from cuda_agent.training.trainer import Trainer
@@ -94,7 +93,7 @@ def rank_main(
 ) -> None:
     """Answers (method, arguments) with ("done", what the first rank returns) or ("failed", the exception), until the
     pipe ends.  Ends with its parent, also in the middle of a step."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    die_with_parent()
     member: TrainerRank | None = None
     while True:
         try:
@@ -123,9 +122,3 @@ def _failure(error: Exception) -> bytes:
         return answer
     except Exception:  # some exceptions cannot travel
         return pickle.dumps(("failed", RuntimeError(f"{type(error).__name__}: {error}")))
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)

@@ -16,7 +16,7 @@ from cuda_agent.deploy import chart, dashboards
 from cuda_agent.deploy.argo import maintenance_jobs
 from cuda_agent.deploy.chart_values import CHART_VERSION, Values
 from cuda_agent.pipeline.graph import STAGES
-from cuda_agent.sandbox.service.service import _metrics
+from cuda_agent.sandbox.service.metrics import Metrics
 from tests.deploy.charts import (
     ALONE,
     CHART,
@@ -545,6 +545,6 @@ def test_all_roles_have_a_pool():
 
 
 def test_dashboard_and_alerts_ask_for_metrics_that_exist():
-    known = set(re.findall(r"# TYPE (\S+)", _metrics().text()))
+    known = set(re.findall(r"# TYPE (\S+)", Metrics().text().decode()))
     asked = set(re.findall(r"cuda_agent_sandbox_\w+", json.dumps([dashboards.dashboard(), dashboards.alerts()])))
     assert asked and {re.sub(r"_(sum|count|bucket)$", "", name) for name in asked} <= known

@@ -187,6 +187,24 @@ def test_a_page_of_a_quick_verdict_says_so():
     assert "Not strict" in page(Find(Solution("plan", FILES), verdict(), 1, 2))
 
 
+def test_the_page_shows_what_models_and_tools_wrote_as_text():
+    hostile = "</code><script>alert(1)</script>\"'&{{ 7 * 191 }}\x1b[2J\u202egnp"
+
+    def poison(value):
+        if isinstance(value, dict):
+            return {key: item if key in ("kind", "mode", "name", "role", "why") else poison(item)
+                    for key, item in value.items()}  # fmt: skip
+        if isinstance(value, list):
+            return [poison(item) for item in value]
+        return hostile if isinstance(value, str) else value
+
+    strict = replace(STRICT, advice=[hostile], strict=STRICT.strict | {"failed": {"compile_tf32": hostile}})
+    found = Find(Solution("plan", {hostile: hostile, "kernels/x.cpp": hostile}), verdict(), 1, 2, strict)
+    text = render(hostile, hostile, poison(EVENTS), found, PROBE, "answer", 1.05, hostile)
+    assert "<script" not in text and "1337" not in text and "\x1b" not in text and "\u202e" not in text
+    assert text.count("&lt;script&gt;alert(1)") > 12 and "␛[2J⟨U+202E⟩gnp" in text
+
+
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [500, 1280])
 def test_a_browser_draws_the_page(tmp_path, width):

@@ -12,15 +12,16 @@ import pytest
 
 from cuda_agent.config import Config
 from cuda_agent.context import StageContext
-from cuda_agent.pages.charts import clock_time, duration, highlight_cpp, line_chart, number, ticks
+from cuda_agent.pages.charts import clock_time, duration, line_chart, number, ticks
 from cuda_agent.pages.report import render
-from cuda_agent.pages.tables import summary
+from cuda_agent.pages.text import highlight_cpp
 from cuda_agent.policy.episode import read_episodes, write_episodes
 from cuda_agent.rl.scores import read_scores
 from cuda_agent.stages import report
 from tests.pages.report_inputs import make_inputs
 
-HOSTILE = "</code></pre><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
+HOSTILE = "</code></pre><script>alert(1)</script><img src=x onerror=alert(1)>\"'&{{ 7 * 191 }}{% raw %}"
+HIDDEN = "\x1b[2J\u202egnp\udc80"
 VOID = {"meta", "img", "br", "hr", "input", "link"}
 
 
@@ -150,17 +151,18 @@ def test_hostile_text_stays_text(tmp_path):
     card["short"] = {HOSTILE: 2}
     (inputs["tasks"] / "card.json").write_text(json.dumps(card))
     data, text = make_report(tmp_path, inputs)
-    assert "<script>" not in text and HOSTILE in safe(text).text
+    assert "<script>" not in text and HOSTILE in safe(text).text and "1337" not in text
 
     def poison(value):
         if isinstance(value, dict):
             return {key: poison(item) for key, item in value.items()}
         if isinstance(value, list):
             return [poison(item) for item in value]
-        return HOSTILE + value if isinstance(value, str) and value not in keep else value
+        return HOSTILE + HIDDEN + value if isinstance(value, str) and value not in keep else value
 
     keep = {"real", *(metric for change in data["changes"] for d in change["differences"] for metric in [d["metric"]])}
-    safe(render(poison(data)))
+    text = render(poison(data))
+    assert "␛[2J⟨U+202E⟩gnp" in safe(text).text
 
 
 def test_the_headline_says_what_can_be_told_from_chance():
@@ -178,7 +180,8 @@ def test_the_headline_says_what_can_be_told_from_chance():
             for name, i in (("passed", passed), ("faster_compile", faster))
         ]
         changes = [{"before": "base", "after": "<rft>", "differences": rows}]
-        return re.sub("<[^>]+>", "", summary({"families": ["teacher"], "changes": changes})).replace("\u202f", " ")
+        (lede,) = re.findall('<p class="lede">(.*?)</p>', render({"families": ["teacher"], "changes": changes}))
+        return re.sub("<[^>]+>", "", lede).replace("\u202f", " ")
 
     text = said(24, (-0.1, 0.6), (0.125, 0.375))
     assert "+25.0 points, 95 % interval −10.0 to +60.0, which these tasks cannot tell from none. Its" in text

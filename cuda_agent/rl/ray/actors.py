@@ -7,10 +7,8 @@ digest that must hold after loading.
 """
 
 import asyncio
-import ctypes
 import os
 import shutil
-import signal
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
@@ -21,7 +19,7 @@ from typing import Any
 from cuda_agent.config import Ppo
 from cuda_agent.context import WorkerContext
 from cuda_agent.errors import BadConfiguration
-from cuda_agent.machine import gpus
+from cuda_agent.machine import die_with_parent, gpus
 from cuda_agent.policy.engines.broadcast import Form, Member, Weights, forms_of, load_weights, place, weights_of
 from cuda_agent.policy.engines.vllm_plugin import digest
 from cuda_agent.policy.episode import from_line, to_line
@@ -41,7 +39,7 @@ class RolloutWorker:
     are unpacked here."""
 
     def __init__(self, context: WorkerContext, budget: EpisodeBudget, inputs: Mapping[str, Files]) -> None:
-        _end_with_parent()
+        die_with_parent()  # Ray's workers run on for seconds after a killed raylet
         self._stack = AsyncExitStack()
         self._context = _with_private_folders(context, inputs, self._stack)
         self._budget = budget
@@ -128,7 +126,7 @@ class TrainerActor:
     def __init__(
         self, context: WorkerContext, settings: Ppo, inputs: Mapping[str, Files], make_critic: Any, hosts: Any
     ) -> None:
-        _end_with_parent()
+        die_with_parent()
         self._stack = ExitStack()
         self._context = _with_private_folders(context, inputs, self._stack)
         self._settings, self._make_critic, self._hosts = settings, make_critic, hosts
@@ -210,7 +208,7 @@ class RankHost:
     """The trainer's processes on one machine; see ``training.ranks.Ranks``."""
 
     def __init__(self) -> None:
-        _end_with_parent()
+        die_with_parent()
         self._home = make_folder("actor")
         self._home.chmod(0o700)
         self._coming, self._going = self._home / "coming", self._home / "going"
@@ -265,9 +263,3 @@ def _with_private_folders(
         unpack(files, home / name)
     (home / "work").mkdir()
     return replace(context, inputs={name: home / name for name in inputs}, work=home / "work")
-
-
-def _end_with_parent() -> None:
-    """Has the kernel kill this process with its raylet.  Otherwise Ray's workers run on for seconds after a killed
-    raylet."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG

@@ -23,6 +23,7 @@ class Buffer:
 
 _CALLS = {"min": (2, 9), "max": (2, 9), "cdiv": (2, 2), "select": (3, 3)}
 _LIMIT = 1 << 62
+LONGEST = 500  # characters
 
 
 def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
@@ -31,8 +32,8 @@ def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
         raise PlanError(f"{where}: an integer or an expression is expected, not {json.dumps(expression)[:60]}")
     if isinstance(expression, int):
         return _bounded(expression, where)
-    if len(expression) > 500:
-        raise PlanError(f"{where}: an expression of more than 500 characters")
+    if len(expression) > LONGEST:
+        raise PlanError(f"{where}: an expression of more than {LONGEST} characters")
     text = re.sub(r"\bw:[\w.]+", lambda match: _weight_name(match.group(), names), expression)
     try:
         tree = ast.parse(text, mode="eval").body

@@ -1,13 +1,12 @@
-"""The plan format: reads ``plan.json``, and compiles it into a program for the executor.
+"""The plan format: compiles ``plan.json`` into a program for the executor.
 
 ``compile_plan`` is pure: it checks the plan against the task's shapes, evaluates every integer expression, and writes
 the source through which the executor calls the kernels: on ``cpu`` a C++ trampoline, on ``cuda`` a translation unit
 that also tells the types of their arguments.  Errors name the node.  The keys that only ``cuda`` has (block, shared
-memory, cluster, cooperative launches) are refused on the CPU.  ``build`` calls the compiler.  ``library_nodes`` reads
-the nodes of libraries.
+memory, cluster, cooperative launches) are refused on the CPU.  ``build`` calls the compiler.  ``grammar`` reads the
+fields of a plan, and ``library_nodes`` describes the nodes of libraries.
 """
 
-import json
 import re
 import struct
 from collections.abc import Mapping
@@ -18,8 +17,9 @@ from typing import Any
 from cuda_agent.errors import SandboxUnready
 from cuda_agent.sandbox.build.builder import Builder, BuildError
 from cuda_agent.sandbox.build.toolchain import CompilerMissing
-from cuda_agent.sandbox.formats import library_nodes
+from cuda_agent.sandbox.formats import grammar, library_nodes
 from cuda_agent.sandbox.formats.expressions import Buffer, PlanError, evaluate
+from cuda_agent.sandbox.formats.grammar import PACKED, Kernel, Memset, Workspace
 from cuda_agent.sandbox.formats.solution_format import Toolchain
 from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
@@ -30,20 +30,8 @@ _C_TYPES = {
     "complex64": "float", "complex128": "double",
 }  # fmt: skip
 DTYPES = frozenset(_C_TYPES)
-_FORMATS = {
-    "float32": "f",
-    "float64": "d",
-    "int64": "q",
-    "int32": "i",
-    "int16": "h",
-    "int8": "b",
-    "uint8": "B",
-    "bool": "B",
-}
-WORKSPACE_DTYPES = frozenset(_FORMATS)
-_FUNCTION = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*\s*(<[\w\s,:.+-]*>)?")
 _RUNTIME = Path(__file__).parents[1] / "worker" / "runtime.cpp"
-_MOST_NODES, _MOST_BLOCKS, _MOST_WORKSPACE = 256, 1 << 24, 1 << 30
+_MOST_BLOCKS, _MOST_WORKSPACE = 1 << 24, 1 << 30
 _MOST_GRID, _MOST_BLOCK, _MOST_THREADS = ((1 << 31) - 1, 65535, 65535), (1024, 1024, 64), 1024
 
 # What the launcher must know of a kernel's arguments, from the compiler: one letter each.
@@ -120,36 +108,29 @@ def compile_plan(files: Mapping[str, str], spec: TaskSpec, device: str = "cpu") 
     """
     if "plan.json" not in files:
         raise PlanError("there is no plan.json")
-    try:
-        plan = json.loads(files["plan.json"])
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"plan.json is not JSON: {error}") from None
-    _object(plan, "plan.json", {"nodes"}, {"nodes", "workspaces", "guards"})
+    plan = grammar.read(files["plan.json"], device)
     names = _names(spec)
     program = Program()
-    for name, item in _object(plan.get("workspaces", {}), "workspaces").items():
-        names[name] = _workspace(name, item, names, program)
-    for index, guard in enumerate(_list(plan.get("guards", []), "guards")):
+    for name, workspace in plan.workspaces.items():
+        names[name] = _workspace(name, workspace, names, program)
+    for index, guard in enumerate(plan.guards):
         if not evaluate(guard, names, f"guards[{index}]"):
             raise PlanError(f"guards[{index}]: {guard!r} does not hold for this task's shapes")
-    nodes = _list(plan["nodes"], "nodes")
-    if not 0 < len(nodes) <= _MOST_NODES:
-        raise PlanError(f"nodes: 1 to {_MOST_NODES} are possible, not {len(nodes)}")
     sources: list[str] = []
     calls: list[str] = []
-    for index, node in enumerate(nodes):
+    for index, node in enumerate(plan.nodes):
         where = f"nodes[{index}]"
-        if isinstance(node, dict) and "memset" in node:
+        if isinstance(node, Memset):
             program.nodes.append(_memset(node, where, names))
-        elif isinstance(node, dict) and "library" in node:
-            program.nodes.append(library_nodes.describe(node, where, names, device))
-        else:
+        elif isinstance(node, Kernel):
             describe = _function if device == "cpu" else _kernel
             item, call = describe(node, where, names, files, index)
             program.nodes.append(item)
             calls.append(call)
-            if node["kernel"] not in sources:
-                sources.append(node["kernel"])
+            if node.kernel not in sources:
+                sources.append(node.kernel)
+        else:
+            program.nodes.append(library_nodes.describe(node, where, names, device))
     written = {name for node in program.nodes for name in _buffers(node)}
     for index in range(len(spec.outputs)):
         if f"out:{index}" not in written:
@@ -193,44 +174,35 @@ def _names(spec: TaskSpec) -> dict[str, Any]:
     return names
 
 
-def _workspace(name: str, item: Any, names: dict[str, Any], program: Program) -> Buffer:
+def _workspace(name: str, item: Workspace, names: dict[str, Any], program: Program) -> Buffer:
     where = f"workspaces.{name}"
     if not name.isidentifier() or re.fullmatch(r"(in|out|init)\d+", name):
         raise PlanError(f"{where}: not a name for a workspace")
-    _object(item, where, {"size"}, {"size", "dtype", "init"})
-    dtype = item.get("dtype", "float32")
-    if dtype not in _FORMATS:
-        raise PlanError(f"{where}.dtype: {dtype!r} is none of {', '.join(_FORMATS)}")
-    size = evaluate(item["size"], names, f"{where}.size")
-    buffer = Buffer(f"ws:{name}", Tensor((size,), dtype))
+    size = evaluate(item.size, names, f"{where}.size")
+    buffer = Buffer(f"ws:{name}", Tensor((size,), item.dtype))
     if size < 0 or byte_count(buffer.tensor) > _MOST_WORKSPACE:
         raise PlanError(f"{where}.size: {size} elements are not possible")
     try:
-        pattern = struct.pack("<" + _FORMATS[dtype], item.get("init", 0))
+        pattern = struct.pack("<" + PACKED[item.dtype], item.init)
     except (struct.error, OverflowError):
-        raise PlanError(f"{where}.init: {item.get('init')!r} is no {dtype}") from None
+        raise PlanError(f"{where}.init: {item.init!r} is no {item.dtype}") from None
     program.workspaces[name] = {"bytes": byte_count(buffer.tensor), "pattern": pattern.hex()}
     return buffer
 
 
-def _memset(node: dict[str, Any], where: str, names: dict[str, Any]) -> dict[str, Any]:
-    _object(node, where, {"memset"}, {"memset", "value"})
-    buffer = names.get(node["memset"]) if isinstance(node["memset"], str) else None
+def _memset(node: Memset, where: str, names: dict[str, Any]) -> dict[str, Any]:
+    buffer = names.get(node.memset)
     if not isinstance(buffer, Buffer) or buffer.name.startswith(("in:", "w:")):
-        raise PlanError(f"{where}.memset: {node['memset']!r} is no output and no workspace")
-    value = node.get("value", 0)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 255:
-        raise PlanError(f"{where}.value: a byte from 0 to 255, not {value!r}")
-    return {"memset": buffer.name, "bytes": byte_count(buffer.tensor), "value": value}
+        raise PlanError(f"{where}.memset: {node.memset!r} is no output and no workspace")
+    return {"memset": buffer.name, "bytes": byte_count(buffer.tensor), "value": node.value}
 
 
 def _function(
-    node: Any, where: str, names: dict[str, Any], files: Mapping[str, str], index: int
+    node: Kernel, where: str, names: dict[str, Any], files: Mapping[str, str], index: int
 ) -> tuple[dict[str, Any], str]:
     """A kernel node on cpu, and the C++ that calls its function."""
-    _object(node, where, {"kernel", "function"}, {"kernel", "function", "grid", "args"})
     function = _named_function(node, where, files)
-    grid = evaluate(node.get("grid", 1), names, f"{where}.grid")
+    grid = evaluate(node.grid, names, f"{where}.grid")
     if not 0 < grid <= _MOST_BLOCKS:
         raise PlanError(f"{where}.grid: 1 to {_MOST_BLOCKS} blocks are possible, not {grid}")
     arguments = _arguments(node, where, names)
@@ -247,28 +219,26 @@ def _function(
 
 
 def _kernel(
-    node: Any, where: str, names: dict[str, Any], files: Mapping[str, str], index: int
+    node: Kernel, where: str, names: dict[str, Any], files: Mapping[str, str], index: int
 ) -> tuple[dict[str, Any], str]:
     """A kernel node on cuda, and the source that tells the types of its arguments."""
-    known = {"kernel", "function", "grid", "block", "shared", "cluster", "cooperative", "args"}
-    _object(node, where, {"kernel", "function"}, known)
     function = _named_function(node, where, files)
-    block = _extents(node.get("block", 256), names, f"{where}.block", _MOST_BLOCK)
+    block = _extents(node.block, names, f"{where}.block", _MOST_BLOCK)
     if block[0] * block[1] * block[2] > _MOST_THREADS:
         raise PlanError(f"{where}.block: {block} are more than {_MOST_THREADS} threads")
-    shared = evaluate(node.get("shared", 0), names, f"{where}.shared")
+    shared = evaluate(node.shared, names, f"{where}.shared")
     if not 0 <= shared <= 1 << 20:
         raise PlanError(f"{where}.shared: {shared} bytes of shared memory are not possible")
-    if not isinstance(node.get("cooperative", False), bool):
-        raise PlanError(f"{where}.cooperative: true or false")
     arguments = _arguments(node, where, names)
     for argument in arguments:
         argument.pop("dtype", None)
     item = {
         "symbol": function, "codes": f"plan_codes_{index}", "block": block, "shared": shared, "args": arguments,
-        "grid": _extents(node.get("grid", 1), names, f"{where}.grid", _MOST_GRID),
-        "cluster": _extents(node["cluster"], names, f"{where}.cluster", (16, 16, 16)) if "cluster" in node else [],
-        "cooperative": node.get("cooperative", False),
+        "grid": _extents(node.grid, names, f"{where}.grid", _MOST_GRID),
+        "cluster": _extents(node.cluster, names, f"{where}.cluster", (16, 16, 16))
+        if "cluster" in node.model_fields_set
+        else [],
+        "cooperative": node.cooperative,
     }  # fmt: skip
     told = (
         f'#line 1 "plan.json {where}"\nextern "C" __device__ plan_signature<decltype({function})> {item["codes"]}{{}};'
@@ -276,30 +246,25 @@ def _kernel(
     return item, told
 
 
-def _named_function(node: dict[str, Any], where: str, files: Mapping[str, str]) -> str:
-    path, function = node["kernel"], node["function"]
-    if not isinstance(path, str) or path not in files:
-        raise PlanError(f"{where}.kernel: there is no file {path!r}")
-    if not isinstance(function, str) or not _FUNCTION.fullmatch(function):
-        raise PlanError(f"{where}.function: {function!r} is no name of a function")
-    return function
+def _named_function(node: Kernel, where: str, files: Mapping[str, str]) -> str:
+    if node.kernel not in files:
+        raise PlanError(f"{where}.kernel: there is no file {node.kernel!r}")
+    return node.function
 
 
 def _extents(value: Any, names: dict[str, Any], where: str, most: tuple[int, int, int]) -> list[int]:
     """One to three numbers, as x, y, z."""
     parts = value if isinstance(value, list) else [value]
-    if not 1 <= len(parts) <= 3:
-        raise PlanError(f"{where}: one to three numbers")
     extents = [evaluate(part, names, where) for part in parts] + [1] * (3 - len(parts))
     if not all(0 < extent <= limit for extent, limit in zip(extents, most, strict=True)):
         raise PlanError(f"{where}: 1 to {', '.join(map(str, most))} are possible, not {extents}")
     return extents
 
 
-def _arguments(node: dict[str, Any], where: str, names: dict[str, Any]) -> list[dict[str, Any]]:
+def _arguments(node: Kernel, where: str, names: dict[str, Any]) -> list[dict[str, Any]]:
     """Buffers with their dtype, or plain numbers."""
     arguments: list[dict[str, Any]] = []
-    for position, argument in enumerate(_list(node.get("args", []), f"{where}.args")):
+    for position, argument in enumerate(node.args):
         value = names.get(argument) if isinstance(argument, str) else None
         if isinstance(value, Buffer):
             arguments.append({"buffer": value.name, "dtype": value.tensor.dtype})
@@ -308,19 +273,3 @@ def _arguments(node: dict[str, Any], where: str, names: dict[str, Any]) -> list[
         else:
             arguments.append({"int": evaluate(argument, names, f"{where}.args[{position}]")})
     return arguments
-
-
-def _object(value: Any, where: str, needed: set[str] | None = None, known: set[str] | None = None) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise PlanError(f"{where}: an object is expected, not {json.dumps(value)[:60]}")
-    for key in sorted((needed or set()) - value.keys()):
-        raise PlanError(f"{where}: {key!r} is missing")
-    for key in sorted(value.keys() - (known if known is not None else value.keys())):
-        raise PlanError(f"{where}: {key!r} is unknown; there are {', '.join(sorted(known or ()))}")
-    return value
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise PlanError(f"{where}: a list is expected, not {json.dumps(value)[:60]}")
-    return value

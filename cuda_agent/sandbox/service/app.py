@@ -75,7 +75,7 @@ class Gate:
             scope["path"] not in (*OPEN, "/metrics") if self._service.limits.open_metrics else scope["path"] not in OPEN
         )
         if self._expected and asks and not hmac.compare_digest(shown, self._expected):
-            self._service.metrics.add("rejected_total", reason="token")
+            self._service.metrics.rejected.labels("token").inc()
             await refusal(ServiceError(401, "token", "the token is missing or wrong"))(scope, receive, send)
             return
         length = headers.get(b"content-length", b"0")
@@ -105,7 +105,7 @@ class Gate:
                 await self._too_large(scope, receive, send)
 
     async def _too_large(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._service.metrics.add("rejected_total", reason="size")
+        self._service.metrics.rejected.labels("size").inc()
         error = ServiceError(413, "too_large", f"a request may have {BODY_BYTES} bytes")
         await refusal(error)(scope, receive, send)
 
@@ -189,12 +189,12 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: HttpRequest, error: RequestValidationError) -> Response:
-        service.metrics.add("rejected_total", reason="malformed")
+        service.metrics.rejected.labels("malformed").inc()
         return refusal(malformed(error.errors()[0]))
 
     @app.exception_handler(HTTPException)
     async def other(_: HttpRequest, error: HTTPException) -> Response:
-        service.metrics.add("rejected_total", reason="malformed")
+        service.metrics.rejected.labels("malformed").inc()
         kind = {404: "unknown", 405: "method"}.get(error.status_code, "malformed")
         return refusal(ServiceError(error.status_code, kind, str(error.detail)))
 
@@ -307,7 +307,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         try:
             opened = await service.rooms.open(request.files, request.protected)
         except ServiceError as error:
-            service.metrics.add("rejected_total", reason="workspaces")
+            service.metrics.rejected.labels("workspaces").inc()
             raise error
         return {"id": opened.id, "owner": opened.owner, "idle_seconds": service.limits.idle_seconds}
 

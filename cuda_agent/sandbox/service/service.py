@@ -54,7 +54,7 @@ class Service:
     def __init__(self, sandbox: LocalSandbox, roles: tuple[Role, ...], limits: ServiceLimits) -> None:
         self.sandbox, self.roles, self.limits = sandbox, roles, limits
         self.rooms = Rooms(sandbox, limits.workspaces, limits.idle_seconds)
-        self.metrics = _metrics()
+        self.metrics = Metrics()
         self.unready = "starting: the walls are not proven yet"  # empty: ready
         self.draining = False
         self.needs_recycle = asyncio.Event()  # it has judged enough, or a cheat: time for a fresh process
@@ -85,7 +85,7 @@ class Service:
             try:
                 if self.unready:
                     await self.prove()
-                self.metrics.add("workspaces_idle_total", await self.rooms.sweep())
+                self.metrics.workspaces_idle.inc(await self.rooms.sweep())
             except Exception:  # one workspace that cannot be closed must not end all of this
                 _log.exception("while looking after the service")
             await asyncio.sleep(_AGAIN_SECONDS)
@@ -138,9 +138,9 @@ class Service:
         try:
             job, new = self.queue.submit(request.key(), kind, place, request.priority, size, request, time.time())
         except Full as full:
-            self.metrics.add("rejected_total", reason="full")
+            self.metrics.rejected.labels("full").inc()
             raise ServiceError(429, "full", str(full), retry_after=full.retry_after) from None
-        self.metrics.add("submitted_total", kind=kind, new=str(new).lower())
+        self.metrics.submitted.labels(kind, str(new).lower()).inc()
         self._dispatch()
         return job
 
@@ -222,30 +222,32 @@ class Service:
 
     def _count(self, job: Job, error: dict[str, str] | None) -> None:
         assert job.started is not None and job.ended is not None
-        self.metrics.observe("phase_seconds", job.started - job.submitted, kind=job.kind, phase="queue")
-        self.metrics.observe("phase_seconds", job.ended - job.started, kind=job.kind, phase="run")
+        self.metrics.phase_seconds.labels(job.kind, "queue").observe(job.started - job.submitted)
+        self.metrics.phase_seconds.labels(job.kind, "run").observe(job.ended - job.started)
         if error and error["kind"] in ("infra", "unready"):
-            self.metrics.add("infra_faults_total")
+            self.metrics.infra_faults.inc()
 
     def _count_verdict(self, verdict: Verdict) -> None:
-        self.metrics.add("verdicts_total", status=verdict.status, format=verdict.format)
+        self.metrics.verdicts.labels(verdict.format, verdict.status).inc()
         if verdict.status == "infra":
-            self.metrics.add("infra_faults_total")
+            self.metrics.infra_faults.inc()
         if not verdict.cached:
             self._verdicts += 1
             cheated = verdict.status == "cheat" and self.limits.recycle_on_cheat
             if cheated or self._verdicts == self.limits.recycle_after:
                 self.needs_recycle.set()
             for phase, seconds in verdict.phases.items():
-                self.metrics.observe("phase_seconds", seconds, kind="evaluate", phase=phase)
+                self.metrics.phase_seconds.labels("evaluate", phase).observe(seconds)
 
-    def metrics_text(self) -> str:
-        for name, value in {
-            "queue_length": self.queue.queued, "running": self.queue.running, "workspaces": len(self.rooms),
-            "ready": not self.unready, "draining": self.draining, "room_in_seconds": self.queue.room_in(),
-        }.items():  # fmt: skip
-            self.metrics.set(name, float(value))
-        return self.metrics.text()
+    def metrics_text(self) -> bytes:
+        metrics = self.metrics
+        for gauge, value in (
+            (metrics.queue_length, self.queue.queued), (metrics.running, self.queue.running),
+            (metrics.workspaces, len(self.rooms)), (metrics.ready, not self.unready),
+            (metrics.draining, self.draining), (metrics.room_in_seconds, self.queue.room_in()),
+        ):  # fmt: skip
+            gauge.set(value)
+        return metrics.text()
 
     # ------------------------------------------------------------------------------------------------------------ drain
 
@@ -267,25 +269,3 @@ class Service:
 
 async def _nothing(name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
     return ToolResult("", error=True)
-
-
-def _metrics() -> Metrics:
-    metrics = Metrics("cuda_agent_sandbox")
-    for name, kind, text in (
-        ("ready", "gauge", "1 when the walls are proven and the compiler works"),
-        ("draining", "gauge", "1 after SIGTERM"),
-        ("queue_length", "gauge", "Jobs that wait."),
-        ("running", "gauge", "Jobs handed to the sandbox."),
-        ("room_in_seconds", "gauge", "What Retry-After would say now."),
-        ("workspaces", "gauge", "Open workspaces."),
-        ("workspaces_idle_total", "counter", "Workspaces closed because nobody used them."),
-        ("submitted_total", "counter", "Submissions, and whether they made a new job."),
-        ("verdicts_total", "counter", "Verdicts given by the sandbox."),
-        ("rejected_total", "counter", "Requests refused before they became work."),
-        ("infra_faults_total", "counter", "Faults of ours."),
-        ("phase_seconds", "histogram", "Seconds that jobs spent, by phase; queue and run are the service's own."),
-    ):
-        metrics.describe(name, kind, text)
-    for name in ("infra_faults_total", "workspaces_idle_total"):
-        metrics.add(name, 0.0)
-    return metrics

@@ -83,12 +83,23 @@ def test_expressions(text: Any, value: int) -> None:
         ({"nodes": [NODE], "workspaces": {"t": {"size": 1 << 40}}}, "workspaces.t.size"),
         ({"nodes": [NODE], "workspaces": {"in0": {"size": 4}}}, "workspaces.in0: not a name"),
         ({"nodes": [NODE], "workspaces": {"t": {"size": 4, "dtype": "int8", "init": 1000}}}, "workspaces.t.init"),
+        ({"nodes": [NODE], "workspaces": {"t": {"size": 4, "dtype": ["int8"]}}}, "workspaces.t.dtype: ['int8'] is"),
+        ({"nodes": [NODE], "workspaces": {"t": 4}}, "workspaces.t: an object is expected, not 4"),
+        ({"nodes": {}}, "nodes: a list is expected, not {}"),
+        ({"nodes": [NODE, 3]}, "nodes[1]: an object is expected, not 3"),
+        ({"nodes": [{"grid": None, "x": 1}]}, "nodes[0]: 'function' is missing"),
+        ({"nodes": [dict(NODE, grid=None, x=1)]}, "nodes[0]: 'x' is unknown; there are args, function, grid, kernel"),
+        ({"nodes": [dict(NODE, shared=None)]}, "nodes[0]: 'shared' is unknown; there are args, function, grid, kernel"),
+        ({"nodes": [dict(NODE, grid=None)]}, "nodes[0].grid: an integer or an expression is expected, not null"),
+        ({"nodes": [dict(NODE, args="in0")]}, 'nodes[0].args: a list is expected, not "in0"'),
+        ({"nodes": [{"memset": "out0", "value": True}]}, "nodes[0].value: a byte from 0 to 255, not True"),
+        ({"nodes": [{"memset": 0}]}, "nodes[0].memset: 0 is no output and no workspace"),
     ],
 )  # fmt: skip
 def test_an_error_points_at_its_place(plan: Any, words: str) -> None:
     with pytest.raises(PlanError) as caught:
         compile_plan(files(plan), SPEC)
-    assert words in str(caught.value)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 LIBRARY_NODES: list[dict[str, Any]] = [

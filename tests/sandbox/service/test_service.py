@@ -171,7 +171,7 @@ def test_metrics_are_in_prometheus_form(served):
     for name in ("queue_length", "running", "verdicts_total", "rejected_total", "infra_faults_total", "phase_seconds"):
         assert f"cuda_agent_sandbox_{name}" in names
     assert 'cuda_agent_sandbox_verdicts_total{format="plan",status="ok"}' in text
-    assert 'phase_seconds_bucket{kind="evaluate",phase="run",le="+Inf"}' in text
+    assert 'phase_seconds_bucket{kind="evaluate",le="+Inf",phase="run"}' in text
 
 
 def test_the_api_describes_itself(served):

@@ -1,0 +1,40 @@
+"""A process that asked for it ends with its parent."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+CHILD = "from cuda_agent.machine import die_with_parent; die_with_parent({}); print('ready', flush=True); input()"
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+assert child.stdout.readline() == "ready\\n"
+print(child.pid, flush=True)
+input()
+"""
+
+
+def ended(pid: int) -> bool:
+    """Gone, or waiting for a process that asks for its exit status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_it_ends_when_its_parent_is_killed():
+    arguments = [sys.executable, "-c", PARENT, CHILD.format("")]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        assert not ended(child)
+        parent.kill()
+    limit = time.monotonic() + 10
+    while not ended(child):
+        assert time.monotonic() < limit, "it lives on"
+        time.sleep(0.02)
+
+
+def test_it_ends_at_once_when_its_parent_is_another_already():
+    done = subprocess.run([sys.executable, "-c", CHILD.format(1)], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 75 and done.stdout == ""
