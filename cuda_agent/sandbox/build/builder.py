@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cuda_agent.lease import Lease
-from cuda_agent.sandbox.build import nvrtc
-from cuda_agent.sandbox.jail import jail
-from cuda_agent.sandbox.build.compiler import CompilerPool, Compiler, Waiting
 from cuda_agent.machine import processor
+from cuda_agent.sandbox.build import nvrtc
+from cuda_agent.sandbox.build.compiler import Compiler, CompilerPool, Waiting
+from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.wire import printable
 
 FLAGS = ("-O3", "-march=native", "-ffast-math", "-std=c++17", "-fPIC", "-pthread", "-fopenmp-simd")

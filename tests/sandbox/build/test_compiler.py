@@ -12,9 +12,9 @@ import pytest
 
 from cuda_agent.sandbox.build import builder as build
 from cuda_agent.sandbox.build.compiler import Waiting
-from tests.sandbox.drill import _descendants
 from cuda_agent.sandbox.jail.scratch import make_folder
 from tests.sandbox.conftest import KERNEL, Running, plan_solution, task
+from tests.sandbox.drill import _descendants
 
 PLAIN = 'extern "C" int thrice(int x) { return 3 * std::max(x, x); }'
 WITH_LIBRARY = (
