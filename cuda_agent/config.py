@@ -361,6 +361,11 @@ class Ray(Section):
 class Config(Section):
     seed: int = 0
     run: RunConfig = RunConfig()
+    graph: Literal["full", "no_critic", "one_shot"] = Field(
+        "full",
+        description="which stages there are; no_critic: agentic makes its critic from the policy; one_shot: warmup is "
+        "the last stage that trains",
+    )
     runtime: Literal["local", "ray"] = Field(
         "local",
         description="where the stages that play do so, and learn by rewards: in their own process, or in Ray's actors",

@@ -17,6 +17,7 @@ LEAVES = [path for path in KEYS if not any(other.startswith(f"{path}.") for othe
 
 # Keys that are in no cache key, and why.  A path or the beginning of paths.
 IN_NO_CACHE_KEY = {
+    "graph": "which stages there are; it changes their inputs, or removes them",
     "run.": "where a run lives and how it is executed",
     "training.": "how a trainer computes; the result is the same up to rounding",
     "sandbox.servers": "where solutions are judged",

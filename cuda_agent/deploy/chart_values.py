@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cuda_agent.pipeline.graph import STAGES
+from cuda_agent.pipeline.graph import ROWS
 
 Object = dict[str, Any]  # something of Kubernetes, passed on as it is
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
@@ -22,7 +22,7 @@ Digest = Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64})?$")]
 Name = Annotated[str, Field(pattern=r"^([a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?)?$")]
 Cidr = Annotated[str, Field(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
-StageName = Annotated[str, Field(pattern=f"^({'|'.join(stage.name for stage in STAGES)})$")]
+StageName = Annotated[str, Field(pattern=f"^({'|'.join(stage.name for stage in ROWS)})$")]
 
 
 class ValuesGroup(BaseModel):

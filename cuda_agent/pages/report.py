@@ -1,9 +1,9 @@
 """The report's page: ``report.json`` -> one self-contained HTML file.
 
-Pure.  No script, no network, no fonts to load; light and dark by the reader's preference; prints.  Whatever tasks and
-models wrote is escaped.  An empty part says what is missing instead of vanishing.
+Pure.  No script, no network, no fonts to load; light and dark by the reader's preference; prints.  Text of tasks and
+models is escaped.  An empty part says what is missing instead of vanishing.
 
-Does not: compute scores (``scores``) or choose what is shown (``report``).
+Not covered: computing scores (``rl.scores``) and choosing what is shown (``stages.report``).
 """
 
 import json
@@ -32,14 +32,7 @@ CURVES: tuple[tuple[str, str, bool, tuple[float | None, float | None]], ...] = (
     ("heldout_loss", "Loss, held out", False, (None, None)),
     ("value_loss", "Value loss", False, (None, None)),
 )
-_PLAY = frozenset(key for key, *_ in CURVES[:9])
-_IMITATE = frozenset(("loss", "heldout_loss", "value_loss", "heldout_explained_variance"))
-_WORDS = {0: "No", 1: "One", 2: "Two", 3: "Three", 4: "Four"}
-LEARNING = (  # title, stages that share a grid, curves that are shown at once; the rest is folded away
-    ("One-shot PPO (warmup)", ("warmup",), _PLAY),
-    ("Multi-turn PPO (agentic)", ("agentic",), _PLAY),
-    ("Supervised stages", ("bootstrap", "rft", "critic"), _IMITATE),
-)
+_WORDS = {0: "No", 1: "One", 2: "Two", 3: "Three", 4: "Four", 5: "Five"}
 LOWEST_EXPLAINED_VARIANCE = 0.2
 
 
@@ -107,18 +100,24 @@ def _clock(data: Data) -> str:
 
 
 def _curves(data: Data) -> str:
-    by_name = {stage["name"]: _series(stage) for stage in data.get("stages", [])}
+    """A grid for each heading that stages name; the curves that a stage does not list are folded away."""
+    grids: dict[str, list[Data]] = {}
+    for stage in data.get("stages", []):
+        if stage.get("chart"):
+            grids.setdefault(stage["chart"], []).append(stage)
+    if not grids:
+        return empty("No stage has curves.")
     parts = []
-    for title, names, shown in LEARNING:
+    for title, stages in grids.items():
         main, rest, warnings = [], [], []
-        for name in names:
-            series = by_name.get(name, {})
-            known = [key for key, *_ in CURVES if key in series and key in shown]
-            before = f"{name}: " if len(names) > 1 else ""
+        for stage in stages:
+            series = _series(stage)
+            known = [key for key, *_ in CURVES if key in series and key in stage["curves"]]
+            before = f"{stage['name']}: " if len(stages) > 1 else ""
             main += [_figure(key, series[key], before) for key in known]
             rest += [_figure(key, series[key], before) for key in sorted(series) if key not in known]
-            warnings.append(_variance_warning(name, series))
-        parts.append(f"<h3>{title}</h3>{''.join(warnings)}")
+            warnings.append(_variance_warning(stage["name"], series))
+        parts.append(f"<h3>{escape(title)}</h3>{''.join(warnings)}")
         parts.append(
             f'<div class="grid">{"".join(main)}</div>' if main else "" if rest else empty("Nothing was logged.")
         )
@@ -323,9 +322,12 @@ def _run(data: Data) -> str:
     facts += list(data.get("versions", {}).items())
     if "seed" in config:
         facts.append(("seed", config["seed"]))
-    for name in ("warmup", "agentic"):
-        if ppo := config.get(name):
-            facts.append((name, f"{ppo['steps']} steps of {ppo['batch']} episodes, learning rate {ppo['actor_lr']:g}"))
+    for stage in data.get("stages", []):
+        settings = config.get(stage["name"])
+        if settings and "actor_lr" in settings:
+            steps, episodes = settings["steps"], settings["episodes_per_step"]
+            text = f"{steps} steps of {episodes} episodes, learning rate {settings['actor_lr']:g}"
+            facts.append((stage["name"], text))
     listed = "".join(f"<tr><th scope='row'>{escape(k)}</th><td>{escape(str(v))}</td></tr>" for k, v in facts)
     return (
         f'<table class="facts-table"><tbody>{listed}</tbody></table>'

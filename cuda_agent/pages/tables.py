@@ -1,6 +1,6 @@
 """The report's scores as HTML: the paper's table for every set of tasks, its charts, paired differences, operators.
 
-Pure: takes parts of ``report.json``.  Does not compute a score (``scores`` does).
+Pure: takes parts of ``report.json``.  Not covered: computing scores (``rl.scores``).
 """
 
 from collections import Counter
@@ -20,12 +20,6 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     ("speedup_eager", "× eager", "geometric mean speed-up over eager, correct solutions only"),
     ("speedup_compile", "× compile", "geometric mean speed-up over torch.compile, correct solutions only"),
 )
-POLICIES = {
-    "base": "before reinforcement learning",
-    "warmup": "after one-shot PPO",
-    "rft": "after rejection fine-tuning",
-    "agentic": "after multi-turn PPO",
-}
 FAMILIES = {"teacher": "The teacher’s family", "catalogue": "The full operator catalogue", "overall": "All tasks"}
 STATUSES = ("ok", "wrong", "build_error", "no_answer", "crash", "timeout", "cheat")
 
@@ -168,7 +162,7 @@ def _table(policies: Sequence[Data], group: str) -> str:
     head = "".join(f'<th scope="col"><abbr title="{escape(says)}">{title}</abbr></th>' for _, title, says in METRICS)
     body = "".join(
         f'<tbody><tr class="part"><th colspan="6" scope="rowgroup">{title}</th></tr>'
-        + "".join(_score_row(p["policy"], _row(p, which, group)) for p in policies)
+        + "".join(_score_row(p, _row(p, which, group)) for p in policies)
         + "</tbody>"
         for which, title in (("final", "Final answer"), ("best", "Best of the trajectory"))
     )
@@ -179,8 +173,8 @@ def _table(policies: Sequence[Data], group: str) -> str:
     )
 
 
-def _score_row(name: str, row: Data | None) -> str:
-    head = _policy_cell(name, POLICIES.get(name, ""))
+def _score_row(policy: Data, row: Data | None) -> str:
+    head = _policy_cell(policy["policy"], policy.get("about", ""))
     if row is None:
         return f'<tr>{head}<td colspan="5">not scored</td></tr>'
     return f"<tr>{head}{''.join(_cell(key, row[key], row['intervals'].get(key)) for key, _, _ in METRICS)}</tr>"

@@ -25,7 +25,7 @@ from typing import Any
 
 from cuda_agent.config import Config, section_values
 from cuda_agent.pipeline.closure import code_version, device_name, environment_digest
-from cuda_agent.pipeline.graph import STAGES_INPUT, Stage, ancestors
+from cuda_agent.pipeline.graph import GRAPH_FILE, STAGES_INPUT, Stage, ancestors
 from cuda_agent.storage import Store, canonical_json
 from cuda_agent.tracking import read_metrics, write_metrics
 
@@ -192,12 +192,19 @@ def resolve_inputs(store: Store, stage: Stage, done: dict[str, Manifest]) -> dic
 def make_stages_folder(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest], folder: Path
 ) -> None:
-    """Fills ``folder`` with what the stages above said of themselves, and the configuration (without ``run``).
+    """Fills ``folder`` with the metrics, notes and manifests of the stages above, what the report needs of their rows,
+    and the configuration (without ``run``).
 
-    With the model clock, what only says how long things took and on what is left out, so that two runs give the same
-    bytes, wherever they ran; the manifests in the store say it."""
+    With the model clock, durations, devices and versions are left out, so that two runs give the same bytes, wherever
+    they ran; the manifests in the store hold them."""
     timeless = config.sandbox.clock == "model"
-    for name in ancestors(stages, stage.name):
+    above = ancestors(stages, stage.name)
+    rows = [
+        {"name": row.name, "chart": row.chart, "curves": row.curves, "about": row.about}
+        for row in stages
+        if row.name in above
+    ]
+    for name in above:
         target = folder / name
         manifest = done[name]
         store.get_folder(manifest.metrics, target)
@@ -219,4 +226,5 @@ def make_stages_folder(
             (target / "notes.jsonl").write_text("")
     values = config.model_dump(mode="json")
     values.pop("run")
+    (folder / GRAPH_FILE).write_text(json.dumps(rows, indent=1))
     (folder / "config.json").write_text(json.dumps(values, indent=1, sort_keys=True))

@@ -16,7 +16,7 @@ from typing import Any
 
 from cuda_agent.config import Config, flat, load
 from cuda_agent.errors import ConfigError
-from cuda_agent.pipeline.graph import Stage
+from cuda_agent.pipeline.graph import Stage, stages_of
 from cuda_agent.pipeline.manifest import Manifest, config_entry, manifest_entry, read_manifest
 from cuda_agent.storage import Store, local_folder
 from cuda_agent.tracking import Sweep
@@ -140,6 +140,11 @@ def sweep_of(store: Store, config: Config) -> Sweep | None:
 
 def run_config(store: Store, run: Run) -> Config:
     return load(store.get(config_entry(run.config)).decode(), run.config)
+
+
+def run_graph(store: Store, run: Run) -> tuple[Stage, ...]:
+    """The stages of a run, as its configuration says."""
+    return stages_of(run_config(store, run))
 
 
 def run_manifests(store: Store, run: Run, stages: Sequence[Stage]) -> dict[str, Manifest]:

@@ -36,7 +36,7 @@ from cuda_agent.errors import (
     TryAgain,
 )
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
-from cuda_agent.pipeline.graph import STAGES_INPUT, Stage, ancestors
+from cuda_agent.pipeline.graph import STAGES_INPUT, Stage, ancestors, stages_of
 from cuda_agent.pipeline.manifest import (
     Identity,
     Manifest,
@@ -58,8 +58,6 @@ from cuda_agent.tracking import FileTracker
 # without a wall).  By name: importing those rooms here would make every stage start as slowly as the slowest.
 _PERSONS_FAULT = ("PolicyError", "TaskError", "SandboxUnready", "JailError")
 
-TABLE = "cuda_agent.pipeline.graph:STAGES"
-
 
 @dataclass(frozen=True)
 class StageOrder:
@@ -72,15 +70,17 @@ class StageOrder:
     stage: str
     scratch: str
     local: str
-    table: str = TABLE
+    table: str = ""  # ``package.module:NAME`` in place of the configuration's graph
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
 
-def read_table(name: str) -> Sequence[Stage]:
-    """``package.module:NAME`` -> the table."""
-    module, attribute = name.split(":")
+def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
+    """The configuration's graph, or the table named ``package.module:NAME``."""
+    if not table:
+        return stages_of(config)
+    module, attribute = table.split(":")
     return getattr(importlib.import_module(module), attribute)
 
 
@@ -126,7 +126,7 @@ def run_stage(order: StageOrder) -> int:
 def _run(order: StageOrder, scratch: Path, should_stop: Any) -> None:
     store = open_store(order.store)
     config = load(store.get(config_entry(order.config)).decode(), order.config)
-    stages = read_table(order.table)
+    stages = graph_of(config, order.table)
     stage = next((row for row in stages if row.name == order.stage), None)
     if stage is None:
         raise BadConfiguration(f"There is no stage {order.stage}: {', '.join(row.name for row in stages)}.")

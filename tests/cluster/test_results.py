@@ -73,7 +73,7 @@ def in_pods(server: str, folder: Path, run: str, epochs: int, monkeypatch: pytes
     plan = pod.prepare(here, run, sha256, run, None, [], table.STAGES)
     script = (
         "import sys; from cuda_agent.cluster import pod; from drill import table\n"
-        f"sys.exit(pod.run_stage(pod.Surroundings.from_environment(), sys.argv[1], {run!r}, {sha256!r}, table.NAME))"
+        f"sys.exit(pod.run_stage(pod.PodEnvironment.from_environment(), sys.argv[1], {run!r}, {sha256!r}, table.NAME))"
     )
     environment = os.environ | {
         "CUDA_AGENT_STORE": here.store, "CUDA_AGENT_MLFLOW": server, "CUDA_AGENT_WORK": str(here.work),
