@@ -245,6 +245,7 @@ def _alternatives(source: str) -> list[str]:
 # What each variant leaves out of ``ROWS``, by the value of ``Config.graph``.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
     "full": (),
+    "no_rft": ("rft", "evaluate-rft"),
     "no_critic": ("critic",),
     "one_shot": ("collect", "rft", "critic", "agentic", "evaluate-rft", "evaluate-agentic"),
 }
