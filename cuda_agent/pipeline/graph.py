@@ -156,6 +156,7 @@ ROWS: tuple[Stage, ...] = (
     _evaluate("warmup", "warmup.policy", "after one-shot PPO"),
     _evaluate("rft", "rft.policy", "after rejection fine-tuning"),
     _evaluate("agentic", "agentic.policy", "after multi-turn PPO"),
+    _evaluate("one-shot", "warmup.policy", "after one-shot PPO, one answer without tools"),
     Stage(
         "report",
         "cuda_agent.stages.report",
@@ -165,6 +166,7 @@ ROWS: tuple[Stage, ...] = (
             "scores-warmup": "evaluate-warmup.scores",
             "scores-rft": "evaluate-rft.scores?",
             "scores-agentic": "evaluate-agentic.scores?",
+            "scores-one-shot": "evaluate-one-shot.scores?",
             "stages": STAGES_INPUT,
         },
         outputs=("report",),
@@ -244,9 +246,9 @@ def _alternatives(source: str) -> list[str]:
 
 # What each variant leaves out of ``ROWS``, by the value of ``Config.graph``.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
-    "full": (),
-    "no_rft": ("rft", "evaluate-rft"),
-    "no_critic": ("critic",),
+    "full": ("evaluate-one-shot",),
+    "no_rft": ("rft", "evaluate-rft", "evaluate-one-shot"),
+    "no_critic": ("critic", "evaluate-one-shot"),
     "one_shot": ("collect", "rft", "critic", "agentic", "evaluate-rft", "evaluate-agentic"),
 }
 GRAPHS: dict[str, tuple[Stage, ...]] = {name: without(ROWS, left_out) for name, left_out in LEFT_OUT.items()}
