@@ -13,7 +13,6 @@ Not covered: the order of stages and retries (Argo's), and the screen (``submit`
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -25,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.cluster import engines, pools, rayjobs
-from cuda_agent.cluster.api import Cluster, ClusterError
+from cuda_agent.cluster import engines, rayjobs, run_pools
+from cuda_agent.cluster.api import Cluster
 from cuda_agent.config import Config, load
 from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError, TryAgain
 from cuda_agent.pipeline import episodes, gc, runs
@@ -48,7 +47,6 @@ from cuda_agent.pipeline.stage_main import StageOrder, graph_of
 from cuda_agent.storage import Store, StoreError, open_store
 from cuda_agent.tracking import read_progress
 
-POOL_SECONDS = 900.0  # until every pool has a server that is ready
 COLLECTION_SECONDS = 900.0  # until a collection of garbage has ended
 RECORD_SECONDS = 20.0  # for MLflow, at the end of a pod
 LAST_RECORD_SECONDS = 60.0  # for finish, which records everything once more: MLflow may just be coming back
@@ -56,7 +54,7 @@ LAST_RECORD_SECONDS = 60.0  # for finish, which records everything once more: ML
 
 @dataclass(frozen=True)
 class PodEnvironment:
-    """What the chart says of this pod's surroundings."""
+    """Addresses and folders of this pod, as the chart sets them."""
 
     store: str
     mlflow: str
@@ -80,8 +78,8 @@ class PodEnvironment:
 
 
 def termination_message(here: PodEnvironment, text: str) -> None:
-    """Why this pod ends for good: Kubernetes takes it into the pod's status and Argo into the Workflow's, where `watch`
-    shows it.  Not for ends that are tried again: Argo's rule of what to retry reads that message."""
+    """Why this pod ends for good: Kubernetes puts it into the pod's status and Argo into the Workflow's, where `watch`
+    shows it.  Not for ends that are tried again, because Argo's retry rule reads that message."""
     if here.termination_message.exists():
         here.termination_message.write_text(text[:2000])
 
@@ -134,8 +132,8 @@ def prepare(
         served: list[str] = []
         if left and cluster is not None and base:
             if replicas and engines.wanted(config):
-                served = make_engines(cluster(), replicas, workflow, config)
-            servers = make_pools(cluster(), base, workflow, config)
+                served = run_pools.make_engines(cluster(), replicas, workflow, config)
+            servers = run_pools.make_pools(cluster(), base, workflow, config)
         if not left:
             runs.end_run(store, record, EXIT_DONE, "", "")
             _record_report(recorder, store, done, Path(folder))
@@ -176,66 +174,6 @@ def serve_from_cache(store: Store, run: str, config: Config, stages: Sequence[St
     return done
 
 
-def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
-    """Makes what is absent, waits for a ready server of every role, and returns all addresses.  Raises TryAgain, and
-    leaves nothing, when the run is stopped meanwhile."""
-    uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
-    made = pools.objects(base, workflow, uid, secrets.token_hex(24), config.sandbox)
-    for item in made:
-        cluster.create_if_absent(item)
-    deadline = time.monotonic() + POOL_SECONDS
-    for item in made:
-        if item["kind"] != "StatefulSet":
-            continue
-        name = item["metadata"]["name"]
-        while True:
-            if cluster.get("Workflow", workflow)["spec"].get("shutdown"):
-                # Whoever stopped it at once removed what was there then; no exit hook will remove what is there now.
-                remove_pools(cluster, workflow)
-                raise TryAgain("The run was stopped while its servers were starting.")
-            if cluster.get("StatefulSet", name).get("status", {}).get("readyReplicas"):
-                break
-            if time.monotonic() > deadline:
-                raise ClusterError(f"No server of {name} became ready in {POOL_SECONDS:.0f} s: {_why(cluster, name)}")
-            time.sleep(0.5)
-    return pools.addresses(made)
-
-
-def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
-    """Makes what is absent of the engine's replicas, and returns their addresses.  None is waited for: they answer when
-    the run has a policy."""
-    made = engines.objects(base, workflow, cluster.get("Workflow", workflow)["metadata"]["uid"], config)
-    for item in made:
-        cluster.create_if_absent(item)
-    return engines.addresses(made)
-
-
-def remove_pools(cluster: Cluster, workflow: str) -> None:
-    """Servers first: nothing of a run answers when its walls go."""
-    names = [("StatefulSet", f"{workflow}-{role}") for role in pools.ROLES] + engines.names(workflow)
-    names += [(kind, f"{workflow}-sandbox") for kind in ("Service", "Secret", "NetworkPolicy")]
-    rayjobs.remove_jobs(cluster, workflow, ROWS)
-    for kind, name in names:
-        cluster.delete(kind, name)
-    rayjobs.remove_walls(cluster, workflow, ROWS)
-
-
-def _why(cluster: Cluster, name: str) -> str:
-    """What Kubernetes says of the pods of a pool that does not become ready."""
-    reasons = []
-    for pod in cluster.all("Pod"):
-        if not pod["metadata"]["name"].startswith(f"{name}-"):
-            continue
-        status = pod.get("status", {})
-        for container in status.get("containerStatuses", []):
-            for state in container.get("state", {}).values():
-                reasons.append(" ".join(filter(None, [state.get("reason"), state.get("message")])))
-        for condition in status.get("conditions", []):
-            if condition.get("status") != "True" and condition.get("message"):
-                reasons.append(condition["message"])
-    return "; ".join(dict.fromkeys(filter(None, reasons)))[:600] or "it has no pods (a quota, or admission?)"
-
-
 # a stage --------------------------------------------------------------------------------------------------------------
 
 
@@ -262,9 +200,7 @@ def run_stage(
                 store.put_file(f"runs/{run}/{name}/log.txt", log)
             recorder.keep(name, [log])
             if code == EXIT_DONE:
-                manifest = read_manifest(store, manifest_entry(run, name))
-                assert manifest is not None, "a stage that exits 0 has written its manifest"
-                (here.work / "manifest.json").write_bytes(manifest.to_bytes())
+                manifest = _leave_manifest(here, store, run, name)
                 recorder.finished(name, manifest)
                 with contextlib.suppress(StoreError):
                     recorder.keep(name, episodes.packed(store, manifest, scratch / "episodes"))
@@ -277,9 +213,7 @@ def run_stage(
             with contextlib.suppress(StoreError):
                 store.put(outcome_entry(run, name), json.dumps({"code": code, "message": message}).encode())
             recorder.failed(name, code)
-            print(message, file=sys.stderr, flush=True)
-            if code in (EXIT_CONFIG, EXIT_GATE, EXIT_BUG):
-                termination_message(here, message)
+            _explain(here, code, message)
             return code if code > 0 else EXIT_BUG
 
 
@@ -331,28 +265,35 @@ def run_spread(
     finally:
         signal.signal(signal.SIGTERM, before)
     if code == EXIT_DONE:
-        manifest = read_manifest(store, manifest_entry(run, name))
-        assert manifest is not None, "a job that is done has written its manifest"
-        (here.work / "manifest.json").write_bytes(manifest.to_bytes())
+        _leave_manifest(here, store, run, name)
         return code
     if not store.exists(outcome_entry(run, name)):
         store.put(outcome_entry(run, name), json.dumps({"code": code, "message": message}).encode())
+    _explain(here, code, message)
+    return code
+
+
+def _leave_manifest(here: PodEnvironment, store: Store, run: str, stage: str) -> Manifest:
+    """The manifest of a stage that is done, copied to where Argo takes it from."""
+    manifest = read_manifest(store, manifest_entry(run, stage))
+    assert manifest is not None, "a stage that exits 0 has written its manifest"
+    (here.work / "manifest.json").write_bytes(manifest.to_bytes())
+    return manifest
+
+
+def _explain(here: PodEnvironment, code: int, message: str) -> None:
     print(message, file=sys.stderr, flush=True)
     if code in (EXIT_CONFIG, EXIT_GATE, EXIT_BUG):
         termination_message(here, message)
-    return code
 
 
 def oom_kills() -> int:
     """How often the kernel has killed a process of this container for memory; 0 where it does not say."""
-    for file, key in (
-        ("/sys/fs/cgroup/memory.events", "oom_kill"),
-        ("/sys/fs/cgroup/memory/memory.oom_control", "oom_kill"),
-    ):
+    for file in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         with contextlib.suppress(OSError, ValueError):
             for line in Path(file).read_text().splitlines():
                 name, _, number = line.partition(" ")
-                if name == key:
+                if name == "oom_kill":
                     return int(number)
     return 0
 
@@ -378,10 +319,10 @@ def finish(
     cluster: Cluster | None,
     stages: Sequence[Stage] | None = None,
 ) -> dict[str, Any]:
-    """``status`` is Argo's: Running (reached by the graph: everything before succeeded), Failed or Error.  Returns what
-    the webhook is told."""
+    """Returns the facts that the webhook gets.  ``status`` is Argo's: Running (``finish`` is a task of the graph, so
+    all stages before it succeeded), Failed or Error."""
     if cluster is not None:
-        remove_pools(cluster, workflow)
+        run_pools.remove_pools(cluster, workflow)
     if folder := os.environ.get("CUDA_AGENT_ENGINE_FOLDER"):
         shutil.rmtree(folder, ignore_errors=True)
     store = open_store(here.store)
@@ -426,7 +367,7 @@ def _how_it_ended(store: Store, run: str, stages: Sequence[Stage]) -> tuple[int,
 
 
 def tell_webhook(url: str, facts: dict[str, Any]) -> None:
-    """Once, and whatever comes of it: a run has not failed because nobody listened."""
+    """One attempt; a webhook that fails does not fail the run."""
     import httpx
 
     text = f"cuda-agent run {facts['run']}: " + ("done" if not facts["code"] else f"ended with {facts['code']}")
