@@ -4,7 +4,9 @@ from typing import get_args
 
 import pytest
 
-from cuda_agent.config import Config
+from cuda_agent.cluster import pod
+from cuda_agent.cluster.submit import views
+from cuda_agent.config import Config, freeze
 from cuda_agent.pipeline import manifest
 from cuda_agent.pipeline.graph import GRAPHS, ROWS, Stage, check, stages_of, without
 from cuda_agent.pipeline.schedule import derived
@@ -69,3 +71,25 @@ def test_a_stage_that_two_graphs_share_has_one_cache_key(graph, monkeypatch):
             same = stage.inputs == full[stage.name].inputs
             other = manifest.identify(full[stage.name], Config(), dict.fromkeys(full[stage.name].inputs, "digest")).key
             assert key == other or not same
+
+
+def test_a_workflow_shows_the_stages_of_its_own_graph():
+    parameters = [{"name": row.name, "value": "absent" if row.name in ("rft", "critic") else "run"} for row in ROWS]
+    node = {"displayName": "prepare", "type": "Pod", "phase": "Succeeded", "outputs": {"parameters": parameters}}
+    shown = [view.name for view in views({"status": {"nodes": {"p": node}}})]
+    assert shown == ["prepare", *(row.name for row in ROWS if row.name not in ("rft", "critic")), "finish"]
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_a_clusters_plan_names_every_row_and_leaves_out_what_the_graph_does(graph, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_AGENT_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("CUDA_AGENT_WEBHOOK", raising=False)
+    text, sha256 = freeze(Config(graph=graph))
+    (tmp_path / "config.json").write_text(text)
+    here = pod.PodEnvironment(str(tmp_path / "store"), "off", tmp_path / "config.json", tmp_path / "plan", tmp_path)
+    plan = pod.prepare(here, "a", sha256, "a", None, [])
+    there = {stage.name for stage in GRAPHS[graph]}
+    assert {row.name: plan[row.name] for row in ROWS} == {
+        row.name: "run" if row.name in there else "absent" for row in ROWS
+    }
+    assert (here.plan / "evaluate-one-shot").read_text() == ("run" if graph == "one_shot" else "absent")
