@@ -1,14 +1,14 @@
 """The local executor: the graph on one machine, a process a stage.
 
     prepare:  store the configuration, choose the run (the newest unfinished one of this configuration, or a new one)
-    a stage:  key -> made already? then no process starts; else run, and on exit code 75 run again after a pause
-    the end:  fetch the report, say how it ended
+    a stage:  compute its key; serve a cached result without a process, or run; on exit code 75 run again after a pause
+    the end:  fetch the report, record how the run ended
 
-Kill it, or a stage, at any moment: whatever was not committed does not exist, and the next call goes on from the newest
-checkpoints.  Stages run one at a time, or side by side with ``run.parallel_stages``; one that takes times runs alone.
+The executor or a stage may be killed at any moment: uncommitted results do not exist, and the next call goes on from
+the newest checkpoints.  Stages run one at a time, or side by side with ``run.parallel_stages``; one that takes times
+runs alone.
 
-What it does not cover: what happens inside a stage's process (``stage_main``), other machines, and the screen
-(``watch`` gets the state of all stages a few times a second).
+Not covered: the inside of a stage's process (``stage_main``), other machines (``cluster``), the screen (``screen``).
 """
 
 import contextlib
@@ -47,7 +47,7 @@ GRACE = 60.0  # seconds a stage has for its checkpoint after SIGTERM
 
 @dataclass
 class StageView:
-    """What a screen shows of one stage."""
+    """The state of one stage, for a screen."""
 
     name: str
     weight: float
@@ -216,7 +216,7 @@ class _Execution:
         return self.config.run.parallel_stages and not any(other.timing for other in beside)
 
     def _needs(self, stage: Stage) -> list[str]:
-        """The stages above it, near and far when it reads what they all said."""
+        """The stages that must be done before it: its sources, or all ancestors when it reads their records."""
         return ancestors(self.stages, stage.name) if STAGES_INPUT in stage.inputs.values() else [*stage.upstream]
 
     def _serve_or_start(self, stage: Stage, spawner: Spawner) -> None:

@@ -1,17 +1,17 @@
-"""Manifests, cache keys and the layout of the store: what was made, by what, from what.
+"""Manifests, cache keys and the layout of the store: results, their code and their inputs.
 
     cas/<sha256>                          bytes by content (``storage``)
     configs/<sha256>.json                 frozen configurations
-    cache/<stage>/<key>.json              the manifest of whoever made it first; created only if absent, written last
+    cache/<stage>/<key>.json              the first manifest with this key; created only if absent, written last
     checkpoints/<stage>/<key>/            ``checkpoints``
-    runs/<run>/run.json, end.json         who runs, and how it last ended
-    runs/<run>/<stage>/manifest.json      what this run uses of this stage
-    runs/<run>/<stage>/key                what it began to make
-    runs/<run>/<stage>/log.txt            what its last attempt printed
+    runs/<run>/run.json, end.json         name and configuration, and how it last ended
+    runs/<run>/<stage>/manifest.json      the result of this stage that the run uses
+    runs/<run>/<stage>/key                the cache key that its last attempt began with
+    runs/<run>/<stage>/log.txt            the output of its last attempt
     runs/<run>/<stage>/outcome.json       how its last attempt on a cluster ended, when that was no success
     sweeps/<sweep>/mlflow                 the MLflow run that its runs stand below
 
-What it does not cover: the order in which things are written (``stage_main``, ``local``).
+Not covered: the order in which things are written (``stage_main``, ``local``).
 """
 
 import hashlib
@@ -59,7 +59,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Identity:
-    """Everything that decides a stage's result, and its hash: the cache key."""
+    """The inputs of a stage's cache key: code, environment, configuration, input digests and device."""
 
     stage: str
     code: str
@@ -153,7 +153,7 @@ def read_manifest(store: Store, key: str) -> Manifest | None:
 
 
 def is_whole(store: Store, manifest: Manifest) -> bool:
-    """Whether everything the manifest promises is there."""
+    """Whether the store holds all folders that the manifest names."""
     return all(store.has_folder(digest) for digest in [*manifest.outputs.values(), manifest.metrics])
 
 
@@ -167,7 +167,7 @@ def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
 
 
 def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
-    """Manifest, then cache entry.  When somebody published the same key first, theirs counts."""
+    """Writes the manifest, then the cache entry.  The first result published under a key counts: returns that one."""
     entry = cache_entry(manifest.stage, manifest.key)
     store.put(manifest_entry(run, manifest.stage), manifest.to_bytes())
     if not store.create(entry, manifest.to_bytes()):

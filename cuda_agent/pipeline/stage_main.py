@@ -2,7 +2,7 @@
 
     resolve inputs -> key -> lock -> made already? -> fetch inputs -> resume and run -> data, manifest, cache entry
 
-What it does not cover: which stage comes next and retries (``local``), and where a process comes from (``spawn``).
+Not covered: which stage comes next and retries (``local``), and how a process starts (``spawn``).
 """
 
 import errno
@@ -54,15 +54,15 @@ from cuda_agent.pipeline.manifest import (
 from cuda_agent.storage import Store, StoreError, open_store
 from cuda_agent.tracking import FileTracker
 
-# Errors of rooms below that name what a person gave wrong (a base without tokenizer, a file that is no task, a machine
-# without a wall).  By name: importing those rooms here would make every stage start as slowly as the slowest.
+# Errors that a person can mend (a base without tokenizer, a file that is no task, a machine without a wall).  By name:
+# importing their modules here would make every stage start as slowly as the slowest.
 _PERSONS_FAULT = ("PolicyError", "TaskError", "SandboxUnready", "JailError")
 
 
 @dataclass(frozen=True)
 class StageOrder:
-    """All that a stage's process is told.  ``scratch`` is this attempt's own folder: metrics, notes, progress and
-    ``outcome.json`` appear there; ``local`` is the machine's folder for locks and caches."""
+    """The order of one stage's process.  ``scratch`` is the folder of this attempt, for metrics, notes, progress and
+    ``outcome.json``; ``local`` is the machine's folder for locks and caches."""
 
     store: str
     config: str  # sha256

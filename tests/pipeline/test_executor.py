@@ -63,7 +63,7 @@ def test_a_whole_run_makes_every_artifact_with_its_lineage(tmp_path, cache):
     assert all(len(x) == 64 for x in (train.code, train.environment, train.config, train.key))
     assert outcome.report and (outcome.report / "index.html").exists()
     said = json.loads((outcome.report / "report.json").read_text())
-    assert set(said) == {"config.json"} | {
+    assert set(said) == {"config.json", "graph.json"} | {
         f"{stage}/{file}"
         for stage in ("make", "train", "side")
         for file in ("metrics.jsonl", "notes.jsonl", "manifest.json")
