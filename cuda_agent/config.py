@@ -351,6 +351,11 @@ class Ray(Section):
 class Config(Section):
     seed: int = 0
     run: RunConfig = RunConfig()
+    graph: Literal["full", "no_rft", "no_critic", "one_shot"] = Field(
+        "full",
+        description="which stages there are; no_rft: agentic starts from warmup's policy; no_critic: agentic makes its "
+        "critic from the policy; one_shot: warmup is the last stage that trains",
+    )
     runtime: Literal["local", "ray"] = Field(
         "local", description="where rollouts and PPO run: in the process of the stage, or in Ray's actors"
     )

@@ -72,11 +72,11 @@ def run(
     """
     from cuda_agent.compose import compose
     from cuda_agent.errors import ConfigError
-    from cuda_agent.pipeline.graph import STAGES, up_to
+    from cuda_agent.pipeline.graph import stages_of, up_to
 
     config = compose(overrides or [])
     try:
-        rows = up_to(STAGES, to) if to else STAGES
+        rows = up_to(stages_of(config), to) if to else stages_of(config)
     except ValueError as error:
         raise ConfigError(f"--to: {error}") from None
     if any(row.name == "bootstrap" for row in rows):  # bootstrap loads the base model

@@ -43,7 +43,6 @@ def list_all(
 
     Without --on: those of the store, where there is one, and else of the current cluster.
     """
-    from cuda_agent.pipeline.graph import STAGES
     from cuda_agent.storage import StoreUnavailable
 
     place: Cluster | None = None
@@ -70,7 +69,7 @@ def list_all(
         else:
             where, config = f"{row['pipeline']:12}", row["config"]
             message = f"{row['stage']}: {row['message'].splitlines()[0]}" if row["message"] and row["code"] else ""
-        done = f"{len(row['stages']):>2}/{len(STAGES)} stages"
+        done = f"{len(row['stages']):>2}/{row['of']} stages"
         name = row["workflow"] if place else row["name"]
         line = (
             f"{name:28} {where} {row['status']:12} {done}  {row['created'][:16]}  config {config[:8]}  {message[:70]}"
@@ -84,36 +83,38 @@ def _local_rows(store: str) -> list[dict[str, Any]]:
     from dataclasses import asdict
 
     from cuda_agent.pipeline import runs
-    from cuda_agent.pipeline.graph import STAGES
 
     opened, home = open_existing(store), runs.local_home(store)
     rows = []
     for record in runs.list_runs(opened):
-        done = [stage.name for stage in STAGES if opened.exists(f"runs/{record.name}/{stage.name}/manifest.json")]
+        graph = runs.run_graph(opened, record)
+        done = [stage.name for stage in graph if opened.exists(f"runs/{record.name}/{stage.name}/manifest.json")]
         running = record.code != 0 and runs.is_running(home, opened, record)
-        rows.append(asdict(record) | {"status": "running" if running else record.status, "stages": done})
+        state = {"status": "running" if running else record.status, "stages": done, "of": len(graph)}
+        rows.append(asdict(record) | state)
     return rows
 
 
 def _cluster_rows(place: "Cluster") -> list[dict[str, Any]]:
     from cuda_agent.cluster import submit as cluster
-    from cuda_agent.pipeline.graph import STAGES
 
-    names = [stage.name for stage in STAGES]
-    return [
-        {
+    rows = []
+    for item in cluster.workflows(place):
+        views = [view for view in cluster.views(item) if view.name not in ("prepare", "finish")]
+        row = {
             "name": cluster.run_of(item),
             "workflow": item["metadata"]["name"],
             "profile": item["metadata"]["labels"].get(cluster.PROFILE_LABEL, ""),
             "sweep": item["metadata"]["labels"].get(cluster.SWEEP_LABEL, ""),
             "config": item["metadata"].get("annotations", {}).get(cluster.CONFIG_ANNOTATION, ""),
             "status": cluster.phase(item).lower(),
-            "stages": [v.name for v in cluster.views(item) if v.state in ("done", "cached") and v.name in names],
+            "stages": [view.name for view in views if view.state in ("done", "cached")],
+            "of": len(views),
             "created": item["metadata"]["creationTimestamp"],
             "message": item.get("status", {}).get("message", ""),
         }
-        for item in cluster.workflows(place)
-    ]
+        rows.append(row)
+    return rows
 
 
 def _sweep_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -184,11 +185,11 @@ def diff(
 def _facts(run: str, store: str, on: str | None, namespace: str | None) -> "Facts":
     from cuda_agent.cluster import results
     from cuda_agent.pipeline import runs
-    from cuda_agent.pipeline.graph import STAGES
+    from cuda_agent.pipeline.graph import ROWS
 
     where, name = find(run, store, on, namespace)
     if isinstance(where, tuple):
-        return runs.facts(*where, STAGES)
+        return runs.facts(*where, ROWS)
     with results.mlflow(where) as address:
         return results.facts(address, name)
 
@@ -204,9 +205,9 @@ def logs(
 ) -> None:
     """Print what a stage has written: while it runs, and afterwards what was kept; with --json a JSON object a line."""
     from cuda_agent.errors import ConfigError
-    from cuda_agent.pipeline.graph import STAGES
+    from cuda_agent.pipeline.graph import ROWS
 
-    names = ["prepare", *(row.name for row in STAGES), "finish"]
+    names = ["prepare", *(row.name for row in ROWS), "finish"]
     if stage and stage not in names:
         raise ConfigError(f"{stage}: there is no such stage. There are {', '.join(names)}.")
     if follow and not stage:
@@ -227,11 +228,11 @@ def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: 
     """The log file of a running stage, else the stored log."""
     from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline import runs
-    from cuda_agent.pipeline.graph import STAGES
+    from cuda_agent.pipeline.graph import ROWS
 
     home = runs.local_home(store)
     found = False
-    for name in [stage] if stage else [row.name for row in STAGES]:
+    for name in [stage] if stage else [row.name for row in ROWS]:
         file = home / "work" / record.name / name / "log.txt"
         if file.exists():
             found = True

@@ -1,36 +1,37 @@
-"""What runs inside of a cluster's pods: ``prepare``, a stage, ``finish``.
+"""The steps of a run inside a cluster's pods: ``prepare``, a stage, ``finish``.
 
-    prepare   stores the configuration, enters the run, serves what the cache holds, tells MLflow, makes the pools
-    a stage   the same process as on one machine (``stage_main``), with its log, metrics and manifest carried out
-    finish    removes the pools, says how the run ended, tells MLflow and the webhook
+    prepare   stores the configuration, enters the run, serves stages from the cache, makes the pools, writes the plan
+    a stage   the same process as on one machine (``stage_main``); its log, metrics and manifest are carried out
+    finish    removes the pools, records how the run ended, calls the webhook
 
-All may be killed at any moment and started again: whatever they make is made if it is absent.  Where things are comes
-from the environment (the chart sets it), never from the configuration, which is the same as on one machine.
+Each step may be killed at any moment and started again: it makes what is absent.  Addresses come from the environment,
+which the chart sets; the configuration is the same as on one machine.
 
-What it does not cover: the order of stages and retries (Argo's), and the screen (``cluster``).
+Not covered: the order of stages and retries (Argo's), and the screen (``submit``).
 """
 
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.cluster import engines, pools, rayjobs
-from cuda_agent.cluster.api import Cluster, ClusterError
-from cuda_agent.compose import flat, load
+from cuda_agent.cluster import engines, rayjobs, run_pools
+from cuda_agent.cluster.api import Cluster
+from cuda_agent.compose import load
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError, TryAgain
 from cuda_agent.pipeline import episodes, gc, runs
-from cuda_agent.pipeline.graph import STAGES, STAGES_INPUT, Stage, ancestors
+from cuda_agent.pipeline.graph import ABSENT, ROWS, STAGES_INPUT, Stage, ancestors, stages_of
+from cuda_agent.pipeline.local import outcome_message
 from cuda_agent.pipeline.manifest import (
     Manifest,
     config_entry,
@@ -41,20 +42,20 @@ from cuda_agent.pipeline.manifest import (
     publish,
     read_manifest,
 )
+from cuda_agent.pipeline.recorder import Recorder, recording
 from cuda_agent.pipeline.spawn import Spawner
-from cuda_agent.pipeline.stage_main import TABLE, StageOrder, read_table
+from cuda_agent.pipeline.stage_main import StageOrder, graph_of
 from cuda_agent.storage import Store, StoreError, open_store
-from cuda_agent.tracking import MANIFEST_TAG, Mirror, read_metrics, read_notes, read_progress
+from cuda_agent.tracking import read_progress
 
-POOL_SECONDS = 900.0  # until every pool has a server that is ready
 COLLECTION_SECONDS = 900.0  # until a collection of garbage has ended
-MIRROR_SECONDS = 20.0  # for MLflow, at the end of a pod
-LAST_MIRROR_SECONDS = 60.0  # for finish, which tells it everything once more: MLflow may just be coming back
+RECORD_SECONDS = 20.0  # for MLflow, at the end of a pod
+LAST_RECORD_SECONDS = 60.0  # for finish, which records everything once more: MLflow may just be coming back
 
 
 @dataclass(frozen=True)
 class PodEnvironment:
-    """What the chart says of this pod's surroundings."""
+    """Addresses and folders of this pod, as the chart sets them."""
 
     store: str
     mlflow: str
@@ -78,8 +79,8 @@ class PodEnvironment:
 
 
 def termination_message(here: PodEnvironment, text: str) -> None:
-    """Why this pod ends for good: Kubernetes takes it into the pod's status and Argo into the Workflow's, where `watch`
-    shows it.  Not for ends that are tried again: Argo's rule of what to retry reads that message."""
+    """Why this pod ends for good: Kubernetes puts it into the pod's status and Argo into the Workflow's, where `watch`
+    shows it.  Not for ends that are tried again, because Argo's retry rule reads that message."""
     if here.termination_message.exists():
         here.termination_message.write_text(text[:2000])
 
@@ -94,16 +95,25 @@ def prepare(
     workflow: str,
     cluster: Callable[[], Cluster] | None,
     base: Sequence[dict[str, Any]],
-    stages: Sequence[Stage] = STAGES,
+    stages: Sequence[Stage] | None = None,
     spread: bool = False,
     replicas: Sequence[dict[str, Any]] = (),
 ) -> dict[str, str]:
-    """Writes and returns its outputs: a stage -> ``run``, ``ray`` or ``cached``, ``servers``, ``engines``, ``finish``.
+    """Writes and returns its outputs: a stage -> ``run``, ``ray``, ``cached`` or ``absent`` (the graph leaves it out),
+    ``servers``, ``engines``, ``finish``.
 
-    Without ``cluster`` (opened when needed) or ``base`` (objects of the pools) no pool is made, and without
-    ``replicas`` (objects of the engine's) stages start engines of their own.  ``spread``: the
-    profile has a Ray of several pods for stages whose runtime it is; else they have one inside their pod.  Raises
-    ConfigError when the configuration is not what was submitted, StoreError and ClusterError when those are away."""
+    Args:
+        cluster: opened when needed; none: no pool is made.
+        base: objects of the pools; none: no pool is made.
+        stages: in place of the configuration's graph.
+        spread: the profile has a Ray of several pods for stages whose runtime it is; else it is inside their pod.
+        replicas: objects of the engine; none: stages start engines in their pods.
+
+    Raises:
+        ConfigError: the configuration is not the submitted one.
+        TryAgain: a collection of garbage is under way, or the configuration has not arrived yet.
+        StoreError: the store cannot be reached.
+        ClusterError: the cluster refuses, or no server becomes ready."""
     store = open_store(here.store)
     if not gc.await_end(store, COLLECTION_SECONDS):
         raise TryAgain("`cuda-agent gc` is under way on this store.")
@@ -113,23 +123,25 @@ def prepare(
     config = load(text, sha256)
     store.create(config_entry(sha256), text.encode())
     record = enter(store, run, config, sha256)
-    done = serve_from_cache(store, run, config, stages)
-    left = [stage for stage in stages if stage.name not in done]
-    with tempfile.TemporaryDirectory() as folder, mirrored(here, store, config, sha256, run) as mirror:
+    graph = stages_of(config) if stages is None else stages
+    done = serve_from_cache(store, run, config, graph)
+    left = [stage for stage in graph if stage.name not in done]
+    with tempfile.TemporaryDirectory() as folder, _recording(here, store, config, sha256, run, graph) as recorder:
         for name, manifest in done.items():
-            tell_stage(mirror, store, config, stages, name, manifest)
+            recorder.finished(name, manifest)
         servers: list[str] = []
         served: list[str] = []
         if left and cluster is not None and base:
             if replicas and engines.wanted(config):
-                served = make_engines(cluster(), replicas, workflow, config)
-            servers = make_pools(cluster(), base, workflow, config)
+                served = run_pools.make_engines(cluster(), replicas, workflow, config)
+            servers = run_pools.make_pools(cluster(), base, workflow, config)
         if not left:
             runs.end_run(store, record, EXIT_DONE, "", "")
-            tell_report(mirror, store, done, Path(folder))
-            mirror.update(None, status="FINISHED")
+            _record_report(recorder, store, done, Path(folder))
+            recorder.ended(EXIT_DONE)
     spread = spread and config.runtime == "ray"
-    outputs = {stage.name: "ray" if spread and rayjobs.can_be_spread(stage) else "run" for stage in stages}
+    outputs = {row.name: ABSENT for row in ROWS} if stages is None else {}
+    outputs |= {stage.name: "ray" if spread and rayjobs.can_be_spread(stage) else "run" for stage in graph}
     outputs |= dict.fromkeys(done, "cached")
     told = "run" if left or os.environ.get("CUDA_AGENT_WEBHOOK") else "no"
     outputs |= {"servers": ",".join(servers), "engines": ",".join(served), "finish": told}
@@ -163,71 +175,11 @@ def serve_from_cache(store: Store, run: str, config: Config, stages: Sequence[St
     return done
 
 
-def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
-    """Makes what is absent, waits for a ready server of every role, and returns all addresses.  Raises TryAgain, and
-    leaves nothing, when the run is stopped meanwhile."""
-    uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
-    made = pools.objects(base, workflow, uid, secrets.token_hex(24), config.sandbox)
-    for item in made:
-        cluster.create_if_absent(item)
-    deadline = time.monotonic() + POOL_SECONDS
-    for item in made:
-        if item["kind"] != "StatefulSet":
-            continue
-        name = item["metadata"]["name"]
-        while True:
-            if cluster.get("Workflow", workflow)["spec"].get("shutdown"):
-                # Whoever stopped it at once removed what was there then; no exit hook will remove what is there now.
-                remove_pools(cluster, workflow)
-                raise TryAgain("The run was stopped while its servers were starting.")
-            if cluster.get("StatefulSet", name).get("status", {}).get("readyReplicas"):
-                break
-            if time.monotonic() > deadline:
-                raise ClusterError(f"No server of {name} became ready in {POOL_SECONDS:.0f} s: {_why(cluster, name)}")
-            time.sleep(0.5)
-    return pools.addresses(made)
-
-
-def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
-    """Makes what is absent of the engine's replicas, and returns their addresses.  None is waited for: they answer when
-    the run has a policy."""
-    made = engines.objects(base, workflow, cluster.get("Workflow", workflow)["metadata"]["uid"], config)
-    for item in made:
-        cluster.create_if_absent(item)
-    return engines.addresses(made)
-
-
-def remove_pools(cluster: Cluster, workflow: str) -> None:
-    """Servers first: nothing of a run answers when its walls go."""
-    names = [("StatefulSet", f"{workflow}-{role}") for role in pools.ROLES] + engines.names(workflow)
-    names += [(kind, f"{workflow}-sandbox") for kind in ("Service", "Secret", "NetworkPolicy")]
-    rayjobs.remove_jobs(cluster, workflow, STAGES)
-    for kind, name in names:
-        cluster.delete(kind, name)
-    rayjobs.remove_walls(cluster, workflow, STAGES)
-
-
-def _why(cluster: Cluster, name: str) -> str:
-    """What Kubernetes says of the pods of a pool that does not become ready."""
-    reasons = []
-    for pod in cluster.all("Pod"):
-        if not pod["metadata"]["name"].startswith(f"{name}-"):
-            continue
-        status = pod.get("status", {})
-        for container in status.get("containerStatuses", []):
-            for state in container.get("state", {}).values():
-                reasons.append(" ".join(filter(None, [state.get("reason"), state.get("message")])))
-        for condition in status.get("conditions", []):
-            if condition.get("status") != "True" and condition.get("message"):
-                reasons.append(condition["message"])
-    return "; ".join(dict.fromkeys(filter(None, reasons)))[:600] or "it has no pods (a quota, or admission?)"
-
-
 # a stage --------------------------------------------------------------------------------------------------------------
 
 
 def run_stage(
-    here: PodEnvironment, name: str, run: str, sha256: str, table: str = TABLE, spawner: Spawner | None = None
+    here: PodEnvironment, name: str, run: str, sha256: str, table: str = "", spawner: Spawner | None = None
 ) -> int:
     """Runs one stage as ``local`` does; returns its exit code.  SIGTERM is passed on: the stage writes a checkpoint.
 
@@ -242,38 +194,31 @@ def run_stage(
         spawner.start(name, order.to_json(), log)  # first: it imports for seconds
         store = open_store(here.store)
         config = load(store.get(config_entry(sha256)).decode(), sha256)
-        stages = read_table(table)
-        with mirrored(here, store, config, sha256, run) as mirror:
-            code = _follow(spawner, name, scratch, log, mirror, config, stages)
+        with _recording(here, store, config, sha256, run, graph_of(config, table)) as recorder:
+            code = _follow(spawner, name, scratch, log, recorder)
             spawner.close()
             with contextlib.suppress(StoreError, FileNotFoundError):
                 store.put_file(f"runs/{run}/{name}/log.txt", log)
-            mirror.update(name, artifacts=[log] if log.exists() else [])
+            recorder.keep(name, [log])
             if code == EXIT_DONE:
-                manifest = read_manifest(store, manifest_entry(run, name))
-                assert manifest is not None, "a stage that exits 0 has written its manifest"
-                (here.work / "manifest.json").write_bytes(manifest.to_bytes())
-                tell_stage(mirror, store, config, stages, name, manifest)
+                manifest = _leave_manifest(here, store, run, name)
+                recorder.finished(name, manifest)
                 with contextlib.suppress(StoreError):
-                    mirror.update(name, artifacts=episodes.packed(store, manifest, scratch / "episodes"))
+                    recorder.keep(name, episodes.packed(store, manifest, scratch / "episodes"))
                 return code
             if code == EXIT_RETRY and oom_kills() > before:
                 code = 128 + signal.SIGKILL  # as Kubernetes reports it, so that Argo tries it once more and no more
                 message = f"Stage {name} ran out of memory. Give it more in its profile, or make its batches smaller."
             else:
-                message = _outcome_message(scratch) or f"stage {name} was killed or crashed (exit code {code})"
+                message = outcome_message(scratch) or f"stage {name} was killed or crashed (exit code {code})"
             with contextlib.suppress(StoreError):
                 store.put(outcome_entry(run, name), json.dumps({"code": code, "message": message}).encode())
-            mirror.update(name, status="KILLED" if code == EXIT_RETRY else "FAILED")
-            print(message, file=sys.stderr, flush=True)
-            if code in (EXIT_CONFIG, EXIT_GATE, EXIT_BUG):
-                termination_message(here, message)
+            recorder.failed(name, code)
+            _explain(here, code, message)
             return code if code > 0 else EXIT_BUG
 
 
-def _follow(
-    spawner: Spawner, name: str, scratch: Path, log: Path, mirror: Mirror, config: Config, stages: Sequence[Stage]
-) -> int:
+def _follow(spawner: Spawner, name: str, scratch: Path, log: Path, recorder: Recorder) -> int:
     """Until it ends: its log to stdout, its progress to Argo, its metrics to MLflow."""
     shown, told = 0, 0.0
     while True:
@@ -293,8 +238,7 @@ def _follow(
             if progress and (file_name := os.environ.get("ARGO_PROGRESS_FILE")):
                 with contextlib.suppress(OSError):
                     Path(file_name).write_text(f"{progress['done']}/{max(progress['total'], 1)}")
-            metrics = read_metrics(scratch / "metrics.jsonl")
-            mirror.update(name, params=_settings(config, stages, name), metrics=metrics, status="RUNNING")
+            recorder.running(name, scratch)
 
 
 def run_spread(
@@ -322,28 +266,35 @@ def run_spread(
     finally:
         signal.signal(signal.SIGTERM, before)
     if code == EXIT_DONE:
-        manifest = read_manifest(store, manifest_entry(run, name))
-        assert manifest is not None, "a job that is done has written its manifest"
-        (here.work / "manifest.json").write_bytes(manifest.to_bytes())
+        _leave_manifest(here, store, run, name)
         return code
     if not store.exists(outcome_entry(run, name)):
         store.put(outcome_entry(run, name), json.dumps({"code": code, "message": message}).encode())
+    _explain(here, code, message)
+    return code
+
+
+def _leave_manifest(here: PodEnvironment, store: Store, run: str, stage: str) -> Manifest:
+    """The manifest of a stage that is done, copied to where Argo takes it from."""
+    manifest = read_manifest(store, manifest_entry(run, stage))
+    assert manifest is not None, "a stage that exits 0 has written its manifest"
+    (here.work / "manifest.json").write_bytes(manifest.to_bytes())
+    return manifest
+
+
+def _explain(here: PodEnvironment, code: int, message: str) -> None:
     print(message, file=sys.stderr, flush=True)
     if code in (EXIT_CONFIG, EXIT_GATE, EXIT_BUG):
         termination_message(here, message)
-    return code
 
 
 def oom_kills() -> int:
     """How often the kernel has killed a process of this container for memory; 0 where it does not say."""
-    for file, key in (
-        ("/sys/fs/cgroup/memory.events", "oom_kill"),
-        ("/sys/fs/cgroup/memory/memory.oom_control", "oom_kill"),
-    ):
+    for file in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         with contextlib.suppress(OSError, ValueError):
             for line in Path(file).read_text().splitlines():
                 name, _, number = line.partition(" ")
-                if name == key:
+                if name == "oom_kill":
                     return int(number)
     return 0
 
@@ -367,38 +318,40 @@ def finish(
     workflow: str,
     status: str,
     cluster: Cluster | None,
-    stages: Sequence[Stage] = STAGES,
+    stages: Sequence[Stage] | None = None,
 ) -> dict[str, Any]:
-    """``status`` is Argo's: Running (reached by the graph: everything before succeeded), Failed or Error.  Returns what
-    the webhook is told."""
+    """Returns the facts that the webhook gets.  ``status`` is Argo's: Running (``finish`` is a task of the graph, so
+    all stages before it succeeded), Failed or Error."""
     if cluster is not None:
-        remove_pools(cluster, workflow)
+        run_pools.remove_pools(cluster, workflow)
     if folder := os.environ.get("CUDA_AGENT_ENGINE_FOLDER"):
         shutil.rmtree(folder, ignore_errors=True)
     store = open_store(here.store)
     failed = status not in ("Running", "Succeeded")
     record = runs.read_run(store, run) if store.exists(f"runs/{run}/run.json") else None
-    code, stage, message = _how_it_ended(store, run, stages) if failed else (EXIT_DONE, "", "")
+    rows = ROWS if stages is None else stages
+    code, stage, message = _how_it_ended(store, run, rows) if failed else (EXIT_DONE, "", "")
     facts = {"run": run, "workflow": workflow, "code": code, "stage": stage, "message": message}
     if record is not None:
         runs.end_run(store, record, code, stage, message)
         config = runs.run_config(store, record)
         with (
             tempfile.TemporaryDirectory() as folder,
-            mirrored(here, store, config, sha256, run, LAST_MIRROR_SECONDS) as mirror,
+            _recording(here, store, config, sha256, run, rows, LAST_RECORD_SECONDS) as recorder,
         ):
-            done = runs.run_manifests(store, record, stages)
+            done = runs.run_manifests(store, record, rows)
             for name, manifest in done.items():
-                tell_stage(mirror, store, config, stages, name, manifest)
-            tell_report(mirror, store, done, Path(folder) / "report")
-            for name in (row.name for row in stages):  # what MLflow missed when it, or the stage's pod, was away
+                recorder.finished(name, manifest)
+            _record_report(recorder, store, done, Path(folder) / "report")
+            for name in (row.name for row in rows):  # what MLflow missed when it, or the stage's pod, was away
                 if store.exists(key := f"runs/{run}/{name}/log.txt"):
                     log = Path(folder) / "logs" / name / "log.txt"
                     log.parent.mkdir(parents=True)
                     log.write_bytes(store.get(key))
-                    ended = None if name in done else "FAILED" if name == stage and code != EXIT_RETRY else "KILLED"
-                    mirror.update(name, artifacts=[log], status=ended)
-            mirror.update(None, status={EXIT_DONE: "FINISHED", EXIT_RETRY: "KILLED"}.get(code, "FAILED"))
+                    recorder.keep(name, [log])
+                    if name not in done:
+                        recorder.failed(name, code if name == stage else EXIT_RETRY)
+            recorder.ended(code)
     if url := os.environ.get("CUDA_AGENT_WEBHOOK"):
         tell_webhook(url, facts)
     return facts
@@ -415,7 +368,7 @@ def _how_it_ended(store: Store, run: str, stages: Sequence[Stage]) -> tuple[int,
 
 
 def tell_webhook(url: str, facts: dict[str, Any]) -> None:
-    """Once, and whatever comes of it: a run has not failed because nobody listened."""
+    """One attempt; a webhook that fails does not fail the run."""
     import httpx
 
     text = f"cuda-agent run {facts['run']}: " + ("done" if not facts["code"] else f"ended with {facts['code']}")
@@ -425,66 +378,25 @@ def tell_webhook(url: str, facts: dict[str, Any]) -> None:
         print(f"the webhook did not take it: {type(error).__name__}", file=sys.stderr)  # its address is a secret
 
 
-# MLflow ---------------------------------------------------------------------------------------------------------------
+def _recording(
+    here: PodEnvironment,
+    store: Store,
+    config: Config,
+    sha256: str,
+    run: str,
+    stages: Sequence[Stage],
+    seconds: float = RECORD_SECONDS,
+) -> AbstractContextManager[Recorder]:
+    """The run's record in MLflow, from this pod."""
+
+    def trouble(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    return recording(here.mlflow, store, config, sha256, run, stages, trouble, seconds=seconds)
 
 
-@contextlib.contextmanager
-def mirrored(
-    here: PodEnvironment, store: Store, config: Config, sha256: str, run: str, seconds: float = MIRROR_SECONDS
-) -> Iterator[Mirror]:
-    """A mirror that knows the run, waited for at the end, for ``seconds`` at most; without MLflow it takes everything
-    and does nothing."""
-    with tempfile.TemporaryDirectory() as folder:
-        mirror: Mirror
-        if here.mlflow == "off":
-            yield _Nobody()  # type: ignore[misc]
-            return
-        sweep = runs.sweep_of(store, config)
-        mirror = Mirror(here.mlflow, config.run.pipeline, run, None, lambda line: print(line, file=sys.stderr), sweep)
-        resolved = Path(folder) / "config.json"
-        resolved.write_text(json.dumps(config.model_dump(mode="json"), indent=1))
-        mirror.update(None, params=flat(config), tags={"config": sha256, "store": here.store}, artifacts=[resolved])
-        try:
-            yield mirror
-        finally:
-            mirror.close(seconds)
-
-
-class _Nobody:
-    def update(self, *_: Any, **__: Any) -> None: ...
-
-    def close(self, timeout: float) -> bool:
-        return True
-
-
-def tell_stage(
-    mirror: Mirror, store: Store, config: Config, stages: Sequence[Stage], name: str, manifest: Manifest
-) -> None:
-    """A finished stage: its settings, all its metrics and where it came from."""
-    with tempfile.TemporaryDirectory() as folder:
-        store.get_folder(manifest.metrics, Path(folder))
-        metrics = read_metrics(Path(folder) / "metrics.jsonl")
-        notes = read_notes(Path(folder) / "notes.jsonl")
-    tags = {"key": manifest.key, "made by": manifest.run, "seconds": str(manifest.seconds)}
-    tags |= {MANIFEST_TAG: manifest.to_bytes().decode()}  # people with a kubeconfig read it here
-    tags |= {"notes": "\n".join(notes)[:4000]} if notes else {}
-    mirror.update(name, params=_settings(config, stages, name), metrics=metrics, tags=tags, status="FINISHED")
-
-
-def tell_report(mirror: Mirror, store: Store, done: dict[str, Manifest], folder: Path) -> None:
-    """The report, if there is one, by way of ``folder``, which must stay until the mirror is closed."""
+def _record_report(recorder: Recorder, store: Store, done: dict[str, Manifest], folder: Path) -> None:
+    """The report, if there is one, by way of ``folder``, which must stay until the recorder is closed."""
     if "report" in done:
         store.get_folder(next(iter(done["report"].outputs.values())), folder)
-        mirror.update(None, artifacts=[folder])
-
-
-def _settings(config: Config, stages: Sequence[Stage], name: str) -> dict[str, Any]:
-    stage = next(row for row in stages if row.name == name)
-    return {key: value for key, value in flat(config).items() if key.split(".")[0] in stage.config}
-
-
-def _outcome_message(folder: Path) -> str:
-    try:
-        return json.loads((folder / "outcome.json").read_text())["message"]
-    except (FileNotFoundError, json.JSONDecodeError):
-        return ""
+        recorder.report(folder)

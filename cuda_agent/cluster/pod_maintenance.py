@@ -21,7 +21,8 @@ from urllib.parse import urlsplit
 from cuda_agent.cluster import bucket, pools, rayjobs
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.cluster.maintenance import JOB_LABEL
-from cuda_agent.cluster.pod import PodEnvironment, remove_pools
+from cuda_agent.cluster.pod import PodEnvironment
+from cuda_agent.cluster.run_pools import remove_pools
 from cuda_agent.cluster.submit import ENDED, RUN_LABEL, phase
 from cuda_agent.config import SandboxConfig
 from cuda_agent.pipeline import gc

@@ -37,7 +37,7 @@ from cuda_agent.cluster.pools import (
 )
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY
-from cuda_agent.pipeline.graph import STAGES, Stage
+from cuda_agent.pipeline.graph import ROWS, Stage
 from cuda_agent.pipeline.manifest import manifest_entry, outcome_entry, read_manifest
 from cuda_agent.storage import Store
 
@@ -49,7 +49,7 @@ GONE_SECONDS = 300.0  # for a failed job to be deleted
 DAY = 86400
 COMMAND = ["python3", "-m", "cuda_agent.cli"]
 _ENDED = ("Complete", "Failed", "ValidationFailed")
-_LEARN = {stage.name for stage in STAGES if "training" in stage.config}
+_LEARN = {stage.name for stage in ROWS if "training" in stage.config}
 
 
 def can_be_spread(stage: Stage) -> bool:

@@ -24,7 +24,7 @@ from cuda_agent.cluster.submit import PROFILE_LABEL
 from cuda_agent.compose import flat, validate
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline.episodes import FILE, PACKED, TOKENIZER, Left
-from cuda_agent.pipeline.graph import STAGES
+from cuda_agent.pipeline.graph import ROWS
 from cuda_agent.pipeline.manifest import Manifest
 from cuda_agent.pipeline.runs import Facts
 from cuda_agent.tracking import MANIFEST_TAG, RUN_TAG, STAGE_TAG
@@ -128,7 +128,7 @@ def episodes(address: str, run: str, folder: Path) -> list[Left]:
     with _client(address) as client:
         _find(client, run)
         stages = {_tags(item)[STAGE_TAG]: item for item in _search(client, run, f"tags.`{STAGE_TAG}` != ''")}
-        for stage in (row.name for row in STAGES if row.name in stages):
+        for stage in (row.name for row in ROWS if row.name in stages):
             there = stages[stage]
             if (made_by := _tags(there).get("made by", run)) != run:
                 there = next(iter(_search(client, made_by, f"tags.`{STAGE_TAG}` = '{stage}'")), there)

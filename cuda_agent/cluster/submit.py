@@ -19,7 +19,7 @@ from cuda_agent.cluster.pools import ROLES, WORKFLOW_LABEL, version_name
 from cuda_agent.compose import freeze
 from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
-from cuda_agent.pipeline.graph import STAGES, Stage
+from cuda_agent.pipeline.graph import ABSENT, ROWS, Stage
 from cuda_agent.pipeline.local import StageView
 from cuda_agent.pipeline.runs import choose, matching
 
@@ -233,7 +233,7 @@ def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
     if now:
         for role in (*ROLES, "engine"):
             cluster.delete("StatefulSet", f"{name}-{role}")
-        rayjobs.remove_jobs(cluster, name, STAGES)
+        rayjobs.remove_jobs(cluster, name, ROWS)
     return run_of(last), running
 
 
@@ -243,9 +243,11 @@ _STATES = {
 }  # fmt: skip
 
 
-def views(workflow: dict[str, Any], stages: Sequence[Stage] = STAGES) -> list[StageView]:
-    """The rows of the live table for a Workflow: prepare, every stage, finish."""
+def views(workflow: dict[str, Any], rows: Sequence[Stage] = ROWS) -> list[StageView]:
+    """The rows of the live table for a Workflow: prepare, every stage of its run's graph, finish."""
     nodes = workflow.get("status", {}).get("nodes", {})
+    absent = _absent(workflow)
+    stages = [row for row in rows if row.name not in absent]
     by_name = {node["displayName"]: node for node in nodes.values() if node.get("type") != "Retry"}
     groups = {node["displayName"]: node for node in nodes.values() if node.get("type") == "Retry"}
     found = []
@@ -274,6 +276,14 @@ def views(workflow: dict[str, Any], stages: Sequence[Stage] = STAGES) -> list[St
                 view.done, view.total, view.unit = int(done), int(total), "steps"
         found.append(view)
     return found
+
+
+def _absent(workflow: dict[str, Any]) -> set[str]:
+    """The stages that the run's graph leaves out, as ``prepare`` says; none before it has ended."""
+    nodes = workflow.get("status", {}).get("nodes", {}).values()
+    outputs = [node["outputs"].get("parameters", []) for node in nodes
+               if node["displayName"] == "prepare" and node.get("outputs")]  # fmt: skip
+    return {item["name"] for parameters in outputs for item in parameters if item.get("value") == ABSENT}
 
 
 def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:

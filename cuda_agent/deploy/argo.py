@@ -1,16 +1,18 @@
 """The graph as an Argo ``WorkflowTemplate``: one table, rendered once, typed by Hera.
 
-    prepare ─► a task a stage (skipped without a pod when the cache can serve it) ─► finish;  on failure: exit ─► finish
+    prepare ─► a task a stage ─► finish;  on failure: exit ─► finish
 
-A stage that Ray can spread over several pods has a second task, which is skipped unless prepare says so: it makes the
-stage's Ray and follows it.
+One template serves every variant of the graph: it has a task for each row, after the sources of all variants.  A task
+is skipped without a pod when ``prepare`` says that the cache serves its stage or that the run's graph leaves it out.  A
+stage that Ray can spread over several pods has a second task, which makes the stage's Ray and follows it; ``prepare``
+chooses between the two.
 
 The result is data without a release: the chart reads it, merges image, resources, places and names for each profile
-and makes one template of it a profile.  Whoever submits passes ``run``, ``config`` and at most a ``group``, and nothing
-else.  Only fields that Argo 3.7 and 4.x both have.  What Argo carries is small: each stage's manifest and log; data
-goes straight to the store.  Errands are templates of one pod that does something for a person inside of the cluster.
+and makes one template a profile.  A submission passes ``run``, ``config`` and at most a ``group``.  Only fields that
+Argo 3.7 and 4.x both have.  Argo carries each stage's manifest and log; data goes straight to the store.  Maintenance
+jobs are templates of one pod.
 
-What it does not cover: what the pods do (``pod``), the sandbox's pods (``pools``), and what a profile decides (the
+Not covered: what the pods do (``cluster.pod``), the sandbox's pods (``cluster.pools``), and what a profile decides (the
 chart's values).
 """
 
@@ -25,7 +27,7 @@ from hera.workflows.models import Template
 from cuda_agent.cluster.pools import CONTAINER_SECURITY, version_name
 from cuda_agent.cluster.rayjobs import can_be_spread, task_name
 from cuda_agent.pipeline.gc import LOCK_SECONDS
-from cuda_agent.pipeline.graph import STAGES, Stage, check
+from cuda_agent.pipeline.graph import ROWS, Stage, check
 
 NAME = "cuda-agent"  # a release's objects are named after it; the chart puts its own name in this one's place
 RUN, CONFIG, WORKFLOW = "{{workflow.parameters.run}}", "{{workflow.parameters.config}}", "{{workflow.name}}"
@@ -53,7 +55,7 @@ _EXECUTOR_RESOURCES = {
 }
 
 
-def workflow_template(stages: Sequence[Stage] = STAGES) -> dict[str, Any]:
+def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
     """The WorkflowTemplate, before the chart's values."""
     check(stages)
     templates = [
@@ -210,8 +212,8 @@ def _either(stages: Sequence[Stage], names: Sequence[str]) -> list[str]:
 
 
 def _prepare(stages: Sequence[Stage]) -> Template:
-    """Its outputs say for every stage ``run``, ``ray`` or ``cached``, where its servers are, and whether anything is to
-    finish."""
+    """Its outputs: for every stage ``run``, ``ray``, ``cached`` or ``absent``; the addresses of the run's servers; and
+    whether ``finish`` has anything to do."""
     names = [*(stage.name for stage in stages), *PLACES, "finish"]
     return Template(
         name="prepare",

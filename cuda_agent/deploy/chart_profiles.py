@@ -8,9 +8,9 @@ from typing import Annotated
 from pydantic import Field
 
 from cuda_agent.deploy.chart_fields import Name, Object, Resources, ValuesGroup, group, leaf
-from cuda_agent.pipeline.graph import STAGES
+from cuda_agent.pipeline.graph import ROWS
 
-StageName = Annotated[str, Field(pattern=f"^({'|'.join(stage.name for stage in STAGES)})$")]
+StageName = Annotated[str, Field(pattern=f"^({'|'.join(stage.name for stage in ROWS)})$")]
 
 
 class Placement(ValuesGroup):

@@ -3,7 +3,7 @@
 Pure.  No script, no network, no fonts to load; light and dark by the reader's preference; prints.  An empty part says
 what is missing instead of vanishing.  The words are in ``report.html.j2``; here are the figures that they need.
 
-Does not: compute scores (``scores``) or choose what is shown (``report``).
+Not covered: computing scores (``rl.scores``) and choosing what is shown (``stages.report``).
 """
 
 import json
@@ -41,14 +41,7 @@ CURVES: tuple[tuple[str, str, bool, tuple[float | None, float | None]], ...] = (
     ("heldout_loss", "Loss, held out", False, (None, None)),
     ("value_loss", "Value loss", False, (None, None)),
 )
-_PLAY = frozenset(key for key, *_ in CURVES[:9])
-_IMITATE = frozenset(("loss", "heldout_loss", "value_loss", "heldout_explained_variance"))
-_WORDS = {0: "No", 1: "One", 2: "Two", 3: "Three", 4: "Four"}
-LEARNING = (  # title, stages that share a grid, curves that are shown at once; the rest is folded away
-    ("One-shot PPO (warmup)", ("warmup",), _PLAY),
-    ("Multi-turn PPO (agentic)", ("agentic",), _PLAY),
-    ("Supervised stages", ("bootstrap", "rft", "critic"), _IMITATE),
-)
+_WORDS = {0: "No", 1: "One", 2: "Two", 3: "Three", 4: "Four", 5: "Five"}
 LOWEST_EXPLAINED_VARIANCE = 0.2
 
 
@@ -110,15 +103,19 @@ def _clock(data: Data) -> str:
 
 
 def _learning(stages: Sequence[Data]) -> list[Data]:
-    """A grid of curves for each kind of stage, with the critics that explain too little."""
-    by_name = {stage["name"]: _series(stage) for stage in stages}
+    """A grid of curves for each heading that stages name, with the critics that explain too little.  The curves that a
+    stage does not list are folded away."""
+    headings: dict[str, list[Data]] = {}
+    for stage in stages:
+        if stage.get("chart"):
+            headings.setdefault(stage["chart"], []).append(stage)
     grids = []
-    for title, names, shown in LEARNING:
+    for title, members in headings.items():
         main, rest, weak = [], [], []
-        for name in names:
-            series = by_name.get(name, {})
-            known = [key for key, *_ in CURVES if key in series and key in shown]
-            before = f"{name}: " if len(names) > 1 else ""
+        for stage in members:
+            name, series = stage["name"], _series(stage)
+            known = [key for key, *_ in CURVES if key in series and key in stage["curves"]]
+            before = f"{name}: " if len(members) > 1 else ""
             main += [_figure(key, series[key], before) for key in known]
             rest += [_figure(key, series[key], before) for key in sorted(series) if key not in known]
             variance = series.get("heldout_explained_variance") or series.get("explained_variance")
@@ -205,8 +202,11 @@ def _run(data: Data) -> list[tuple[str, Any]]:
     facts += list(data.get("versions", {}).items())
     if "seed" in config:
         facts.append(("seed", config["seed"]))
-    for name in ("warmup", "agentic"):
-        if ppo := config.get(name):
-            about = f"{ppo['steps']} steps of {ppo['episodes_per_step']} episodes, learning rate {ppo['actor_lr']:g}"
-            facts.append((name, about))
+    for stage in data.get("stages", []):
+        settings = config.get(stage["name"])
+        if settings and "actor_lr" in settings:
+            steps, episodes = settings["steps"], settings["episodes_per_step"]
+            facts.append(
+                (stage["name"], f"{steps} steps of {episodes} episodes, learning rate {settings['actor_lr']:g}")
+            )
     return facts

@@ -22,12 +22,6 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     ("speedup_eager", "× eager", "geometric mean speed-up over eager, correct solutions only"),
     ("speedup_compile", "× compile", "geometric mean speed-up over torch.compile, correct solutions only"),
 )
-POLICIES = {
-    "base": "before reinforcement learning",
-    "warmup": "after one-shot PPO",
-    "rft": "after rejection fine-tuning",
-    "agentic": "after multi-turn PPO",
-}
 FAMILIES = {"teacher": "The teacher’s family", "catalogue": "The full operator catalogue", "overall": "All tasks"}
 STATUSES = ("ok", "wrong", "build_error", "no_answer", "crash", "timeout", "cheat")
 
@@ -46,7 +40,7 @@ def groups(data: Data) -> list[Data]:
             "charts": _charts(policies, group) if i == 0 else [],
             "statuses": _statuses(policies, group) if i == 0 else None,
             "parts": [
-                (title, [(p["policy"], POLICIES.get(p["policy"], ""), _row(p, which, group)) for p in policies])
+                (title, [(p["policy"], p.get("about", ""), _row(p, which, group)) for p in policies])
                 for which, title in (("final", "Final answer"), ("best", "Best of the trajectory"))
             ],
             "changes": _changes(data, group),

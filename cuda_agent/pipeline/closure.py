@@ -1,12 +1,12 @@
-"""What decides whether a stage's result can be used again: its code, its environment, its device.
+"""The code version, environment and device in a stage's cache key.
 
 The code version is a hash over the stage's import closure: every module of the package that it imports, directly or
 not, at the top or inside a function, or names in a string (``"cuda_agent.sandbox.judge.judge"``), and the data files
 beside them (skill text, templates, C++ sources; a file named like a module belongs to that module alone).  Found by
 reading syntax trees, so nothing is imported and a lookup takes milliseconds.
 
-What it does not cover: module names put together at run time, data outside the folders of the modules, and the code of
-other packages, which their versions stand for.
+Not covered: module names put together at run time (import plainly, or write the whole name), data outside the folders
+of the modules, and the code of other packages, which their versions stand for.
 """
 
 import ast
@@ -145,7 +145,7 @@ def _imports(path: Path, module: str) -> tuple[str, ...]:
 
 
 def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """As ``ast.walk``, in another order and in a third of the time: every stage waits for this."""
+    """As ``ast.walk``, in another order and in a third of the time, because every stage waits for this."""
     front = [tree]
     while front:
         node = front.pop()

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from cuda_agent.agent.progress import Event, factor, read_events
 from cuda_agent.errors import ConfigError
 from cuda_agent.pages.episode_story import EpisodeEntry, EpisodeRow, Story, of_attempt, of_episode
-from cuda_agent.pipeline.graph import STAGES
+from cuda_agent.pipeline.graph import ROWS
 from cuda_agent.pipeline.manifest import Manifest
 from cuda_agent.pipeline.runs import Run, run_manifests
 from cuda_agent.policy.episode import Episode
@@ -41,7 +41,7 @@ class Left:
 def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
     """Every file of episodes among the outputs of the run's stages, in the graph's order, fetched into ``folder``."""
     found = []
-    for name, manifest in run_manifests(store, run, STAGES).items():
+    for name, manifest in run_manifests(store, run, ROWS).items():
         for digest in manifest.outputs.values():
             if (file := _fetch(store, digest, FILE, folder / name)) is not None:
                 policy = manifest.inputs.get("policy")

@@ -1,21 +1,36 @@
-"""The graph: one table of stages.  Executors, cache keys, the live table and the report all read it, nothing else says
-what depends on what.
+"""The graph: one table of stages, one row a stage, and the variants of the graph as data.
 
-What it does not cover: how a stage is run (``local``), and what a stage does (``cuda_agent.stages``).
+A row says everything about its stage: what it reads and writes, the sections of its cache key, its share of a run's
+time, its work, and how the report shows it.  Executors, cache keys, schedules, screens, Argo's templates and the report
+read it.
+``Config.graph`` chooses a variant: the rows without those that the variant leaves out.
+
+Not covered: how a stage is run (``local``), and what a stage does (``cuda_agent.stages``).
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-# An input of this name is no artifact of one stage: the executor makes it, a folder with one sub-folder a finished
-# stage above: ``<stage>/metrics.jsonl``, ``<stage>/notes.jsonl``, ``<stage>/manifest.json``; and ``config.json``.
+from cuda_agent.config import Config
+from cuda_agent.pipeline import work
+from cuda_agent.pipeline.work import Estimate
+
+# An input of this name is no artifact of one stage.  The executor makes it: a folder with one sub-folder a finished
+# stage above (``<stage>/metrics.jsonl``, ``<stage>/notes.jsonl``, ``<stage>/manifest.json``), ``graph.json`` (name,
+# chart, curves and about of those stages' rows, in order) and ``config.json``.
 STAGES_INPUT = "stages"
+GRAPH_FILE = "graph.json"
+
+ABSENT = "absent"  # what a cluster's plan says of a stage that the run's graph leaves out
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One row.  ``module`` has ``run(ctx)``; ``inputs`` maps the name under which the stage finds an artifact to the
-    ``stage.artifact`` that makes it."""
+    """One row.  ``module`` has ``run(ctx)``.
+
+    ``inputs`` maps the name under which the stage finds an artifact to its source, ``stage.artifact``.  In ``ROWS`` a
+    source may name alternatives, best first (``rft.policy | warmup.policy``), and end with ``?``: a graph without
+    any of them has no such input.  The rows of a graph have one source an input."""
 
     name: str
     module: str
@@ -24,18 +39,27 @@ class Stage:
     config: tuple[str, ...] = ()  # sections it reads; the others are absent from ctx.config
     timing: bool = False  # holds times: the device is part of its key, and nothing runs beside it
     weight: float = 1.0  # share of a run's time, for the progress of the whole
+    work: Estimate | None = None  # for the schedule that is printed before a run; none: too little to show
+    chart: str = ""  # heading of its curves in the report; stages with the same one share a grid; none: no curves
+    curves: tuple[str, ...] = ()  # metrics whose curves are shown at once; the rest is folded away
+    about: str = ""  # of an evaluation: which policy it scores, in the report's tables
 
     @property
     def upstream(self) -> tuple[str, ...]:
-        """The stages whose artifacts it reads, in order."""
-        return tuple(dict.fromkeys(source.split(".")[0] for source in self.inputs.values() if source != STAGES_INPUT))
+        """The stages whose artifacts it reads, in order; in ``ROWS`` those of every graph."""
+        sources = [source for text in self.inputs.values() if text != STAGES_INPUT for source in _alternatives(text)]
+        return tuple(dict.fromkeys(source.split(".")[0] for source in sources))
 
 
 _PLAY = ("sandbox", "policy", "agent")  # what everything reads that lets a policy write kernels
 _PLACE = ("runtime", "ray")  # what those read that can be spread over Ray's actors
+_REWARDS = ("reward", "pass_rate", "faster_than_eager", "faster_than_compile")
+_PPO_CURVES = (*_REWARDS, "explained_variance", "heldout_explained_variance", "entropy", "kl", "response_length")
+_SUPERVISED = "Supervised stages"
+_SUPERVISED_CURVES = ("heldout_explained_variance", "loss", "heldout_loss", "value_loss")
 
 
-def _evaluate(which: str, source: str) -> Stage:
+def _evaluate(which: str, source: str, about: str) -> Stage:
     return Stage(
         f"evaluate-{which}",
         "cuda_agent.stages.evaluate",
@@ -43,11 +67,12 @@ def _evaluate(which: str, source: str) -> Stage:
         outputs=("scores",),
         config=(*_PLAY, *_PLACE, "evaluate"),
         timing=True,
-        weight=1.0,
+        work=work.evaluate,
+        about=about,
     )
 
 
-STAGES: tuple[Stage, ...] = (
+ROWS: tuple[Stage, ...] = (
     Stage(
         "synthesis",
         "cuda_agent.stages.synthesis",
@@ -55,6 +80,7 @@ STAGES: tuple[Stage, ...] = (
         config=("sandbox", "synthesis"),
         timing=True,
         weight=2.0,
+        work=work.synthesis,
     ),
     Stage(
         "bootstrap",
@@ -63,6 +89,9 @@ STAGES: tuple[Stage, ...] = (
         outputs=("policy",),
         config=(*_PLAY, "training", "bootstrap"),
         weight=5.0,
+        work=work.bootstrap,
+        chart=_SUPERVISED,
+        curves=_SUPERVISED_CURVES,
     ),
     Stage(
         "warmup",
@@ -72,6 +101,9 @@ STAGES: tuple[Stage, ...] = (
         config=(*_PLAY, *_PLACE, "lora", "training", "warmup"),
         timing=True,
         weight=2.0,
+        work=lambda config: work.ppo(config.warmup, config.agent.turn_tokens),
+        chart="One-shot PPO (warmup)",
+        curves=_PPO_CURVES,
     ),
     Stage(
         "collect",
@@ -80,7 +112,7 @@ STAGES: tuple[Stage, ...] = (
         outputs=("episodes",),
         config=(*_PLAY, *_PLACE, "collect"),
         timing=True,
-        weight=1.0,
+        work=work.collect,
     ),
     Stage(
         "rft",
@@ -89,6 +121,9 @@ STAGES: tuple[Stage, ...] = (
         outputs=("policy",),
         config=("policy", "lora", "training", "rft"),
         weight=0.5,
+        work=lambda config: work.supervised(config, config.rft),
+        chart=_SUPERVISED,
+        curves=_SUPERVISED_CURVES,
     ),
     Stage(
         "critic",
@@ -97,20 +132,31 @@ STAGES: tuple[Stage, ...] = (
         outputs=("critic",),
         config=("policy", "lora", "training", "critic"),
         weight=0.5,
+        work=lambda config: work.supervised(config, config.critic),
+        chart=_SUPERVISED,
+        curves=_SUPERVISED_CURVES,
     ),
     Stage(
         "agentic",
         "cuda_agent.stages.agentic",
-        inputs={"tasks": "synthesis.tasks", "policy": "rft.policy", "critic": "critic.critic"},
+        inputs={
+            "tasks": "synthesis.tasks",
+            "policy": "rft.policy | warmup.policy",
+            "critic": "critic.critic?",  # without it the stage makes one from the policy
+        },
         outputs=("policy", "critic"),
         config=(*_PLAY, *_PLACE, "lora", "training", "agentic"),
         timing=True,
         weight=4.0,
+        work=lambda config: work.ppo(config.agentic, work.agent_tokens(config, config.agent.turns)),
+        chart="Multi-turn PPO (agentic)",
+        curves=_PPO_CURVES,
     ),
-    _evaluate("base", "bootstrap.policy"),
-    _evaluate("warmup", "warmup.policy"),
-    _evaluate("rft", "rft.policy"),
-    _evaluate("agentic", "agentic.policy"),
+    _evaluate("base", "bootstrap.policy", "before reinforcement learning"),
+    _evaluate("warmup", "warmup.policy", "after one-shot PPO"),
+    _evaluate("rft", "rft.policy", "after rejection fine-tuning"),
+    _evaluate("agentic", "agentic.policy", "after multi-turn PPO"),
+    _evaluate("one-shot", "warmup.policy", "after one-shot PPO, one answer without tools"),
     Stage(
         "report",
         "cuda_agent.stages.report",
@@ -118,8 +164,9 @@ STAGES: tuple[Stage, ...] = (
             "tasks": "synthesis.tasks",
             "scores-base": "evaluate-base.scores",
             "scores-warmup": "evaluate-warmup.scores",
-            "scores-rft": "evaluate-rft.scores",
-            "scores-agentic": "evaluate-agentic.scores",
+            "scores-rft": "evaluate-rft.scores?",
+            "scores-agentic": "evaluate-agentic.scores?",
+            "scores-one-shot": "evaluate-one-shot.scores?",
             "stages": STAGES_INPUT,
         },
         outputs=("report",),
@@ -127,6 +174,29 @@ STAGES: tuple[Stage, ...] = (
         weight=0.2,
     ),
 )
+
+
+def without(rows: Sequence[Stage], left_out: Iterable[str]) -> tuple[Stage, ...]:
+    """A graph: the rows without some stages, every input with the first of its sources that is still made.
+
+    Raises:
+        ValueError: an input that a stage cannot do without has no source left, or there is no such stage."""
+    names = {row.name for row in rows}
+    if unknown := set(left_out) - names:
+        raise ValueError(f"there is no stage {', '.join(sorted(unknown))}: {', '.join(row.name for row in rows)}")
+    kept = names - set(left_out)
+
+    def inputs_of(row: Stage) -> Iterator[tuple[str, str]]:
+        for name, text in row.inputs.items():
+            made = [source for source in _alternatives(text) if source == STAGES_INPUT or source.split(".")[0] in kept]
+            if made:
+                yield name, made[0]
+            elif not text.endswith("?"):
+                raise ValueError(f"stage {row.name}: no stage of this graph makes {text}")
+
+    graph = tuple(replace(row, inputs=dict(inputs_of(row))) for row in rows if row.name in kept)
+    check(graph)
+    return graph
 
 
 def ancestors(stages: Sequence[Stage], name: str) -> list[str]:
@@ -143,7 +213,10 @@ def ancestors(stages: Sequence[Stage], name: str) -> list[str]:
 
 
 def up_to(stages: Sequence[Stage], name: str) -> tuple[Stage, ...]:
-    """``name`` and all stages above it, in the table's order.  Raises ValueError when there is no such stage."""
+    """``name`` and all stages above it, in the table's order.
+
+    Raises:
+        ValueError: there is no such stage."""
     if name not in {stage.name for stage in stages}:
         raise ValueError(f"there is no stage {name}: {', '.join(stage.name for stage in stages)}")
     chosen = {name, *ancestors(stages, name)}
@@ -151,14 +224,37 @@ def up_to(stages: Sequence[Stage], name: str) -> tuple[Stage, ...]:
 
 
 def check(stages: Iterable[Stage]) -> None:
-    """Every input comes from a row further up, so the table is also an order of execution; names are unique."""
-    made: set[str] = set()
+    """Every source is made by a row further up, so the table is also an order of execution; names are unique.
+
+    Raises:
+        ValueError: the table is not sound."""
+    made: set[str] = {STAGES_INPUT}
     names: set[str] = set()
     for stage in stages:
-        missing = [source for source in stage.inputs.values() if source not in made and source != STAGES_INPUT]
+        missing = [s for text in stage.inputs.values() for s in _alternatives(text) if s not in made]
         if missing or stage.name in names:
             raise ValueError(
                 f"stage {stage.name}: {'defined twice' if stage.name in names else f'nobody above makes {missing}'}"
             )
         names.add(stage.name)
         made |= {f"{stage.name}.{artifact}" for artifact in stage.outputs}
+
+
+def _alternatives(source: str) -> list[str]:
+    return [text.strip() for text in source.removesuffix("?").split("|")]
+
+
+# What each variant leaves out of ``ROWS``, by the value of ``Config.graph``.
+LEFT_OUT: dict[str, tuple[str, ...]] = {
+    "full": ("evaluate-one-shot",),
+    "no_rft": ("rft", "evaluate-rft", "evaluate-one-shot"),
+    "no_critic": ("critic", "evaluate-one-shot"),
+    "one_shot": ("collect", "rft", "critic", "agentic", "evaluate-rft", "evaluate-agentic"),
+}
+GRAPHS: dict[str, tuple[Stage, ...]] = {name: without(ROWS, left_out) for name, left_out in LEFT_OUT.items()}
+STAGES = GRAPHS["full"]  # of the paper
+
+
+def stages_of(config: Config) -> tuple[Stage, ...]:
+    """The graph of a run."""
+    return GRAPHS[config.graph]

@@ -1,21 +1,20 @@
 """The local executor: the graph on one machine, a process a stage.
 
     prepare:  store the configuration, choose the run (the newest unfinished one of this configuration, or a new one)
-    a stage:  key -> made already? then no process starts; else run, and on exit code 75 run again after a pause
-    the end:  fetch the report, say how it ended
+    a stage:  compute its key; serve a cached result without a process, or run; on exit code 75 run again after a pause
+    the end:  fetch the report, record how the run ended
 
-Kill it, or a stage, at any moment: whatever was not committed does not exist, and the next call goes on from the newest
-checkpoints.  Stages run one at a time, or side by side with ``run.parallel_stages``; one that takes times runs alone.
+The executor or a stage may be killed at any moment: uncommitted results do not exist, and the next call goes on from
+the newest checkpoints.  Stages run one at a time, or side by side with ``run.parallel_stages``; one that takes times
+runs alone.
 
-What it does not cover: what happens inside a stage's process (``stage_main``), other machines, and the screen
-(``watch`` gets the state of all stages a few times a second).
+Not covered: the inside of a stage's process (``stage_main``), other machines (``cluster``), the screen (``screen``).
 """
 
 import contextlib
 import json
 import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.compose import flat, freeze
+from cuda_agent.compose import freeze
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError
 from cuda_agent.pipeline import runs
-from cuda_agent.pipeline.graph import STAGES, STAGES_INPUT, Stage, ancestors, check
+from cuda_agent.pipeline.graph import STAGES_INPUT, Stage, ancestors, check, stages_of
 from cuda_agent.pipeline.manifest import (
     Manifest,
     config_entry,
@@ -38,17 +37,18 @@ from cuda_agent.pipeline.manifest import (
     publish,
     read_manifest,
 )
+from cuda_agent.pipeline.recorder import Recorder
 from cuda_agent.pipeline.spawn import PRELOAD, Spawner
-from cuda_agent.pipeline.stage_main import TABLE, StageOrder
+from cuda_agent.pipeline.stage_main import StageOrder
 from cuda_agent.storage import Store, StoreError, absolute_uri, open_store
-from cuda_agent.tracking import Mirror, read_metrics, read_notes, read_progress
+from cuda_agent.tracking import read_notes, read_progress
 
 GRACE = 60.0  # seconds a stage has for its checkpoint after SIGTERM
 
 
 @dataclass
 class StageView:
-    """What a screen shows of one stage."""
+    """The state of one stage, for a screen."""
 
     name: str
     weight: float
@@ -80,16 +80,23 @@ def run_pipeline(
     config: Config,
     *,
     new: bool = False,
-    stages: Sequence[Stage] = STAGES,
-    table: str = TABLE,
+    stages: Sequence[Stage] | None = None,
+    table: str = "",
     watch: Callable[[str, list[StageView]], None] = lambda run, views: None,
     preload: tuple[str, ...] = PRELOAD,
     pause: float = 2.0,
 ) -> RunOutcome:
-    """Runs all stages and returns how it ended; raises nothing for what a person can mend.
+    """Runs a graph and returns how it ended; an error that a person can mend is in the outcome and not raised.
 
-    ``table`` names ``stages`` for the processes (``module:NAME``).  ``pause`` is the first wait before a stage is tried
-    again, in seconds; it doubles."""
+    Args:
+        config: decides the graph (``graph``), what its stages do and where the run lives.
+        new: start another run even if one of this configuration is unfinished.
+        stages: these rows alone.
+        table: names ``stages`` for their processes (``module:NAME``) where they are not of the configuration's graph.
+        watch: gets the run's name and the state of all stages a few times a second.
+        preload: modules that the processes of stages find imported.
+        pause: seconds before a stage is tried again; doubles each time."""
+    stages = stages_of(config) if stages is None else stages
     check(stages)
     outcome = RunOutcome(run="", code=EXIT_BUG)
     try:
@@ -151,12 +158,11 @@ class _Execution:
         self.again_at: dict[str, float] = {}
         self.views = {stage.name: StageView(stage.name, stage.weight) for stage in stages}
         self.stopping = False
-        self.mirror: Mirror | None = None
-        self.mirrored = 0.0
+        self.recorder = self._open_recorder()
+        self.recorded = 0.0
 
     def run(self, preload: tuple[str, ...]) -> None:
         spawner = Spawner(preload)
-        self._open_mirror()
         try:
             with _signals(lambda: self._stop(spawner)):
                 self._loop(spawner)
@@ -168,7 +174,7 @@ class _Execution:
             raise
         finally:
             spawner.close()
-            self._close_mirror()
+            self._close_recorder()
             if self.outcome.code == EXIT_DONE:
                 shutil.rmtree(self.scratch, ignore_errors=True)
 
@@ -211,7 +217,7 @@ class _Execution:
         return self.config.run.parallel_stages and not any(other.timing for other in beside)
 
     def _needs(self, stage: Stage) -> list[str]:
-        """The stages above it, near and far when it reads what they all said."""
+        """The stages that must be done before it: its sources, or all ancestors when it reads their records."""
         return ancestors(self.stages, stage.name) if STAGES_INPUT in stage.inputs.values() else [*stage.upstream]
 
     def _serve_or_start(self, stage: Stage, spawner: Spawner) -> None:
@@ -251,7 +257,7 @@ class _Execution:
             self._finish(stage, manifest, "done")
             shutil.rmtree(folder, ignore_errors=True)
             return
-        view.message = _outcome_message(folder) or f"stage {stage.name} was killed or crashed (exit code {code})"
+        view.message = outcome_message(folder) or f"stage {stage.name} was killed or crashed (exit code {code})"
         if code == EXIT_RETRY and not self.stopping and view.attempt <= self.config.run.retries:
             for above in stage.upstream:  # an input that proved damaged is made again
                 if not is_whole(self.store, self.done[above]):
@@ -265,19 +271,14 @@ class _Execution:
         if self.outcome.code == EXIT_DONE:
             self.outcome.code = code if code > 0 else EXIT_BUG
             self.outcome.stage, self.outcome.message, self.outcome.log = stage.name, view.message, log
-        self._mirror_stage(stage.name, status="KILLED" if code == EXIT_RETRY else "FAILED")
+        self.recorder.failed(stage.name, code)
 
     def _finish(self, stage: Stage, manifest: Manifest, state: str) -> None:
         self.done[stage.name] = manifest
         view = self.views[stage.name]
         view.state, view.seconds, view.done = state, manifest.seconds, view.total
-        if self.mirror:
-            with tempfile.TemporaryDirectory() as temporary:
-                self.store.get_folder(manifest.metrics, Path(temporary))
-                metrics = read_metrics(Path(temporary) / "metrics.jsonl")
-                view.notes = view.notes or read_notes(Path(temporary) / "notes.jsonl")
-            tags = {"key": manifest.key, "made by": manifest.run, "seconds": str(manifest.seconds)}
-            self._mirror_stage(stage.name, metrics=metrics, status="FINISHED", tags=tags)
+        notes = self.recorder.finished(stage.name, manifest)
+        view.notes = view.notes or notes
 
     def _stop(self, spawner: Spawner) -> None:
         """SIGTERM to all stages; they write a checkpoint and exit 75."""
@@ -298,10 +299,10 @@ class _Execution:
     def _show(self) -> None:
         for name in self.running:
             self._read(self.views[name])
-        if self.running and time.monotonic() - self.mirrored > 1.0:
-            self.mirrored = time.monotonic()
+        if self.running and time.monotonic() - self.recorded > 1.0:
+            self.recorded = time.monotonic()
             for name in self.running:
-                self._mirror_stage(name, metrics=read_metrics(self.scratch / name / "metrics.jsonl"), status="RUNNING")
+                self.recorder.running(name, self.scratch / name)
         self.watch(self.run_record.name, list(self.views.values()))
 
     def _fetch_report(self) -> None:
@@ -311,39 +312,19 @@ class _Execution:
 
     # MLflow
 
-    def _open_mirror(self) -> None:
+    def _open_recorder(self) -> Recorder:
         uri = self.config.run.mlflow or f"sqlite:///{self.home / 'mlflow.db'}"
-        if uri == "off":
-            return
         artifacts = self.home / "mlflow-artifacts" if uri.startswith("sqlite:") else None
-        first = next(iter(self.views.values()))
-        self.mirror = Mirror(
-            uri,
-            self.config.run.pipeline,
-            self.run_record.name,
-            artifacts,
-            first.notes.append,
-            runs.sweep_of(self.store, self.config),
+        trouble = next(iter(self.views.values())).notes.append
+        return Recorder(
+            uri, self.store, self.config, self.sha256, self.run_record.name, self.stages, trouble, artifacts
         )
-        self.scratch.mkdir(parents=True, exist_ok=True)
-        resolved = self.scratch / "config.json"
-        resolved.write_text(json.dumps(self.config.model_dump(mode="json"), indent=1))
-        tags = {"config": self.sha256, "store": self.store.uri}
-        self.mirror.update(None, params=flat(self.config), tags=tags, artifacts=[resolved])
 
-    def _mirror_stage(self, name: str, **facts: Any) -> None:
-        if self.mirror:
-            stage = next(row for row in self.stages if row.name == name)
-            settings = {k: v for k, v in flat(self.config).items() if k.split(".")[0] in stage.config}
-            self.mirror.update(name, params=settings, **facts)
-
-    def _close_mirror(self) -> None:
-        if self.mirror is None:
-            return
-        status = {EXIT_DONE: "FINISHED", EXIT_RETRY: "KILLED"}.get(self.outcome.code, "FAILED")
-        report = [self.outcome.report] if self.outcome.report else []
-        self.mirror.update(None, status=status, artifacts=report)
-        if not self.mirror.close(timeout=30.0):
+    def _close_recorder(self) -> None:
+        if self.outcome.report:
+            self.recorder.report(self.outcome.report)
+        self.recorder.ended(self.outcome.code)
+        if not self.recorder.close(30.0):
             first = next(iter(self.views.values()))
             first.notes.append("MLflow did not take everything; the metrics are in the store.")
             self.watch(self.run_record.name, list(self.views.values()))
@@ -357,7 +338,8 @@ def fetch_report(store: Store, home: Path, run: str, manifest: Manifest) -> Path
     return folder
 
 
-def _outcome_message(folder: Path) -> str:
+def outcome_message(folder: Path) -> str:
+    """How a stage's process ended, in words, from its scratch folder; empty when it left none."""
     try:
         return json.loads((folder / "outcome.json").read_text())["message"]
     except (FileNotFoundError, json.JSONDecodeError):

@@ -1,17 +1,17 @@
-"""Manifests, cache keys and the layout of the store: what was made, by what, from what.
+"""Manifests, cache keys and the layout of the store: results, their code and their inputs.
 
     cas/<sha256>                          bytes by content (``storage``)
     configs/<sha256>.json                 frozen configurations
-    cache/<stage>/<key>.json              the manifest of whoever made it first; created only if absent, written last
+    cache/<stage>/<key>.json              the first manifest with this key; created only if absent, written last
     checkpoints/<stage>/<key>/            ``checkpoints``
-    runs/<run>/run.json, end.json         who runs, and how it last ended
-    runs/<run>/<stage>/manifest.json      what this run uses of this stage
-    runs/<run>/<stage>/key                what it began to make
-    runs/<run>/<stage>/log.txt            what its last attempt printed
+    runs/<run>/run.json, end.json         name and configuration, and how it last ended
+    runs/<run>/<stage>/manifest.json      the result of this stage that the run uses
+    runs/<run>/<stage>/key                the cache key that its last attempt began with
+    runs/<run>/<stage>/log.txt            the output of its last attempt
     runs/<run>/<stage>/outcome.json       how its last attempt on a cluster ended, when that was no success
     sweeps/<sweep>/mlflow                 the MLflow run that its runs stand below
 
-What it does not cover: the order in which things are written (``stage_main``, ``local``).
+Not covered: the order in which things are written (``stage_main``, ``local``).
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from typing import Any
 from cuda_agent.compose import section_values
 from cuda_agent.config import Config
 from cuda_agent.pipeline.closure import code_version, device_name, environment_digest
-from cuda_agent.pipeline.graph import STAGES_INPUT, Stage, ancestors
+from cuda_agent.pipeline.graph import GRAPH_FILE, STAGES_INPUT, Stage, ancestors
 from cuda_agent.storage import Store, canonical_json
 from cuda_agent.tracking import read_metrics, write_metrics
 
@@ -60,7 +60,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Identity:
-    """Everything that decides a stage's result, and its hash: the cache key."""
+    """The inputs of a stage's cache key: code, environment, configuration, input digests and device."""
 
     stage: str
     code: str
@@ -154,7 +154,7 @@ def read_manifest(store: Store, key: str) -> Manifest | None:
 
 
 def is_whole(store: Store, manifest: Manifest) -> bool:
-    """Whether everything the manifest promises is there."""
+    """Whether the store holds all folders that the manifest names."""
     return all(store.has_folder(digest) for digest in [*manifest.outputs.values(), manifest.metrics])
 
 
@@ -168,7 +168,7 @@ def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
 
 
 def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
-    """Manifest, then cache entry.  When somebody published the same key first, theirs counts."""
+    """Writes the manifest, then the cache entry.  The first result published under a key counts: returns that one."""
     entry = cache_entry(manifest.stage, manifest.key)
     store.put(manifest_entry(run, manifest.stage), manifest.to_bytes())
     if not store.create(entry, manifest.to_bytes()):
@@ -193,12 +193,19 @@ def resolve_inputs(store: Store, stage: Stage, done: dict[str, Manifest]) -> dic
 def make_stages_folder(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest], folder: Path
 ) -> None:
-    """Fills ``folder`` with what the stages above said of themselves, and the configuration (without ``run``).
+    """Fills ``folder`` with the metrics, notes and manifests of the stages above, what the report needs of their rows,
+    and the configuration (without ``run``).
 
-    With the model clock, what only says how long things took and on what is left out, so that two runs give the same
-    bytes, wherever they ran; the manifests in the store say it."""
+    With the model clock, durations, devices and versions are left out, so that two runs give the same bytes, wherever
+    they ran; the manifests in the store hold them."""
     timeless = config.sandbox.clock == "model"
-    for name in ancestors(stages, stage.name):
+    above = ancestors(stages, stage.name)
+    rows = [
+        {"name": row.name, "chart": row.chart, "curves": row.curves, "about": row.about}
+        for row in stages
+        if row.name in above
+    ]
+    for name in above:
         target = folder / name
         manifest = done[name]
         store.get_folder(manifest.metrics, target)
@@ -220,4 +227,5 @@ def make_stages_folder(
             (target / "notes.jsonl").write_text("")
     values = config.model_dump(mode="json")
     values.pop("run")
+    (folder / GRAPH_FILE).write_text(json.dumps(rows, indent=1))
     (folder / "config.json").write_text(json.dumps(values, indent=1, sort_keys=True))

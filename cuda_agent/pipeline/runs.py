@@ -1,6 +1,6 @@
-"""Runs in the store: who they are, how they ended, which one a person means, and how two of them differ.
+"""Runs in the store: their records, how they ended, finding one by name, and the difference of two.
 
-What it does not cover: doing anything (``local``), runs of a cluster (``cluster``), and removing anything (``gc``).
+Not covered: executing a run (``local``), runs of a cluster (``cluster``), and removing anything (``gc``).
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Any
 from cuda_agent.compose import flat, load
 from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
-from cuda_agent.pipeline.graph import Stage
+from cuda_agent.pipeline.graph import Stage, stages_of
 from cuda_agent.pipeline.manifest import Manifest, config_entry, manifest_entry, read_manifest
 from cuda_agent.storage import Store, local_folder
 from cuda_agent.tracking import Sweep
@@ -66,7 +66,10 @@ def local_home(store_uri: str) -> Path:
 
 
 def create_run(store: Store, config: Config, sha256: str) -> Run:
-    """A new run, under the configured name or the date.  Raises ConfigError when the name is taken."""
+    """A new run, under the configured name or the date.
+
+    Raises:
+        ConfigError: the name is taken."""
     now = datetime.now(UTC)
     base = config.run.name or f"{now:%Y%m%d-%H%M%S}-{sha256[:4]}"
     for attempt in range(100):
@@ -125,7 +128,7 @@ def choose(names: Sequence[str], asked: str, where: str) -> str:
 
 
 def agree(store: Store, key: str, make: Callable[[], str]) -> str:
-    """One text for everybody: what is stored under ``key``, or what ``make`` gives when nobody was first."""
+    """One text for all runs: the text stored under ``key``, or else the one that ``make`` returns, which is stored."""
     if not store.exists(key):
         made = make()
         if store.create(key, made.encode()):
@@ -134,13 +137,18 @@ def agree(store: Store, key: str, make: Callable[[], str]) -> str:
 
 
 def sweep_of(store: Store, config: Config) -> Sweep | None:
-    """What a mirror must know of the sweep that a run belongs to."""
+    """The sweep that a run belongs to, for MLflow."""
     name = config.run.sweep
     return Sweep(name, lambda make: agree(store, f"sweeps/{name}/mlflow", make)) if name else None
 
 
 def run_config(store: Store, run: Run) -> Config:
     return load(store.get(config_entry(run.config)).decode(), run.config)
+
+
+def run_graph(store: Store, run: Run) -> tuple[Stage, ...]:
+    """The stages of a run, as its configuration says."""
+    return stages_of(run_config(store, run))
 
 
 def run_manifests(store: Store, run: Run, stages: Sequence[Stage]) -> dict[str, Manifest]:
@@ -151,7 +159,7 @@ def run_manifests(store: Store, run: Run, stages: Sequence[Stage]) -> dict[str, 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is compared of a run, wherever it lives."""
+    """The parts of a run that ``diff`` compares."""
 
     name: str
     settings: dict[str, Any]  # dotted key -> value
@@ -209,6 +217,6 @@ def try_lock(path: Path, shared: bool = False) -> Iterator[bool]:
 
 
 def is_running(home: Path, store: Store, run: Run) -> bool:
-    """Whether somebody on this machine is running this run's configuration now."""
+    """Whether an executor on this machine is running this run's configuration now."""
     with try_lock(lock_path(home, store, run.config)) as free:
         return not free

@@ -1,6 +1,6 @@
-"""What a person sees while a run goes on: a live table on a terminal, plain lines elsewhere.
+"""The screen of a run under way: a live table on a terminal, plain lines elsewhere.
 
-What it does not cover: what is true (``local`` hands over the state of all stages), and how a run ended (``cli``).
+Not covered: the state of the stages (``local`` and ``cluster.submit`` provide it), and how a run ended (``cli``).
 """
 
 import sys

@@ -1,12 +1,11 @@
-"""Where a stage's process comes from: a fork server that imported torch and transformers once and did nothing else.
+"""The fork server of stage processes: it imports torch and transformers once and does nothing else.
 
 A stage starts in milliseconds instead of the seconds that its imports take.  The server never runs a tensor operation
 and starts no thread of its own (those that OpenBLAS starts on import, it restarts after a fork), so a fork of it is as
-good as a fresh process.  Whoever dies takes what is below along:
-server and stages ask the kernel for SIGKILL when their parent dies, and what a stage leaves behind is killed with its
-process group.
+good as a fresh process.  A death takes the processes below along: server and stages ask the kernel for SIGKILL when
+their parent dies, and the process group of a stage is killed when the stage ends.
 
-What it does not cover: grandchildren that leave the process group; they have to watch their own parent (the sandbox
+Not covered: grandchildren that leave the process group; they have to watch their own parent (the sandbox
 does).
 """
 

@@ -2,7 +2,7 @@
 
     resolve inputs -> key -> lock -> made already? -> fetch inputs -> resume and run -> data, manifest, cache entry
 
-What it does not cover: which stage comes next and retries (``local``), and where a process comes from (``spawn``).
+Not covered: which stage comes next and retries (``local``), and how a process starts (``spawn``).
 """
 
 import errno
@@ -37,7 +37,7 @@ from cuda_agent.errors import (
     TryAgain,
 )
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
-from cuda_agent.pipeline.graph import STAGES_INPUT, Stage, ancestors
+from cuda_agent.pipeline.graph import STAGES_INPUT, Stage, ancestors, stages_of
 from cuda_agent.pipeline.manifest import (
     Identity,
     Manifest,
@@ -55,17 +55,15 @@ from cuda_agent.pipeline.manifest import (
 from cuda_agent.storage import Store, StoreError, open_store
 from cuda_agent.tracking import FileTracker
 
-# Errors of rooms below that name what a person gave wrong (a base without tokenizer, a file that is no task, a machine
-# without a wall).  By name: importing those rooms here would make every stage start as slowly as the slowest.
+# Errors that a person can mend (a base without tokenizer, a file that is no task, a machine without a wall).  By name:
+# importing their modules here would make every stage start as slowly as the slowest.
 _PERSONS_FAULT = ("PolicyError", "TaskError", "SandboxUnready", "JailError")
-
-TABLE = "cuda_agent.pipeline.graph:STAGES"
 
 
 @dataclass(frozen=True)
 class StageOrder:
-    """All that a stage's process is told.  ``scratch`` is this attempt's own folder: metrics, notes, progress and
-    ``outcome.json`` appear there; ``local`` is the machine's folder for locks and caches."""
+    """The order of one stage's process.  ``scratch`` is the folder of this attempt, for metrics, notes, progress and
+    ``outcome.json``; ``local`` is the machine's folder for locks and caches."""
 
     store: str
     config: str  # sha256
@@ -73,15 +71,17 @@ class StageOrder:
     stage: str
     scratch: str
     local: str
-    table: str = TABLE
+    table: str = ""  # ``package.module:NAME`` in place of the configuration's graph
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
 
-def read_table(name: str) -> Sequence[Stage]:
-    """``package.module:NAME`` -> the table."""
-    module, attribute = name.split(":")
+def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
+    """The configuration's graph, or the table named ``package.module:NAME``."""
+    if not table:
+        return stages_of(config)
+    module, attribute = table.split(":")
     return getattr(importlib.import_module(module), attribute)
 
 
@@ -127,7 +127,7 @@ def run_stage(order: StageOrder) -> int:
 def _run(order: StageOrder, scratch: Path, should_stop: Any) -> None:
     store = open_store(order.store)
     config = load(store.get(config_entry(order.config)).decode(), order.config)
-    stages = read_table(order.table)
+    stages = graph_of(config, order.table)
     stage = next((row for row in stages if row.name == order.stage), None)
     if stage is None:
         raise BadConfiguration(f"There is no stage {order.stage}: {', '.join(row.name for row in stages)}.")

@@ -8,7 +8,7 @@ from typing import Literal
 from cuda_agent.context import StageContext
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import EPISODES, Episode, read_episodes, write_episodes
-from cuda_agent.rl.rollouts import EpisodeBudget, Players, episodes_of, open_rollouts
+from cuda_agent.rl.rollouts import EpisodeBudget, Kind, Players, episodes_of, open_rollouts
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.recipes import episode_metrics
@@ -23,10 +23,16 @@ def _open_players(ctx: StageContext, budget: EpisodeBudget) -> AbstractAsyncCont
 
 
 async def play_rounds(
-    ctx: StageContext, split: Literal["train", "heldout"], rounds: int, *, turns: int, temperature: float
+    ctx: StageContext,
+    split: Literal["train", "heldout"],
+    rounds: int,
+    kind: Kind = "agent",
+    *,
+    turns: int,
+    temperature: float,
 ) -> tuple[list[Task], list[Episode]]:
-    """Plays the policy of ``ctx`` on its tasks of ``split``: ``rounds`` times one episode per task, with a checkpoint
-    after each round.  Returns the tasks and all episodes."""
+    """Plays the policy of ``ctx`` on its tasks of ``split``: ``rounds`` times one episode of this kind per task, with a
+    checkpoint after each round.  Returns the tasks and all episodes."""
     tasks = [task for task in read_tasks(ctx.inputs["tasks"]) if task.split == split]
     episodes: list[Episode] = []
     start = ctx.checkpoints.load(lambda folder: episodes.extend(read_episodes(folder / EPISODES))) or 0
@@ -44,7 +50,7 @@ async def play_rounds(
     async with _open_players(ctx, EpisodeBudget(turns, ctx.config.policy.context, temperature)) as players:
         for number in range(start, rounds):
             began = time.monotonic()
-            played = await players.play(episodes_of(tasks, 1, f"{split}/{number}"), "agent", show)
+            played = await players.play(episodes_of(tasks, 1, f"{split}/{number}"), kind, show)
             episodes += played
             rate = len(played) / (time.monotonic() - began)
             ctx.tracker.log(number, episode_metrics(played) | {"episodes_per_second": rate})

@@ -1,12 +1,14 @@
-"""``evaluate-base``, ``-warmup``, ``-rft``, ``-agentic``: held-out tasks, policy -> ``scores``.
+"""``evaluate-base``, ``-warmup``, ``-rft``, ``-agentic``, ``-one-shot``: held-out tasks, policy -> ``scores``.
 
-One module, four rows of the graph: every policy plays the same tasks in the same loop, with the same budget and seeds.
+One module, a row of the graph for each policy: all play the same tasks in the agent loop, with the same budget and
+seeds.  ``-one-shot`` plays them as ``warmup`` does: one answer, no tools.
 """
 
 import asyncio
 
 from cuda_agent.context import StageContext
 from cuda_agent.policy.episode import EPISODES, write_episodes
+from cuda_agent.rl.rollouts import Kind
 from cuda_agent.rl.rounds import play_rounds
 from cuda_agent.rl.scores import score, write_scores
 
@@ -14,10 +16,12 @@ from cuda_agent.rl.scores import score, write_scores
 def run(ctx: StageContext) -> None:
     config = ctx.config
     settings = config.evaluate
+    policy = ctx.name.removeprefix("evaluate-")
+    kind: Kind = "single" if policy == "one-shot" else "agent"
+    turns, temperature = settings.turns, settings.temperature
     tasks, episodes = asyncio.run(
-        play_rounds(ctx, "heldout", settings.samples, turns=settings.turns, temperature=settings.temperature)
+        play_rounds(ctx, "heldout", settings.samples, kind, turns=turns, temperature=temperature)
     )
     folder = ctx.outputs["scores"]
     write_episodes(folder / EPISODES, episodes)
-    policy = ctx.name.removeprefix("evaluate-")
     write_scores(folder / "scores.json", score(policy, episodes, tasks, config.sandbox.clock, config.seed))

@@ -1,10 +1,10 @@
 """``report``: all scores and what the stages said of themselves -> ``report`` (``index.html`` and ``report.json``).
 
-Gathers the data here, draws it in ``report_page``.  Both are functions of the inputs: no date, no measurement of its
-own, so the same inputs give the same bytes.  With the model clock, what only says how long things took, on what machine
-and with which versions is left out: such a report is the same wherever it was made.
+Gathers the data; ``pages.report`` draws it.  Which policies were scored, and how the stages' curves are shown, comes
+with the inputs.  Both are functions of the inputs, without date or measurement: the same inputs give the same bytes.
+With the model clock, durations, devices and versions are left out, so the machine makes no difference either.
 
-Does not: judge whether a result is good enough (stages and their gates do).
+Not covered: whether a result is good enough (stages and their gates decide).
 """
 
 import json
@@ -16,29 +16,25 @@ from typing import Any
 
 from cuda_agent.context import StageContext
 from cuda_agent.pages.report import render
-from cuda_agent.policy.episode import Episode, read_episodes
+from cuda_agent.policy.episode import EPISODES, Episode, read_episodes
 from cuda_agent.rl.scores import Scores, compare, read_scores
 from cuda_agent.sandbox.wire import Verdict
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import read_metrics, read_notes
 
-POLICIES = ("base", "warmup", "rft", "agentic")
+SCORES = "scores-"  # how the names of the inputs begin that hold a policy's scores
 PACKAGES = ("cuda-agent", "torch", "transformers", "numpy")
 KERNELS = 6  # shown with their source
 MESSAGE_CHARACTERS = 4000  # of one message of a shown trajectory
 
 
 def run(ctx: StageContext) -> None:
-    scores = {name: read_scores(ctx.inputs[f"scores-{name}"] / "scores.json") for name in POLICIES}
+    scored = {name.removeprefix(SCORES): folder for name, folder in ctx.inputs.items() if name.startswith(SCORES)}
+    scores = {policy: read_scores(folder / "scores.json") for policy, folder in scored.items()}
     tasks = read_tasks(ctx.inputs["tasks"])
     kernels = fastest_kernels(
-        (
-            (name, episode)
-            for name in POLICIES
-            for episode in read_episodes(ctx.inputs[f"scores-{name}"] / "episodes.jsonl")
-        ),
-        tasks,
+        ((policy, episode) for policy, folder in scored.items() for episode in read_episodes(folder / EPISODES)), tasks
     )
     data = gather(scores, kernels, ctx.inputs["tasks"] / "card.json", ctx.inputs["stages"])
     folder = ctx.outputs["report"]
@@ -47,7 +43,15 @@ def run(ctx: StageContext) -> None:
 
 
 def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path, stages: Path) -> dict[str, Any]:
-    """Everything that the page shows, as plain JSON.  ``scores``: by policy, in the order of training."""
+    """The data of the page as plain JSON.
+
+    Args:
+        scores: by policy, in the order of training.
+        kernels: of ``fastest_kernels``.
+        card: the tasks' data card.
+        stages: the folder of what the stages above have logged, with their rows in ``graph.json``."""
+    rows = _read_json(stages / "graph.json")
+    about = {row["name"]: row["about"] for row in rows}
     clock = next(iter(scores.values())).clock
     families = sorted(
         {row.group for s in scores.values() for row in s.final.families}, key=lambda f: (f != "teacher", f)
@@ -58,7 +62,7 @@ def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path,
         **({} if clock == "model" else {"versions": _versions()}),
         "config": _read_json(stages / "config.json"),
         "families": families,
-        "policies": [s.to_json() for s in scores.values()],
+        "policies": [s.to_json() | {"about": about.get(f"evaluate-{s.policy}", "")} for s in scores.values()],
         "changes": [
             {
                 "before": first.policy,
@@ -70,7 +74,7 @@ def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path,
         ],
         "kernels": kernels,
         "card": _read_json(card),
-        "stages": [_stage(folder, timeless=clock == "model") for folder in _in_order(stages)],
+        "stages": [_stage(stages / row["name"], row, timeless=clock == "model") for row in rows],
     }
 
 
@@ -115,11 +119,13 @@ def _kernel(policy: str, episode: Episode, verdict: Verdict, task: Task) -> dict
     }
 
 
-def _stage(folder: Path, timeless: bool) -> dict[str, Any]:
+def _stage(folder: Path, row: dict[str, Any], timeless: bool) -> dict[str, Any]:
     manifest = _read_json(folder / "manifest.json")
     place = {"seconds": manifest.get("seconds"), "device": manifest.get("device")}
     return {
-        "name": folder.name,
+        "name": row["name"],
+        "chart": row["chart"],
+        "curves": row["curves"],
         **({} if timeless else place | {"notes": read_notes(folder / "notes.jsonl")}),
         "code": manifest.get("code"),
         "metrics": [
@@ -127,15 +133,6 @@ def _stage(folder: Path, timeless: bool) -> dict[str, Any]:
             for step, values in read_metrics(folder / "metrics.jsonl").items()
         ],
     }
-
-
-def _in_order(stages: Path) -> list[Path]:
-    """The stages' folders in the order in which a person reads them: as trained, evaluations last."""
-    order = ["synthesis", "bootstrap", "warmup", "collect", "rft", "critic", "agentic"]
-    folders = [path for path in stages.iterdir() if path.is_dir()]
-    evaluations = [f"evaluate-{name}" for name in POLICIES]
-    place = {name: i for i, name in enumerate([*order, *evaluations])}
-    return sorted(folders, key=lambda path: (place.get(path.name, len(place)), path.name))
 
 
 def _versions() -> dict[str, str]:
@@ -149,6 +146,6 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> Any:
     """Empty when the file is missing: the page then says that it has nothing to show there."""
     return json.loads(path.read_text()) if path.exists() else {}

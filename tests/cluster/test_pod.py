@@ -65,8 +65,8 @@ def stage(here: PodEnvironment, name: str, sha256: str, run: str = "a") -> subpr
     script = (
         "import sys; from dataclasses import replace; from pathlib import Path\n"
         "from cuda_agent.cluster import pod; from drill import table\n"
-        f"log = Path({str(here.termination_message)!r})\n"
-        "here = replace(pod.PodEnvironment.from_environment(), termination_message=log)\n"
+        "here = pod.PodEnvironment.from_environment()\n"
+        f"here = replace(here, termination_message=Path({str(here.termination_message)!r}))\n"
         f"sys.exit(pod.run_stage(here, {name!r}, {run!r}, {sha256!r}, table.NAME))"
     )
     environment = os.environ | {

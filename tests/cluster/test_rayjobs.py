@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cuda_agent.cluster import pod, rayjobs
+from cuda_agent.cluster import pod, rayjobs, run_pools
 from cuda_agent.cluster import submit as cluster
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.compose import compose
@@ -217,7 +217,7 @@ def test_kuberay_knows_every_field_and_the_steps_account_may_make_them(connect, 
     for item in made:
         assert connect("ray").create_if_absent(item)
         assert not connect("ray").create_if_absent(item), "it was there"
-    pod.remove_pools(connect("operator"), run)
+    run_pools.remove_pools(connect("operator"), run)
     for item in made:
         assert connect().find(item["kind"], item["metadata"]["name"]) is None
 

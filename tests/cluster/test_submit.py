@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from cuda_agent.cluster import doctor as cluster_doctor
-from cuda_agent.cluster import engines, maintenance, pod, pod_maintenance, pools
+from cuda_agent.cluster import engines, maintenance, pod, pod_maintenance, pools, run_pools
 from cuda_agent.cluster import submit as cluster
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.compose import compose, freeze
 from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError, TryAgain
-from cuda_agent.pipeline.graph import STAGES
+from cuda_agent.pipeline.graph import ROWS
 from tests.cluster.control_plane import MISSING, NAMESPACE, ControlPlane
 from tests.deploy.charts import ALONE, HELM, ROOT, merged, objects, of_kind
 from tests.deploy.test_chart import engines as rendered
@@ -348,7 +348,7 @@ def test_prepares_account_can_make_and_remove_a_runs_pools_and_they_belong_to_th
         plane.kubectl(
             "patch", "statefulset", name, "-n", NAMESPACE, "--subresource=status", "--type=merge", "-p", status
         )
-    servers = pod.make_pools(client, base_pools(), "pooled", smoke())
+    servers = run_pools.make_pools(client, base_pools(), "pooled", smoke())
     assert servers == [f"http://pooled-{role}-0.pooled-sandbox:8750" for role in pools.ROLES]
     admin = as_user("admin")
     uid = admin.get("Workflow", "pooled")["metadata"]["uid"]
@@ -360,19 +360,19 @@ def test_prepares_account_can_make_and_remove_a_runs_pools_and_they_belong_to_th
         assert admin.get(kind, name)["metadata"]["ownerReferences"][0]["uid"] == uid
     container = admin.get("StatefulSet", "pooled-evaluate")["spec"]["template"]["spec"]["containers"][0]
     assert 'sandbox.clock="model"' in container["args"]
-    pod.remove_pools(client, "pooled")
-    pod.remove_pools(client, "pooled")  # again: a retry
+    run_pools.remove_pools(client, "pooled")
+    run_pools.remove_pools(client, "pooled")  # again: a retry
     for kind in ("StatefulSet", "Service", "Secret", "NetworkPolicy"):
         assert not [item for item in admin.all(kind) if item["metadata"]["name"].startswith("pooled-")]
 
 
 def test_a_pool_that_does_not_become_ready_says_why(plane, as_user, monkeypatch):
     send(as_user(), "starved")
-    monkeypatch.setattr(pod, "POOL_SECONDS", 0.0)
+    monkeypatch.setattr(run_pools, "POOL_SECONDS", 0.0)
     with pytest.raises(ClusterError, match="No server of starved-workspace became ready") as error:
-        pod.make_pools(as_user("admin"), base_pools(), "starved", smoke())
+        run_pools.make_pools(as_user("admin"), base_pools(), "starved", smoke())
     assert error.value.code == 75 and "it has no pods" in str(error.value)
-    pod.remove_pools(as_user("admin"), "starved")
+    run_pools.remove_pools(as_user("admin"), "starved")
 
 
 def test_a_run_that_is_ended_at_once_while_its_pools_are_made_leaves_none(as_user):
@@ -380,7 +380,7 @@ def test_a_run_that_is_ended_at_once_while_its_pools_are_made_leaves_none(as_use
     send(place, "hasty")
     cluster.cancel(place, "hasty", now=True)  # nothing is there to be removed yet
     with pytest.raises(TryAgain, match="stopped while its servers"):
-        pod.make_pools(admin, base_pools(), "hasty", smoke())
+        run_pools.make_pools(admin, base_pools(), "hasty", smoke())
     for kind in ("StatefulSet", "Service", "Secret", "NetworkPolicy"):
         assert not [item for item in admin.all(kind) if item["metadata"]["name"].startswith("hasty-")]
 
@@ -502,7 +502,7 @@ def test_a_release_without_mlflow_says_so(as_user, plane):
 
 def test_every_stage_of_the_graph_is_on_the_screen():
     shown = [view.name for view in cluster.views({"status": {}})]
-    assert shown == ["prepare", *(stage.name for stage in STAGES), "finish"]
+    assert shown == ["prepare", *(stage.name for stage in ROWS), "finish"]
 
 
 def test_a_stage_that_is_tried_again_shows_its_attempt():
@@ -822,7 +822,7 @@ def test_the_collector_finds_and_removes_what_workflows_have_left_behind(as_user
         assert admin.find("ConfigMap", "map-gone") is None and admin.find("ConfigMap", "pool-has-ended") is not None
     finally:
         for name in ("pool-lives", "pool-has-ended", "pool-gone"):
-            pod.remove_pools(admin, name)
+            run_pools.remove_pools(admin, name)
 
 
 def test_the_doctors_sandbox_is_a_runs_sandbox_but_for_what_it_runs(plane, as_user, monkeypatch):

@@ -10,7 +10,7 @@ from cuda_agent.cluster.pools import version_name
 from cuda_agent.cluster.rayjobs import can_be_spread
 from cuda_agent.deploy import chart
 from cuda_agent.deploy.argo import CONCURRENCY_GROUP, RETRY, cron_workflow, maintenance_jobs, workflow_template
-from cuda_agent.pipeline.graph import STAGES, Stage
+from cuda_agent.pipeline.graph import ROWS, Stage
 from tests.deploy.charts import ARGO, ROOT, argocheck, needs_argo
 
 TEMPLATE = workflow_template()
@@ -24,20 +24,20 @@ def test_what_is_stored_is_what_is_rendered():
     assert chart.drift(ROOT) == [], "cuda-agent render"
 
 
-SPREAD = [stage.name for stage in STAGES if can_be_spread(stage)]
+SPREAD = [stage.name for stage in ROWS if can_be_spread(stage)]
 
 
 def test_every_stage_is_a_task_after_prepare_and_after_what_it_reads():
-    for stage in STAGES:
+    for stage in ROWS:
         above = [task for name in stage.upstream for task in (name, f"{name}-ray") if task in TASKS]
         assert TASKS[stage.name]["dependencies"] == ["prepare", *above]
         assert TASKS[stage.name]["template"] == stage.name
-    tasks = {stage.name for stage in STAGES} | {f"{name}-ray" for name in SPREAD}
+    tasks = {stage.name for stage in ROWS} | {f"{name}-ray" for name in SPREAD}
     assert set(TASKS) == tasks | {"prepare", "finish"}
 
 
 def test_a_stage_that_ray_can_spread_has_a_second_task_in_the_same_place():
-    assert set(SPREAD) == {stage.name for stage in STAGES if "agent" in stage.config} - {"bootstrap"}, "all that play"
+    assert set(SPREAD) == {stage.name for stage in ROWS if "agent" in stage.config} - {"bootstrap"}, "all that play"
     for name in SPREAD:
         one, other = TASKS[name], TASKS[f"{name}-ray"]
         assert other == one | {"name": f"{name}-ray", "template": f"{name}-ray", "when": other["when"]}
@@ -49,7 +49,7 @@ def test_a_stage_that_ray_can_spread_has_a_second_task_in_the_same_place():
 
 def test_every_stage_runs_only_when_prepare_says_so():
     outputs = {item["name"] for item in TEMPLATES["prepare"]["outputs"]["parameters"]}
-    assert outputs == {stage.name for stage in STAGES} | {"servers", "engines", "finish"}
+    assert outputs == {stage.name for stage in ROWS} | {"servers", "engines", "finish"}
     for name in {*TASKS} - {"prepare"} - {f"{name}-ray" for name in SPREAD}:
         assert TASKS[name]["when"] == f"{{{{tasks.prepare.outputs.parameters.{name}}}}} == run"
 
@@ -111,7 +111,7 @@ def test_every_reference_names_something_that_is_there():
 
 
 def test_artifacts_are_keys_and_nothing_else():
-    for stage in STAGES:
+    for stage in ROWS:
         (artifact,) = TEMPLATES[stage.name]["outputs"]["artifacts"]
         assert set(artifact["s3"]) == {"key"} and artifact["archive"] == {"none": {}}
         assert not TEMPLATES[stage.name].get("inputs", {}).get("artifacts")
@@ -139,7 +139,7 @@ def test_every_pod_has_a_deadline_and_time_for_its_checkpoint():
     for name, pod in PODS.items():
         assert 0 < pod["activeDeadlineSeconds"] <= SPEC["activeDeadlineSeconds"]
         assert json.loads(pod["podSpecPatch"])["terminationGracePeriodSeconds"] >= (
-            120 if name in {stage.name for stage in STAGES} else 60
+            120 if name in {stage.name for stage in ROWS} else 60
         )
 
 

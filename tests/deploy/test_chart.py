@@ -15,7 +15,7 @@ from cuda_agent.cluster.rayjobs import can_be_spread, task_name
 from cuda_agent.deploy import chart, dashboards
 from cuda_agent.deploy.argo import maintenance_jobs
 from cuda_agent.deploy.chart_values import CHART_VERSION, Values
-from cuda_agent.pipeline.graph import STAGES
+from cuda_agent.pipeline.graph import ROWS
 from cuda_agent.sandbox.service.metrics import Metrics
 from tests.deploy.charts import (
     ALONE,
@@ -319,7 +319,7 @@ def test_a_stages_own_place_wins_over_the_profiles():
     cpus = {
         item["name"]: item["container"]["resources"]["limits"]
         for item in made["spec"]["templates"]
-        if item["name"] in {stage.name for stage in STAGES}
+        if item["name"] in {stage.name for stage in ROWS}
     }
     assert cpus.pop("rft") == own["resources"]["limits"]
     assert {limits["cpu"] for limits in cpus.values()} == {"2"}
@@ -373,7 +373,7 @@ def test_only_prepare_finish_and_maintenance_have_an_account_that_may_do_anythin
     assert bound == {f"r-cuda-agent-{name}": f"r-cuda-agent-{name}" for name in told}
     accounts = dict.fromkeys(("prepare", "finish", "doctor"), "r-cuda-agent-operator")
     accounts |= dict.fromkeys(("gc", "gc-plan"), "r-cuda-agent-collector")
-    accounts |= {task_name(stage.name): "r-cuda-agent-ray" for stage in STAGES if can_be_spread(stage)}
+    accounts |= {task_name(stage.name): "r-cuda-agent-ray" for stage in ROWS if can_be_spread(stage)}
     for made in of_kind(items, "WorkflowTemplate"):
         assert made["spec"]["serviceAccountName"] == "r-cuda-agent-stage"
         for item in made["spec"]["templates"]:

@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Literal
 
 from cuda_agent.config import Config
+from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.policy.episode import Episode, write_episodes
 from cuda_agent.rl.scores import score, write_scores
 from cuda_agent.sandbox.wire import Verdict
-from cuda_agent.stages.report import POLICIES
 from cuda_agent.synthesis.card import data_card
 from cuda_agent.tasks.io import write_tasks
 from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import write_metrics
 
+POLICIES = ("base", "warmup", "rft", "agentic")
 SKILL = {"base": 0.5, "warmup": 0.58, "rft": 0.72, "agentic": 0.8}
 OPS = ("relu", "tanh", "exp", "sigmoid", "square", "softplus", "sum", "softmax", "amax", "mean")
 FILTERS = (
@@ -186,5 +187,9 @@ def make_inputs(
         write_metrics(target / "metrics.jsonl", make_metrics(rng, name))
         notes = [{"text": "explained variance 0.12 is below 0.2"}] if name == "warmup" else []
         (target / "notes.jsonl").write_text("".join(json.dumps(note) + "\n" for note in notes))
+    rows = [
+        {k: getattr(row, k) for k in ("name", "chart", "curves", "about")} for row in STAGES if row.name != "report"
+    ]
+    (inputs["stages"] / "graph.json").write_text(json.dumps(rows))
     (inputs["stages"] / "config.json").write_text(json.dumps(Config().model_dump(mode="json")))
     return inputs

@@ -18,7 +18,7 @@ from cuda_agent.pages.text import highlight_cpp
 from cuda_agent.policy.episode import read_episodes, write_episodes
 from cuda_agent.rl.scores import read_scores
 from cuda_agent.stages import report
-from tests.pages.report_inputs import make_inputs
+from tests.pages.report_inputs import POLICIES, make_inputs
 
 HOSTILE = "</code></pre><script>alert(1)</script><img src=x onerror=alert(1)>\"'&{{ 7 * 191 }}{% raw %}"
 HIDDEN = "\x1b[2J\u202egnp\udc80"
@@ -98,7 +98,7 @@ def test_the_page_says_what_the_scores_say(tmp_path):
     inputs = make_inputs(tmp_path)
     data, text = make_report(tmp_path, inputs)
     page = safe(text)
-    for policy in report.POLICIES:
+    for policy in POLICIES:
         scores = read_scores(inputs[f"scores-{policy}"] / "scores.json")
         for table in (scores.final, scores.best):
             for row in table.families:
@@ -137,7 +137,7 @@ def test_under_the_model_clock_the_page_says_so_and_keeps_no_time_and_no_place(t
 
 def test_hostile_text_stays_text(tmp_path):
     inputs = make_inputs(tmp_path)
-    for policy in report.POLICIES:
+    for policy in POLICIES:
         path = inputs[f"scores-{policy}"] / "episodes.jsonl"
         episodes = list(read_episodes(path))
         for episode in episodes:

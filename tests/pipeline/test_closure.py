@@ -1,11 +1,24 @@
 """The code version of a stage follows every file that it can come to run, and no other."""
 
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from cuda_agent.pipeline import closure
 from cuda_agent.pipeline.graph import STAGES
+
+PACKAGE = Path(closure.__file__).parents[1]
+JUDGING = {stage.name for stage in STAGES if "sandbox" in stage.config and stage.name != "report"}
+ROOMS_OF_A_VERDICT = ("judge", "worker", "jail", "build", "formats")
+NO_PART_OF_A_VERDICT = {"formats/schema.py"}  # what `sandbox schema` prints; no judge, worker or builder imports it
+
+
+def forget():
+    for cached in (closure._imports, closure._file_digest):
+        cached.cache_clear()
 
 
 @pytest.fixture
@@ -33,8 +46,7 @@ def package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def version():
-        for cached in (closure._root, closure._imports, closure._file_digest):
-            cached.cache_clear()
+        forget()
         return closure.code_version(f"{name}.stage")
 
     yield root, version
@@ -86,6 +98,99 @@ def test_stages_of_the_graph_depend_on_their_rooms_and_on_no_other():
 def test_every_stage_has_a_version():
     versions = {stage.name: closure.code_version(stage.module) for stage in STAGES}
     assert len({versions[name] for name in versions if name.startswith("evaluate")}) == 1
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """A copy of the package that a test may change."""
+    folder = tmp_path_factory.mktemp("copied") / "cuda_agent"
+    shutil.copytree(PACKAGE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.fixture
+def changed_by(copied, monkeypatch):
+    """The stages whose code version another line in this file of the package changes."""
+    monkeypatch.setattr(closure, "_root", lambda top: copied)
+
+    def versions(names):
+        closure._file_digest.cache_clear()
+        return {stage.name: closure.code_version(stage.module) for stage in STAGES if not names or stage.name in names}
+
+    def changed(path, names=()):
+        before, text = versions(names), (copied / path).read_bytes()
+        (copied / path).write_bytes(text + b"\n")
+        try:
+            after = versions(names)
+        finally:
+            (copied / path).write_bytes(text)
+        return {name for name in after if after[name] != before[name]}
+
+    return changed
+
+
+def files_of_a_verdict():
+    files = [file for room in ROOMS_OF_A_VERDICT for file in (PACKAGE / "sandbox" / room).rglob("*") if file.is_file()]
+    names = [file.relative_to(PACKAGE / "sandbox").as_posix() for file in files if "__pycache__" not in file.parts]
+    return [name for name in names if name not in NO_PART_OF_A_VERDICT]
+
+
+def test_all_that_judges_is_in_the_closure_of_every_stage_that_judges():
+    files = files_of_a_verdict()
+    wanted = {"judge/check.py", "judge/check.cu", "judge/host.py", "judge/device.py", "build/nvrtc.py",
+              "worker/runtime.cpp", "formats/binding_registry.h", "formats/torch_surface.h"}  # fmt: skip
+    assert wanted <= set(files) and len(files) > 40
+    assert {"synthesis", "bootstrap", "warmup", "collect", "agentic", "evaluate-base"} <= JUDGING
+    for stage in STAGES:
+        if stage.name in JUDGING:
+            closed = closure.closure_files(stage.module)
+            assert not [name for name in files if f"cuda_agent/sandbox/{name}" not in closed], stage.name
+
+
+def test_another_comparison_is_another_version_of_the_stages_that_judge_alone(changed_by):
+    assert changed_by("sandbox/judge/check.py") == JUDGING
+    assert changed_by("sandbox/judge/check.cu") == JUDGING
+
+
+@pytest.mark.parametrize(
+    "file", ["judge/check.py", "judge/check.cu", "worker/runtime.cpp", "build/compiler.py", "wire.py"]
+)
+def test_a_kept_verdict_is_none_of_other_code_that_judges(copied, file):
+    program = "from cuda_agent.sandbox import local; print(local.__file__, local._code_version())"
+
+    def version():
+        run = [sys.executable, "-P", "-c", program]
+        said = subprocess.run(run, env={"PYTHONPATH": str(copied.parent)}, capture_output=True, text=True, check=True)
+        where, version = said.stdout.split()
+        assert where.startswith(str(copied))
+        return version
+
+    before, path = version(), copied / "sandbox" / file
+    assert version() == before
+    text = path.read_bytes()
+    path.write_bytes(text + b"\n")
+    try:
+        assert version() != before
+    finally:
+        path.write_bytes(text)
+
+
+def test_engines_and_ray_are_no_part_of_supervised_training(changed_by):
+    files = [*PACKAGE.glob("policy/engines/vllm*.py"), *PACKAGE.glob("rl/ray/*.py")]
+    assert len(files) > 6
+    for file in files:
+        changed = changed_by(file.relative_to(PACKAGE).as_posix(), {"rft", "critic", "agentic"})
+        assert not changed & {"rft", "critic"}, file
+        assert file.name == "__init__.py" or "agentic" in changed, f"{file}: the test would see a change"
+
+
+@pytest.mark.parametrize("name", ["rft", "critic"])
+def test_supervised_training_runs_again_for_little_code(name):
+    modules = closure.closure_modules(f"cuda_agent.stages.{name}")
+    assert "cuda_agent.training.trainer" in modules
+    assert len(modules) <= 30, sorted(modules)
+    foreign = ("sandbox", "agent", "synthesis", "tasks", "policy.engines", "rl.ray", "pipeline")
+    assert not [module for module in modules if module.removeprefix("cuda_agent.").startswith(foreign)]
 
 
 def test_an_image_digest_stands_for_the_environment(monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 from drill import journal, table
 
 from cuda_agent.config import Config
-from cuda_agent.pipeline import local, runs
+from cuda_agent.pipeline import local, recorder, runs
 from cuda_agent.pipeline.closure import environment_digest
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.local import run_pipeline
@@ -63,7 +63,7 @@ def test_a_whole_run_makes_every_artifact_with_its_lineage(tmp_path, cache):
     assert all(len(x) == 64 for x in (train.code, train.environment, train.config, train.key))
     assert outcome.report and (outcome.report / "index.html").exists()
     said = json.loads((outcome.report / "report.json").read_text())
-    assert set(said) == {"config.json"} | {
+    assert set(said) == {"config.json", "graph.json"} | {
         f"{stage}/{file}"
         for stage in ("make", "train", "side")
         for file in ("metrics.jsonl", "notes.jsonl", "manifest.json")
@@ -316,6 +316,6 @@ def test_times_of_a_ray_elsewhere_are_kept_apart_from_this_machines():
 
 
 def test_losing_mlflow_never_stops_a_run(tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(local.Mirror, "close", lambda self, timeout: False)
+    monkeypatch.setattr(recorder.Mirror, "close", lambda self, timeout: False)
     config = settings(tmp_path, run={"mlflow": "http://127.0.0.1:9"})
     assert execute(config).code == 0

@@ -1,0 +1,80 @@
+"""The servers of one run on a cluster: its sandbox pools and engines, made by ``prepare`` and removed by ``finish``.
+
+Making is idempotent: what is there stays.  Not covered: what the objects look like (``pools``, ``engines``).
+"""
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from cuda_agent.cluster import engines, pools, rayjobs
+from cuda_agent.cluster.api import Cluster, ClusterError
+from cuda_agent.config import Config
+from cuda_agent.errors import TryAgain
+from cuda_agent.pipeline.graph import ROWS
+
+POOL_SECONDS = 900.0  # until every pool has a server that is ready
+
+
+def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
+    """Makes what is absent, waits for a ready server of every role, and returns all addresses.
+
+    Raises:
+        TryAgain: the run was stopped meanwhile; nothing is left.
+        ClusterError: no server of a role became ready."""
+    uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
+    made = pools.objects(base, workflow, uid, secrets.token_hex(24), config.sandbox)
+    for item in made:
+        cluster.create_if_absent(item)
+    deadline = time.monotonic() + POOL_SECONDS
+    for item in made:
+        if item["kind"] != "StatefulSet":
+            continue
+        name = item["metadata"]["name"]
+        while True:
+            if cluster.get("Workflow", workflow)["spec"].get("shutdown"):
+                # `cancel --now` removed the pools that were there then; no exit hook removes those made since.
+                remove_pools(cluster, workflow)
+                raise TryAgain("The run was stopped while its servers were starting.")
+            if cluster.get("StatefulSet", name).get("status", {}).get("readyReplicas"):
+                break
+            if time.monotonic() > deadline:
+                raise ClusterError(f"No server of {name} became ready in {POOL_SECONDS:.0f} s: {_why(cluster, name)}")
+            time.sleep(0.5)
+    return pools.addresses(made)
+
+
+def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
+    """Makes what is absent of the engine's replicas and returns their addresses, without waiting: they answer when the
+    run has a policy."""
+    made = engines.objects(base, workflow, cluster.get("Workflow", workflow)["metadata"]["uid"], config)
+    for item in made:
+        cluster.create_if_absent(item)
+    return engines.addresses(made)
+
+
+def remove_pools(cluster: Cluster, workflow: str) -> None:
+    """Servers first: nothing of a run answers when its walls go."""
+    names = [("StatefulSet", f"{workflow}-{role}") for role in pools.ROLES] + engines.names(workflow)
+    names += [(kind, f"{workflow}-sandbox") for kind in ("Service", "Secret", "NetworkPolicy")]
+    rayjobs.remove_jobs(cluster, workflow, ROWS)
+    for kind, name in names:
+        cluster.delete(kind, name)
+    rayjobs.remove_walls(cluster, workflow, ROWS)
+
+
+def _why(cluster: Cluster, name: str) -> str:
+    """What Kubernetes says of the pods of a pool that does not become ready."""
+    reasons = []
+    for pod in cluster.all("Pod"):
+        if not pod["metadata"]["name"].startswith(f"{name}-"):
+            continue
+        status = pod.get("status", {})
+        for container in status.get("containerStatuses", []):
+            for state in container.get("state", {}).values():
+                reasons.append(" ".join(filter(None, [state.get("reason"), state.get("message")])))
+        for condition in status.get("conditions", []):
+            if condition.get("status") != "True" and condition.get("message"):
+                reasons.append(condition["message"])
+    return "; ".join(dict.fromkeys(filter(None, reasons)))[:600] or "it has no pods (a quota, or admission?)"

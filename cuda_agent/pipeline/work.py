@@ -1,0 +1,110 @@
+"""How much work a stage does, before it runs: a function of the configuration for each kind of stage.
+
+Tokens are upper bounds: an episode may fill its context.  Not covered: time and memory (``schedule``), and which stage
+does which work (``graph``).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cuda_agent.config import Config, CriticConfig, Ppo, Sft
+
+
+@dataclass(frozen=True)
+class Work:
+    """Amounts of one stage.  ``models`` are trained on sequences of at most ``longest`` tokens."""
+
+    samples: int = 0  # tasks, examples or episodes
+    tokens: int = 0
+    optimizer_steps: int = 0
+    decoded: int = 0  # tokens that an engine samples
+    trained: int = 0  # tokens that a trainer passes over
+    overhead: float = 0.0  # seconds beside decoding and training
+    most_seconds: float | None = None  # after which the stage stops training
+    models: int = 0
+    longest: int = 0
+    from_scratch: bool = False  # all weights are trained, in one process
+
+
+Estimate = Callable[[Config], Work]
+
+
+def synthesis(config: Config) -> Work:
+    """Tasks that are sampled, filtered and compiled."""
+    tasks, heldout = config.synthesis, _heldout(config)
+    compiled = min(tasks.max_candidates, 4 * heldout)
+    return Work(samples=tasks.train + heldout, overhead=1.5 * compiled)
+
+
+def bootstrap(config: Config) -> Work:
+    """Imitation from scratch; next to nothing where there is a base."""
+    settings = config.bootstrap
+    if config.policy.base is not None:
+        return Work(overhead=10, models=1, longest=config.policy.context, from_scratch=True)
+    tokens = settings.steps * settings.tokens_per_step
+    return Work(
+        samples=settings.examples,
+        tokens=tokens,
+        optimizer_steps=settings.steps,
+        trained=tokens,
+        overhead=10,
+        most_seconds=settings.max_seconds,
+        models=1,
+        longest=config.policy.context,
+        from_scratch=True,
+    )
+
+
+def ppo(ppo: Ppo, answer_tokens: int) -> Work:
+    """``answer_tokens``: most tokens that the policy samples in one episode."""
+    episodes = ppo.steps * ppo.episodes_per_step
+    tokens = episodes * min(answer_tokens, ppo.context)
+    return Work(
+        samples=episodes,
+        tokens=tokens,
+        optimizer_steps=ppo.steps * ppo.epochs * ppo.minibatches,
+        decoded=tokens // 2,
+        trained=tokens * ppo.epochs,  # half of the bound, twice: policy and critic
+        overhead=episodes * 0.05,
+        models=2,
+        longest=ppo.context,
+    )
+
+
+def collect(config: Config) -> Work:
+    """Episodes of the agent loop on the training tasks."""
+    episodes = config.synthesis.train * config.collect.samples
+    tokens = episodes * agent_tokens(config, config.agent.turns)
+    return Work(samples=episodes, tokens=tokens, decoded=tokens // 2, overhead=episodes * 0.05)
+
+
+def supervised(config: Config, settings: Sft | CriticConfig) -> Work:
+    """Epochs over the collected episodes."""
+    collected = collect(config)
+    tokens = collected.tokens * settings.epochs
+    return Work(
+        samples=collected.samples,
+        tokens=tokens,
+        optimizer_steps=math.ceil(tokens / settings.tokens_per_step),
+        trained=tokens // 2,
+        overhead=2,
+        models=1,
+        longest=config.policy.context,
+    )
+
+
+def evaluate(config: Config) -> Work:
+    """Episodes on the held-out tasks."""
+    episodes = _heldout(config) * config.evaluate.samples
+    tokens = episodes * agent_tokens(config, config.evaluate.turns)
+    return Work(samples=episodes, tokens=tokens, decoded=tokens // 2, overhead=episodes * 0.1)
+
+
+def agent_tokens(config: Config, turns: int) -> int:
+    """Most tokens that the policy samples in an episode of so many turns."""
+    return min(turns * config.agent.turn_tokens, config.policy.context)
+
+
+def _heldout(config: Config) -> int:
+    return config.synthesis.heldout + config.synthesis.catalogue
