@@ -8,7 +8,7 @@ import pytest
 from cuda_agent.errors import BadConfiguration
 from cuda_agent.policy.episode import Episode
 from cuda_agent.rl.ppo import mean_age, oldest, prefetch
-from cuda_agent.rl.ray.players import EpisodeCollector, open_places
+from cuda_agent.rl.ray.players import EpisodeCollector, open_placement_group
 from cuda_agent.rl.rollouts import episodes_of, seed_of
 from cuda_agent.rl.runtime import RolloutBatch
 from cuda_agent.tasks.task import Task
@@ -152,7 +152,7 @@ def test_what_no_ray_here_could_hold_is_a_wrong_configuration(tmp_path, sections
     ctx = context(tmp_path, config(runtime="ray", **sections), {"policy": tmp_path})
 
     async def script() -> None:
-        async with open_places(ctx, trainers):
+        async with open_placement_group(ctx, trainers):
             pytest.fail("too late")
 
     with pytest.raises(BadConfiguration, match=said):

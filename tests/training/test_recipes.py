@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cuda_agent.training.packing import batch_of, tokens_of, tokens_of_episode
-from cuda_agent.training.recipes import advantages_of, episode_metrics, learning_rate, sft, sft_batches, targets
+from cuda_agent.training.recipes import episode_metrics, learning_rate, sft, sft_batches, targets
 from tests.training.training_cases import random_episode
 
 
@@ -49,16 +49,13 @@ def test_with_lambda_one_the_targets_are_the_rewards_whatever_the_values() -> No
     expected = torch.cat([torch.full((count,), r) for count, r in zip(batch.counts, (-1.0, 3.0), strict=True)])
     torch.testing.assert_close(targets(batch, values, 1.0, 1.0), expected)
     torch.testing.assert_close(targets(batch, None, 1.0, 1.0), expected)
-    torch.testing.assert_close(values + advantages_of(batch, values, 1.0, 1.0), expected)
     assert not torch.allclose(targets(batch, values, 1.0, 0.5), expected)
 
 
 def test_rates_are_over_the_episodes_with_a_reward() -> None:
     episodes = [
-        replace(random_episode(1, reward=3.0), ended="answer"),
-        replace(random_episode(2, reward=2.0), ended="turns"),
-        replace(random_episode(3, reward=-1.0), ended="tokens"),
-        replace(random_episode(4, reward=1.0), ended="answer"),
+        replace(random_episode(number, reward=reward), ended=ended, verdict={"reward": reward})
+        for number, (reward, ended) in enumerate(((3.0, "answer"), (2.0, "turns"), (-1.0, "tokens"), (1.0, "answer")))
     ]
     metrics = episode_metrics([*episodes, replace(random_episode(5), reward=None)])
     assert (metrics["episodes"], metrics["dropped"], metrics["reward"]) == (4, 1, 1.25)
