@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from cuda_agent.config import SandboxConfig
-from cuda_agent.pipeline import sandbox_bench
+from cuda_agent.diagnostics import sandbox_bench
 
 
 def main() -> None:

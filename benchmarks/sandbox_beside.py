@@ -99,7 +99,7 @@ def _build(folder: Path, files: dict[str, str], flags: list[str]) -> None:
 async def measure(tasks: int, solutions: int) -> list[dict[str, Any]]:
     """One row a solution: ``ours`` and ``beside``, seconds by phase, and how many calls were timed."""
     from cuda_agent.config import SandboxConfig
-    from cuda_agent.pipeline import sandbox_bench
+    from cuda_agent.diagnostics import sandbox_bench
     from cuda_agent.sandbox.build.toolchain import FLAGS
     from cuda_agent.sandbox.local import LocalSandbox
 

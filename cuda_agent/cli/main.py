@@ -84,7 +84,7 @@ def run(
 
         require_base(config.policy.base)
     if sys.platform != "linux":
-        from cuda_agent.pipeline.doctor import unsupported
+        from cuda_agent.diagnostics.doctor import unsupported
 
         print(unsupported(), file=sys.stderr)
     from cuda_agent.pipeline import screen

@@ -83,7 +83,7 @@ def bench(
     import asyncio
 
     from cuda_agent.compose import compose
-    from cuda_agent.pipeline import sandbox_bench
+    from cuda_agent.diagnostics import sandbox_bench
 
     answer = asyncio.run(
         sandbox_bench.measure(compose(overrides or []).sandbox, tasks, solutions, sandbox_bench.formats_of(formats))

@@ -13,7 +13,7 @@ from cuda_agent.cli.options import STORE, AsJson, Namespace, Release, StoreOptio
 from cuda_agent.cli.runs import cluster_of, open_existing
 
 if TYPE_CHECKING:
-    from cuda_agent.pipeline.doctor import Check
+    from cuda_agent.diagnostics.doctor import Check
 
 
 def add_to(app: typer.Typer) -> None:
@@ -59,7 +59,7 @@ def _checks(
     cluster: str | None, store: str, mlflow: str | None, namespace: str | None, release: str
 ) -> "Iterator[Check]":
     if cluster is None:
-        from cuda_agent.pipeline.doctor import examine
+        from cuda_agent.diagnostics.doctor import examine
         from cuda_agent.pipeline.runs import local_home
 
         return examine(store, mlflow or f"sqlite:///{local_home(store) / 'mlflow.db'}")

@@ -17,7 +17,7 @@ from cuda_agent.cluster import maintenance
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.cluster.pools import version_name
 from cuda_agent.cluster.submit import PROFILE_LABEL
-from cuda_agent.pipeline.doctor import Check
+from cuda_agent.diagnostics.doctor import Check
 
 OLDEST = (1, 33)  # minor version of Kubernetes
 _ARGO = "argoproj.io/v1alpha1"

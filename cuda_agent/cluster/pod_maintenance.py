@@ -25,8 +25,8 @@ from cuda_agent.cluster.pod import PodEnvironment
 from cuda_agent.cluster.run_pools import remove_pools
 from cuda_agent.cluster.submit import ENDED, RUN_LABEL, phase
 from cuda_agent.config import SandboxConfig
+from cuda_agent.diagnostics.doctor import Check
 from cuda_agent.pipeline import gc
-from cuda_agent.pipeline.doctor import Check
 from cuda_agent.storage import open_store
 
 WALL_SECONDS = 180.0  # for the sandbox's pod to answer

@@ -12,48 +12,40 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from cuda_agent.config import WHERE_JUDGED, SandboxConfig
-from cuda_agent.errors import SandboxUnready, TaskError
+from cuda_agent.errors import SandboxUnready
 from cuda_agent.machine import processor
 from cuda_agent.sandbox.build import builder, toolchain
 from cuda_agent.sandbox.formats import first_pass, plan, rules
 from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.jail import scratch
-from cuda_agent.sandbox.jail.warm_parent import KEEPING_MEMORY
+from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
 from cuda_agent.sandbox.messages import (
     EvaluateRequest,
     JudgeRequest,
     JudgeSettings,
     ProbeRequest,
-    Reply,
     SpecRequest,
     TaskSource,
-    receive_frame,
-    send_frame,
 )
 from cuda_agent.sandbox.wire import Mode, Probe, Solution, TaskSpec, ToolResult, Verdict
 from cuda_agent.sandbox.workspace.client import Workspace, Workspaces
 from cuda_agent.tasks.task import Task
 
 _HERE = Path(__file__).parent
-_LONGEST_ANSWER = 900.0  # seconds until a judge that says nothing counts as lost
 _MOST_SPECS = 4096  # kept
 _JUDGING = ("build", "formats", "jail", "judge", "worker")  # rooms whose code a verdict depends on, beside this one's
-_THIS_ROOM = ("local.py", "messages.py", "wire.py", "driver.py")
-_QUARANTINE = 60.0  # seconds until a device that failed its health probe is asked again
+_THIS_ROOM = ("local.py", "judge_process.py", "messages.py", "wire.py", "driver.py")
 
 
 class LocalSandbox:
@@ -69,7 +61,7 @@ class LocalSandbox:
         self.cache = Path(cache).absolute() / "sandbox"
         self.lease_folder = Path(cache).absolute() / "lease"
         self._scratch: Path | None = None
-        self._judges: list[_JudgeHandle] = []
+        self._judges: list[JudgeHandle] = []
         self._workspaces = Workspaces()
         self._specs: dict[str, TaskSpec] = {}
         self._architecture = ""  # of the GPU
@@ -108,7 +100,7 @@ class LocalSandbox:
             folder = self._scratch / f"judge-{number}"  # of its own: two judges prove their walls side by side
             folder.mkdir()
             folder.chmod(0o711)
-            self._judges.append(_JudgeHandle(replace(settings, scratch=str(folder)), folder))
+            self._judges.append(JudgeHandle(replace(settings, scratch=str(folder)), folder))
         return self
 
     async def _device(self) -> tuple[str, str]:
@@ -180,7 +172,7 @@ class LocalSandbox:
         for _ in (1, 2):
             try:
                 verdict = await self._evaluate(task, solution, mode)
-            except (_JudgeLost, OSError) as lost:  # OSError: a full disk, a cache that cannot be written
+            except (JudgeLost, OSError) as lost:  # OSError: a full disk, a cache that cannot be written
                 verdict = self._refusal(solution, mode, "infra", str(lost))
             if verdict.status != "infra":
                 with contextlib.suppress(OSError):  # the verdict counts without the cache, too
@@ -276,7 +268,7 @@ class LocalSandbox:
         for attempt in (1, 2):
             try:
                 return Probe.from_json(await self._judge(task).ask(JudgeRequest.PROBE, request))
-            except _JudgeLost as lost:
+            except JudgeLost as lost:
                 if attempt == 2:
                     return Probe(error=f"infrastructure: {lost}")
         raise AssertionError
@@ -301,7 +293,7 @@ class LocalSandbox:
         """The judge of a task, always the same one: it keeps the task prepared."""
         return int(task.digest, 16) % len(self._judges)
 
-    def _judge(self, task: Task) -> "_JudgeHandle":
+    def _judge(self, task: Task) -> "JudgeHandle":
         return self._judges[self.judge_of(task)]
 
     def _refusal(self, solution: Solution, mode: Mode, status: Any, message: str) -> Verdict:
@@ -314,124 +306,6 @@ class LocalSandbox:
         key = json.dumps([task.digest, solution.digest, mode, settings, machine, _code_version()])
         name = hashlib.sha256(key.encode()).hexdigest()
         return self.cache / "verdicts" / name[:2] / f"{name}.json"
-
-
-class _JudgeLost(Exception):
-    """The judge process is gone or broken: our fault."""
-
-
-class _JudgeHandle:
-    """A judge process.  It starts at the first request and again after a loss, and answers one request at a time."""
-
-    program = "cuda_agent.sandbox.judge.judge"
-
-    def __init__(self, settings: JudgeSettings, scratch: Path) -> None:
-        self._settings = settings
-        self._scratch = scratch
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._turn = asyncio.Lock()
-        self._quarantine = (0.0, "")  # until when (monotonic), and why
-        self._killed = False
-
-    async def begin(self) -> None:
-        """Start it now.
-
-        Raises:
-            SandboxUnready: it does not start.
-        """
-        async with self._turn:
-            await asyncio.shield(asyncio.to_thread(self._begin))
-
-    def _begin(self) -> None:
-        with self._lock:
-            try:
-                if self._process is None:
-                    self._start()
-            except (OSError, ValueError) as error:
-                self._stop()
-                raise SandboxUnready(f"the judge does not start: {error}; {self._last_words()}") from None
-
-    async def ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
-        """Send one request and wait for its answer.
-
-        Raises:
-            TaskError: the task cannot be run.
-            SandboxUnready: the judge does not start.
-            _JudgeLost: the judge died, or its device is quarantined.
-        """
-        async with self._turn:
-            answer = asyncio.ensure_future(asyncio.to_thread(self._ask, operation, body))
-            answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio would warn of it
-            return await asyncio.shield(answer)
-
-    def _ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
-        with self._lock:
-            until, why = self._quarantine
-            if time.monotonic() < until:
-                raise _JudgeLost(why)
-            if self._killed:
-                raise _JudgeLost("the judge was ended")
-            try:
-                if self._process is None:
-                    self._start()
-                send_frame(self._socket, operation, body)
-                answer = receive_frame(self._socket)
-            except (OSError, ValueError) as error:
-                self._stop()
-                raise _JudgeLost(f"the judge was lost: {error}; {self._last_words()}") from None
-            if answer.operation == Reply.ERROR:
-                raise TaskError(answer.body["message"])
-            return answer.body
-
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        package = str(_HERE.parents[1])
-        environment = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "PYTHONPATH": package}
-        environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", **KEEPING_MEMORY}
-        with open(self._scratch / "judge.log", "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self.program, str(theirs.fileno())],
-                env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
-            )  # fmt: skip
-        theirs.close()
-        self._socket = ours
-        ours.settimeout(_LONGEST_ANSWER)
-        if self._killed:  # while it was started
-            self._process.kill()
-        send_frame(ours, JudgeRequest.CONFIGURE, asdict(self._settings))
-        answer = receive_frame(ours)
-        if answer.operation == Reply.ERROR:
-            self._stop()
-            message = answer.body["message"]
-            if answer.body["kind"] == "device":
-                self._quarantine = (time.monotonic() + _QUARANTINE, f"{message}: quarantined")
-                raise _JudgeLost(f"{message}: quarantined")
-            raise SandboxUnready(message)
-
-    def _last_words(self) -> str:
-        with contextlib.suppress(OSError):
-            return " ".join((self._scratch / "judge.log").read_text(errors="replace").splitlines()[-1:])
-        return ""
-
-    def _stop(self) -> None:
-        if self._process is not None:
-            self._socket.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5)
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def close(self) -> None:
-        with self._lock:
-            self._stop()
-
-    def kill(self) -> None:
-        """End it for good, without waiting for the request under way."""
-        self._killed = True
-        if (process := self._process) is not None:
-            process.kill()
 
 
 def _source(task: Task) -> TaskSource:

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from cuda_agent.cli import main
 from cuda_agent.config import Config
+from cuda_agent.diagnostics.doctor import examine
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline import gc, runs, screen
-from cuda_agent.pipeline.doctor import examine
 from cuda_agent.pipeline.local import StageView, run_pipeline
 from cuda_agent.storage import open_store
 from tests.agent import agent_cases

@@ -16,7 +16,7 @@ import pytest
 
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import SandboxUnready
-from cuda_agent.sandbox import local
+from cuda_agent.sandbox import judge_process, local
 from cuda_agent.sandbox.formats import plan
 from cuda_agent.sandbox.wire import Solution
 from tests.sandbox.conftest import KERNEL, Running, plan_solution, task
@@ -213,7 +213,7 @@ def test_a_cache_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> 
 def test_a_device_that_fails_its_health_probe_gets_a_new_judge(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local._JudgeHandle, "program", "tests.sandbox.sick_judge")
+    monkeypatch.setattr(judge_process.JudgeHandle, "program", "tests.sandbox.sick_judge")
     running = start(clock="model", run_seconds=2.0, memory_mb=400)
     assert running.evaluate(task(), python(0)).status == "ok"
     first = judge_of(running)
@@ -226,7 +226,7 @@ def test_a_device_that_fails_its_health_probe_gets_a_new_judge(
 def test_a_device_that_stays_sick_is_quarantined_and_named(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local._JudgeHandle, "program", "tests.sandbox.sick_judge")
+    monkeypatch.setattr(judge_process.JudgeHandle, "program", "tests.sandbox.sick_judge")
     running = start(clock="model", run_seconds=2.0, memory_mb=400)
     assert running.evaluate(task(), python(0)).status == "ok"
     sick = running.sandbox.cache / "sick"

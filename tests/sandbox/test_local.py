@@ -10,7 +10,8 @@ import pytest
 
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
-from cuda_agent.sandbox.local import LocalSandbox, _JudgeHandle, _JudgeLost
+from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
+from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.messages import JudgeRequest
 from cuda_agent.sandbox.wire import Probe, Solution, TaskSpec, Tensor, Verdict
 from tests.sandbox.conftest import task
@@ -74,7 +75,7 @@ def test_a_verdict_is_asked_for_once_and_again_on_demand(make: Make) -> None:
     assert asyncio.run(sandbox.evaluate(task(), SOLUTION)).message == "second"
 
 
-@pytest.mark.parametrize("fault", [_JudgeLost("gone"), OSError("full"), verdict("infra", message="sick")])
+@pytest.mark.parametrize("fault", [JudgeLost("gone"), OSError("full"), verdict("infra", message="sick")])
 def test_a_fault_of_ours_is_tried_once_more_and_never_kept(make: Make, fault: Any) -> None:
     judge = Judge(fault, verdict())
     assert asyncio.run(make(judge).evaluate(task(), SOLUTION)).status == "ok"
@@ -106,8 +107,8 @@ def test_the_spec_of_a_task_is_asked_for_once(make: Make) -> None:
 
 
 def test_a_probe_whose_judge_is_lost_twice_says_so(make: Make) -> None:
-    assert asyncio.run(make(Judge(_JudgeLost("gone"), Probe(deterministic=True))).probe(task())).deterministic
-    assert asyncio.run(make(Judge(_JudgeLost("gone"))).probe(task())).error == "infrastructure: gone"
+    assert asyncio.run(make(Judge(JudgeLost("gone"), Probe(deterministic=True))).probe(task())).deterministic
+    assert asyncio.run(make(Judge(JudgeLost("gone"))).probe(task())).error == "infrastructure: gone"
 
 
 def test_a_task_always_has_the_same_judge(make: Make) -> None:
@@ -118,7 +119,7 @@ def test_a_task_always_has_the_same_judge(make: Make) -> None:
     assert [sandbox.judge_of(one) for one in tasks] == [sandbox.judge_of(one) for one in tasks]
 
 
-class _NoJudge(_JudgeHandle):
+class _NoJudge(JudgeHandle):
     program = "tests.sandbox.no_such_judge"
 
 
@@ -126,17 +127,17 @@ def test_a_judge_that_does_not_start_is_named_with_its_last_words(tmp_path: Path
     handle = _NoJudge(settings_in(tmp_path), tmp_path)
     with pytest.raises(SandboxUnready, match=r"the judge does not start.*No module named"):
         asyncio.run(handle.begin())
-    with pytest.raises(_JudgeLost, match="No module named"):
+    with pytest.raises(JudgeLost, match="No module named"):
         asyncio.run(handle.ask(JudgeRequest.SPEC, {}))
 
 
 def test_a_quarantined_device_is_not_asked_and_a_killed_judge_stays_dead(tmp_path: Path) -> None:
     handle = _NoJudge(settings_in(tmp_path), tmp_path)
     handle._quarantine = (time.monotonic() + 60, "cuda: quarantined")
-    with pytest.raises(_JudgeLost, match="quarantined"):
+    with pytest.raises(JudgeLost, match="quarantined"):
         asyncio.run(handle.ask(JudgeRequest.SPEC, {}))
     handle._quarantine = (0.0, "")
     handle.kill()
-    with pytest.raises(_JudgeLost, match="was ended"):
+    with pytest.raises(JudgeLost, match="was ended"):
         asyncio.run(handle.ask(JudgeRequest.SPEC, {}))
     assert not (tmp_path / "judge.log").exists(), "no process was started"

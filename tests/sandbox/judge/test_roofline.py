@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuda_agent.sandbox import local
+from cuda_agent.sandbox import judge_process
 from cuda_agent.sandbox.judge import reference_client, roofline
 from cuda_agent.sandbox.judge.roofline import Peaks
 from cuda_agent.sandbox.wire import Solution, TaskSpec, Tensor
@@ -213,7 +213,7 @@ LARGE = CHAIN.replace("torch.randn(32, 128)", "torch.randn(4096, 1024)")
 def test_a_forged_clock_meets_the_floor_in_the_lanes_that_could_forge_it(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local._JudgeHandle, "program", "tests.sandbox.judge.forged_clock")
+    monkeypatch.setattr(judge_process.JudgeHandle, "program", "tests.sandbox.judge.forged_clock")
     running = start(clock="real", timed_calls=4, memory_mb=800)
     running.know_compile_time(task(LARGE))
     eager = {"eager": 1.0}  # that clock times the reference, too

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from cuda_agent.config import SandboxConfig
+from cuda_agent.diagnostics import sandbox_bench
 from cuda_agent.errors import ConfigError
-from cuda_agent.pipeline import sandbox_bench
 
 
 def test_every_lane_is_measured_on_solutions_that_are_right():

@@ -1,0 +1,139 @@
+"""A judge as a process of this machine: started when it is first asked, ended with its owner, and lost when it dies."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.errors import SandboxUnready, TaskError
+from cuda_agent.sandbox.jail.warm_parent import KEEPING_MEMORY
+from cuda_agent.sandbox.messages import JudgeRequest, JudgeSettings, Reply, receive_frame, send_frame
+
+_LONGEST_ANSWER = 900.0  # seconds until a judge that says nothing counts as lost
+_QUARANTINE = 60.0  # seconds until a device that failed its health probe is asked again
+
+
+class JudgeLost(Exception):
+    """The judge process is gone or broken: our fault."""
+
+
+class JudgeHandle:
+    """A judge process.  It starts at the first request and again after a loss, and answers one request at a time."""
+
+    program = "cuda_agent.sandbox.judge.judge"
+
+    def __init__(self, settings: JudgeSettings, scratch: Path) -> None:
+        self._settings = settings
+        self._scratch = scratch
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._turn = asyncio.Lock()
+        self._quarantine = (0.0, "")  # until when (monotonic), and why
+        self._killed = False
+
+    async def begin(self) -> None:
+        """Start it now.
+
+        Raises:
+            SandboxUnready: it does not start.
+        """
+        async with self._turn:
+            await asyncio.shield(asyncio.to_thread(self._begin))
+
+    def _begin(self) -> None:
+        with self._lock:
+            try:
+                if self._process is None:
+                    self._start()
+            except (OSError, ValueError) as error:
+                self._stop()
+                raise SandboxUnready(f"the judge does not start: {error}; {self._last_line_of_log()}") from None
+
+    async def ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
+        """Send one request and wait for its answer.
+
+        Raises:
+            TaskError: the task cannot be run.
+            SandboxUnready: the judge does not start.
+            JudgeLost: the judge died, or its device is quarantined.
+        """
+        async with self._turn:
+            answer = asyncio.ensure_future(asyncio.to_thread(self._ask, operation, body))
+            answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio would warn of it
+            return await asyncio.shield(answer)
+
+    def _ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
+        with self._lock:
+            until, why = self._quarantine
+            if time.monotonic() < until:
+                raise JudgeLost(why)
+            if self._killed:
+                raise JudgeLost("the judge was ended")
+            try:
+                if self._process is None:
+                    self._start()
+                send_frame(self._socket, operation, body)
+                answer = receive_frame(self._socket)
+            except (OSError, ValueError) as error:
+                self._stop()
+                raise JudgeLost(f"the judge was lost: {error}; {self._last_line_of_log()}") from None
+            if answer.operation == Reply.ERROR:
+                raise TaskError(answer.body["message"])
+            return answer.body
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        package = str(Path(__file__).parents[2])
+        environment = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "PYTHONPATH": package}
+        environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", **KEEPING_MEMORY}
+        with open(self._scratch / "judge.log", "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self.program, str(theirs.fileno())],
+                env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
+            )  # fmt: skip
+        theirs.close()
+        self._socket = ours
+        ours.settimeout(_LONGEST_ANSWER)
+        if self._killed:  # while it was started
+            self._process.kill()
+        send_frame(ours, JudgeRequest.CONFIGURE, asdict(self._settings))
+        answer = receive_frame(ours)
+        if answer.operation == Reply.ERROR:
+            self._stop()
+            message = answer.body["message"]
+            if answer.body["kind"] == "device":
+                self._quarantine = (time.monotonic() + _QUARANTINE, f"{message}: quarantined")
+                raise JudgeLost(f"{message}: quarantined")
+            raise SandboxUnready(message)
+
+    def _last_line_of_log(self) -> str:
+        with contextlib.suppress(OSError):
+            return " ".join((self._scratch / "judge.log").read_text(errors="replace").splitlines()[-1:])
+        return ""
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._socket.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        with self._lock:
+            self._stop()
+
+    def kill(self) -> None:
+        """End it for good, without waiting for the request under way."""
+        self._killed = True
+        if (process := self._process) is not None:
+            process.kill()
