@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cuda_agent.lease import Lease
 from cuda_agent.training import attention, checkpoint, losses, sharding
+from cuda_agent.training.attention import part_of
 from cuda_agent.training.checkpoint import CorruptCheckpoint
-from cuda_agent.training.context_parallel import part_of
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.losses import Metrics
 from cuda_agent.training.memory import LOGITS, SMALL

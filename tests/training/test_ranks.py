@@ -13,7 +13,7 @@ from cuda_agent.config import Ppo
 from cuda_agent.lease import Lease
 from cuda_agent.policy.lora import attach
 from cuda_agent.training import recipes
-from cuda_agent.training.context_parallel import part_of
+from cuda_agent.training.attention import part_of
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.distributed import DistributedTrainer, TrainerLost
 from cuda_agent.training.packing import batch_of, tokens_of, tokens_of_episode
