@@ -58,7 +58,7 @@ def trainable(episodes: Iterable[Episode]) -> list[Episode]:
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Which tokens of a row a rank has (``parts``)."""
+    """Which tokens of a row a rank has (``attention``)."""
 
     ranks: int
     rank: int

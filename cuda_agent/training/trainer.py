@@ -7,7 +7,7 @@ itself; for imitation, not where log-probabilities must agree with a float32 eng
 tokens are ever projected to the vocabulary, a chunk at a time.  The same seed, threads and data give the same weights.
 What is frozen stays so, and is no part of a checkpoint: of a model with adapters (``policy.lora``) only these are.
 With a ``mesh`` the same trainer runs on each of its ranks, which are given the same batches, share weights and rows
-(``sharding``), or the tokens of every row (``parts``), and return the same.
+(``sharding``), or the tokens of every row (``attention``), and return the same.
 Does not cover: models with routers or caches of their own.
 """
 
