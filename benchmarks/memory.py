@@ -26,15 +26,15 @@ def table() -> str:
     lines = ["| model | trained | ranks | fixed | " + " | ".join(f"{n // 1024}k" for n in LENGTHS) + " |"]
     lines.append("|---|---|---|---|" + "---|" * len(LENGTHS))
     everything, adapters = "all weights", "adapters, rank 16"
-    rows: list[tuple[str, Shape, str, int, Literal["rows", "tokens"]]] = [
-        ("Qwen3-4B", QWEN3_4B, everything, 1, "rows"),
-        ("Qwen3-4B", QWEN3_4B, everything, 8, "rows"),
-        ("Qwen3-4B", QWEN3_4B, everything, 8, "tokens"),
-        ("Qwen3-4B", QWEN3_4B, adapters, 1, "rows"),
-        ("Qwen3-4B", QWEN3_4B, adapters, 8, "tokens"),
-        ("Qwen3-30B-A3B", QWEN3_30B_A3B, everything, 8, "rows"),
-        ("Qwen3-30B-A3B", QWEN3_30B_A3B, everything, 8, "tokens"),
-        ("Qwen3-30B-A3B", QWEN3_30B_A3B, everything, 64, "rows"),
+    rows: list[tuple[str, Shape, str, int, Literal["data", "context"]]] = [
+        ("Qwen3-4B", QWEN3_4B, everything, 1, "data"),
+        ("Qwen3-4B", QWEN3_4B, everything, 8, "data"),
+        ("Qwen3-4B", QWEN3_4B, everything, 8, "context"),
+        ("Qwen3-4B", QWEN3_4B, adapters, 1, "data"),
+        ("Qwen3-4B", QWEN3_4B, adapters, 8, "context"),
+        ("Qwen3-30B-A3B", QWEN3_30B_A3B, everything, 8, "data"),
+        ("Qwen3-30B-A3B", QWEN3_30B_A3B, everything, 8, "context"),
+        ("Qwen3-30B-A3B", QWEN3_30B_A3B, everything, 64, "data"),
     ]
     for name, shape, trained, ranks, parallelism in rows:
         rank = 16 if trained == adapters else 0

@@ -1,12 +1,13 @@
 """`cuda-agent episodes`: parses, calls, prints."""
 
+import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cuda_agent.cli.options import STORE, AsJson, Namespace, StoreOption, Where, print_json
+from cuda_agent.cli.options import STORE, AsJson, Namespace, StoreOption, Where
 from cuda_agent.cli.runs import find
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def episodes(
             asked = ", ".join([*(f"{k} {v}" for k, v in said.items() if v is not None), f"sorted by {sort}"])
             _write(page, render(title, chosen, len(entries), asked, most))
     if as_json:
-        print_json([entry.row.to_json() for entry in chosen])
+        print(json.dumps([entry.row.to_json() for entry in chosen], indent=1))  # ASCII alone: the text is a model's
     elif page is None:
         print("\n".join(_lines(chosen, len(entries), most, nothing)))
     else:

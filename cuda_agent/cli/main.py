@@ -22,7 +22,6 @@ from cuda_agent.cli import runs as cli_runs
 from cuda_agent.cli.options import AsJson, Overrides, print_json
 from cuda_agent.cli.pod import pod_app
 from cuda_agent.cli.sandbox import sandbox_app
-from cuda_agent.errors import UserError
 
 if TYPE_CHECKING:
     from cuda_agent.config import Config
@@ -51,9 +50,11 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(141)
-    except UserError as error:
+    except Exception as error:
+        if (code := getattr(error, "exit_code", None)) is None:
+            raise
         print(f"cuda-agent: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        sys.exit(code)
 
 
 @app.command(

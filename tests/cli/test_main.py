@@ -87,7 +87,7 @@ def test_config_prints_configuration_and_schedule():
 def test_a_base_that_is_no_folder_is_refused_before_anything_runs(tmp_path, command, base):
     where = f"run.store={tmp_path}/store"
     result = CliRunner().invoke(main.app, [*command, "experiment=smoke", f"policy.base='{base}'", where])
-    assert isinstance(result.exception, ConfigError) and main._exit_code(result.exception) == 78
+    assert isinstance(result.exception, ConfigError) and result.exception.exit_code == 78
     assert str(result.exception) == f"policy.base: there is no folder {base} with a model"
     assert not (tmp_path / "store").exists()
 

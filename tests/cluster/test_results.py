@@ -16,9 +16,9 @@ from cuda_agent.compose import freeze
 from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline import episodes, runs
+from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.manifest import Manifest
 from cuda_agent.storage import open_store
-from cuda_agent.tracking import Mirror
 from tests.mlflow_server import serving
 from tests.pages.report_inputs import make_inputs
 
@@ -37,10 +37,10 @@ def left(server: str, run: str, folder: Path) -> None:
     (folder / "report" / "index.html").write_text(f"<p>{run}</p>")
     (folder / "report" / "report.json").write_text("{}")
     (folder / "report" / "assets" / "a.svg").write_text("<svg/>")
-    with pod.mirrored(here, open_store(here.store), config, freeze(config)[1], run) as mirror:
-        assert isinstance(mirror, Mirror)
-        mirror.update(None, status="FINISHED", artifacts=[folder / "report"])
-        assert mirror.close(60)
+    with pod._recording(here, open_store(here.store), config, freeze(config)[1], run, STAGES) as recorder:
+        recorder.report(folder / "report")
+        recorder.ended(0)
+        assert recorder.close(60)
 
 
 def test_a_report_is_fetched_whole(server, tmp_path):
@@ -54,8 +54,8 @@ def test_a_report_is_fetched_whole(server, tmp_path):
 def test_a_run_without_a_report_and_a_run_that_nobody_knows_are_said_so(server, tmp_path):
     config = Config()
     here = pod.PodEnvironment(str(tmp_path / "store"), server, tmp_path / "c", tmp_path / "p", tmp_path)
-    with pod.mirrored(here, open_store(here.store), config, freeze(config)[1], "begun") as mirror:
-        mirror.update(None, status="RUNNING")
+    with pod._recording(here, open_store(here.store), config, freeze(config)[1], "begun", STAGES):
+        pass
     with pytest.raises(ConfigError, match="Run begun has no report yet"):
         results.download(server, "begun", tmp_path / "a")
     with pytest.raises(ConfigError, match="MLflow knows no run nobody"):
@@ -153,9 +153,10 @@ def test_the_episodes_of_a_stage_are_fetched_also_where_the_cache_served_it(serv
     here = pod.PodEnvironment(str(tmp_path / "store"), server, tmp_path / "c", tmp_path / "p", tmp_path)
     files = episodes.packed(store, made, tmp_path / "packed")
     for run, told in (("player", {"artifacts": files}), ("again", {})):
-        with pod.mirrored(here, store, config, freeze(config)[1], run) as mirror:
-            mirror.update("evaluate-rft", tags={"made by": "player"}, **told)
-            assert mirror.close(60)
+        with pod._recording(here, store, config, freeze(config)[1], run, STAGES) as recorder:
+            assert recorder._mirror is not None
+            recorder._mirror.update("evaluate-rft", tags={"made by": "player"}, **told)
+            assert recorder.close(60)
         (left,) = results.episodes(server, run, tmp_path / run)
         assert left.stage == "evaluate-rft" and left.tokenizer is not None
         whole = (inputs["scores-rft"] / "episodes.jsonl").read_bytes()

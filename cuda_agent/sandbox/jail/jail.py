@@ -41,6 +41,8 @@ _FIRST_UID = (
 class JailError(RuntimeError):
     """A wall could not be closed or did not hold; the message names it."""
 
+    exit_code = 78  # as in ``errors``, which this stand-alone program does not import
+
 
 @dataclass(frozen=True)
 class JailPolicy:

@@ -363,9 +363,9 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
         self._loop.call_soon_threadsafe(self._begin)
 
-    async def end_when_worn(self) -> None:
+    async def end_when_recycled(self) -> None:
         await self._service.needs_recycle.wait()
-        _log.info("worn: ends for a fresh process")
+        _log.info("recycled: it has judged enough, or a cheat; it ends for a fresh process")
         self._begin()
 
     def _begin(self) -> None:
@@ -406,7 +406,7 @@ async def serve(
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             listening.listen(settings.backlog)  # who connects from now on waits: accepting begins a little later
             print(f"listening on http://{host}:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
-            wearing = asyncio.create_task(server.end_when_worn())
+            wearing = asyncio.create_task(server.end_when_recycled())
             await server.serve(sockets=[listening])
             wearing.cancel()
     _log.info("drained")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuda_agent.errors import TryAgain
-from cuda_agent.rl.ray import actors as ray_actors
+from cuda_agent.rl.ray import transfer
 from cuda_agent.rl.ray.transfer import keep, parts
 from cuda_agent.sandbox.jail.descendants import descendants
 from cuda_agent.stages import warmup
@@ -33,7 +33,7 @@ def test_a_folder_in_parts_is_the_folder(files, tmp_path_factory):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray_actors, "PART_BYTES", 8)
+        patch.setattr(transfer, "PART_BYTES", 8)
         for part in parts(folder):
             assert len(part[1]) <= 8
             keep(part, made)

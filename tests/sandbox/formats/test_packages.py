@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[3]
 PROBE = """
 import asyncio, sys
 from pathlib import Path
-from cuda_agent.config import Sandbox
+from cuda_agent.config import SandboxConfig
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.tasks.task import Task
 
@@ -25,7 +25,7 @@ def get_init_inputs():
 '''
 
 async def main():
-    async with LocalSandbox(Sandbox(clock="model", checks=2), Path(sys.argv[1])) as sandbox:
+    async with LocalSandbox(SandboxConfig(clock="model", checks=2), Path(sys.argv[1])) as sandbox:
         print(repr((await sandbox.probe(Task("t", CODE, ("relu",), "test"), compile=False)).error))
 
 asyncio.run(main())
