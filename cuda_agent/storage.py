@@ -1,8 +1,9 @@
 """Artifacts behind one interface: a folder, memory or S3 (through obstore).
 
 Every write is atomic.  A folder is content-addressed: it exists once its tree object exists, which is written last.
-Reads verify the digest, and a damaged object is removed, because its name no longer matches its content.  The only
-conditional write in use is create-if-absent.
+Reads of folders and their files verify the digest; a damaged object is removed, because its name no longer matches its
+content.  Objects under other keys (``runs/...``) are not verified.  The only conditional write in use is
+create-if-absent.
 
     cas/<sha256>    a file, or the tree of a folder: canonical JSON {"files": {path: {"sha256", "size"}}}
 

@@ -125,7 +125,8 @@ def _calls_super(node: ast.stmt) -> bool:
 
 
 def _unparsed(node: ast.stmt) -> str:
-    """With one blank for four.  What ``ast`` writes has no line breaks inside strings once docstrings are gone."""
+    """The source of ``node``, indented by one blank where ``ast.unparse`` writes four; a function without its ``def``.
+    Docstrings are gone, and ``ast.unparse`` writes every other string on one line, so that none is damaged."""
     text = re.sub(r"^(?: {4})+", lambda match: match[0][::4], ast.unparse(node), flags=re.M)
     return text.removeprefix("def ") if isinstance(node, ast.FunctionDef) else text
 

@@ -129,7 +129,7 @@ def doctor(workflow: Workflow) -> None:
 
 @pod_app.command()
 def reach(addresses: list[str]) -> None:
-    """Try to connect to addresses, and leave what came of it where Kubernetes shows it."""
+    """Try to connect to addresses, and write which were reached to the pod's termination message."""
     from cuda_agent.cluster.pod_maintenance import tell
 
     tell(addresses)

@@ -60,7 +60,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Identity:
-    """The inputs of a stage's cache key: code, environment, configuration, input digests and device."""
+    """The inputs of a stage's cache key: name, code, environment, configuration, input digests and device."""
 
     stage: str
     code: str

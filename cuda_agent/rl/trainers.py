@@ -67,8 +67,12 @@ Place = TypeVar("Place", bound=WorkerContext)
 
 @contextmanager
 def shared_training(ctx: Place) -> Iterator[Place]:
-    """A context whose trainers run on the ranks that ``training`` asks for; the same where that is this process.  A
-    rank that dies ends the stage with TryAgain."""
+    """Gives ``ctx`` with the ranks that ``training`` asks for; with one process on a CPU, ``ctx`` itself.
+
+    Raises:
+        BadConfiguration: The machine has too few GPUs.
+        TryAgain: A rank died.
+    """
     settings, threads = ctx.config.training, ctx.config.policy.threads
     if settings.num_processes == 1 and settings.device == "cpu":
         yield ctx

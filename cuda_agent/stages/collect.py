@@ -1,5 +1,6 @@
 """``collect``: tasks, policy -> ``episodes``: plays the policy in the full agent loop on the training tasks and keeps
-every episode, good and bad.  A kill loses one round of one episode a task at most."""
+every episode, good and bad.  It saves after every round (one episode of every task), so a kill costs at most one
+round."""
 
 import asyncio
 

@@ -1,8 +1,8 @@
 """``report``: all scores and what the stages said of themselves -> ``report`` (``index.html`` and ``report.json``).
 
-Gathers the data; ``pages.report`` draws it.  Which policies were scored, and how the stages' curves are shown, comes
-with the inputs.  Both are functions of the inputs, without date or measurement: the same inputs give the same bytes.
-With the model clock, durations, devices and versions are left out, so the machine makes no difference either.
+Gathers the data; ``pages.report`` draws it.  The inputs say which policies were scored and how the curves of a stage
+are shown.  Neither file holds a date, or a time that is taken while it is made.  With the model clock versions,
+durations, devices and notes are left out: the same inputs then give the same bytes on every machine.
 
 Not covered: whether a result is good enough (stages and their gates decide).
 """

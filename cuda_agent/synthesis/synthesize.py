@@ -46,7 +46,8 @@ class Prober(Protocol):
 
 @dataclass
 class Stream:
-    """The source of candidates of one family, and the tasks still wanted of it."""
+    """One family in the making: the source of its candidates, how many tasks each split takes, and the tasks that were
+    accepted and refused so far."""
 
     family: str
     composer: Composer

@@ -22,7 +22,8 @@ _HEAD_COPIES = 6  # of a chunk of logits, while its gradient is made
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a decoder with gated feed-forward layers, or with experts in their place."""
+    """The sizes of a decoder.  Its feed-forward layers are gated; with ``experts`` each layer has so many of them, of
+    which ``active`` see a token."""
 
     layers: int
     hidden: int

@@ -220,7 +220,8 @@ class Builder:
 
     @contextlib.contextmanager
     def _beside_timing(self) -> Iterator[None]:
-        """Where kernels run on the processor, nobody takes a time meanwhile."""
+        """Holds the lease as a worker, so that no time is taken during a build.  Without a lease (on a GPU, which a build
+        does not disturb) it does nothing."""
         if self._lease is None:
             yield
             return

@@ -103,7 +103,7 @@ class Folder:
         self._seen.clear()
 
     def restore(self) -> list[str]:
-        """Give protected files their content back and open the folder again; returns which had been changed."""
+        """Give the folder its mode and protected files their content back.  Returns the names of changed files."""
         changed = []
         os.chmod(self.root, 0o700)
         for name, content in self.protected.items():
