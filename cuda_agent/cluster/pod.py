@@ -252,8 +252,9 @@ def run_spread(
     base: Sequence[dict[str, Any]],
     served: str = "",
 ) -> int:
-    """Lets a stage run in a Ray of several pods (``rayjobs``), waits for it, returns its exit code.  ``servers`` and ``served``: the
-    addresses of sandbox and engine, separated by commas."""
+    """Lets a stage run in a Ray of several pods (``rayjobs``), waits for it, returns its exit code.
+
+    ``servers`` and ``served``: the addresses of sandbox and engine, separated by commas."""
     store = open_store(here.store)
     config = load(store.get(config_entry(sha256)).decode(), sha256)
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
