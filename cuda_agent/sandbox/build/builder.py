@@ -220,8 +220,8 @@ class Builder:
 
     @contextlib.contextmanager
     def _beside_timing(self) -> Iterator[None]:
-        """Holds the lease as a worker, so that no time is taken during a build.  Without a lease it does nothing: a build
-        does not disturb times on a GPU."""
+        """Holds the lease as a worker, so that no time is taken during a build.  Without a lease it does nothing: a
+        build does not disturb times on a GPU."""
         if self._lease is None:
             yield
             return

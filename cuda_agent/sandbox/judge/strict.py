@@ -108,8 +108,8 @@ def check(
 
 def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, mine: float) -> bool:
     """Whether ``mine``, the candidate's error against the exact outputs, is at most ``_AS_GOOD`` times eager's own at
-    one of the precisions in ``_TIMED``.  On some inputs the result nearly cancels out, and eager's rounding alone is beyond
-    the tolerance."""
+    one of the precisions in ``_TIMED``.  On some inputs the result nearly cancels out, and eager's rounding alone is
+    beyond the tolerance."""
     for precision in _PRECISIONS[prepared.settings.device]:
         if precision in _TIMED:
             eagers = error(prepared, prepared.outputs_at(entry.inputs, precision), entry.exact or [])
