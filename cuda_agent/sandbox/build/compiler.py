@@ -117,7 +117,8 @@ class Waiting(Compiler):
             raise
 
     def _opened(self) -> int:
-        """Open the pipe for writing once the compiler reads it. Keep it open until ``go``: closing it ends the source."""
+        """Open the pipe for writing once the compiler reads it. Keep it open until ``go``: closing it ends the
+        source."""
         deadline = time.monotonic() + _START_SECONDS
         while self.alive and time.monotonic() < deadline:
             try:
