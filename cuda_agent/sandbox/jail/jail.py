@@ -87,7 +87,7 @@ def narrow(policy: JailPolicy) -> None:
 
 
 def command(policy: JailPolicy, program: Iterable[str]) -> list[str]:
-    """Return the argument list that runs ``program`` in the jail; the caller sets environment, folder and descriptors."""
+    """Return the argument list that runs ``program`` in the jail; the caller sets environment and descriptors."""
     return [sys.executable, "-I", "-S", __file__, json.dumps(asdict(policy)), *program]
 
 
