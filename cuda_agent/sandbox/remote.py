@@ -155,11 +155,7 @@ class RemoteSandbox:
     async def workspace(
         self, files: dict[str, str], protected: frozenset[str], commands: Commands
     ) -> "AsyncIterator[RemoteWorkspace]":
-        """Open a jailed work folder on the server where this client has the fewest.
-
-        Raises:
-            WorkspaceLost: no server opens one.
-        """
+        """Open a jailed work folder on the server where this client has the fewest. Raises ``WorkspaceLost``."""
         server, opened = await self._open({"files": files, "protected": sorted(protected)})
         server.workspaces += 1
         headers = {"X-Workspace-Owner": opened["owner"]}

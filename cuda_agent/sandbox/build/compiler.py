@@ -50,11 +50,8 @@ class Compiler:
         return self._process.poll() is None
 
     def finish(self, seconds: float) -> tuple[int, str]:
-        """Wait for the compiler; return its exit status and its messages. Its processes are gone afterwards.
-
-        Raises:
-            TimeoutError: it runs for more than ``seconds``.
-        """
+        """Wait for the compiler; return its exit status and its messages. Its processes are gone afterwards. Raises
+        ``TimeoutError`` after ``seconds``."""
         with self._log:
             try:
                 ended = _ends(self._process, seconds)
@@ -92,15 +89,9 @@ def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
 
 
 class Waiting(Compiler):
-    """A compiler that waits for its source. It owns the folder ``work``.
-
-    Args:
-        command: The compiler and its flags; the program's name and then ``last`` follow.
-        header: The header that it reads at once.
-
-    Raises:
-        OSError: The compiler ends before it waits for a source.
-    """
+    """A compiler that waits for its source in the folder ``work``, which it owns. ``command``: the compiler and its
+    flags; the program's name and then ``last`` follow. ``header``: the header that it reads at once. Raises
+    ``OSError`` if the compiler ends before it waits."""
 
     def __init__(
         self, policy: jail.JailPolicy, command: Sequence[str], work: Path, header: str, last: Sequence[str] = ()
@@ -166,11 +157,7 @@ class CompilerPool:
                 self._next = self._thread.submit(self._start)
 
     def take(self) -> Waiting:
-        """Return a waiting compiler, which the caller discards.
-
-        Raises:
-            OSError: No compiler can be started ahead.
-        """
+        """Return a waiting compiler, which the caller discards. Raises ``OSError`` if none can be started ahead."""
         for _ in (1, 2):
             with self._lock:
                 following, self._next = self._next, None

@@ -268,7 +268,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         return job.to_json()
 
     async def at_once(http: HttpRequest, request: Request, size: int) -> dict[str, Any]:
-        """Submit and wait; whoever hangs up takes the submission back."""
+        """Submit and wait; a client that disconnects withdraws its submission."""
         job = service.submit(request, size)
         if not await until(http, service.wait(job, None)):
             service.cancel(job)

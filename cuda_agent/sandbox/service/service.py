@@ -117,11 +117,7 @@ class Service:
             self.unready = ""
 
     def admit(self, role: Role) -> None:
-        """Check that the service takes new work of this role.
-
-        Raises:
-            ServiceError: it lacks the role, drains, or is not ready.
-        """
+        """Raise ``ServiceError`` unless the service takes new work of this role."""
         if role not in self.roles:
             raise ServiceError(404, "role", f"this server has no role {role} (it has {', '.join(self.roles)})")
         if self.draining:
@@ -132,11 +128,7 @@ class Service:
     # ------------------------------------------------------------------------------------------------------------- jobs
 
     def submit(self, request: Request, size: int) -> Job:
-        """Queue a request of ``size`` bytes, or join the job of the same content.
-
-        Raises:
-            ServiceError: the request is refused or the queue is full.
-        """
+        """Queue a request of ``size`` bytes, or join the job of the same content. Raises ``ServiceError``."""
         self.admit("build" if isinstance(request, Build) else "evaluate")
         agree(request.settings, self.sandbox.config)
         place: Hashable = "build"

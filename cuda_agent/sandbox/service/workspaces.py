@@ -67,11 +67,7 @@ class Rooms:
         return len(self._rooms)
 
     async def open(self, files: dict[str, str], protected: list[str]) -> Room:
-        """Open a workspace.
-
-        Raises:
-            ServiceError: all are taken, or it could not be opened.
-        """
+        """Open a workspace. Raises ``ServiceError`` if all are taken or it cannot be opened."""
         if len(self._rooms) >= self._most:
             raise ServiceError(429, "full", f"all {self._most} workspaces are taken", retry_after=_LOOK_AGAIN)
         room = Room(secrets.token_hex(12), secrets.token_urlsafe(24), time.monotonic())
@@ -87,11 +83,8 @@ class Rooms:
         return room
 
     def find(self, id: str, owner: str) -> Room:
-        """Return a workspace by its id.
-
-        Raises:
-            ServiceError: it does not exist or has another owner; the message does not tell which.
-        """
+        """Return a workspace by its id. Raises ``ServiceError``, the same for a missing workspace and one of another
+        owner."""
         room = self._rooms.get(id)
         mine = hmac.compare_digest((room.owner if room else "").encode(), owner.encode("utf-8", "replace"))
         if room is None or not mine or room.workspace is None:
@@ -100,11 +93,7 @@ class Rooms:
         return room
 
     def call(self, room: Room, tool: str, arguments: dict[str, Any]) -> AsyncIterator[Line]:
-        """Start a call; return the lines of its answer.
-
-        Raises:
-            ServiceError: another call runs.
-        """
+        """Start a call; return the lines of its answer. Raises ``ServiceError`` if another call runs."""
         self._take(room)
         return self._lines(room, tool, arguments)
 
@@ -143,22 +132,14 @@ class Rooms:
             return {"lost": f"the workspace answered nonsense: {type(error).__name__}"}
 
     def answer(self, room: Room, number: int, result: ToolResult) -> None:
-        """Pass the caller's answer to the shell's command.
-
-        Raises:
-            ServiceError: there is no such question.
-        """
+        """Pass the caller's answer to the shell's command. Raises ``ServiceError`` if there is no such question."""
         future = room.asked.get(number)
         if future is None or future.done():
             raise ServiceError(404, "unknown", f"nobody asked question {number}")
         future.set_result(result)
 
     async def files(self, room: Room) -> dict[str, str]:
-        """Return the folder's text files.
-
-        Raises:
-            ServiceError: the workspace is busy or lost.
-        """
+        """Return the folder's text files. Raises ``ServiceError`` if the workspace is busy or lost."""
         self._take(room)
         assert room.workspace is not None
         try:

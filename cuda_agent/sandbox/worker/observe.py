@@ -26,15 +26,7 @@ _NO_COMPUTING_TEXT = """
 """
 _NO_COMPUTING = frozenset(_NO_COMPUTING_TEXT.split())
 _FILLS = frozenset(("fill_", "zero_"))
-_HIDDEN_PRODUCTS = (
-    "rnn",
-    "lstm",
-    "gru",
-    "linalg",
-    "cdist",
-    "fft",
-    "quantized",
-)  # in names of uncounted operators
+_HIDDEN_PRODUCTS = ("rnn", "lstm", "gru", "linalg", "cdist", "fft", "quantized")  # in names of uncounted operators
 
 
 class _Mode(TorchDispatchMode):

@@ -55,11 +55,7 @@ class Backgrounds:
         self._started = 0
 
     def start(self, command: str) -> str:
-        """Start a command; return its id.
-
-        Raises:
-            ToolRefused: too many are running.
-        """
+        """Start a command; return its id. Raises ``ToolRefused`` if too many are running."""
         for name in [name for name, channel in self._channels.items() if self._ask(channel, _Request.STATE) is None]:
             self._forget(name)
         asked = {name: self._ask(channel, _Request.STATE) for name, channel in self._channels.items()}
@@ -79,19 +75,11 @@ class Backgrounds:
         return name
 
     def output(self, name: str) -> str:
-        """Return the command's new output and its state.
-
-        Raises:
-            ToolRefused: there is no such command.
-        """
+        """Return the command's new output and its state. Raises ``ToolRefused`` for an unknown command."""
         return self._told(name, _Request.OUTPUT)
 
     def kill(self, name: str) -> str:
-        """End the command; return the rest of its output.
-
-        Raises:
-            ToolRefused: there is no such command.
-        """
+        """End the command; return the rest of its output. Raises ``ToolRefused`` for an unknown command."""
         return self._told(name, _Request.KILL)
 
     @contextlib.contextmanager

@@ -258,12 +258,8 @@ _PARAMETERS: dict[str, dict[str, str]] = {  # a name that ends in "?" may be lef
 
 
 def checked(tool: str, arguments: Any, parameters: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return the arguments of a call with the right types. Text such as "3" and "true" counts as the number or truth
-    value it spells, because calls in XML carry text only.
-
-    Raises:
-        ToolRefused: names the wrong argument.
-    """
+    """Return the arguments of a call with the right types. Raises ``ToolRefused``, which names the wrong argument. Text
+    such as "3" and "true" counts as the number or truth value it spells, because calls in XML carry text only."""
     parameters = parameters or _PARAMETERS.get(tool)
     if parameters is None:
         raise ToolRefused(f"there is no tool {tool[:40]!r}")
