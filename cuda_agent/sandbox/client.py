@@ -1,6 +1,6 @@
-"""The sandbox as its callers see it: one interface, on this machine or on servers.
+"""Defines the sandbox's interface for callers: one for this machine and for servers.
 
-Not covered: how a verdict is made (``local``, ``judge``), and the servers themselves (``service``).
+Not covered: how a verdict is made (``local``, ``judge``), and the servers (``service``).
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from cuda_agent.tasks.task import Task
 
 
 class WorkFolder(Protocol):
-    """An open workspace, here or on a server."""
+    """An open workspace, on this machine or on a server."""
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult: ...
 
@@ -25,7 +25,7 @@ class WorkFolder(Protocol):
 
 
 class Sandbox(Protocol):
-    """What playing needs of the sandbox's client."""
+    """The methods of the sandbox that an environment calls."""
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick") -> Verdict: ...
 
@@ -35,5 +35,5 @@ class Sandbox(Protocol):
 
 
 def open_sandbox(config: SandboxConfig, cache: Path) -> LocalSandbox | RemoteSandbox:
-    """The sandbox that the configuration asks for: on ``sandbox.servers``, or on this machine."""
+    """Return the configured sandbox: on ``sandbox.servers`` if there are any, else on this machine."""
     return RemoteSandbox(config) if config.servers else LocalSandbox(config, cache)

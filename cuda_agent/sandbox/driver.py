@@ -1,8 +1,8 @@
-"""The CUDA driver through ctypes: what the judge and its workers need of ``libcuda``, and no more.
+"""Calls the CUDA driver through ctypes: the part of ``libcuda`` that the judge and its workers need.
 
-``python driver.py`` prints a device's architecture and identity as JSON, for a process that must not open it itself.
-The judge uses it without torch, a worker beside torch and in torch's context.  Handles and addresses are integers.
-Not covered: streams other than the default one, textures, graphs.
+``python driver.py`` prints a device's architecture and identity as JSON, for a process that must not open the device.
+The judge uses this module without torch; a worker uses it beside torch, in torch's context. Handles and addresses are
+integers. Not covered: streams other than the default one, textures, graphs.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ class DriverError(RuntimeError):
 
 
 class NoDevice(RuntimeError):
-    """There is no CUDA device that this process can use."""
+    """This process can use no CUDA device."""
 
 
 class _Location(ctypes.Structure):
@@ -37,7 +37,7 @@ class _Location(ctypes.Structure):
 
 
 class _Properties(ctypes.Structure):
-    """``CUmemAllocationProp``."""
+    """Mirrors ``CUmemAllocationProp``."""
 
     _fields_ = [
         ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", _Location),
@@ -93,7 +93,11 @@ def _address(value: int) -> ctypes.c_uint64:
 
 
 def open_device(index: int = 0) -> None:
-    """Make the device's primary context current in this thread.  ``NoDevice`` when there is none."""
+    """Make the device's primary context current in this thread.
+
+    Raises:
+        NoDevice: There is no driver or no device.
+    """
     try:
         _call("cuInit", 0)
         device, context = ctypes.c_int(), ctypes.c_void_p()
@@ -111,7 +115,7 @@ def attribute(which: int, device: int = 0) -> int:
 
 
 def architecture(device: int = 0) -> str:
-    """Such as ``sm_90a``: with the instructions that only this generation has, where there are any."""
+    """Return the architecture, such as ``sm_90a``: with the generation's own instructions where it has some."""
     major, minor = attribute(_MAJOR, device), attribute(_MINOR, device)
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
@@ -121,14 +125,14 @@ def l2_bytes() -> int:
 
 
 def memory_bytes() -> int:
-    """Of the whole device."""
+    """Return the total memory of the device in bytes."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     _call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
     return total.value
 
 
 def identity(device: int = 0) -> str:
-    """Name and driver: what a time depends on."""
+    """Return the names of device and driver, on which times depend."""
     name, version = ctypes.create_string_buffer(100), ctypes.c_int()
     _call("cuDeviceGetName", name, 100, device)
     _call("cuDriverGetVersion", ctypes.byref(version))
@@ -143,7 +147,7 @@ def synchronize() -> None:
 
 
 def allocate(size: int) -> int:
-    """Memory of this process alone."""
+    """Allocate ``size`` bytes of device memory, private to this process."""
     address = ctypes.c_uint64()
     _call("cuMemAlloc_v2", ctypes.byref(address), _size(max(size, 1)))
     return address.value
@@ -154,7 +158,7 @@ def free(address: int) -> None:
 
 
 def copy(target: int, source: int, size: int) -> None:
-    """Device to device, asynchronous."""
+    """Copy ``size`` bytes from device to device, asynchronously."""
     if size:
         _call("cuMemcpyDtoDAsync_v2", _address(target), _address(source), _size(size), None)
 
@@ -172,7 +176,7 @@ def write(address: int, content: bytes) -> None:
 
 
 def fill_words(address: int, word: int, count: int) -> None:
-    """``count`` 32-bit words, asynchronous."""
+    """Fill ``count`` 32-bit words, asynchronously."""
     if count:
         _call("cuMemsetD32Async", _address(address), ctypes.c_uint(word), _size(count), None)
 
@@ -183,17 +187,17 @@ def fill_bytes(address: int, value: int, count: int) -> None:
 
 
 def forget_persisting_lines() -> None:
-    """Lines of the L2 cache that a kernel asked to keep become ordinary ones.  Nothing on devices that keep none."""
+    """Turn the persisting lines of the L2 cache into ordinary ones. Does nothing on devices without them."""
     code = _library().cuCtxResetPersistingL2Cache()
     if code not in (0, _NOT_SUPPORTED):
         raise DriverError(code, "cuCtxResetPersistingL2Cache")
 
 
 class Shared:
-    """``size`` bytes of device memory with a descriptor for another process, mapped here."""
+    """Holds ``size`` bytes of device memory, mapped here, with a descriptor for another process."""
 
     def __init__(self, size: int, descriptor: int | None = None, access: int = READ_WRITE) -> None:
-        """Fresh memory; or, given a ``descriptor``, that of another process (``size`` as it was rounded there)."""
+        """Allocate memory, or map that of another process by its ``descriptor`` (``size`` as it was rounded there)."""
         properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, _Location(_ON_DEVICE, 0))
         granularity, self._handle = ctypes.c_size_t(), ctypes.c_uint64()
         _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(properties), 0)
@@ -233,7 +237,7 @@ class Module:
         _call("cuModuleLoadData", ctypes.byref(self._module), image)
 
     def function(self, name: str, shared: int = 0, wide_cluster: bool = False) -> ctypes.c_void_p:
-        """``shared``: bytes of dynamic shared memory it will be launched with."""
+        """Return a kernel. ``shared``: bytes of dynamic shared memory of its launches."""
         found = ctypes.c_void_p()
         _call("cuModuleGetFunction", ctypes.byref(found), self._module, name.encode())
         if shared > 48 << 10:
@@ -243,14 +247,14 @@ class Module:
         return found
 
     def constant(self, name: str) -> bytes:
-        """The content of a global variable."""
+        """Return the content of a global variable."""
         address, size = ctypes.c_uint64(), ctypes.c_size_t()
         _call("cuModuleGetGlobal_v2", ctypes.byref(address), ctypes.byref(size), self._module, name.encode())
         return read(address.value, size.value)
 
 
 class Launch:
-    """A prepared launch on the default stream.  ``arguments`` are ctypes values, kept alive here."""
+    """A prepared launch on the default stream. It keeps its ``arguments``, ctypes values, alive."""
 
     def __init__(
         self,
@@ -280,17 +284,17 @@ class Launch:
 
 
 def shared_memory_limit() -> int:
-    """Bytes of dynamic shared memory a block may ask for."""
+    """Return the most dynamic shared memory that a block may have, in bytes."""
     return attribute(_SHARED_OPTIN)
 
 
 def explain(error: DriverError) -> str:
-    """For the author of a kernel."""
+    """Explain an error to the author of a kernel."""
     return explain_code(error.code) or str(error)
 
 
 def explain_code(code: int) -> str:
-    """The same by ``CUresult``; empty when there is nothing to add."""
+    """Explain a ``CUresult`` to the author of a kernel; empty when the name says enough."""
     return {
         700: "a kernel accessed an illegal address (out of bounds, or a write to an input)",
         701: "a kernel needs more resources than a block can have (registers or shared memory)",

@@ -1,8 +1,8 @@
-"""The sandbox on this machine.
+"""Runs the sandbox on this machine.
 
-``LocalSandbox`` builds solutions, sends them to judge processes, and caches verdicts by content.  Builds run in
-parallel, times are taken alone.  An infrastructure fault is retried once in a fresh judge and is never charged to the
-candidate.  No code of a model runs in this process.
+``LocalSandbox`` builds solutions, sends them to judge processes, and caches verdicts by content. Builds run in
+parallel; times are taken one at a time. It retries an infrastructure fault once in a fresh judge and never charges it
+to the candidate. No code of a model runs in this process.
 """
 
 import asyncio
@@ -43,14 +43,14 @@ from cuda_agent.sandbox.workspace.client import Workspace, Workspaces
 from cuda_agent.tasks.task import Task
 
 _HERE = Path(__file__).parent
-_MOST_SPECS = 4096  # kept
-_JUDGING = ("build", "formats", "jail", "judge", "worker")  # rooms whose code a verdict depends on, beside this one's
+_MOST_SPECS = 4096  # kept in memory
+_JUDGING = ("build", "formats", "jail", "judge", "worker")  # folders whose code a verdict depends on, beside this one
 _THIS_ROOM = ("local.py", "judge_process.py", "messages.py", "wire.py", "driver.py")
 
 
 class LocalSandbox:
-    """An async context manager: starts the judges, and ends them.  ``cache`` is a folder that outlives runs; the
-    processes of this machine share it.
+    """Judges on this machine; an async context manager that starts and ends the judges. ``cache`` is a folder that
+    outlives runs; the processes of this machine share it.
 
     Raises:
         SandboxUnready: the cache or a temporary folder cannot be written, or the GPU or its compiler does not work.
@@ -92,20 +92,20 @@ class LocalSandbox:
         )  # fmt: skip
         count = min(2, os.cpu_count() or 1)
         if config.device == "cuda":
-            count = 1  # one exclusive judge a device
+            count = 1  # one exclusive judge per device
             kernels, identity = await self._device()
             settings = replace(settings, kernels=kernels, identity=identity)
         self._judges = []
         for number in range(count):
-            folder = self._scratch / f"judge-{number}"  # of its own: two judges prove their walls side by side
+            folder = self._scratch / f"judge-{number}"  # one per judge: judges prove their walls at the same time
             folder.mkdir()
             folder.chmod(0o711)
             self._judges.append(JudgeHandle(replace(settings, scratch=str(folder)), folder))
         return self
 
     async def _device(self) -> tuple[str, str]:
-        """The judge's built kernels, and the identity of the GPU.  A separate process asks the driver, because this one
-        forks."""
+        """Return the judge's built kernels and the identity of the GPU. A separate process asks the driver, because
+        this one forks."""
         program = [sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"]
         environment = os.environ | {"PYTHONPATH": str(_HERE.parents[1])}
         answer = await asyncio.to_thread(subprocess.run, program, capture_output=True, env=environment)
@@ -124,13 +124,13 @@ class LocalSandbox:
         """Prove that the walls stand and that the compiler works.
 
         Raises:
-            SandboxUnready: names what is missing.
+            SandboxUnready: names the missing part.
         """
         await asyncio.gather(*(judge.begin() for judge in self._judges))
         await self.prove_compiler()
 
     async def prove_compiler(self) -> None:
-        """Build a source that no cache holds.
+        """Build a source that is not in the cache.
 
         Raises:
             SandboxUnready: the compiler does not work.
@@ -158,7 +158,7 @@ class LocalSandbox:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick", again: bool = False) -> Verdict:
-        """The verdict of ``solution``.  ``again``: measure anew and ignore the cache.
+        """Return the verdict of ``solution``. With ``again`` it ignores the cache and measures anew.
 
         Raises:
             TaskError: the task itself cannot be run.
@@ -175,7 +175,7 @@ class LocalSandbox:
             except (JudgeLost, OSError) as lost:  # OSError: a full disk, a cache that cannot be written
                 verdict = self._refusal(solution, mode, "infra", str(lost))
             if verdict.status != "infra":
-                with contextlib.suppress(OSError):  # the verdict counts without the cache, too
+                with contextlib.suppress(OSError):  # the verdict is valid even if it cannot be cached
                     await asyncio.to_thread(_write_json, file, verdict.to_json())
                 break
         return verdict
@@ -224,18 +224,19 @@ class LocalSandbox:
         return verdict
 
     async def _prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
-        """Build the solution; returns the request that the worker loads.  Raises as ``SolutionFormat.build``."""
+        """Build the solution; return the request for the worker's loader. Raises the errors of
+        ``SolutionFormat.build``."""
         format = FORMATS[solution.format]
         load = await format.build(solution.files, spec, Toolchain(self._builder, self._architecture))
         return load | {"environment": dict(format.environment.get(self.config.device, {}))}
 
     async def _place(self, task: Task, solution: Solution) -> dict[str, Any]:
-        """Run the first pass, or find it in the cache; returns where its results lie.  Raises ``FirstPassFailed``."""
+        """Run the first pass or find it in the cache; return where its results are. Raises ``FirstPassFailed``."""
         more = FORMATS[solution.format].environment.get(self.config.device)
         return asdict(await self._first_pass(task, solution.files, self._architecture, more))
 
     async def spec(self, task: Task) -> TaskSpec:
-        """Shapes, dtypes and plain values of a task.
+        """Return shapes, dtypes and plain values of a task.
 
         Raises:
             TaskError: the task cannot be run.
@@ -250,7 +251,7 @@ class LocalSandbox:
         return self._specs[task.digest]
 
     async def build(self, solution: Solution, spec: TaskSpec) -> str:
-        """Build a solution into the cache, without a judge; returns the compiler's message, empty on success."""
+        """Build a solution into the cache, without a judge; return the compiler's message, empty on success."""
         try:
             await self._prepare(solution, spec)
         except (SolutionError, builder.BuildError) as error:
@@ -258,12 +259,12 @@ class LocalSandbox:
         return ""
 
     def kill(self) -> None:
-        """End the judges at once and for good, without waiting for the verdicts under way."""
+        """End the judges at once and for good, without waiting for pending verdicts."""
         for judge in self._judges:
             judge.kill()
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
-        """Run a task without a solution.  ``Probe.error`` says what is wrong with the task."""
+        """Run a task without a solution. ``Probe.error`` describes a fault of the task."""
         request: ProbeRequest = {"task": _source(task), "compile": compile}
         for attempt in (1, 2):
             try:
@@ -280,17 +281,17 @@ class LocalSandbox:
         protected: frozenset[str],
         commands: Callable[[str, list[str], dict[str, str]], Awaitable[ToolResult]],
     ) -> AsyncIterator[Workspace]:
-        """A jailed work folder; see ``workspace``."""
+        """Open a jailed work folder; see ``workspace``."""
         async with self._workspaces.open(files, protected, commands) as workspace:
             yield workspace
 
     @property
     def judges(self) -> int:
-        """How many tasks can be judged side by side."""
+        """Return how many tasks can be judged at the same time."""
         return len(self._judges)
 
     def judge_of(self, task: Task) -> int:
-        """The judge of a task, always the same one: it keeps the task prepared."""
+        """Return the index of the task's judge. It never changes, because that judge keeps the task prepared."""
         return int(task.digest, 16) % len(self._judges)
 
     def _judge(self, task: Task) -> "JudgeHandle":
@@ -314,7 +315,7 @@ def _source(task: Task) -> TaskSource:
 
 @lru_cache
 def _code_version() -> str:
-    """Hash of the code that judges: a verdict of other code is not this code's verdict."""
+    """Return the hash of the judging code. A cached verdict is valid for this code only."""
     digest = hashlib.sha256()
     files = [_HERE / name for name in _THIS_ROOM]
     files += [path for room in _JUDGING for path in (_HERE / room).iterdir()]

@@ -1,9 +1,9 @@
-"""What may be sent to the service: the shape and the limits of every request, and how a refusal looks.
+"""Defines the requests of the service, their limits, and the form of a refusal.
 
-A request is JSON of at most ``BODY_BYTES``; unknown keys, wrong types, text that is no Unicode, odd file names and deep
-nesting are refused here, before anything looks at them.  The limits keep one request inside one frame to the judge
-(``wire.FRAME_LIMIT``) even when every character is escaped.  Not covered: what a solution or a task says, which is the
-sandbox's to judge.
+A request is JSON of at most ``BODY_BYTES``. Unknown keys, wrong types, invalid Unicode, unsafe file names and deep
+nesting are refused here, before any other code reads them. The limits keep one request inside one frame to the judge
+(``messages.FRAME_LIMIT``) even when every character is escaped. Not covered: the content of a solution or a task, which
+the sandbox judges.
 """
 
 import hashlib
@@ -32,22 +32,22 @@ from cuda_agent.sandbox.formats.plan import DTYPES
 from cuda_agent.sandbox.wire import Format, Mode, Solution, TaskSpec
 from cuda_agent.tasks.task import Task
 
-BODY_BYTES = 8 << 20  # of one request, as it is sent
+BODY_BYTES = 8 << 20  # of one request on the wire
 TASK_BYTES = 512 << 10
 SOLUTION_BYTES = 1 << 20  # of all files together
 MOST_FILES, MOST_NAME, MOST_DEPTH = 200, 200, 12
-NESTING = 16  # of a tool's arguments
+NESTING = 16  # levels in a tool's arguments
 PRIORITIES = 100
 _NAME = re.compile(r"[^\x00-\x1f\x7f/\\]+(/[^\x00-\x1f\x7f/\\]+)*")
 
-# What must agree between those who ask and those who answer: a verdict under other settings is another verdict.
+# Settings that client and server must share: under other settings a verdict differs.
 AGREED = (
     "device", "clock", "threads", "checks", "tolerance", "timed_calls", "build_seconds", "run_seconds", "memory_mb",
 )  # fmt: skip
 
 
 class ServiceError(Exception):
-    """A refusal, as it is sent: ``kind`` is for programs, ``where`` names the part of the request."""
+    """A refusal by the service: ``kind`` is for programs, ``where`` names the part of the request."""
 
     def __init__(self, status: int, kind: str, message: str, where: str = "", retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -68,7 +68,11 @@ def _text(limit: int) -> Any:
 
 
 def file_name(name: str) -> str:
-    """A relative path that stays inside its folder.  Raises ``ValueError``."""
+    """Check that a path is relative and stays inside its folder.
+
+    Raises:
+        ValueError: it is not such a path.
+    """
     name.encode()
     parts = name.split("/")
     if len(name) > MOST_NAME or len(parts) > MOST_DEPTH:
@@ -132,7 +136,7 @@ class Request(Body):
     settings: dict[str, str | int | float] = Field({}, max_length=len(AGREED))
 
     def key(self) -> str:
-        """Names the content of the request, whoever sends it and however urgent it is."""
+        """Return the digest of the request's content, without its sender and priority."""
         content = self.model_dump(exclude={"priority", "settings"})
         content.get("task", {}).pop("name", None)
         text = json.dumps([type(self).__name__, content], sort_keys=True)
@@ -201,7 +205,7 @@ Submission = Annotated[
 
 
 def _is_argument(item: Any, tensors: int) -> bool:
-    """``{"tensor": index}``, ``{"value": plain}`` or a list of those."""
+    """Whether ``item`` is ``{"tensor": index}``, ``{"value": plain}`` or a list of those."""
     if isinstance(item, list):
         return all(_is_argument(part, tensors) for part in item)
     if not isinstance(item, dict) or not item.keys() & {"tensor", "value"}:
@@ -238,8 +242,8 @@ class Answer(Body):
 
 
 def dumps(value: Any) -> bytes:
-    """JSON that everybody reads: ASCII, because a solution may hold half of a surrogate pair, and null for what is not
-    finite, such as an error beyond the range of its type."""
+    """Encode a value as portable JSON: ASCII, because a solution may hold half of a surrogate pair, and null for
+    numbers that are not finite, such as an error beyond the range of its type."""
     try:
         return json.dumps(value, allow_nan=False).encode()
     except ValueError:
@@ -255,7 +259,11 @@ def _finite(value: Any) -> Any:
 
 
 def agree(asked: dict[str, str | int | float], config: SandboxConfig) -> None:
-    """Raises ``ServiceError`` where the server's settings are not those that are asked for."""
+    """Check the client's settings against the server's.
+
+    Raises:
+        ServiceError: a setting differs or is unknown.
+    """
     for name, value in asked.items():
         if name not in AGREED:
             raise ServiceError(422, "malformed", f"{name[:40]!r} is none of {', '.join(AGREED)}", "settings")
@@ -266,7 +274,7 @@ def agree(asked: dict[str, str | int | float], config: SandboxConfig) -> None:
 
 
 def malformed(error: Any) -> ServiceError:
-    """The first mistake that pydantic found, without quoting what was sent."""
+    """Return a refusal with pydantic's first error, without quoting the request."""
     location = [str(part)[:60] for part in error["loc"]]
     while location and location[0] in ("body", "evaluate", "probe", "spec", "build"):
         location.pop(0)
@@ -274,8 +282,11 @@ def malformed(error: Any) -> ServiceError:
 
 
 def read_token(config: SandboxConfig, environment: Mapping[str, str]) -> str | None:
-    """The token of ``token_file``, else of the variable ``token_env``; ``None`` when neither is there.  Raises
-    ``ConfigError``."""
+    """Return the token of ``token_file``, else of the variable ``token_env``; ``None`` when neither is set.
+
+    Raises:
+        ConfigError: the file cannot be read, or the token is too weak.
+    """
     if config.token_file is not None:
         try:
             token = Path(config.token_file).read_text().strip()

@@ -1,11 +1,11 @@
-"""The sandbox on other machines: ``LocalSandbox``'s interface over any number of ``cuda-agent sandbox serve``.
+"""Runs the sandbox on servers: ``LocalSandbox``'s interface over any number of ``cuda-agent sandbox serve``.
 
-A task prefers one server (by rendezvous hashing of its digest), because a server keeps tasks prepared and baselines
-belong to one machine; a server that is full or gone is passed over until it said it would have room, or for a while.
-What was lost with a server, and what a server calls ``infra``, is tried elsewhere a bounded number of times; then the
-verdict is ``infra``.  A solution whose form is refused is the candidate's ``build_error``, a task's a ``TaskError``.
+Rendezvous hashing of the task's digest gives each task a preferred server, because a server keeps tasks prepared and
+baselines belong to one machine. The client skips a server that is full, until the time that the server names, or gone,
+for a while. It retries lost work and ``infra`` answers on other servers, at most ``ATTEMPTS`` times; then the verdict
+is ``infra``. A refused form of a solution is a ``build_error`` of the candidate, that of a task a ``TaskError``.
 
-Not covered: workspaces survive no server (``WorkspaceLost``, as when a local one dies), and nothing is judged here.
+Not covered: workspaces, which end with their server (``WorkspaceLost``, as on this machine), and judging.
 """
 
 import asyncio
@@ -29,32 +29,32 @@ from cuda_agent.sandbox.wire import Mode, Probe, Solution, Status, TaskSpec, Too
 from cuda_agent.sandbox.workspace.client import ARGUMENT_BYTES, Commands, WorkspaceLost
 from cuda_agent.tasks.task import Task
 
-ATTEMPTS = 4  # how often work that was begun is begun again elsewhere
-UNREACHABLE_SECONDS = 60.0  # without a server that answers or is ready: then it is ``infra``, or SandboxUnready
-FULL_SECONDS = 3600.0  # of waiting for room
+ATTEMPTS = 4  # how often started work is started again on another server
+UNREACHABLE_SECONDS = 60.0  # without an answering, ready server, until ``infra`` or SandboxUnready
+FULL_SECONDS = 3600.0  # the longest wait for a free slot
 _POLL_SECONDS = 20.0
-_SILENCE_SECONDS = 30.0  # a server that says nothing for so long beyond what was agreed is gone
-_JITTER = 0.3  # share of a wait by which it is stretched at random
-_LONGEST_REST = 15.0  # of a server that did not answer
+_SILENCE_SECONDS = 30.0  # a server that is silent this long after the agreed time counts as gone
+_JITTER = 0.3  # random extension of a wait, as a share of it
+_LONGEST_REST = 15.0  # seconds without requests after a server did not answer
 _JOB = frozenset({"id", "state", "result", "error"})
 _log = logging.getLogger("cuda_agent.sandbox")
 
 
 @dataclass
 class Server:
-    """One address in one of its roles, and what is known of it there."""
+    """One address in one role, with its last known state."""
 
     address: str
     rests_until: float = 0.0  # monotonic
     failures: int = 0  # in a row
-    workspaces: int = 0  # that we have open there
-    kind: str = ""  # of its last refusal
+    workspaces: int = 0  # open there by this client
+    kind: str = ""  # kind of its last refusal
     reason: str = "was not asked"
 
 
 class _Away(Exception):
-    """This server cannot take it: full, gone, draining, not ready, or without the role.  Nothing was begun there, and
-    nobody should ask again before ``until``."""
+    """This server cannot take the work: it is full, gone, draining, not ready, or lacks the role. Nothing was started
+    there; the client waits until ``until`` before it asks again."""
 
     def __init__(self, message: str, until: float) -> None:
         super().__init__(message)
@@ -62,7 +62,8 @@ class _Away(Exception):
 
 
 class _Lost(Exception):
-    """Begun, and gone with its server or failed there by our fault (``kind`` infra or unready); or nobody takes it."""
+    """Started work was lost with its server or failed there by a fault of the sandbox (``kind`` infra or unready), or
+    no server takes it."""
 
     def __init__(self, message: str, server: Server | None = None, kind: str = "lost") -> None:
         super().__init__(message)
@@ -70,7 +71,7 @@ class _Lost(Exception):
 
 
 class _Refused(Exception):
-    """What was asked is wrong, everywhere; ``where`` is the part of the request."""
+    """Every server would refuse this request; ``where`` is the wrong part of it."""
 
     def __init__(self, message: str, where: str) -> None:
         super().__init__(message)
@@ -82,12 +83,12 @@ class _OfCommands(Exception):
 
 
 class RemoteSandbox:
-    """An async context manager."""
+    """Judges on servers; an async context manager."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self.config = config
         addresses = [address.rstrip("/") for address in config.servers]
-        # Apart: a server that has no workspaces is none the worse for judging, and the other way round.
+        # Separate lists: a server that is full or unfit in one role may be free in the other.
         self.servers = [Server(address) for address in addresses]
         self.rooms = [Server(address) for address in addresses]
         self._settings = {name: getattr(config, name) for name in AGREED}
@@ -98,7 +99,7 @@ class RemoteSandbox:
             headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=httpx.Timeout(_POLL_SECONDS + _SILENCE_SECONDS, connect=5.0, pool=None),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            trust_env=False,  # a proxy that is meant for the internet does not reach a sandbox
+            trust_env=False,  # an internet proxy does not reach a sandbox
         )
         return self
 
@@ -106,8 +107,12 @@ class RemoteSandbox:
         await self._client.aclose()
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick", priority: int = 0) -> Verdict:
-        """The verdict of ``solution``.  Raises ``TaskError`` when the task itself cannot be run, ``SandboxUnready``
-        when no server is ready or they have other settings."""
+        """Return the verdict of ``solution``.
+
+        Raises:
+            TaskError: the task itself cannot be run.
+            SandboxUnready: no server is ready, or their settings differ.
+        """
         request = {
             "kind": "evaluate", "task": _task(task), "solution": {"format": solution.format, "files": solution.files},
             "mode": mode, "priority": priority,
@@ -117,14 +122,14 @@ class RemoteSandbox:
         except _Refused as refusal:
             if refusal.where.startswith("task") or len(task.code.encode(errors="replace")) > TASK_BYTES:
                 raise TaskError(str(refusal)) from None
-            if refusal.where and not refusal.where.startswith("solution"):  # of another version: nobody's fault here
+            if refusal.where and not refusal.where.startswith("solution"):  # another version's limits
                 raise SandboxUnready(f"a server refused {refusal.where}: {refusal}") from None
             return self._refusal("build_error", solution, mode, str(refusal))
         except _Lost as lost:
             return self._refusal("infra", solution, mode, str(lost))
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
-        """Run a task without a solution.  What is wrong with it is in ``Probe.error``."""
+        """Run a task without a solution. ``Probe.error`` describes a fault of the task."""
         try:
             return Probe.from_json(await self._ask({"kind": "probe", "task": _task(task), "compile": compile}, task))
         except _Refused as refusal:
@@ -133,7 +138,12 @@ class RemoteSandbox:
             return Probe(error=f"infrastructure: {lost}")
 
     async def spec(self, task: Task) -> TaskSpec:
-        """Shapes, dtypes and plain values of a task.  Raises ``TaskError``."""
+        """Return shapes, dtypes and plain values of a task.
+
+        Raises:
+            TaskError: the task cannot be run.
+            SandboxUnready: no server is ready.
+        """
         try:
             return TaskSpec.from_json(await self._ask({"kind": "spec", "task": _task(task)}, task))
         except _Refused as refusal:
@@ -145,7 +155,7 @@ class RemoteSandbox:
     async def workspace(
         self, files: dict[str, str], protected: frozenset[str], commands: Commands
     ) -> "AsyncIterator[RemoteWorkspace]":
-        """A jailed work folder on the server where we have the fewest.  Raises ``WorkspaceLost``."""
+        """Open a jailed work folder on the server where this client has the fewest. Raises ``WorkspaceLost``."""
         server, opened = await self._open({"files": files, "protected": sorted(protected)})
         server.workspaces += 1
         headers = {"X-Workspace-Owner": opened["owner"]}
@@ -160,8 +170,8 @@ class RemoteSandbox:
     # ------------------------------------------------------------------------------------------------------------- jobs
 
     async def _ask(self, request: dict[str, Any], task: Task) -> dict[str, Any]:
-        """The result of a job, from the first server that has one.  Raises ``_Refused``, ``_Lost``, ``TaskError`` or
-        ``SandboxUnready``."""
+        """Return the result of a job from the first server that completes it. Raises ``_Refused``, ``_Lost``,
+        ``TaskError`` or ``SandboxUnready``."""
         body = json.dumps(request | {"settings": self._settings}).encode()
         order = sorted(self.servers, key=lambda server: _weight(server.address, task.digest), reverse=True)
         failed: list[Server] = []
@@ -182,7 +192,7 @@ class RemoteSandbox:
         raise AssertionError
 
     async def _submit(self, body: bytes, order: list[Server], failed: list[Server]) -> tuple[Server, dict[str, Any]]:
-        """Hand the job to the first server that takes it; those that ``failed`` it come last."""
+        """Submit the job to the first server that takes it; servers in ``failed`` come last."""
         patience = _Patience()
         while True:
             server = await patience.choose(order, failed)
@@ -231,8 +241,8 @@ class RemoteSandbox:
     async def _send(
         self, server: Server, method: str, url: str, content: bytes | None = None, needs: frozenset[str] = _JOB
     ) -> dict[str, Any]:
-        """The answer of a server, which has the keys ``needs``.  Raises ``_Away``, with the server at rest;
-        ``_Refused``; ``SandboxUnready``."""
+        """Return a server's answer, which has the keys ``needs``. Raises ``_Away`` (and lets the server rest),
+        ``_Refused``, or ``SandboxUnready`` when token or settings differ."""
         try:
             headers = {"Content-Type": "application/json"}
             response = await self._client.request(method, url, headers=headers, content=content)
@@ -262,7 +272,8 @@ class RemoteSandbox:
         raise self._away(server, kind, message, rest)
 
     def _away(self, server: Server, kind: str, reason: str, rest: float) -> _Away:
-        """A full server tells each who asks another time; the others may ask again at the earliest of them."""
+        """Mark a server as resting and return the exception. A full server gives each client another time, so the next
+        request may go out at the earliest of them."""
         now = time.monotonic()
         earliest = server.rests_until if kind == "full" and server.rests_until > now else now + rest
         server.kind, server.reason, server.rests_until = kind, f"{server.address}: {reason}", min(earliest, now + rest)
@@ -273,15 +284,15 @@ class RemoteSandbox:
 
 
 class _Patience:
-    """Chooses servers for one piece of work, and knows when to give up."""
+    """Chooses servers for one piece of work, and decides when to give up."""
 
     def __init__(self) -> None:
-        self._begun = self._hope = time.monotonic()  # hope: a server is there, only full
-        self.told: dict[str, float] = {}  # when which server said that this work may come back
+        self._begun = self._hope = time.monotonic()  # hope: last time that a server was at least full
+        self.told: dict[str, float] = {}  # the time that each server named for another attempt
 
     async def choose(self, order: list[Server], failed: list[Server]) -> Server:
-        """The first server in ``order`` that does not rest, one of those that did not fail if there is one; waits until
-        there is one.  Raises ``_Lost``, or ``SandboxUnready`` when servers answer and none can be used."""
+        """Return the first available server in ``order``, preferably none of ``failed``; wait if none is available.
+        Raises ``_Lost``, or ``SandboxUnready`` when servers answer and none can be used."""
         while True:
             now = time.monotonic()
             fresh = [server for server in order if server not in failed] or order
@@ -300,7 +311,8 @@ class _Patience:
 
 
 class RemoteWorkspace:
-    """One open workspace, as ``workspace.Workspace``.  Calls run one after the other."""
+    """One open workspace on a server, with the interface of ``workspace.client.Workspace``. Its calls run one after the
+    other."""
 
     def __init__(self, client: httpx.AsyncClient, path: str, headers: dict[str, str], commands: Commands) -> None:
         self._client, self._path, self._headers, self._commands = client, path, headers, commands
@@ -308,10 +320,10 @@ class RemoteWorkspace:
         self._timeout = httpx.Timeout(_SILENCE_SECONDS, pool=None)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Run a tool.  Exceptions of ``commands`` come through.
+        """Run a tool. Exceptions of ``commands`` pass through.
 
         Raises:
-            WorkspaceLost: the workspace died or hangs, or its server did.
+            WorkspaceLost: the workspace or its server died or hangs.
         """
         try:
             body = json.dumps({"tool": tool[:100], "arguments": dict(arguments)})
@@ -360,7 +372,7 @@ class RemoteWorkspace:
         response.raise_for_status()
 
     async def files(self) -> dict[str, str]:
-        """The folder's text files within the limits of ``workspace_files``.
+        """Return the folder's text files within the limits of ``workspace.files``.
 
         Raises:
             WorkspaceLost: as ``call``.
@@ -383,7 +395,7 @@ def _weight(address: str, digest: str) -> bytes:
 
 
 def _stretched(header: str) -> float:
-    """Seconds to wait, stretched at random so that not all come back at once."""
+    """Return the seconds to wait, extended at random so that clients do not return at the same time."""
     try:
         seconds = max(0.0, float(header))
     except ValueError:

@@ -16,7 +16,7 @@ Mode = Literal["quick", "strict"]
 Status = Literal["ok", "build_error", "wrong", "cheat", "timeout", "crash", "infra"]
 
 
-# What a forward of the published work folder may do with tensors: create them, view them, look at them.
+# Operators that ``forward`` of the published work folder may call: they create, view or inspect tensors.
 _ALLOWED_TEXT = """
     empty empty_like zeros zeros_like ones ones_like full full_like new_empty new_zeros new_ones new_full empty_strided
     __get__ size dim ndimension numel nelement stride storage_offset element_size data_ptr is_contiguous contiguous
@@ -25,21 +25,21 @@ _ALLOWED_TEXT = """
     requires_grad_ __repr__ __bool__ item dtype device shape
 """
 ALLOWED = frozenset(_ALLOWED_TEXT.split())
-# A delay of a timed chain crosses as a number of these (seconds).
+# Seconds: the unit in which the delay of a timed chain is sent.
 DELAY_UNIT = 16e-6
-# Kinds of inputs in strict mode, made by ``varying``.
+# Kinds of inputs in strict mode, made by ``worker.input_kinds``.
 KINDS = ("normal", "shifted", "ramp", "negative", "large", "sparse", "boundary")
-# Baselines of strict mode, as people call them.  Each is named with a precision, as ``baseline`` spells it.
+# Baselines of strict mode and their names in reports. ``baseline`` adds the precision.
 BASELINES = {"eager": "eager", "compile": "torch.compile", "max_autotune": "max-autotune"}
 
 
 def baseline(name: str, precision: str) -> str:
-    """``compile`` and ``tf32``: ``compile_tf32``."""
+    """Return the label of a baseline: ``compile`` and ``tf32`` give ``compile_tf32``."""
     return f"{name}_{precision}"
 
 
 def baseline_parts(label: str) -> tuple[str, str]:
-    """The inverse of ``baseline``: name and precision."""
+    """Split a label of ``baseline`` into name and precision."""
     name, _, precision = label.rpartition("_")
     return name, precision
 
@@ -53,7 +53,7 @@ class Solution:
 
     @property
     def digest(self) -> str:
-        """sha256 over format and files, independent of their order."""
+        """Return the sha256 over format and files, independent of their order."""
         return hashlib.sha256(json.dumps([self.format, sorted(self.files.items())]).encode()).hexdigest()
 
 
@@ -108,7 +108,7 @@ class Verdict:
     mode: Mode
     device: str  # "cpu" or "cuda"
     clock: Literal["real", "model"]
-    message: str = ""  # for the author of the solution: why it was refused, cut to what can be used
+    message: str = ""  # for the author of the solution: why it was refused, shortened
     seconds: float | None = None
     eager_seconds: float | None = None
     compile_seconds: float | None = None
@@ -125,8 +125,8 @@ class Verdict:
     peak_bytes_per_second: float | None = None  # of the device's memory
     peak_flops: float | None = None  # a second, of the device in the arithmetic of the solution
     ran: list[Ran] = field(default_factory=list)  # in one call; empty: not observed
-    advice: list[str] = field(default_factory=list)  # what static rules and ``ran`` give to think about; no refusal
-    advisory: bool = False  # the solution's own Python ran free: what it computed with is not known
+    advice: list[str] = field(default_factory=list)  # hints from static rules and ``ran``; no refusal
+    advisory: bool = False  # the solution's Python ran unchecked: its operators are not known
     untimed: str = ""  # why no time was taken, where the format has none on this device
 
     @property
@@ -150,7 +150,7 @@ class Verdict:
         return self.compile_seconds / self.seconds if self.seconds and self.compile_seconds else None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, with what is derived from them."""
+        """Return the fields and the derived values."""
         return asdict(self) | {
             "reward": self.reward,
             "speedup_eager": self.speedup_eager,
@@ -159,13 +159,13 @@ class Verdict:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Verdict":
-        """The inverse of ``to_json``; derived fields are ignored."""
+        """Read the result of ``to_json``; derived values are ignored."""
         fields = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
         return cls(**(fields | {"ran": [Ran(**item) for item in data.get("ran", ())]}))
 
 
 def _faster(seconds: float | None, baseline: float | None) -> bool:
-    """More than 5 % faster: (baseline - seconds) / baseline > 0.05 (paper, Eq. 1)."""
+    """Whether it is more than 5 % faster: (baseline - seconds) / baseline > 0.05 (paper, Eq. 1)."""
     return seconds is not None and baseline is not None and seconds < 0.95 * baseline
 
 
@@ -177,7 +177,7 @@ class ToolResult:
     error: bool = False
 
 
-# How a worker says that untrusted code tried to start a program where none can be started.
+# Message of a worker when untrusted code tries to start a program where the jail allows none.
 NO_PROGRAMS = "no program can be started here"
 
 
@@ -190,7 +190,7 @@ class Tensor:
 
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements of memory from the first to the last of a tensor with these strides."""
+    """Return the number of elements from the first to the last of a tensor with these strides."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
@@ -249,5 +249,6 @@ class Probe:
 
 
 def printable(text: str) -> str:
-    """One line that can be shown: what untrusted code says must not clear a terminal or look like lines of ours."""
+    """Return one line that is safe to print: untrusted text must not clear a terminal or imitate the sandbox's own
+    lines."""
     return "".join(c if c.isprintable() else " " for c in text)

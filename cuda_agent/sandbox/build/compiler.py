@@ -1,11 +1,11 @@
-"""One run of a compiler in the jail; and one that was started ahead, before anybody knew its source.
+"""Runs a compiler in the jail, on demand or started ahead of its source.
 
-Most of what g++ does for a small kernel does not depend on the kernel: starting in the jail, reading the precompiled
-standard headers.  A ``Waiting`` compiler has done that.  The program it compiles ends with the inclusion of a named
-pipe; whoever has a source writes its name there.  It is as jailed as any other compiler, serves one build, and has read
+Most of the work of g++ on a small kernel does not depend on the kernel: the start in the jail, and the precompiled
+standard headers. A ``Waiting`` compiler has done that work. Its program ends with the inclusion of a named pipe; the
+builder writes the name of the source there. It has the same jail as any other compiler, serves one build, and reads
 nothing untrusted before.
 
-Not covered: what is built and with which flags, where it goes, and what a failure means (``build``).
+Not covered: the sources, flags and targets of a build, and the meaning of a failure (``builder``).
 """
 
 import contextlib
@@ -24,17 +24,17 @@ from pathlib import Path
 
 from cuda_agent.sandbox.jail import jail
 
-_LOG_BYTES = 1 << 20  # of a compiler's messages that are looked at
-_MAIN, _SOURCE = "@main.cpp", "@source"  # no file of a solution is named like that: see ``build``
+_LOG_BYTES = 1 << 20  # bytes of a compiler's messages that are read
+_MAIN, _SOURCE = "@main.cpp", "@source"  # no file of a solution has such a name: see ``builder``
 _START_SECONDS = 10.0
 
 
 class Compiler:
-    """Started in ``work``, with whatever is there."""
+    """A compiler that runs in the folder ``work``."""
 
     def __init__(self, policy: jail.JailPolicy, command: Sequence[str], work: Path) -> None:
         environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "TMPDIR": str(work), "HOME": str(work)}
-        # What the compiler says goes to a file: the limit on files holds for it, too.
+        # The messages go to a file, so the limit on file sizes holds for them, too.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
@@ -50,7 +50,8 @@ class Compiler:
         return self._process.poll() is None
 
     def finish(self, seconds: float) -> tuple[int, str]:
-        """Its exit status, and what it said.  ``TimeoutError`` after ``seconds``.  Nothing of it is left either way."""
+        """Wait for the compiler; return its exit status and its messages. Its processes are gone afterwards. Raises
+        ``TimeoutError`` after ``seconds``."""
         with self._log:
             try:
                 ended = _ends(self._process, seconds)
@@ -62,7 +63,7 @@ class Compiler:
             return self._process.returncode, self._log.read(_LOG_BYTES).decode(errors="replace")
 
     def end(self) -> None:
-        """Kill it, with what it started."""
+        """Kill the compiler and all that it started."""
         if self._process.returncode is None:
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -72,7 +73,7 @@ class Compiler:
 
 
 def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Wait for a process.  ``Popen.wait`` sleeps in longer and longer steps, and finds out a third later."""
+    """Wait for a process. ``Popen.wait`` polls in growing steps and returns up to a third too late."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:  # not in every kernel
@@ -88,9 +89,9 @@ def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
 
 
 class Waiting(Compiler):
-    """``command``: the compiler and its flags, to which the program's name is added, and then ``last``; ``header``:
-    what it reads at once.  It owns the folder ``work``.  It is made when it waits for its source, and ``OSError`` says
-    that it does not get there."""
+    """A compiler that waits for its source in the folder ``work``, which it owns. ``command``: the compiler and its
+    flags; the program's name and then ``last`` follow. ``header``: the header that it reads at once. Raises
+    ``OSError`` if the compiler ends before it waits."""
 
     def __init__(
         self, policy: jail.JailPolicy, command: Sequence[str], work: Path, header: str, last: Sequence[str] = ()
@@ -107,7 +108,7 @@ class Waiting(Compiler):
             raise
 
     def _opened(self) -> int:
-        """The writing end, which can be opened when there is a reader.  Held until ``go``: closed, it is the end of the
+        """Open the pipe for writing once the compiler reads it. Keep it open until ``go``: closing it ends the
         source."""
         deadline = time.monotonic() + _START_SECONDS
         while self.alive and time.monotonic() < deadline:
@@ -120,8 +121,8 @@ class Waiting(Compiler):
         raise OSError(errno.ECHILD, "a compiler that was started ahead does not wait for its source")
 
     def go(self, unit: str) -> None:
-        """Compile ``unit``, a file that is in ``work`` by now."""
-        os.unlink(self.work / _SOURCE)  # nobody else waits for a second source
+        """Compile ``unit``, a file in ``work``."""
+        os.unlink(self.work / _SOURCE)  # only this compiler reads the pipe, and only once
         try:
             os.write(self._pipe, f'#include "{unit}"\n'.encode())
         finally:
@@ -129,7 +130,7 @@ class Waiting(Compiler):
             self._pipe = -1
 
     def discard(self) -> None:
-        """End it, and remove its folder."""
+        """End the compiler and remove its folder."""
         self.end()
         self._log.close()
         if self._pipe >= 0:
@@ -139,8 +140,8 @@ class Waiting(Compiler):
 
 
 class CompilerPool:
-    """Keeps one compiler started ahead.  They are children of one thread, since a jailed process ends with the thread
-    that started it."""
+    """Keeps one compiler started ahead. All compilers start from one thread, because a jailed process ends with the
+    thread that started it."""
 
     def __init__(self, start: Callable[[], Waiting]) -> None:
         self._start = start
@@ -150,20 +151,20 @@ class CompilerPool:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Begin to start one, unless that is done."""
+        """Start a compiler in the background, unless one is ready or starting."""
         with self._lock:
             if self._next is None and not self._closed:
                 self._next = self._thread.submit(self._start)
 
     def take(self) -> Waiting:
-        """The caller discards it.  ``OSError`` when none can be started."""
+        """Return a waiting compiler, which the caller discards. Raises ``OSError`` if none can be started ahead."""
         for _ in (1, 2):
             with self._lock:
                 following, self._next = self._next, None
             waiting = (following or self._thread.submit(self._start)).result()
             if waiting.alive:
                 return waiting
-            waiting.discard()  # somebody ended it while nobody watched
+            waiting.discard()  # it was killed while it waited
         raise OSError(errno.ECHILD, "compilers that were started ahead end by themselves")
 
     def close(self) -> None:

@@ -1,12 +1,12 @@
-"""Limits by control group, where this process may write one: the kernel then holds a worker to its memory and to its
-number of tasks, however fast it grows.
+"""Limits a worker's memory and number of tasks with a control group, where this process may create one.
 
-Both versions of control groups.  Version 1: a group below this process's own, in the hierarchies of memory and pids.
-Version 2: below its own group or, where that one holds processes and so cannot have children with limits, beside it
-(systemd: ``Delegate=yes`` with ``DelegateSubgroup=``).  Where neither can be written, as in a restricted pod or by an
-ordinary user, there is none, and the judge's watchdog (``processes``) is alone.
+The kernel enforces these limits however fast a worker grows. Both versions of control groups work. Version 1: a group
+below this process's own, in the hierarchies of memory and pids. Version 2: below its own group or, where that one holds
+processes and so cannot have children with limits, beside it (systemd: ``Delegate=yes`` with ``DelegateSubgroup=``).
+Where neither is writable, as in a restricted pod or for an ordinary user, only the judge's watchdog (``processes``)
+limits the worker.
 
-Not covered: processor time, and what the judge itself uses.
+Not covered: processor time, and the judge's own use.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ import os
 import time
 from pathlib import Path
 
-PREFIX = "cuda-agent-worker-"  # then the judge's parent, the judge, and a number
+PREFIX = "cuda-agent-worker-"  # followed by the ids of the judge's parent and the judge, and a number
 _ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_GONE_SECONDS = 1.0  # for the kernel to let go of a group whose processes were killed
+_GONE_SECONDS = 1.0  # for the kernel to release a group after its processes were killed
 
 
 class ControlGroup:
-    """The limits of one worker."""
+    """The control group of one worker."""
 
     def __init__(self, folders: dict[str, Path], version: int) -> None:
         self._folders = folders
@@ -32,7 +32,7 @@ class ControlGroup:
             (folder / "cgroup.procs").write_text(str(pid))
 
     def killed(self) -> bool:
-        """Whether the kernel ended a process in it for want of memory."""
+        """Whether the kernel killed one of its processes for lack of memory."""
         file = "memory.events" if self._version == 2 else "memory.oom_control"
         with contextlib.suppress(OSError, ValueError):
             for line in (self._folders["memory"] / file).read_text().splitlines():
@@ -41,7 +41,7 @@ class ControlGroup:
         return False
 
     def close(self) -> None:
-        """Remove it, once its processes are gone."""
+        """Remove the group once its processes are gone."""
         for folder in {*self._folders.values()}:
             deadline = time.monotonic() + _GONE_SECONDS
             while not _removed(folder) and time.monotonic() < deadline:
@@ -49,7 +49,7 @@ class ControlGroup:
 
 
 class Groups:
-    """Where groups of workers are made: a folder for each controller."""
+    """Creates the groups of workers in one folder per controller."""
 
     def __init__(self, places: dict[str, Path], version: int) -> None:
         self._places = places
@@ -74,7 +74,7 @@ class Groups:
 
 
 def find(root: Path = _ROOT, own: Path = _OWN) -> Groups | None:
-    """Where this process may make groups with limits of memory and tasks; None: nowhere."""
+    """Return where this process may create groups with limits of memory and tasks; None if nowhere."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -83,7 +83,7 @@ def find(root: Path = _ROOT, own: Path = _OWN) -> Groups | None:
     for _, controllers, path in lines:
         for controller in {*controllers.split(",")} & {"memory", "pids"}:
             place = root / controller / path.lstrip("/")
-            if not place.is_dir():  # inside a container the mount may show the own group only
+            if not place.is_dir():  # inside a container the mount may show only this process's group
                 place = root / controller
             places[controller] = place
     if len(places) == 2 and all(_makes(place) for place in places.values()):
@@ -100,7 +100,7 @@ def find(root: Path = _ROOT, own: Path = _OWN) -> Groups | None:
 
 
 def _switched_on(place: Path) -> bool:
-    """Whether children of this group have limits of both kinds; switches them on where that is possible."""
+    """Whether children of this group have both limits; enable them where possible."""
     switch = place / "cgroup.subtree_control"
     with contextlib.suppress(OSError):
         if not {"memory", "pids"} <= {*switch.read_text().split()}:
@@ -129,7 +129,7 @@ def _removed(folder: Path) -> bool:
 
 
 def _sweep(place: Path) -> None:
-    """Groups of judges that were killed: empty, as their workers ended with them."""
+    """Remove the groups of killed judges. They are empty, because workers end with their judge."""
     for folder in place.glob(f"{PREFIX}*"):
         pid = folder.name.removeprefix(PREFIX).split("-")[1]
         if not Path(f"/proc/{pid}").exists():

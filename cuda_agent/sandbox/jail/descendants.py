@@ -1,6 +1,6 @@
-"""The processes below a process, as the kernel lists them.  Standard library only: both sides of the jail use it.
+"""Lists the descendants of a process from the kernel's tables. Standard library only: both sides of the jail use it.
 
-Not covered: those that left, because their parent died and nobody on the way up is a subreaper.
+Not covered: orphans that were reparented outside because no ancestor is a subreaper.
 """
 
 import contextlib
@@ -9,8 +9,8 @@ from collections.abc import Set
 
 
 def descendants(pid: int, without: Set[int] = frozenset(), most: int = 1 << 22) -> set[int]:
-    """Children, theirs, and so on, dead ones that nobody waited for included; not those in ``without``, nor what is
-    below them.  Stops soon when there are more than ``most``.  Empty where the kernel keeps no such lists."""
+    """Return all descendants of ``pid``, zombies included, except those in ``without`` and their descendants. Stop soon
+    after ``most``. Empty where the kernel keeps no such lists."""
     found: set[int] = set()
     unread = [pid]
     while unread and len(found) <= most:

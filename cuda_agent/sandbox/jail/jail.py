@@ -1,13 +1,12 @@
-"""The jail: walls that a process closes around itself before it runs anything untrusted.
+"""Closes a process's jail before it runs untrusted code.
 
-``enter`` needs no privilege: no_new_privs, Landlock (files, TCP, and where the kernel's version has them device ioctls,
-signals and abstract sockets), a seccomp filter, resource limits, death with the parent.  When it is entered as root it
-also moves to a user of its own.  ``prove`` attacks every wall from inside a real jailed child.  The module runs as a
-script too (``python jail.py POLICY PROGRAM ...``): that is how compilers and shells are started inside the walls.
+``enter`` needs no privilege: it sets no_new_privs, Landlock (files, TCP, and by kernel version device ioctls, signals
+and abstract sockets), a seccomp filter, resource limits, and death with the parent. As root it also changes to a
+separate user. ``prove`` attacks every wall from inside a jailed child. The module is also a script that starts
+compilers and shells inside the walls: ``python jail.py POLICY PROGRAM ...``.
 
-Standard library only.  What it does not cover: memory and thread overruns of a user that limits do not bind (the
-watchdogs of those who start workers do), side channels, bugs of the kernel itself.  There is no network, process or
-user namespace: restricted pods do not grant them.
+Standard library only. Not covered: memory and threads of a user that limits do not bind (watchdogs handle those), side
+channels, and bugs of the kernel. It uses no network, process or user namespace: restricted pods do not grant them.
 """
 
 import ctypes
@@ -31,10 +30,10 @@ SYSTEM_READ = (
     "/sys/devices/system/clocksource",
 )  # fmt: skip
 SYSTEM_EXECUTE = ("/usr", "/bin", "/lib", "/lib64")
-# Python, and where its packages lie: a path file may name a folder that is not below Python's own.
+# Python and its packages: a path file may name a folder outside of Python's own.
 PYTHON = tuple(dict.fromkeys([sys.prefix, sys.base_prefix, *(p for p in sys.path if p.endswith("-packages"))]))
 _FIRST_UID = (
-    1_000_000  # a worker's own user is this plus its process id: nobody else's, so its process limit is its own
+    1_000_000  # a worker's user id is this plus its process id: unique, so no other process counts toward its limit
 )
 
 
@@ -46,29 +45,29 @@ class JailError(RuntimeError):
 
 @dataclass(frozen=True)
 class JailPolicy:
-    """What stays open.  Paths that do not exist are skipped; folders include what lies below them."""
+    """The access that the jail leaves open. Paths that do not exist are skipped; folders include their contents."""
 
     read: tuple[str, ...] = SYSTEM_READ
-    write: tuple[str, ...] = ()  # also readable; handed to the own user where there is one
+    write: tuple[str, ...] = ()  # also readable; given to the separate user where there is one
     execute: tuple[str, ...] = ()  # empty: neither new programs nor new processes, threads only
-    memory_mb: int = 2048  # private writable memory on top of what the process has already; 0: no limit
-    processes: int = 64  # processes and threads of the own user
+    memory_mb: int = 2048  # private writable memory beyond the current use; 0: no limit
+    processes: int = 64  # processes and threads of the separate user
     file_mb: int = 64  # largest file it may write
     cpu_seconds: int = 600
-    one_group: bool = False  # whatever it starts stays in its process group, and so can be ended at one stroke
+    one_group: bool = False  # its children stay in its process group, so one signal ends them all
     own_user: bool = True  # as root: change to an ordinary user
-    read_any: bool = False  # own user: let Landlock alone decide what can be read (Python may live in a closed home)
+    read_any: bool = False  # separate user: Landlock alone decides about reading (Python may be in a closed home)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "JailPolicy":
-        """The inverse of ``asdict`` and JSON, which turns tuples into lists."""
+        """Read the result of ``asdict`` from JSON, which turns tuples into lists."""
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
         return cls(**fields)
 
 
 def enter(policy: JailPolicy) -> None:
-    """Close the walls around the calling process.  Irreversible.  Raises ``JailError``.  Threads that it has already
-    (the CUDA driver's) get the user and the seccomp filter, but Landlock does not bind them."""
+    """Close the walls around the calling process, for good. Existing threads (the CUDA driver's) get the user and the
+    seccomp filter, but not Landlock. Raises ``JailError``."""
     parent = os.getppid()
     _limits(policy)
     if policy.own_user and os.geteuid() == 0:
@@ -82,21 +81,21 @@ def enter(policy: JailPolicy) -> None:
 
 
 def narrow(policy: JailPolicy) -> None:
-    """Inside a jail, a smaller one for what is started next: fewer paths, and no signals to those who stay outside.
-    The other walls are inherited.  Irreversible.  Raises ``JailError``."""
+    """Close a smaller jail inside a jail, for good: fewer paths, and no signals to processes outside. The other walls
+    are inherited. Raises ``JailError``."""
     _landlock(policy)
 
 
 def command(policy: JailPolicy, program: Iterable[str]) -> list[str]:
-    """The argument list that runs ``program`` in the jail; environment, folder and descriptors are the caller's."""
+    """Return the argument list that runs ``program`` in the jail; the caller sets environment and descriptors."""
     return [sys.executable, "-I", "-S", __file__, json.dumps(asdict(policy)), *program]
 
 
 def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
-    """Attack every wall from a jailed child.  Returns what failed of the walls that are not required (name -> what got
-    through), and raises ``JailError`` naming the first required wall that is missing.  ``folder``: where a canary file
-    may be written for the child to steal."""
-    import subprocess  # only here: a launch pays for every import of this module
+    """Attack every wall from a jailed child; return the failed walls that are not required, with what got through.
+    ``folder``: place of a canary file for the child to steal. Raises ``JailError``, which names the first failed
+    required wall."""
+    import subprocess  # imported here, because every import slows down each jailed start
 
     unknown = set(required) - set(WALLS)
     if unknown:
@@ -121,7 +120,7 @@ def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
 
 
 def require(breaches: dict[str, str], required: Iterable[str]) -> None:
-    """``JailError`` naming the first required wall that something got through."""
+    """Raise ``JailError`` for the first required wall that an attack got through."""
     for wall in required:
         if wall in breaches:
             raise JailError(f"the wall {wall!r} is missing: a jailed process {breaches[wall]}")
@@ -176,7 +175,7 @@ def _become_own_user(policy: JailPolicy) -> None:
             _libc_call("prctl", _PR_SET_KEEPCAPS, 1, 0, 0, 0)
         os.setresuid(uid, uid, uid)
     except OSError:
-        return  # a user namespace that maps few ids; the proof reports the missing wall
+        return  # a user namespace with few ids; the proof reports the missing wall
     if policy.read_any:
         header = (ctypes.c_uint32 * 2)(0x20080522, 0)
         bit = 1 << _CAP_DAC_READ_SEARCH
@@ -199,7 +198,7 @@ _ON_FILES = _FILE_EXECUTE | _FILE_WRITE | _FILE_READ | _TRUNCATE | _IOCTL_DEV
 
 
 def landlock_abi() -> int:
-    """The kernel's Landlock version, 0 without Landlock."""
+    """Return the kernel's Landlock version, 0 without Landlock."""
     return max(0, int(_libc.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
@@ -297,7 +296,7 @@ _OF_A_PROCESS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_
 _SPECIAL = {"clone", "clone3", "kill", "tgkill", "tkill", "prctl", "fork", "vfork", "execve", "execveat", "setpriority"}
 _OF_GROUPS = {"setsid", "setpgid"}
 _SPECIAL |= set(_OF_A_PROCESS) | _OF_GROUPS
-# Landlock does not look at these: without a user of its own, a worker could lock the judge out of its own files.
+# Landlock does not restrict these: under the judge's user, a worker could change the modes of the judge's files.
 _OF_FILES = {
     "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "utime", "utimes", "futimesat",
     "utimensat", "setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr",
@@ -312,8 +311,8 @@ _Instruction = tuple[int, int, int, int]  # opcode, jump if true, jump if false,
 
 
 def filter_program(machine: str, processes: bool, pid: int, one_group: bool = False) -> list[_Instruction]:
-    """The filter: everything is allowed but what is listed.  ``processes``: may fork and run programs (a shell, a
-    compiler); otherwise threads only, and signals to itself (``pid``) only."""
+    """Return a seccomp filter that allows everything except the listed calls. ``processes``: it may fork and run
+    programs (a shell, a compiler); otherwise threads only, and signals to itself (``pid``) only."""
     numbers = _NUMBERS[machine]
     refuse = (_RETURN, 0, 0, _REFUSE | errno.EPERM)
     program: list[_Instruction] = [
@@ -332,15 +331,15 @@ def filter_program(machine: str, processes: bool, pid: int, one_group: bool = Fa
     for name in numbers:
         if name not in _SPECIAL or (name == "setsid" and one_group):
             on(name, refuse)
-    if one_group:  # ninja gives each compiler a group, and gives up where it cannot: it hears that it could
+    if one_group:  # ninja fails if it cannot set a group for each compiler, so the call only pretends to succeed
         on("setpgid", (_RETURN, 0, 0, _REFUSE | 0))
     on("clone3", (_RETURN, 0, 0, _REFUSE | errno.ENOSYS))  # its flags are behind a pointer; libc falls back to clone
     allow = (_RETURN, 0, 0, _ALLOW)
     flags = (_LOAD, 0, 0, _ARG0)
     on("prctl", flags, (_EQUAL, 1, 0, _PR_SET_SECCOMP), (_EQUAL, 0, 1, _PR_SET_PDEATHSIG), refuse, allow)
-    if not processes:  # more processors than were given to it would make it faster than what it is compared with
+    if not processes:  # more processors would be an unfair advantage over the baselines
         on("sched_setaffinity", refuse)
-    for name in _OF_A_PROCESS:  # of oneself only: another process of the same user could be starved or killed
+    for name in _OF_A_PROCESS:  # on itself only: otherwise it could starve or kill another process of the user
         on(name, flags, (_EQUAL, 0, 1, 0), allow, refuse)
     on("setpriority", flags, (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, _ARG1), (_EQUAL, 0, 1, 0), allow, refuse)
     if processes:
@@ -376,7 +375,7 @@ def _seccomp(processes: bool, one_group: bool) -> None:
 
 
 def _attacks(canary: str, parent: int) -> dict[str, str]:
-    """Runs inside the jail: what got through, by wall."""
+    """Run the attacks inside the jail; return what got through, by wall."""
     import socket
 
     breaches: dict[str, str] = {}

@@ -1,8 +1,7 @@
-"""The judge's handle of an untrusted process, with its watchdog.
+"""Controls an untrusted process from the judge, with a watchdog.
 
-The judge waits for a worker in steps of 20 ms and looks at it between them.  It kills a worker that overruns its time,
-memory or threads; nothing depends on the worker's cooperation.  Not covered: what is asked of a worker, and what its
-answers mean.
+The judge waits for a worker in steps of 20 ms and checks it after each. It kills a worker that exceeds its time, memory
+or threads, without the worker's cooperation. Not covered: the content of requests and answers.
 """
 
 import contextlib
@@ -24,14 +23,14 @@ from cuda_agent.sandbox.jail.warm_parent import WarmParent
 from cuda_agent.sandbox.messages import Reply, WorkerOperation, WorkerOptions, receive_frame, send_frame
 from cuda_agent.sandbox.wire import printable
 
-_STEP_MS = 20  # how often a worker that is waited for is looked at
+_STEP_MS = 20  # time between two checks of a worker
 _MOST_THREADS = 64
-_GROUP_MB = 64  # beside a worker's own memory: what the kernel keeps for it, and cached files
-_MOST_PROCESSES = 48  # below a worker that may start some: less than root's workers may have, and for everybody
+_GROUP_MB = 64  # beyond a worker's own memory: the kernel's structures and cached files
+_MOST_PROCESSES = 48  # descendants of a worker that may start some; holds for all users, and is below root's limit
 _START_SECONDS = 30.0
-_STOP_SECONDS = 1.0  # until a process that was told to stop counts as one that cannot be
-_END_SECONDS = 0.2  # for the threads of a process that was killed
-_IDLE_NS = 200_000  # a thread that worked less was only started
+_STOP_SECONDS = 1.0  # until a process that does not stop counts as unstoppable
+_END_SECONDS = 0.2  # for the threads of a killed process to end
+_IDLE_NS = 200_000  # a thread with less processor time has not worked yet
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -39,7 +38,7 @@ class WorkerDied(Exception):
     """The worker is gone.
 
     Attributes:
-        reason: timeout, memory, threads, processes, disk, crash, protocol, or killed (a SIGKILL not sent here).
+        reason: timeout, memory, threads, processes, disk, crash, protocol, or killed (a SIGKILL from elsewhere).
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -48,25 +47,25 @@ class WorkerDied(Exception):
 
 
 class NotStarted(RuntimeError):
-    """A worker ended before it had closed its walls.  Nothing untrusted had run: the fault is never a candidate's."""
+    """A worker ended before it closed its walls. No untrusted code had run, so it is an infrastructure fault."""
 
 
 class WorkerError(Exception):
     """The untrusted code raised an error; the worker lives.
 
     Attributes:
-        cheat: whether the code broke a rule that the worker knows.
+        cheat: whether the code broke a rule that the worker checks.
     """
 
     cheat = False
 
 
 class JailedProcess:
-    """One jailed process and its private folder.  It serves once ``wait_started`` has returned.
+    """A jailed process and its private folder. It serves once ``wait_started`` has returned.
 
     Attributes:
-        seconds: time that may still be spent waiting for its answers; set before each request.
-        alive: whether it has not been killed here.
+        seconds: remaining time to wait for its answers; set before each request.
+        alive: whether this object has not killed it.
     """
 
     def __init__(
@@ -79,16 +78,16 @@ class JailedProcess:
         groups: Groups | None = None,
         overrun: "Callable[[JailedProcess], str] | None" = None,
     ) -> None:
-        """Fork it.
+        """Fork the process.
 
         Args:
             parent: forks and reaps it.
-            options: what it is to be.
+            options: its role and settings.
             policy: its jail.
-            memory_mb: limit of its private memory, beyond what it has once started.
+            memory_mb: limit of its private memory beyond that at its start.
             home: its folder; removed with it.
-            groups: where its control group is made; None: the watchdog alone limits it.
-            overrun: a further look of the watchdog; returns the reason to kill it, or nothing.
+            groups: creates its control group; None: only the watchdog limits it.
+            overrun: a further check of the watchdog; returns the reason to kill it, or an empty string.
         """
         self._overrun = overrun
         self._parent = parent
@@ -96,7 +95,7 @@ class JailedProcess:
         self._home = home
         self._forks = policy.one_group
         self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(5.0)  # for one frame: one that stops in the middle is none
+        self._socket.settimeout(5.0)  # for one frame: an incomplete frame is invalid
         self.seconds = 0.0
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
@@ -108,7 +107,7 @@ class JailedProcess:
         self.alive = True
         self._private = 1 << 60
         self._group: ControlGroup | None = None
-        if groups:  # it waits for its first request: nothing untrusted has run
+        if groups:  # it waits for its first request: no untrusted code has run
             tasks = _MOST_PROCESSES * 8 if self._forks else 2 * _MOST_THREADS
             try:
                 self._group = groups.make(memory_mb + _GROUP_MB, tasks)
@@ -118,7 +117,7 @@ class JailedProcess:
                 raise
 
     def wait_started(self) -> None:
-        """Block until its walls are closed.  Nothing untrusted has run then.
+        """Block until its walls are closed. No untrusted code has run then.
 
         Raises:
             NotStarted: it ended before.
@@ -131,12 +130,12 @@ class JailedProcess:
         self._private = self._private_bytes()
 
     def hand_over(self, file: Path, name: str) -> str:
-        """Make a file of the trusted cache readable below the worker's folder; returns its path there."""
+        """Make a file of the trusted cache readable below the worker's folder; return its path there."""
         place = self._home / f"{name}{file.suffix}"
-        place.unlink(missing_ok=True)  # a copy would go through the link, into the cache
+        place.unlink(missing_ok=True)  # a copy would follow the link and write to the cache
         try:
             os.link(file, place)
-        except OSError:  # another file system
+        except OSError:  # on another file system
             shutil.copyfile(file, place)
         return str(place)
 
@@ -155,15 +154,15 @@ class JailedProcess:
         return self._answer()
 
     def timed(self, operation: WorkerOperation, slot: int, extra: int = 0) -> tuple[float, Any]:
-        """Seconds from the request to the answer by the judge's clock, and the body of the answer.
+        """Return the seconds from request to answer by the judge's clock, and the body of the answer.
 
-        The worker runs between the clock's two readings and at no other time: callers stop it before they fill its
-        buffers, and it stays stopped while its outputs are copied.  So it gains nothing by looking at inputs early, or
-        by answering before it is done.
+        The worker runs only between the two readings of the clock: callers stop it before they fill its buffers, and it
+        stays stopped while its outputs are copied. So it cannot gain time by reading inputs early or answering before
+        it is done.
 
         Raises:
             WorkerError: the untrusted code raised an error.
-            WorkerDied: the worker is gone, or answered before it was asked.
+            WorkerDied: the worker is gone, or answered before the request.
         """
         self.stop()
         if self._poll.poll(0):
@@ -180,11 +179,11 @@ class JailedProcess:
         end = time.perf_counter()
         answer = self._answer()
         if self._state() in "ZX":
-            raise self._died("crash" if self._ends() else "protocol")  # main thread gone: another one answers
+            raise self._died("crash" if self._ends() else "protocol")  # another thread answered
         return end - start, answer
 
     def stop(self) -> None:
-        """Stop the process until the next request; returns once it is stopped, or after 1 s."""
+        """Stop the process until the next request; return once it is stopped, or after 1 s."""
         if self.alive and not self._stopped:
             self._stopped = True
             self.signal(signal.SIGSTOP)
@@ -198,14 +197,14 @@ class JailedProcess:
             self.signal(signal.SIGCONT)
 
     def _said(self) -> bool:
-        """Whether something lies there to be read: the end of a stream counts as ready, too."""
+        """Whether there is data to read; the end of a stream counts, too."""
         try:
             return bool(self._socket.recv(1, socket.MSG_PEEK))
         except OSError:
             return False
 
     def _ends(self) -> bool:
-        """Whether all of it is dead or dying, and not its main thread alone."""
+        """Whether the whole process is dead or dying, and not only its main thread."""
         deadline = time.monotonic() + _END_SECONDS
         while self._threads() > 1 and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -240,7 +239,7 @@ class JailedProcess:
                 raise self._died("timeout")
 
     def watch(self) -> None:
-        """Look at what it uses.
+        """Check the resources that it uses.
 
         Raises:
             WorkerDied: it used too much, and was killed.
@@ -296,8 +295,8 @@ class JailedProcess:
     def spread(self) -> None:
         """Bind each working thread to one processor, where there are no more processors than such threads.
 
-        The scheduler wakes a helper beside the busy main thread and may leave it there for whole calls, which then take
-        twice as long.  Threads that have not worked yet, and a process of one thread, are not bound.
+        The scheduler may leave a helper thread beside the busy main thread for whole calls, which then take twice as
+        long. Threads that have not worked yet, and a process of one thread, are not bound.
         """
         processors = sorted(os.sched_getaffinity(self._parent.pid))
         busy = sorted(self._busy(), reverse=True)
@@ -315,7 +314,7 @@ class JailedProcess:
                 os.sched_setaffinity(thread, processors)
 
     def _busy(self) -> list[tuple[int, int]]:
-        """(nanoseconds of processor time, thread id) of the threads that have worked."""
+        """Return (nanoseconds of processor time, thread id) of the threads that have worked."""
         found = []
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{self.pid}/task"):
@@ -325,11 +324,11 @@ class JailedProcess:
         return found
 
     def kill(self, wait: float = 0.0) -> int:
-        """Kill it, after up to ``wait`` seconds for it to end by itself; returns the exit code (negative: signal)."""
+        """Kill the process after up to ``wait`` seconds for it to end; return the exit code (negative: signal)."""
         return self._killed(wait)[0]
 
     def _killed(self, wait: float) -> tuple[int, bool]:
-        """As ``kill``, and whether the kernel had ended it for want of memory."""
+        """Kill as ``kill`` does; also return whether the kernel had ended it for lack of memory."""
         if not self.alive:
             return 0, False
         self.alive = False
@@ -339,8 +338,8 @@ class JailedProcess:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         if self._forks:
-            with contextlib.suppress(OSError):  # no group of its own: there was nothing to end
-                os.killpg(self.pid, signal.SIGKILL)  # all at once: one by one, a fork bomb is faster
+            with contextlib.suppress(OSError):  # it has no process group: nothing to end
+                os.killpg(self.pid, signal.SIGKILL)  # all at once: a fork bomb outruns single kills
         self._socket.close()
         status = self._parent.reap(self.pid)
         scratch.remove(self._home)
@@ -351,7 +350,7 @@ class JailedProcess:
         return status, overran
 
     def _state(self) -> str:
-        """R, S, D, T (stopped), Z (a zombie) ... as the kernel calls it."""
+        """Return the kernel's letter for its state: R, S, D, T (stopped), Z (zombie) ..."""
         try:
             with open(f"/proc/{self.pid}/stat", "rb", 0) as file:
                 return chr(file.read(512).rpartition(b") ")[2][0])
@@ -360,16 +359,16 @@ class JailedProcess:
 
 
 def _name_of_signal(number: int) -> str:
-    """Most real-time signals have none."""
+    """Return a signal's name. Most real-time signals have none, so their number stands in."""
     return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
 @contextlib.contextmanager
 def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], None]]:
-    """Yields ``turn(worker)``: from now on only this one of ``workers`` may run; the others are stopped.
+    """Yield ``turn(worker)``, which lets only this one of ``workers`` run and stops the others.
 
-    The idle threads of a library spin for milliseconds, and a candidate may leave threads behind: neither may slow the
-    worker that is timed next.
+    Idle threads of a library spin for milliseconds, and a candidate may leave threads behind; neither may slow down the
+    next timed worker.
     """
     running: JailedProcess | None = None
 

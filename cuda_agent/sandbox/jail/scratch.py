@@ -1,6 +1,6 @@
-"""Temporary folders of the sandbox: named for the process that owns them, so that a later one can tell what was left.
+"""Creates temporary folders named for the owning process, so that a later process can find and remove leftovers.
 
-Not covered: the cache, which stays.
+Not covered: the cache, which is permanent.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ _PREFIX = "cuda-agent-"
 
 
 def make_folder(kind: str) -> Path:
-    """A new folder of this process.  Other users may pass through it (to folders of theirs), and see nothing."""
+    """Create a folder of this process. Other users may pass through it (to their folders) but cannot list it."""
     sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-{os.getpid()}-"))
     folder.chmod(0o711)
@@ -22,7 +22,7 @@ def make_folder(kind: str) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """With whatever untrusted code made in it: also folders that are too deep for a recursive function."""
+    """Remove a folder with everything in it, even untrusted trees too deep for a recursive function."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
@@ -30,7 +30,7 @@ def remove(folder: Path) -> None:
 
 
 def sweep() -> None:
-    """Remove what killed processes left."""
+    """Remove the folders of dead processes."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*-*"):
         pid = folder.name.removeprefix(_PREFIX).split("-")[1]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():

@@ -1,6 +1,6 @@
-"""The warm parent: a process that has imported torch and forks jailed workers.
+"""Starts and controls the warm parent: a process that has imported torch and forks jailed workers.
 
-Not covered: what the parent and its workers run (``worker.main``), and handles of single workers (``processes``).
+Not covered: the code of the parent and its workers (``worker.main``), and handles of single workers (``processes``).
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from typing import Any
 
 from cuda_agent.sandbox.messages import WorkerOperation, WorkerOptions, receive_frame, send_frame
 
-_LEAVE_SECONDS = 5  # between the end of its stream and SIGKILL
-# Memory given back after each call and mapped again in the next, or not, as fragmentation has it, doubles a time.
+_LEAVE_SECONDS = 5  # from the end of its stream to SIGKILL
+# Without these, glibc may return memory after each call and map it again in the next, which doubles a time.
 KEEPING_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
@@ -31,9 +31,9 @@ def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmPa
     """Start a warm parent; it is ready when ``wait_ready`` returns.
 
     Args:
-        threads: of each worker, and processors of all of them: more would be an advantage over the baselines.
-        log: file that its standard error is appended to.
-        imports: modules that it imports beside torch.
+        threads: threads of each worker and processors of all of them: more would be an advantage over the baselines.
+        log: file to which its standard error is appended.
+        imports: modules that it imports besides torch.
     """
     ours, theirs = socket.socketpair()
     environment = {
@@ -59,10 +59,10 @@ def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmPa
 
 
 class WarmParent:
-    """The process that imported torch and forks workers.  Its methods may be called from several threads.
+    """A process that imported torch and forks workers. Its methods may be called from several threads.
 
     Attributes:
-        torch: version, once it is ready.
+        torch: torch's version, once it is ready.
     """
 
     def __init__(self, pid: int, channel: socket.socket, end: Callable[[], None]) -> None:
@@ -85,29 +85,29 @@ class WarmParent:
         self.torch = answer["torch"]
 
     def fork(self, options: WorkerOptions, fds: Sequence[int]) -> int:
-        """The process id of a new worker, whose socket is the first of ``fds``.
+        """Fork a worker, whose socket is the first of ``fds``; return its process id.
 
         Raises:
-            ConnectionError: this process is gone.
+            ConnectionError: the warm parent is gone.
         """
         return int(self._ask(WorkerOperation.FORK_WORKER, options, fds)["pid"])
 
     def reap(self, pid: int) -> int:
-        """Wait for a worker that is dead or dying; returns its exit code (negative: the signal).
+        """Wait for a worker that is dead or dying; return its exit code (negative: the signal).
 
         Raises:
-            ConnectionError: this process is gone.
+            ConnectionError: the warm parent is gone.
         """
         return int(self._ask(WorkerOperation.REAP_WORKER, {"pid": pid})["status"])
 
     def branch(self, imports: Sequence[str]) -> "WarmParent":
-        """Fork another warm parent, not yet ready, which imports more modules.  This one must outlive it."""
+        """Fork another warm parent, not yet ready, which imports more modules. This one must outlive it."""
         ours, theirs = socket.socketpair()
         with theirs:
             pid = int(self._ask(WorkerOperation.FORK_PARENT, {"imports": [*imports]}, [theirs.fileno()])["pid"])
 
         def end() -> None:
-            with contextlib.suppress(OSError):  # this one was killed, and that one is not ours to wait for
+            with contextlib.suppress(OSError):  # this process was killed; the other is not its child then
                 ended = select.poll()
                 descriptor = os.pidfd_open(pid)
                 try:
@@ -126,16 +126,16 @@ class WarmParent:
             return receive_frame(self._socket).body
 
     def close(self) -> None:
-        """End it and wait for its end."""
+        """End the process and wait for it."""
         self._socket.close()
         self._end()
 
 
 @contextlib.contextmanager
 def _processors(count: int) -> Iterator[None]:
-    """Processes started meanwhile get ``count`` of this process's processors, the same ones each time."""
+    """Bind processes started in the context to ``count`` of this process's processors, always the same ones."""
     all_of_them = sorted(os.sched_getaffinity(0))
-    first = os.getpid() * count  # judges run side by side, on different processors where there are enough
+    first = os.getpid() * count  # concurrent judges use different processors where there are enough
     os.sched_setaffinity(0, {all_of_them[(first + i) % len(all_of_them)] for i in range(count)})
     try:
         yield

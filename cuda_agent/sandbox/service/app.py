@@ -58,7 +58,7 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 
 class Gate:
-    """Outermost: the token first, then the size of the body, counted while it arrives."""
+    """Checks every request first: the token, then the size of the body, counted while it arrives."""
 
     def __init__(self, app: ASGIApp, token: str | None, service: Service) -> None:
         self._app, self._service = app, service
@@ -111,7 +111,7 @@ class Gate:
 
 
 class _TooLarge(BaseException):
-    """Passes through handlers that catch exceptions."""
+    """Ends a request that is too large; as a ``BaseException`` it passes handlers that catch exceptions."""
 
 
 def refusal(error: ServiceError) -> JSONResponse:
@@ -127,7 +127,7 @@ class Json(JSONResponse):
 
 
 class Lines(Response):
-    """A stream of JSON lines; when whoever reads it goes, its source is closed."""
+    """A stream of JSON lines; when the reader disconnects, its source is closed."""
 
     media_type = "application/x-ndjson"
 
@@ -160,7 +160,7 @@ class Lines(Response):
 
 
 async def gone(receive: Receive) -> None:
-    """Returns when the other side has closed the connection."""
+    """Return when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -173,7 +173,7 @@ Size = Annotated[int, Depends(body_size)]
 
 
 def make_app(service: Service, token: str | None) -> ASGIApp:
-    """The routes around ``service``."""
+    """Return the HTTP application around ``service``."""
     app = FastAPI(
         title="cuda-agent sandbox",
         description=__doc__,
@@ -268,7 +268,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         return job.to_json()
 
     async def at_once(http: HttpRequest, request: Request, size: int) -> dict[str, Any]:
-        """Submit and wait; whoever hangs up takes the submission back."""
+        """Submit and wait; a client that disconnects withdraws its submission."""
         job = service.submit(request, size)
         if not await until(http, service.wait(job, None)):
             service.cancel(job)
@@ -337,7 +337,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
 
 async def until(http: HttpRequest, done: Coroutine[Any, Any, None]) -> bool:
-    """Await ``done`` and give true, unless the other side hangs up before."""
+    """Await ``done`` and return true, or return false if the client disconnects first."""
     work, leaving = asyncio.create_task(done), asyncio.create_task(gone(http.receive))
     try:
         await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -352,7 +352,7 @@ async def until(http: HttpRequest, done: Coroutine[Any, Any, None]) -> bool:
 
 
 class _Server(uvicorn.Server):
-    """Drains before it stops listening; a second signal stops it at once."""
+    """An HTTP server that drains before it stops listening; a second signal stops it at once."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -381,11 +381,15 @@ class _Server(uvicorn.Server):
 async def serve(
     config: SandboxConfig, cache: Path, roles: tuple[Role, ...], limits: ServiceLimits, host: str, port: int
 ) -> None:
-    """Serve until SIGTERM, then drain.  Takes the token out of this process's environment.  Raises ``ConfigError``,
-    ``SandboxUnready``."""
+    """Serve until SIGTERM, then drain. Takes the token out of this process's environment.
+
+    Raises:
+        ConfigError: the service cannot listen on the address.
+        SandboxUnready: the sandbox cannot start.
+    """
     token = read_token(config, os.environ)
     os.environ.pop(config.token_env, None)
-    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody of the same user reads what it was started with
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: other processes of this user cannot read its environment
     if token is None and host != "127.0.0.1":
         print(f"no token is configured: listening on 127.0.0.1 only, not on {host}", file=sys.stderr, flush=True)
         host = "127.0.0.1"
@@ -402,9 +406,9 @@ async def serve(
             except SystemExit:
                 raise ConfigError(f"cannot listen on {host}:{port}: is something else there?") from None
             listening.set_inheritable(False)
-            # Those it accepts inherit it; without it every answer waits 40 ms for the delayed acknowledgement.
+            # Accepted connections inherit it; without it every answer waits 40 ms for the delayed acknowledgement.
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            listening.listen(settings.backlog)  # who connects from now on waits: accepting begins a little later
+            listening.listen(settings.backlog)  # connections wait from here on; they are accepted a little later
             print(f"listening on http://{host}:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
             wearing = asyncio.create_task(server.end_when_recycled())
             await server.serve(sockets=[listening])

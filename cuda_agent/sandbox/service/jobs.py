@@ -1,8 +1,8 @@
-"""The service's queue: jobs named for their content, taken by priority, with an honest guess of when there is room.
+"""Holds the service's queue: jobs keyed by content and ordered by priority, with an estimate of when there is room.
 
-Pure: no clock (the caller passes the time), no tasks, no I/O.  A job belongs to one *place* (a judge, or the builder)
-and a place takes only as many at once as it can use: what waits here can still be overtaken by what is more urgent,
-what was handed on cannot.  Not covered: doing the work, and the cache of verdicts that outlives the process.
+Pure: no clock (the caller passes the time), no tasks, no I/O. A job belongs to one *place* (a judge, or the builder),
+which takes only as many jobs at once as it can use: an urgent job overtakes waiting jobs, but not running ones. Not
+covered: doing the work, and the cache of verdicts that outlives the process.
 """
 
 import heapq
@@ -15,11 +15,11 @@ from typing import Any, Literal
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 Kind = Literal["evaluate", "probe", "spec", "build"]
 _LEARNING = 0.2  # weight of the newest interval in the running mean
-_LONGEST_WAIT = 10.0  # seconds: the pace may have changed by then, and asking again costs milliseconds
+_LONGEST_WAIT = 10.0  # seconds: an estimate beyond that is unreliable, and asking again is cheap
 
 
 class Full(Exception):
-    """No room; ``retry_after`` seconds from now there should be."""
+    """The queue is full; there should be room in ``retry_after`` seconds."""
 
     def __init__(self, retry_after: float) -> None:
         super().__init__(f"the queue is full; there should be room in {retry_after:.0f} s")
@@ -28,7 +28,7 @@ class Full(Exception):
 
 @dataclass
 class Job:
-    """One request and what became of it.  ``interest``: how many asked for it and did not cancel."""
+    """One request and its state. ``interest``: the number of submissions that were not cancelled."""
 
     id: str
     kind: Kind
@@ -36,7 +36,7 @@ class Job:
     priority: int
     number: int  # order of arrival
     size: int  # bytes of the request
-    request: Any  # dropped with the end
+    request: Any  # dropped when the job ends
     submitted: float
     interest: int = 1
     state: State = "queued"
@@ -56,8 +56,9 @@ class Job:
 
 
 class Queue:
-    """``places``: how many jobs each place can use at once.  ``most_jobs`` and ``most_bytes`` bound what waits,
-    ``kept`` what is remembered of finished ones.  ``changed`` is called with each job whose state changed."""
+    """Queues jobs and remembers finished ones. ``places``: how many jobs each place can use at once. ``most_jobs`` and
+    ``most_bytes`` bound the queue, ``kept`` the finished jobs. ``changed`` is called with each job whose state
+    changed."""
 
     def __init__(
         self,
@@ -75,8 +76,8 @@ class Queue:
         self._over: OrderedDict[str, Job] = OrderedDict()
         self._arrivals = 0
         self._queued = self._bytes = self._running = 0
-        self._turned_away = 0  # since the queue was last known to have had room for all
-        self._interval = 1.0  # seconds between two ends while there is work: a guess until there were some
+        self._turned_away = 0  # submissions since the queue last had room for all
+        self._interval = 1.0  # seconds between two finished jobs under load, at first a guess
         self._busy_since = 0.0
 
     @property
@@ -91,15 +92,19 @@ class Queue:
         return self._alive.get(id) or self._over.get(id)
 
     def position(self, job: Job) -> int:
-        """How many of its place go first."""
+        """Return how many jobs of its place come first."""
         mine = (-job.priority, job.number)
         return sum(_is_current(entry) and entry[:2] < mine for entry in self._heaps[job.place])
 
     def submit(
         self, id: str, kind: Kind, place: Hashable, priority: int, size: int, request: Any, now: float
     ) -> tuple[Job, bool]:
-        """The job of this content, and whether it is new: one that is queued or running is joined, and a verdict that
-        stands is given again.  Raises ``Full``."""
+        """Return the job of this content and whether it is new. A queued or running job is joined, and a valid verdict
+        is returned again.
+
+        Raises:
+            Full: there is no room.
+        """
         if job := self._alive.get(id):
             job.interest += 1
             if job.state == "queued" and priority > job.priority:
@@ -123,7 +128,7 @@ class Queue:
         return job, True
 
     def take(self, now: float) -> Job | None:
-        """The next job to run, of any place that has a use for one; it counts as running from now on."""
+        """Return the next job of any place with a free slot; it counts as running from now on."""
         best: Job | None = None
         for place, heap in self._heaps.items():
             while heap and not _is_current(heap[0]):
@@ -147,7 +152,7 @@ class Queue:
     def finish(
         self, job: Job, now: float, result: dict[str, Any] | None = None, error: dict[str, str] | None = None
     ) -> None:
-        """A running job has ended: its place is free."""
+        """End a running job and free its slot."""
         self._free[job.place] += 1
         self._running -= 1
         self._interval += _LEARNING * (now - self._busy_since - self._interval)
@@ -159,8 +164,8 @@ class Queue:
             self._end(job, "done" if result is not None else "failed", now)
 
     def cancel(self, job: Job, now: float) -> None:
-        """One of those who asked for it no longer does.  With the last one a queued job goes; a running one runs on
-        (a judge is not interrupted), and its result is dropped unless somebody asks again before it ends."""
+        """Withdraw one submission. Without submissions a queued job is dropped; a running one continues (a judge is not
+        interrupted), and its result is dropped unless the job is submitted again before it ends."""
         if job.over or not job.interest:
             return
         job.interest -= 1
@@ -168,20 +173,20 @@ class Queue:
             self._leave_queue(job)
             self._end(job, "cancelled", now)
             heap = self._heaps[job.place]
-            if len(heap) > 2 * self._most_jobs:  # those at the bottom would stay for as long as there is work
+            if len(heap) > 2 * self._most_jobs:  # stale entries at the bottom would otherwise stay under load
                 heap[:] = [entry for entry in heap if _is_current(entry)]
                 heapq.heapify(heap)
 
     def hand_back(self, now: float, kind: str, message: str) -> None:
-        """Every queued job fails, so that it can be brought elsewhere."""
+        """Fail every queued job, so that clients submit it elsewhere."""
         for job in [job for job in self._alive.values() if job.state == "queued"]:
             self._leave_queue(job)
             job.error = {"kind": kind, "message": message}
             self._end(job, "failed", now)
 
     def room_in(self) -> float:
-        """Seconds until there is room for one who is turned away now, if all who were turned away before come back
-        first: one leaves the queue with each end of a job."""
+        """Return the seconds until a newly refused client finds room, if all clients refused before it return first:
+        each finished job frees one slot."""
         return min(max(1.0, self._interval * self._turned_away), _LONGEST_WAIT)
 
     def _leave_queue(self, job: Job) -> None:
@@ -205,16 +210,16 @@ class Queue:
 
 
 def _is_current(entry: tuple[int, int, Job]) -> bool:
-    """Whether this entry of a heap is that of a job that waits, and not of one that is gone or was moved up since."""
+    """Whether this heap entry is the valid one of a waiting job. Ended and reprioritised jobs leave stale entries."""
     return entry[2].state == "queued" and -entry[0] == entry[2].priority
 
 
 def _stands(job: Job) -> bool:
-    """Whether a finished job answers the same question again: a verdict does, a fault of ours does not; probes and
-    specs are cheap to repeat, and what went wrong with a task may have been our load."""
+    """Whether a finished job answers the same request again. A verdict does. An infrastructure fault does not; probes
+    and specs are cheap to repeat, and load may have caused a task's error."""
     return job.kind == "evaluate" and job.result is not None and job.result.get("status") != "infra"
 
 
 def seconds(value: float) -> str:
-    """As the header Retry-After wants it: whole seconds, never too early."""
+    """Format seconds for the header Retry-After: whole, rounded up."""
     return str(math.ceil(value))

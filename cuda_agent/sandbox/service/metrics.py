@@ -1,6 +1,6 @@
-"""The service's metrics for Prometheus.
+"""Exports the service's metrics for Prometheus.
 
-Not covered: anything across processes; a restart begins at zero, as Prometheus expects of counters.
+Not covered: metrics across processes. Counters restart at zero with the process, as Prometheus expects.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -11,7 +11,7 @@ disable_created_metrics()
 
 
 class Metrics:
-    """What one service counts and measures."""
+    """The counters and gauges of one service."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
@@ -42,5 +42,5 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """Everything in Prometheus' text format 0.0.4."""
+        """Return all metrics in Prometheus' text format 0.0.4."""
         return generate_latest(self._registry)

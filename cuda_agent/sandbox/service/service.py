@@ -1,10 +1,10 @@
-"""The sandbox as a service: a ``LocalSandbox`` behind a queue, for as long as its walls are proven.
+"""Runs the sandbox as a service: a ``LocalSandbox`` behind a queue, while its walls are proven.
 
-``Service`` knows nothing of HTTP (``service_app`` does): it takes requests, hands the sandbox no more than it can use
-at once, so that what waits keeps its order, counts what happens, and drains.  A verdict is asked for by content:
-whoever asks for the same one joins.  That only one thing is timed at once is the judges' and the lease's doing.
+``Service`` does not depend on HTTP (``app`` does). It takes requests, gives the sandbox no more than it can use at
+once, so that the queue keeps its order, counts events, and drains. Requests with the same content share a job. The
+judges and the lease ensure that only one time is taken at once.
 
-Not covered: keeping the queue over a restart (clients bring their work elsewhere), and sharing one queue by servers.
+Not covered: a queue that survives a restart (clients submit elsewhere) or that servers share.
 """
 
 import asyncio
@@ -30,26 +30,26 @@ from cuda_agent.sandbox.workspace.client import WorkspaceLost
 
 Role = Literal["workspace", "build", "evaluate"]
 ROLES: tuple[Role, ...] = ("workspace", "build", "evaluate")
-_AT_ONCE = 2  # jobs that a place can use: one is judged while the next one is built
-_AGAIN_SECONDS = 5.0  # between two attempts to become ready, and how often unused workspaces are looked for
+_AT_ONCE = 2  # jobs per place: one is judged while the next one is built
+_AGAIN_SECONDS = 5.0  # seconds between attempts to become ready, and between searches for unused workspaces
 _log = logging.getLogger("cuda_agent.sandbox")
 
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """Of one service."""
+    """The limits of one service."""
 
     queue: int = 256  # jobs that wait
     workspaces: int = 64
-    idle_seconds: float = 600.0  # until a workspace that nobody uses is closed
+    idle_seconds: float = 600.0  # until an unused workspace is closed
     drain_seconds: float = 60.0  # for running work, after SIGTERM
-    recycle_after: int = 0  # verdicts after which the process ends, so that a fresh one takes its place; 0: never
+    recycle_after: int = 0  # verdicts until the process ends, for a fresh one to replace it; 0: never
     recycle_on_cheat: bool = False  # end after a cheat as well
     open_metrics: bool = False  # /metrics asks for no token
 
 
 class Service:
-    """An async context manager around an open sandbox."""
+    """Serves requests from an open sandbox; an async context manager."""
 
     def __init__(self, sandbox: LocalSandbox, roles: tuple[Role, ...], limits: ServiceLimits) -> None:
         self.sandbox, self.roles, self.limits = sandbox, roles, limits
@@ -57,7 +57,7 @@ class Service:
         self.metrics = Metrics()
         self.unready = "starting: the walls are not proven yet"  # empty: ready
         self.draining = False
-        self.needs_recycle = asyncio.Event()  # it has judged enough, or a cheat: time for a fresh process
+        self.needs_recycle = asyncio.Event()  # set when the limit of verdicts or a cheat calls for a fresh process
         self._verdicts = 0
         self._waiting: dict[str, list[asyncio.Future[None]]] = defaultdict(list)
         places: dict[Hashable, int] = {judge: _AT_ONCE for judge in range(sandbox.judges)}
@@ -80,18 +80,18 @@ class Service:
     # -------------------------------------------------------------------------------------------------------- readiness
 
     async def _keep(self) -> None:
-        """Becomes ready, and again after a loss; closes workspaces that nobody uses."""
+        """Prove readiness, again after a loss, and close unused workspaces."""
         while True:
             try:
                 if self.unready:
                     await self.prove()
                 self.metrics.workspaces_idle.inc(await self.rooms.sweep())
-            except Exception:  # one workspace that cannot be closed must not end all of this
+            except Exception:  # a workspace that cannot be closed must not end this loop
                 _log.exception("while looking after the service")
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def prove(self) -> None:
-        """Attack the walls and try the compiler, as far as the roles need them; ``unready`` says what is missing."""
+        """Attack the walls and try the compiler, as the roles need; ``unready`` names the missing part."""
         try:
             if "evaluate" in self.roles:
                 await self.sandbox.ready()
@@ -117,7 +117,7 @@ class Service:
             self.unready = ""
 
     def admit(self, role: Role) -> None:
-        """Raises ``ServiceError`` unless new work of this role is taken."""
+        """Raise ``ServiceError`` unless the service takes new work of this role."""
         if role not in self.roles:
             raise ServiceError(404, "role", f"this server has no role {role} (it has {', '.join(self.roles)})")
         if self.draining:
@@ -128,7 +128,7 @@ class Service:
     # ------------------------------------------------------------------------------------------------------------- jobs
 
     def submit(self, request: Request, size: int) -> Job:
-        """Queue a request, or join the one of the same content.  ``size``: its bytes.  Raises ``ServiceError``."""
+        """Queue a request of ``size`` bytes, or join the job of the same content. Raises ``ServiceError``."""
         self.admit("build" if isinstance(request, Build) else "evaluate")
         agree(request.settings, self.sandbox.config)
         place: Hashable = "build"
@@ -145,14 +145,14 @@ class Service:
         return job
 
     async def wait(self, job: Job, seconds: float | None) -> None:
-        """Until the job is over, or for so many seconds."""
+        """Wait until the job is over, at most ``seconds``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not job.over:
                     await self._change(job)
 
     async def events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
-        """What happens to the job, from its beginning; the last one holds the job."""
+        """Yield the job's events from its start; the last one holds the job."""
         shown = 0
         while True:
             while shown < len(job.events):
@@ -252,7 +252,7 @@ class Service:
     # ------------------------------------------------------------------------------------------------------------ drain
 
     async def drain(self) -> None:
-        """No new work; what is queued is handed back, running jobs and open workspaces may finish, up to the limit."""
+        """Refuse new work and fail queued jobs; wait for running jobs and open workspaces, up to the limit."""
         self.draining = True
         self.queue.hand_back(time.time(), "draining", "the server is going away; bring it to another one")
         _log.info("draining: %d running, %d workspaces", self.queue.running, len(self.rooms))

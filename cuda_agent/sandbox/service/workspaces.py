@@ -1,10 +1,10 @@
-"""Work folders over the network: which are open, whose they are, and a tool call as a stream of lines.
+"""Serves work folders over the network: open folders, their owners, and a tool call as a stream of lines.
 
-The answer to a call is a stream: ``{"command": ...}`` asks whoever called to compile, verify or profile (answered by
-``answer``), ``{"alive": true}`` shows that the service is still there, and the last line is ``{"result": ...}`` or
-``{"lost": ...}``.  A stream that is broken off leaves the folder in the middle of something: it is closed.
+The answer to a call is a stream. ``{"command": ...}`` asks the caller to compile, verify or profile (it replies through
+``answer``), ``{"alive": true}`` is a heartbeat, and the last line is ``{"result": ...}`` or ``{"lost": ...}``. A broken
+stream leaves the folder in an unknown state, so the folder is closed.
 
-Not covered: the folder and its tools (``workspace``), and HTTP (``service_app``).
+Not covered: the folder and its tools (``workspace``), and HTTP (``app``).
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from cuda_agent.sandbox.wire import ToolResult
 from cuda_agent.sandbox.workspace.client import Workspace, WorkspaceLost
 
 HEARTBEAT = 5.0  # seconds without another line
-_LOOK_AGAIN = 2.0  # when one is closed nobody knows; asking is cheap
-_LONGEST_CALL = 3600.0  # a call that waits this long for an answer is nobody's
+_LOOK_AGAIN = 2.0  # seconds: the time of the next close is unknown, and asking is cheap
+_LONGEST_CALL = 3600.0  # seconds: a call that waits this long has lost its caller
 _log = logging.getLogger("cuda_agent.sandbox")
 
 Line = dict[str, Any]
@@ -45,7 +45,7 @@ class Room:
     questions: int = 0
 
     async def ask(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """A command of the folder's shell: its question goes out on the stream of the call."""
+        """Send a command of the folder's shell on the stream of the call; return the caller's answer."""
         self.questions += 1
         number, answer = self.questions, asyncio.get_running_loop().create_future()
         self.asked[number] = answer
@@ -57,7 +57,7 @@ class Room:
 
 
 class Rooms:
-    """All open workspaces of a service: at most ``most``, closed when nobody used them for ``idle_seconds``."""
+    """All open workspaces of a service: at most ``most``. A workspace closes after ``idle_seconds`` without use."""
 
     def __init__(self, sandbox: LocalSandbox, most: int, idle_seconds: float) -> None:
         self._sandbox, self._most, self._idle = sandbox, most, idle_seconds
@@ -67,7 +67,7 @@ class Rooms:
         return len(self._rooms)
 
     async def open(self, files: dict[str, str], protected: list[str]) -> Room:
-        """Raises ``ServiceError``."""
+        """Open a workspace. Raises ``ServiceError`` if all are taken or it cannot be opened."""
         if len(self._rooms) >= self._most:
             raise ServiceError(429, "full", f"all {self._most} workspaces are taken", retry_after=_LOOK_AGAIN)
         room = Room(secrets.token_hex(12), secrets.token_urlsafe(24), time.monotonic())
@@ -83,7 +83,8 @@ class Rooms:
         return room
 
     def find(self, id: str, owner: str) -> Room:
-        """Raises ``ServiceError``: that it is not yours and that it is not there look the same."""
+        """Return a workspace by its id. Raises ``ServiceError``, the same for a missing workspace and one of another
+        owner."""
         room = self._rooms.get(id)
         mine = hmac.compare_digest((room.owner if room else "").encode(), owner.encode("utf-8", "replace"))
         if room is None or not mine or room.workspace is None:
@@ -92,7 +93,7 @@ class Rooms:
         return room
 
     def call(self, room: Room, tool: str, arguments: dict[str, Any]) -> AsyncIterator[Line]:
-        """Starts the call; the lines of its answer.  Raises ``ServiceError``."""
+        """Start a call; return the lines of its answer. Raises ``ServiceError`` if another call runs."""
         self._take(room)
         return self._lines(room, tool, arguments)
 
@@ -126,19 +127,19 @@ class Rooms:
             return {"result": asdict(work.result())}
         except WorkspaceLost as lost:
             return {"lost": str(lost)}
-        except Exception as error:  # what a hostile workspace sent could not be read
+        except Exception as error:  # a hostile workspace may send anything
             _log.exception("a workspace answered nonsense")
             return {"lost": f"the workspace answered nonsense: {type(error).__name__}"}
 
     def answer(self, room: Room, number: int, result: ToolResult) -> None:
-        """Raises ``ServiceError``."""
+        """Pass the caller's answer to the shell's command. Raises ``ServiceError`` if there is no such question."""
         future = room.asked.get(number)
         if future is None or future.done():
             raise ServiceError(404, "unknown", f"nobody asked question {number}")
         future.set_result(result)
 
     async def files(self, room: Room) -> dict[str, str]:
-        """Raises ``ServiceError``."""
+        """Return the folder's text files. Raises ``ServiceError`` if the workspace is busy or lost."""
         self._take(room)
         assert room.workspace is not None
         try:
@@ -162,7 +163,7 @@ class Rooms:
         await asyncio.gather(*(self.close(room) for room in list(self._rooms.values())), return_exceptions=True)
 
     async def sweep(self) -> int:
-        """Close what nobody uses; how many that were."""
+        """Close unused workspaces; return their number."""
         now = time.monotonic()
         unused = [
             room

@@ -1,8 +1,8 @@
-"""The Python module ``cuda_extension`` inside a candidate worker: calls into the library of the work folder.
+"""Provides the Python module ``cuda_extension`` in a candidate worker: calls into the library of the work folder.
 
-The counterpart of ``binding_registry.h``, whose structure ``Value`` it mirrors.  It also holds the published rule that
-``ModelNew.forward`` may create and reshape tensors but must compute with the extension: a check in the candidate's own
-interpreter, so advisory against a determined cheat.
+It is the counterpart of ``binding_registry.h`` and mirrors its structure ``Value``. It also holds the published rule
+that ``ModelNew.forward`` may create and reshape tensors but must compute with the extension. This check runs in the
+candidate's own interpreter, so a determined cheat can evade it.
 """
 
 import ctypes
@@ -56,9 +56,9 @@ _Entry._fields_ = [
 
 
 class Outputs:
-    """Lets an extension write its outputs where the judge looks, so that nothing has to be copied while time is taken:
-    a tensor that will be an output gets the output's memory.  Which one that will be is known from the call before; it
-    has the same place in the order of allocations."""
+    """Gives an extension the judge's output memory, so that no copy is timed. A tensor that becomes an output is
+    allocated in that output's memory. The previous call tells which tensor that is, by its place in the order of
+    allocations."""
 
     def __init__(self, targets: list[list[torch.Tensor]], device: str = "cpu") -> None:
         self._targets = targets
@@ -66,7 +66,7 @@ class Outputs:
         self._slot = 0
         self._made: list[int] = []  # addresses, in the order of this call's allocations
         self._wanted: dict[int, int] = {}  # place in that order -> output
-        self.watch: Callable[[str, str, float], None] | None = None  # told of every call of the extension
+        self.watch: Callable[[str, str, float], None] | None = None  # called for every call of the extension
 
     def begin(self, slot: int) -> None:
         self._slot = slot
@@ -87,7 +87,7 @@ class Outputs:
         places = [t.data_ptr() for t in targets]
         for index, (result, place) in enumerate(zip(results, places, strict=False)):
             if result.data_ptr() != place and result.data_ptr() in places:
-                results[index] = result.clone()  # it lies in another output, which comes first
+                results[index] = result.clone()  # it is in the memory of another output, which is stored first
         self._wanted = {
             self._made.index(result.data_ptr()): index
             for index, result in enumerate(results)
@@ -97,7 +97,7 @@ class Outputs:
 
 
 def load_module(library: str, outputs: Outputs) -> types.ModuleType:
-    """The module: whatever the library's sources registered when it was loaded."""
+    """Return the module with the functions that the library's sources registered at load time."""
     handle = ctypes.CDLL(library)
     handle.cuda_extension_entries.restype = ctypes.POINTER(_Entry)
     module = types.ModuleType("cuda_extension")
@@ -157,14 +157,14 @@ def _function(entry: _Entry, name: str, outputs: Outputs) -> Callable[..., Any]:
 
 
 def _plain(value: _Value) -> Any:
-    """A default as Python's; ``...`` when there is none."""
+    """Convert a default to Python; ``...`` when there is none."""
     return {2: value.integer, 3: value.number}.get(value.kind, ...)
 
 
 def _complete(
     name: str, given: tuple[Any, ...], named: dict[str, Any], names: list[str], standard: dict[str, Any], count: int
 ) -> list[Any]:
-    """The arguments in order, with those that were given by name or left to their defaults."""
+    """Return the arguments in order, with named and default ones filled in."""
     arguments = list(given)
     for wanted in names[len(given) :]:
         value = named.pop(wanted, standard[wanted])
@@ -179,7 +179,7 @@ def _complete(
 
 
 class OnlyTheExtension(TorchFunctionMode):
-    """Refuses torch's operators, as the published rules do; tensors may be created, viewed and looked at."""
+    """Refuses torch's operators, as the published rules do, except those that create, view or inspect tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ not in ALLOWED:
@@ -189,4 +189,4 @@ class OnlyTheExtension(TorchFunctionMode):
 
 
 class Cheat(Exception):
-    """The rules are broken."""
+    """The solution breaks a rule."""

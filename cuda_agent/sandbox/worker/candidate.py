@@ -1,4 +1,4 @@
-"""The candidate worker: runs one solution, and ends.
+"""Runs the candidate worker: it serves one solution and ends.
 
 The judge sends one-letter commands: ``B`` buffers, ``N``/``Z`` the empty call on a CPU/GPU, ``L`` load, ``R`` one call,
 ``C`` a chain of calls, ``O`` one call observed by operator, ``K`` one call observed by kernel.
@@ -25,7 +25,7 @@ from cuda_agent.sandbox.worker.replay import play_back
 from cuda_agent.sandbox.worker.shared_tensors import Slots, flatten, map_memory, owned, rebuild, store, zeros
 from cuda_agent.sandbox.worker.triton_rule import only_triton
 
-# What makes the context of a call of ``ModelNew``, by the name of the rule.
+# Factories of the context of a call of ``ModelNew``, by the name of the rule.
 RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]] = {
     "": lambda outputs: nullcontext,
     "extension": lambda outputs: OnlyTheExtension,
@@ -34,8 +34,8 @@ RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]]
 
 
 class Candidate(WorkerLoop):
-    """Runs one solution.  The process starts before its solution is known: the buffers come first, then the empty call
-    may be timed, then the solution is loaded."""
+    """Runs one solution. The process starts before its solution is known: it takes the buffers, then times the empty
+    call on request, then loads the solution."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
         super().__init__(channel, options, fds)
@@ -46,8 +46,8 @@ class Candidate(WorkerLoop):
         self._slots = Slots(
             options["spec"], options["layout"], options["weights"], frame.fds, options["sizes"], options["device"]
         )
-        # On the CPU the empty call's time is subtracted, so it holds nothing that a solution could leave out, such as
-        # copying outputs to their place.  On a GPU empty chains go into a bound that must not be too high: they do it.
+        # On the CPU the empty call's time is subtracted, so it has no work that a solution could leave out, such as
+        # copying outputs to their place. On a GPU empty chains give a bound that must not be too high: they copy.
         load = self.load_plan if options["host_is_ours"] else self.load_model
         self._commands = {WorkerOperation.LOAD_SOLUTION: load}
         if options["device"] == "cuda":
@@ -56,7 +56,7 @@ class Candidate(WorkerLoop):
             self._commands[WorkerOperation.RUN_EMPTY] = lambda frame: None
 
     def empty_chain(self, frame: Frame) -> Any:
-        """Times a chain that only copies outputs.  An output that is a view for the reference costs its copy."""
+        """Time a chain that only copies outputs. An output that is a view in the reference costs its copy."""
         slots = [self._slots.output_tensors(slot) for slot in range(frame.slot)]
         views = self._options["views"]
         results = [[zeros(*pair) for pair in zip(targets, views, strict=True)] for targets in slots]
@@ -68,7 +68,7 @@ class Candidate(WorkerLoop):
         return self._finished(enqueue, frame)
 
     def _finished(self, enqueue: Callable[[], None], frame: Frame) -> Any:
-        """Seconds of a chain of ``frame.slot`` calls, after the device has finished it."""
+        """Return the seconds of a chain of ``frame.slot`` calls, until the device has finished it."""
         times = self._clocked(enqueue, frame.extra)[1]
         torch.cuda.synchronize()
         return times
@@ -89,8 +89,8 @@ class Candidate(WorkerLoop):
     def load_model(self, frame: Frame) -> None:
         """Load ``ModelNew`` under the rule of its format, built with the reference's random numbers and weights.
 
-        A format with a rule must have the reference's parameter names; without one other names are taken, as
-        KernelBench's own solutions have them.
+        A format with a rule requires the reference's parameter names; without one other names are accepted, as in
+        KernelBench's own solutions.
         """
         spec, restricted = self._options["spec"], bool(self._options["rule"])
         os.environ.update(frame.body["environment"])
@@ -119,12 +119,12 @@ class Candidate(WorkerLoop):
             return times
 
         def answer(slot: int) -> Any:
-            """On a GPU the outputs are copied after the clock has stopped, where a view costs nothing.  So a view is
-            copied inside the timed call, unless the reference's output is a view too."""
+            """Run one call. On a GPU the outputs are copied after the clock has stopped, so a view would cost nothing
+            there: it is copied inside the timed call, unless the reference's output is a view, too."""
             results = model(*given[slot])
             if self._options["device"] == "cpu":
                 return results
-            with torch._C.DisableTorchFunction():  # the rule is for the solution
+            with torch._C.DisableTorchFunction():  # the rule applies to the solution only
                 found = flatten(results)
                 return [
                     owned(result, given_places) if view is None else result
@@ -132,7 +132,7 @@ class Candidate(WorkerLoop):
                 ]
 
         def observed(call: Frame, watch: Callable[[Callable[..., Any]], Any]) -> Any:
-            """One call, run by ``watch``."""
+            """Observe one call, which ``watch`` runs."""
             results: list[Any] = []
 
             def watched(seen: observe.Operators | None = None) -> None:
@@ -175,15 +175,15 @@ class _Node(ctypes.Structure):
 
 
 def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[int], None]:
-    """Load the libraries and resolve the program's arguments to addresses, once a slot.
+    """Load the libraries and resolve the program's arguments to addresses, once per slot.
 
     Args:
-        program: ``plan.Program`` as JSON.  A scalar argument is an 8-byte cell, a buffer argument its address.
+        program: ``plan.Program`` as JSON. A scalar argument is an 8-byte cell, a buffer argument its address.
         slots: the buffers.
-        threads: of the executor.
+        threads: number of threads of the executor.
 
     Returns:
-        The function that runs one slot; ``steps`` on it holds each node alone.
+        The function that runs one slot; its attribute ``steps`` holds each node separately.
     """
     runtime = ctypes.CDLL(program["runtime"])
     library = ctypes.CDLL(program["library"]) if program["library"] else None
@@ -197,8 +197,8 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
             ctypes.memmove(workspaces[name], content, len(content))
 
     def bind(slot: int) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
-        """The steps of a slot, and each node alone.  Consecutive kernels and memsets are one step; a library node is a
-        separate step."""
+        """Return the steps of a slot, and each node separately. Consecutive kernels and memsets form one step; a
+        library node is a separate step."""
 
         def address(buffer: str) -> int:
             return slots.address(slot, buffer, workspaces)

@@ -1,12 +1,12 @@
-"""``torch.compile`` inside the jail, without paying for the same preparation in every worker.
+"""Speeds up ``torch.compile`` inside the jail by reusing the preparation of a trusted worker.
 
-On its first compilation in a process, TorchInductor finds out which vector instructions its builds may use (it builds
-and loads a test library for each) and precompiles its large header: most of that first compilation's time.  ``use``
-takes both answers from a folder that one trusted warm-up worker filled (``record``); everything else stays private to
-the worker.  The warm parent of compiling workers imports this module, and so torch's compiler with all that it would
-import and hash in each of them: 1.5 s of a processor.
+On its first compilation in a process, TorchInductor tests which vector instructions its builds may use (it builds and
+loads a test library for each) and precompiles its large header: most of that compilation's time. ``use`` takes both
+results from a folder that one trusted warm-up worker filled (``record``); other results stay private to the worker. The
+warm parent of compiling workers imports this module, and with it torch's compiler, which saves each worker 1.5 s of
+processor time.
 
-It reaches into torch's internals: where they are not as expected nothing is patched, and compiling is merely slower.
+It patches torch's internals. If they have an unexpected form it patches nothing, and compiling is only slower.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ import torch._inductor.codecache as codecache
 import torch._inductor.cpu_vec_isa as cpu_vec_isa
 
 with contextlib.suppress(Exception):
-    codecache.torch_key()  # this and the next remember the digest of a whole library's sources
+    codecache.torch_key()  # this and the next cache the digest of a whole library's sources
     from triton.runtime.cache import triton_key
 
     triton_key()
-if not any(Path("/dev").glob("nvidia*")):  # else they ask the driver for devices, and no fork could use one any more
+if not any(Path("/dev").glob("nvidia*")):  # else they query the driver, after which no fork could use a device
     import torch._inductor.compile_fx
     import torch.utils.cpp_extension  # noqa: F401
 
@@ -41,12 +41,12 @@ def _isa_key(isa: Any, code: str) -> str:
 
 
 def _header_key(header: str, command: str, options: dict[str, Any]) -> str:
-    """``command`` holds every flag but how hard to optimise."""
+    """Return the key of a header. ``command`` holds every flag except the optimisation level."""
     return _key(header, command, options.get("min_optimize"))
 
 
 def record(home: Path) -> None:
-    """From here on, keep the answers in ``home``."""
+    """Keep the results in ``home`` from now on."""
     check_build, precompile = cpu_vec_isa.VecISA.check_build, codecache._precompile_header
     facts: dict[str, dict[str, Any]] = {"isa": {}, "header": {}}
 
@@ -71,7 +71,7 @@ def record(home: Path) -> None:
 
 
 def use(known: Path, home: Path) -> None:
-    """From here on, take the answers from ``known``; what is not known there is found out in ``home``."""
+    """Take the results from ``known`` from now on; results missing there are computed in ``home``."""
     facts = json.loads((known / _FACTS).read_text())
     check_build, precompile = cpu_vec_isa.VecISA.check_build, codecache._precompile_header
 

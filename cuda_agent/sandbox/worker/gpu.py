@@ -1,7 +1,7 @@
-"""A worker's side of the GPU: its context, the device's clock, and the executor of plans.
+"""Runs a worker's side of the GPU: its context, the device's clock, and the executor of plans.
 
-A plan holds no host code: what runs here is ours, so the events that time a plan can be believed.  In the other formats
-the solution shares this process with them, and they are hints that the judge checks from outside.
+A plan holds no host code: all host code here is the sandbox's, so the events that time a plan can be trusted. In the
+other formats the solution shares this process, so the event times are hints that the judge checks from outside.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from cuda_agent.sandbox.wire import DELAY_UNIT
 from cuda_agent.sandbox.worker import library_nodes
 from cuda_agent.sandbox.worker.shared_tensors import Slots
 
-_CYCLES = 1.9e9  # a second of the delay kernel, about
+_CYCLES = 1.9e9  # approximate cycles of the delay kernel per second
 _HEAD_START, _LONGEST_DELAY = 2e-5, 2e-2  # seconds
 _CELLS = {
     "f": ctypes.c_float, "d": ctypes.c_double, "i": ctypes.c_int32, "I": ctypes.c_uint32, "q": ctypes.c_int64,
@@ -27,7 +27,7 @@ _CELLS = {
 
 
 def open_gpu() -> None:
-    """Make this process's context, and load what the clock needs, before the walls close."""
+    """Create this process's context, and load the parts that the clock needs, before the walls close."""
     torch.cuda.init()
     torch.zeros(1, device="cuda")
     torch.cuda._sleep(1)
@@ -35,9 +35,9 @@ def open_gpu() -> None:
 
 
 class DeviceClock:
-    """Times a call between two events of the device.  A kernel that only waits goes first, for as long as the host
-    needs to enqueue the call: the device then never waits for the host between the events.  The judge may say how long
-    (``extra``, in units of ``crosscheck``); else it is what earlier calls took."""
+    """Times a call between two events of the device. A delay kernel runs first while the host enqueues the call, so the
+    device never waits for the host between the events. The judge may set the delay (``extra``, in units of
+    ``wire.DELAY_UNIT``); otherwise it follows from earlier calls."""
 
     def __init__(self) -> None:
         self._start = torch.cuda.Event(enable_timing=True)
@@ -45,7 +45,7 @@ class DeviceClock:
         self._host = 0.0
 
     def __call__(self, call: Callable[[], Any], extra: int = 0) -> tuple[Any, tuple[float, float]]:
-        """What it returns, and seconds: of the device in the call, of the host while it enqueued the call."""
+        """Return the call's result, and seconds: on the device for the call, on the host to enqueue it."""
         delay = extra * DELAY_UNIT or min(1.5 * self._host + _HEAD_START, _LONGEST_DELAY)
         torch.cuda._sleep(int(delay * _CYCLES))
         begin = time.perf_counter()
@@ -59,8 +59,8 @@ class DeviceClock:
 
 
 def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
-    """Load the kernels and resolve the program's arguments, once a slot.  ``program`` is ``plan.Program`` as JSON with
-    the built ``image`` and the ``names`` that its expressions became."""
+    """Load the kernels and resolve the program's arguments, once per slot. ``program`` is ``plan.Program`` as JSON with
+    the built ``image`` and the compiled ``names`` of its expressions."""
     module = driver.Module(Path(program["image"]).read_bytes()) if program["image"] else None
     workspaces: dict[str, torch.Tensor] = {}
     for name, workspace in program["workspaces"].items():
@@ -113,7 +113,7 @@ def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
 
 
 def _arguments(node: dict[str, Any], codes: str, address: Callable[[str], int]) -> list[Any]:
-    """One ctypes value for each argument, of the type that the compiler saw."""
+    """Return one ctypes value per argument, of the type that the compiler saw."""
     if len(codes) != len(node["args"]):
         raise TypeError(f"{node['symbol']} takes {len(codes)} arguments, the plan gives {len(node['args'])}")
     cells: list[Any] = []

@@ -1,15 +1,14 @@
-"""Inputs of other kinds than the task draws: what a kernel that is only right on average gets wrong.
+"""Creates inputs of other kinds than the task draws, to catch kernels that are correct only for typical values.
 
-Each kind keeps to the domain that the drawn values show: what is never negative stays so (logarithms, roots), what lies
-in [0, 1] stays there (probabilities), integers (indices, labels) and booleans are left alone.  Runs in the reference
-worker.
+Each kind keeps to the domain of the drawn values: non-negative values stay so (logarithms, roots), values in [0, 1]
+stay there (probabilities), integers (indices, labels) and booleans do not change. Runs in the reference worker.
 """
 
 import torch
 
 
 def vary(tensors: list[torch.Tensor], kind: str) -> list[torch.Tensor] | None:
-    """``tensors`` of another kind, with their shapes and dtypes; None when no tensor has such values in its domain."""
+    """Return ``tensors`` of another kind, with their shapes and dtypes; None when the kind fits no tensor's domain."""
     if kind == "normal":
         return tensors
     varied = [_vary(tensor, kind) for tensor in tensors]

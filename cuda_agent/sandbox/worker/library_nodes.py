@@ -1,10 +1,9 @@
-"""Library nodes of a plan, as a worker runs them: cuBLAS and cuDNN on a GPU, what torch was built with on a CPU.
+"""Runs the library nodes of a plan in a worker: cuBLAS and cuDNN on a GPU, torch's own libraries on a CPU.
 
-The arithmetic is what the node asks for.  fp32: products and sums in single precision; half-precision buffers are
-summed in it.  tf32: the operands are rounded to TF32.  fp16 and bf16: where the buffers are wider, operands and result
-are rounded to that type, as under autocast; where they have that type, partial sums may be rounded, too.  fp64: double.
-Shapes were checked where the plan was read (``library``); what the library still refuses is an error that names the
-node.
+The node chooses the arithmetic. fp32: products and sums in single precision, also for half-precision buffers. tf32: the
+operands are rounded to TF32. fp16 and bf16: with wider buffers, operands and result are rounded to that type, as under
+autocast; with buffers of that type, partial sums may be rounded, too. fp64: double. The plan's parser checked the
+shapes (``formats.library_nodes``); a further refusal by the library is an error that names the node.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,8 @@ _Step = Callable[[], Any]
 
 
 def bind(node: dict[str, Any], tensor: Callable[[dict[str, Any]], _Tensor], device: str) -> _Step:
-    """What runs a node of ``library.describe``; ``tensor`` gives the memory of one of its ``tensors``."""
+    """Return the function that runs a node of ``library_nodes.describe``; ``tensor`` gives the memory of one of its
+    ``tensors``."""
     tensors = {role: tensor(item) for role, item in node["tensors"].items()}
     constant = {role for role, item in node["tensors"].items() if item["buffer"].startswith("w:")}
     step = (
@@ -37,7 +37,8 @@ def bind(node: dict[str, Any], tensor: Callable[[dict[str, Any]], _Tensor], devi
 
 
 def _operand(tensor: _Tensor, wanted: torch.dtype | None, constant: bool) -> tuple[_Tensor, _Step | None]:
-    """A tensor in the type to compute in, and what fills it again before every call, if something must."""
+    """Return a tensor in the type of the computation, and the step that refills it before every call, if one
+    is needed."""
     if wanted is None or tensor.dtype == wanted:
         return tensor, None
     rounded = tensor.to(wanted)

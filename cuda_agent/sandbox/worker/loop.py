@@ -1,4 +1,4 @@
-"""How a worker serves the judge, one frame in, one frame out; how untrusted Python is run and its errors are told."""
+"""Serves the judge from a worker, one frame in, one frame out; runs untrusted Python and reports its errors."""
 
 import linecache
 import os
@@ -20,7 +20,7 @@ _SOURCES = ("model.py", "model_new.py")  # names under which untrusted Python ru
 
 
 class WorkerLoop:
-    """Serves the judge: one frame in, one frame out, a result or an error with its message."""
+    """Serves the judge: each frame gets a result, or an error with its message."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
         self._channel = channel
@@ -50,15 +50,15 @@ class WorkerLoop:
 
 
 def _unclocked(call: Callable[[], Any], extra: int = 0) -> tuple[Any, None]:
-    """On the CPU the judge's clock is the only one."""
+    """Run the call untimed: on the CPU the judge's clock is the only one."""
     return call(), None
 
 
 def explain(error: BaseException) -> str:
-    """Type and first line of the message, with the last line of the untrusted source that took part."""
+    """Return the error's type and first line, with the last line of the untrusted source in its traceback."""
     if isinstance(error, driver.DriverError):
         return driver.explain(error)
-    code = getattr(error, "error_code", None)  # of torch's own report of an error of the driver
+    code = getattr(error, "error_code", None)  # torch reports an error of the driver here
     if isinstance(code, int) and driver.explain_code(code):
         return driver.explain_code(code)
     lines = [str(line) for line in str(error).strip().splitlines() if line.strip()]
@@ -71,14 +71,14 @@ def explain(error: BaseException) -> str:
         lines = [error.msg]
     message = lines[0] if lines else ""
     if message.endswith(":") and len(lines) > 1:
-        message += f" {lines[-1].strip()}"  # compilers show the place first, and what is wrong last
+        message += f" {lines[-1].strip()}"  # compilers name the place first and the error last
     if message.startswith("[enforce fail at") or "DefaultCPUAllocator" in message:
         message = "out of memory: " + message.rpartition("DefaultCPUAllocator:")[2].strip()
     return f"{type(error).__name__}: {message}"[:600] + where + (f"; {NO_PROGRAMS}" if _wanted_program(error) else "")
 
 
 def _wanted_program(error: BaseException | None) -> bool:
-    """Whether it came of a program that the walls did not let start."""
+    """Whether the error comes from a program that the walls did not allow to start."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -100,7 +100,7 @@ def run_module(name: str, code: str, filename: str) -> types.ModuleType:
 
 
 def build_model(code: str, init: list[Any], device: str) -> torch.nn.Module:
-    """``ModelNew`` of a solution, on the device."""
+    """Return ``ModelNew`` of a solution, on the device."""
     module = run_module("model_new", code, "model_new.py")
     if not hasattr(module, "ModelNew"):
         raise AttributeError("model_new.py defines no ModelNew")

@@ -1,20 +1,20 @@
-"""The untrusted side: the warm parent and the workers it forks.
+"""Runs the untrusted side: the warm parent and the workers it forks.
 
-``python -m cuda_agent.sandbox.worker.main FD`` is the warm parent: it imports torch, starts no thread, runs no tensor
-operation, and forks a worker for every request of the judge, or another warm parent, which imports more.  A worker
-closes the jail around itself and then serves the judge over one socket: a *reference* worker (``reference``) runs the
-task and may live on; a *candidate* worker (``candidate``) runs one solution and dies; a *first pass* (``passes``) runs
-one that compiles, and answers no judge.
-Tensors cross in shared memory that the judge made (``slots``); inputs map read-only.
+``python -m cuda_agent.sandbox.worker.main FD`` is the warm parent. It imports torch, starts no thread and runs no
+tensor operation; on request of the judge it forks a worker, or another warm parent with more imports. A worker closes
+the jail around itself and then serves the judge over one socket: a *reference* worker (``reference``) runs the task and
+may serve many requests; a *candidate* worker (``candidate``) runs one solution and ends; a *first pass* (``replay``)
+runs a solution that compiles.
+Tensors cross in shared memory of the judge (``shared_tensors``); inputs map read-only.
 
-Nothing a worker says is believed: seeds, buffers, clock and verdict are the judge's.  This side imports nothing of the
-package but its wire format, the jail and its own modules.
+The judge trusts no answer of a worker: seeds, buffers, clock and verdict are its own. This side imports only the wire
+format, the jail and the worker's modules from the package.
 """
 
 # ruff: noqa: E402
 import gc
 
-gc.disable()  # until all is imported: what is imported stays, and looking whether it may go is a tenth of the start
+gc.disable()  # while importing: the modules stay anyway, and collection takes a tenth of the start
 
 import contextlib
 import ctypes
@@ -46,8 +46,8 @@ def main() -> None:
 
 
 def _serve(control: socket.socket, imports: Sequence[str]) -> None:
-    """A warm parent, until its judge is gone."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what a dead worker leaves comes here
+    """Serve as a warm parent until its judge is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopts the orphans of a dead worker
     gc.disable()
     for name in imports:
         __import__(name)
@@ -62,7 +62,7 @@ def _serve(control: socket.socket, imports: Sequence[str]) -> None:
             frame = receive_frame(control, max_fds=8)
         except ConnectionError:
             for pid in children:
-                with contextlib.suppress(OSError):  # it has no group of its own
+                with contextlib.suppress(OSError):  # it has no process group
                     os.killpg(pid, signal.SIGKILL)
             _kill_orphans(set())
             return
@@ -86,8 +86,8 @@ def _serve(control: socket.socket, imports: Sequence[str]) -> None:
 
 
 def _kill_orphans(living: set[int]) -> None:
-    """End the processes that dead workers left (those that compile may start some).  All are stopped before any is
-    killed: the rest of a fork bomb would go on otherwise."""
+    """Kill the orphans of dead workers (compiling workers may start processes). All are stopped before any is killed:
+    otherwise the rest of a fork bomb would continue."""
     seen: set[int] = set()
     while found := descendants(os.getpid(), living):
         standing = found <= seen
@@ -96,12 +96,12 @@ def _kill_orphans(living: set[int]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if standing else signal.SIGSTOP)
         for pid in found if standing else ():
-            with contextlib.suppress(ChildProcessError):  # the next generation comes here when this one is gone
+            with contextlib.suppress(ChildProcessError):  # their children become ours once they are gone
                 os.waitpid(pid, 0)
 
 
 def _child(frame: Frame, parent: int) -> None:
-    """A freshly forked worker; never returns."""
+    """Run a freshly forked worker; never return."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         options: dict[str, Any] = frame.body  # WorkerOptions
@@ -115,23 +115,23 @@ def _child(frame: Frame, parent: int) -> None:
             low = descriptor + 1
         os.chdir(options["folder"])
         os.environ.update(options["environment"])
-        tempfile.tempdir = options["folder"]  # libraries ask for one, even where nothing can be written
+        tempfile.tempdir = options["folder"]  # libraries ask for one, even without a writable folder
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
         if options["device"] == "cuda":
-            gpu.open_gpu()  # the driver writes below /proc while it starts, which the walls forbid
+            gpu.open_gpu()  # the driver writes below /proc at its start, which the walls forbid
             if options.get("profiler"):  # it opens the device's files
-                os.environ["KINETO_LOG_LEVEL"] = "5"  # it would warn of a trace without the host's part
+                os.environ["KINETO_LOG_LEVEL"] = "5"  # no warnings about a trace without the host's part
                 with contextlib.suppress(RuntimeError):  # not allowed on this machine: an observed call will say so
                     observe.kernels(lambda: torch.zeros(1, device="cuda"))
         policy = jail.JailPolicy.from_json(options["policy"])
         if policy.one_group:
             os.setpgid(0, 0)
-        jail.enter(policy)  # which changes the user, and sets the signal of the parent's death anew
+        jail.enter(policy)  # changes the user, and sets the signal of the parent's death again
         if os.getppid() != parent:
-            os._exit(70)  # it died before there was a signal
+            os._exit(70)  # the parent died before the signal was set
         os.dup2(null, 2)
-        os.close(null)  # until here a fault is ours, and goes to the log
+        os.close(null)  # until here faults are the sandbox's and go to the log
         channel = socket.socket(fileno=frame.fds[0])
         send_frame(channel, Reply.RESULT)
         torch.set_num_threads(options["threads"])

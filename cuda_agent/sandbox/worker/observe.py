@@ -1,8 +1,8 @@
-"""What one call did, as the worker itself can see it: torch's operators, kernels on the device, shares of the time.
+"""Observes one call from within the worker: torch's operators, kernels on the device, and their shares of the time.
 
-Operators are what torch's dispatcher is asked to compute in the calling thread; kernels are what CUPTI tells torch's
-profiler, where it works behind the walls.  All of it is observed inside of a process that the solution shares, which
-may answer what it likes: what is observed is advice, and nothing is refused for it.
+Torch's dispatcher reports the operators of the calling thread; CUPTI reports kernels to torch's profiler, where that
+works behind the walls. The solution shares the observed process and may forge the result, so it is advice only: no
+solution is refused for it.
 
 Not covered: NumPy and native code on the CPU beyond the extension's own functions, operators of other threads.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_MOST = 64  # different names that are told
-_LONGEST = 200  # characters of a name
+_MOST = 64  # most names in a report
+_LONGEST = 200  # most characters of a name
 
 # Operators that create, view or copy.  Views are known by their schema; these are not.
 _NO_COMPUTING_TEXT = """
@@ -26,18 +26,18 @@ _NO_COMPUTING_TEXT = """
 """
 _NO_COMPUTING = frozenset(_NO_COMPUTING_TEXT.split())
 _FILLS = frozenset(("fill_", "zero_"))
-_HIDDEN_PRODUCTS = ("rnn", "lstm", "gru", "linalg", "cdist", "fft", "quantized")  # in names of what is not counted
+_HIDDEN_PRODUCTS = ("rnn", "lstm", "gru", "linalg", "cdist", "fft", "quantized")  # in names of uncounted operators
 
 
 class _Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Otherwise the first operator imports all of torch's compiler, which takes seconds."""
+        """Return true: otherwise the first operator imports all of torch's compiler, which takes seconds."""
         return False
 
 
 class Operators(_Mode):
-    """Counts the operators that compute, and their seconds (on the CPU; a GPU works later)."""
+    """Counts the computing operators and their seconds (on the CPU only: a GPU works asynchronously)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,8 @@ class Operators(_Mode):
 
 
 def told(ran: dict[tuple[str, str], list[float]], total: float | None) -> list[list[Any]]:
-    """``[name, kind, calls, share]`` of what ran, the longest first; the share is of ``total`` seconds."""
+    """Return ``[name, kind, calls, share]`` per operator or kernel, the longest first; ``share`` is of ``total``
+    seconds."""
     rows = sorted(ran.items(), key=lambda item: -item[1][1])[:_MOST]
     return [
         [name[:_LONGEST], kind, int(calls), seconds / total if total else None]
@@ -68,7 +69,7 @@ def told(ran: dict[tuple[str, str], list[float]], total: float | None) -> list[l
 
 
 def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
-    """What torch computed in ``call``, which may ``add`` what it knows of the solution's own functions."""
+    """Return torch's operators in ``call``, which may ``add`` calls of the solution's own functions."""
     with Operators() as seen:
         begin = time.perf_counter()
         call(seen)
@@ -77,10 +78,13 @@ def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
 
 
 def kernels(call: Callable[[], Any]) -> list[list[Any]]:
-    """What the device ran in ``call``; ``kind`` is empty (the judge knows names), or memset.  ``RuntimeError`` where
-    the profiler sees nothing."""
+    """Return the device's kernels in ``call``; ``kind`` is empty (the judge knows names), or memset.
+
+    Raises:
+        RuntimeError: the profiler sees no kernel.
+    """
     from torch.autograd import DeviceType
-    from torch.autograd.profiler import profile  # torch.profiler's would import torch's compiler, which wants a folder
+    from torch.autograd.profiler import profile  # torch.profiler would import torch's compiler, which needs a folder
 
     torch.cuda.synchronize()
     with profile(use_device="cuda", use_kineto=True, use_cpu=False) as profiler:
@@ -99,7 +103,7 @@ def kernels(call: Callable[[], Any]) -> list[list[Any]]:
 
 
 def seconds_of(steps: Sequence[Callable[[], Any]], device: str) -> list[float]:
-    """How long each of the steps takes, one after the other."""
+    """Return the seconds of each step; the steps run one after the other."""
     if device == "cpu":
         times = [time.perf_counter()]
         for step in steps:
@@ -107,7 +111,7 @@ def seconds_of(steps: Sequence[Callable[[], Any]], device: str) -> list[float]:
             times.append(time.perf_counter())
         return [end - begin for begin, end in itertools.pairwise(times)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
-    torch.cuda._sleep(1_000_000 + 40_000 * len(steps))  # the device must not wait for this loop between two steps
+    torch.cuda._sleep(1_000_000 + 40_000 * len(steps))  # keeps the device from waiting for this loop between two steps
     events[0].record()
     for step, event in zip(steps, events[1:], strict=True):
         step()
@@ -140,17 +144,17 @@ class _Flops(_Mode):
 
 
 def flops(call: Callable[[], Any]) -> tuple[int, Any]:
-    """Of the matrix products, convolutions and attention in ``call`` (0: none, or some that nobody counts); and what it
-    returned."""
+    """Return the operations of the matrix products, convolutions and attention in ``call`` (0: none, or some are
+    unknown), and the call's result."""
     with _Flops() as counter:
         result = call()
     return counter.count if counter.all else 0, result
 
 
 def views(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[list[int] | None]:
-    """The strides of each result that a call did not write: it lies in the memory of ``given`` or of another result,
-    or its elements share memory.  ``None`` for the others: of results in the same memory the largest, rather one that
-    is contiguous."""
+    """Return the strides of each result that a call did not write: a view of ``given`` or of another result, or one
+    whose elements share memory. ``None`` marks written results. Of results in the same memory the largest counts as
+    written, preferably a contiguous one."""
     seen = {tensor.untyped_storage().data_ptr() for tensor in given}
     found: dict[int, list[int] | None] = {}
     for index in sorted(range(len(results)), key=lambda i: (not results[i].is_contiguous(), -results[i].numel())):
@@ -164,8 +168,8 @@ def views(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> lis
 
 
 def written_bytes(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> int:
-    """Bytes that a call had to write for its results: not what lies in the memory of ``given``, and once what several
-    results, or the rows of an expanded one, share."""
+    """Return the bytes that a call had to write for its results: without views of ``given``, and shared memory only
+    once."""
     foreign = {tensor.untyped_storage().data_ptr() for tensor in given}
     sizes: dict[int, list[int]] = {}
     for result in results:

@@ -1,4 +1,4 @@
-"""The reference worker: runs a task's ``Model`` and ``get_inputs`` under the judge's seeds."""
+"""Runs the reference worker: a task's ``Model`` and ``get_inputs`` under the judge's seeds."""
 
 import contextlib
 import copy
@@ -21,7 +21,7 @@ from cuda_agent.sandbox.worker.shared_tensors import Slots, argument_of, describ
 
 
 class Reference(WorkerLoop):
-    """Runs the task."""
+    """Serves the judge's requests about one task."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
         super().__init__(channel, options, fds)
@@ -39,7 +39,7 @@ class Reference(WorkerLoop):
         self._double: torch.nn.Module | None = None
 
     def load(self, frame: Frame) -> dict[str, Any]:
-        """Import the task, build its model, run it once on inputs of its own; answers with its spec."""
+        """Import the task, build its model, and run it once on fresh inputs; return its spec."""
         torch.manual_seed(frame.body["seed"])
         module = run_module("task", frame.body["code"], "model.py")
         for name in ("Model", "get_inputs", "get_init_inputs"):
@@ -75,7 +75,7 @@ class Reference(WorkerLoop):
         return self._spec
 
     def _draw(self, tensors: list[torch.Tensor]) -> list[Any]:
-        with torch.device(self._device):  # tensors are made where they are used, which is much faster than moving them
+        with torch.device(self._device):  # creating tensors on the device is much faster than moving them
             values = self._get_inputs()
         if not isinstance(values, list | tuple):
             raise TypeError("get_inputs() must give a list")
@@ -87,7 +87,7 @@ class Reference(WorkerLoop):
         return arguments
 
     def map(self, frame: Frame) -> None:
-        """Take the buffers; answers once the weights are written to the first output slot region named for them."""
+        """Take the buffers; answer once the weights are written to the first output slot region named for them."""
         self._slots = Slots(self._spec, frame.body["layout"], [], frame.fds, frame.body["sizes"], self._device)
         self._values = frame.body["values"]
         self._weights = frame.body["weights"]
@@ -97,11 +97,12 @@ class Reference(WorkerLoop):
         self._settle()
 
     def generate(self, frame: Frame) -> bool:
-        """Fresh inputs under the judge's seed, written where the judge copies them from.  False: none of this kind."""
+        """Write fresh inputs under the judge's seed to the area that the judge copies. False: the kind has no such
+        inputs."""
         seed = frame.body["seed"]
         torch.manual_seed(seed)
         random.seed(seed)
-        numpy.random.seed(seed & 0xFFFFFFFF)  # a state that forks share would be known to candidates
+        numpy.random.seed(seed & 0xFFFFFFFF)  # candidates would know a state that forks share
         tensors: list[torch.Tensor] = []
         self._draw(tensors)
         varied = vary(tensors, frame.body.get("kind", "normal"))
@@ -127,19 +128,19 @@ class Reference(WorkerLoop):
         return times
 
     def _settle(self) -> None:
-        """The judge copies what was written as soon as it has the answer."""
+        """Wait for the device: the judge copies the outputs as soon as it has the answer."""
         if self._device == "cuda":
             torch.cuda.synchronize()
 
     def null(self, frame: Frame) -> None:
-        """Everything that ``run`` does but the call: what the clock subtracts."""
+        """Do everything that ``run`` does except the call. The clock subtracts this time."""
         rebuild(self._arguments, self._slots.input_tensors(frame.slot))
         if not self._last:
             self._last = [torch.zeros_like(t) for t in self._slots.output_tensors(frame.slot)]
         store(self._last, self._slots.output_tensors(frame.slot))
 
     def compile(self, frame: Frame) -> None:
-        """From here on ``run`` calls the compiled model.  ``known``: where a warm-up left its answers, if it did."""
+        """Make ``run`` call the compiled model. ``known``: the folder with a warm-up's results, if there is one."""
         from cuda_agent.sandbox.worker import compiling
 
         home = Path(os.environ["TMPDIR"])
@@ -152,7 +153,7 @@ class Reference(WorkerLoop):
         self.run(frame)
 
     def precision(self, frame: Frame) -> None:
-        """How matrix products and convolutions compute from here on: default (PyTorch's), fp32, tf32, bf16."""
+        """Set the precision of matrix products and convolutions: default (PyTorch's), fp32, tf32, bf16."""
         wanted = frame.body["precision"]
         torch.backends.cuda.matmul.allow_tf32 = wanted == "tf32"
         torch.backends.cudnn.allow_tf32 = wanted in ("tf32", "default")
@@ -165,7 +166,8 @@ class Reference(WorkerLoop):
         self._double = copy.deepcopy(self._model).double()
 
     def exact(self, frame: Frame) -> bool:
-        """The model in double precision on the inputs of a slot.  False: eager's own outputs are not finite there."""
+        """Run the model in double precision on the inputs of a slot. False: an output is not finite, there or in eager
+        mode."""
         assert self._double
         given = [t.double() if t.is_floating_point() else t for t in self._slots.input_tensors(frame.slot)]
         results = flatten(self._double(*rebuild(self._arguments, given)))
@@ -176,8 +178,8 @@ class Reference(WorkerLoop):
         return finite
 
     def account(self, frame: Frame) -> CallAccount:
-        """Operations of one call (0: not known), the bytes that it must write for its outputs, and which of them are
-        views."""
+        """Return the operations of one call (0: unknown), the bytes that it must write for its outputs, and which of
+        them are views."""
         given = self._slots.input_tensors(frame.slot)
         flops, answer = observe.flops(lambda: self._model(*rebuild(self._arguments, given)))
         results, memory = flatten(answer), [*given, *self._state.values()]
@@ -188,7 +190,7 @@ class Reference(WorkerLoop):
         }
 
     def count(self, frame: Frame) -> OperatorCount:
-        """Operators of one forward pass and the bytes they touch, for the model clock."""
+        """Count the operators of one forward pass and the bytes they touch, for the model clock."""
         total: OperatorCount = {"operators": 0, "bytes": 0}
 
         class Counter(TorchFunctionMode):

@@ -1,11 +1,12 @@
-"""The worker's side of the two passes of a solution that compiles: the first runs programs, the second plays them back.
+"""Runs the worker's side of the two passes of a solution that compiles: the first runs programs, the second replays
+them.
 
-``RecordingPass`` serves the first: it runs the solution once on inputs of the task and records every program's answer.
-``play_back`` readies the second, which may start none: a program that ran before seems to run again and answers the
-same, and what it made lies where it was left.  So ``load_inline`` asks ninja again, hears that all is built, and
-imports; Triton and TorchInductor find what they compiled.  Locks are not taken, since nobody can write there.
+``RecordingPass`` serves the first pass: it runs the solution once on inputs of the task and records every program's
+result. ``play_back`` prepares the second, which may start no program: a recorded program appears to run and returns the
+same result, and its files are still in place. So ``load_inline`` calls ninja again, learns that all is built, and
+imports; Triton and TorchInductor find their compiled code. Locks are skipped, because the folder is not writable.
 
-The notes come from the solution's own process and are its own business: nothing here is a wall.
+The solution's own process writes the notes and can only affect itself with them: nothing here is a wall.
 """
 
 import contextlib
@@ -27,12 +28,12 @@ from cuda_agent.sandbox.worker.loop import WorkerLoop, build_model, explain, run
 from cuda_agent.sandbox.worker.shared_tensors import argument_of, flatten, rebuild
 
 _NOTES = "programs.json"
-_LOG = 1 << 18  # characters of an error that are told
+_LOG = 1 << 18  # most characters of a reported error
 _RealPopen = subprocess.Popen
 
 
 class RecordingPass(WorkerLoop):
-    """Runs a solution where it may compile.  Answers nothing, or how it failed."""
+    """Runs a solution where it may compile. Answers null, or the failure."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
         super().__init__(channel, options, fds)
@@ -40,7 +41,7 @@ class RecordingPass(WorkerLoop):
 
     def run(self, frame: Frame) -> dict[str, str] | None:
         place, device = Path(self._options["folder"]), self._options["device"]
-        with contextlib.suppress(OSError):  # compilers may have every processor
+        with contextlib.suppress(OSError):  # compilers may use every processor
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
         _settle()
         _link_libraries(place / "links")
@@ -67,7 +68,7 @@ class RecordingPass(WorkerLoop):
 
 
 def _messages(error: BaseException) -> str:
-    """Of the error and of what caused it: compilers' messages may be anywhere in the chain."""
+    """Return the messages of the error and its causes: a compiler's message may be anywhere in the chain."""
     parts, seen = [], set()
     at: BaseException | None = error
     while at is not None and id(at) not in seen:
@@ -78,16 +79,17 @@ def _messages(error: BaseException) -> str:
 
 
 def _settle() -> None:
-    """What both passes need, so that the second looks up what the first one stored."""
-    if (extensions := sys.modules.get("torch.utils.cpp_extension")) is not None:  # it looked before CUDA_HOME was set
+    """Apply the settings of both passes, so that the second looks up the keys that the first one stored."""
+    if (extensions := sys.modules.get("torch.utils.cpp_extension")) is not None:  # imported before CUDA_HOME was set
         extensions.CUDA_HOME = os.environ.get("CUDA_HOME")  # type: ignore[attr-defined]
     import torch._inductor.config as config
 
-    config.cpp_cache_precompile_headers = False  # it takes longer than one graph, and lies in a random folder
+    config.cpp_cache_precompile_headers = False  # it takes longer than one graph, and its folder is random
 
 
 def _link_libraries(links: Path) -> None:
-    """The packages of NVIDIA have the runtime's libraries with a version in their names only, which no linker finds."""
+    """Link the runtime's libraries under names without a version: NVIDIA's packages lack those, and linkers
+    need them."""
     home = os.environ.get("CUDA_HOME", "")
     links.mkdir(exist_ok=True)
     for library in sorted(Path(home, "lib").glob("lib*.so.*")) if home else []:
@@ -101,7 +103,7 @@ def _key(arguments: Any, folder: Any) -> str:
 
 
 def _note_programs(notes: dict[str, Any]) -> None:
-    """From here on, keep what programs answer in ``notes``: by arguments and folder, exit code and both outputs."""
+    """Record programs in ``notes`` from now on: arguments and folder, exit code and both outputs."""
 
     class Noting(_RealPopen):  # type: ignore[type-arg]
         def __init__(self, args: Any, *more: Any, **options: Any) -> None:
@@ -123,13 +125,13 @@ def _note_programs(notes: dict[str, Any]) -> None:
 
 
 def play_back(place: Path) -> None:
-    """From here on, programs answer what they answered in the first pass, and others may not be started."""
+    """Replay recorded programs from now on, and refuse to start others."""
     _settle()
     notes = json.loads((place / _NOTES).read_text())
 
     class Played(_RealPopen):  # type: ignore[type-arg]
         def __init__(self, args: Any, *more: Any, **options: Any) -> None:
-            self._child_created = False  # what the real one's end looks at
+            self._child_created = False  # read by the destructor of the real class
             self.args, self.pid = args, 0
             found = notes.get(_key(args, options.get("cwd")))
             if found is None:
@@ -164,7 +166,7 @@ def play_back(place: Path) -> None:
 
 
 def _take_no_locks() -> None:
-    """Lock files cannot be opened for writing, and this process is alone."""
+    """Replace file locks: lock files cannot be opened for writing, and this process is alone."""
     import filelock
     from torch.utils.file_baton import FileBaton
 

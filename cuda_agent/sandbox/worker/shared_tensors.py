@@ -1,4 +1,4 @@
-"""A worker's side of the buffers: tensors over the judge's shared memory, and what crosses as JSON beside them."""
+"""Maps the judge's shared memory as tensors in a worker, and converts other values to and from JSON."""
 
 import ctypes
 import math
@@ -14,8 +14,8 @@ from cuda_agent.sandbox.wire import span
 
 
 class Slots:
-    """The calls' buffers: ``layout`` is a list of slots, each ``{"in": [offsets], "out": [offsets]}``; inputs, and the
-    weights, lie in memory that this process cannot write.  ``sizes`` are those of the two areas."""
+    """The buffers of the calls. ``layout`` is a list of slots, each ``{"in": [offsets], "out": [offsets]}`` in bytes.
+    Inputs and weights are in memory that this process cannot write. ``sizes``: bytes of the two areas."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Slots:
         self._spec = spec
 
     def address(self, slot: int, buffer: str, workspaces: Mapping[str, int]) -> int:
-        """Where a buffer of a plan lies (``plan.Buffer.name``) in the calls of one slot."""
+        """Return the address of a plan's buffer (``plan.Buffer.name``) in one slot."""
         kind, _, rest = buffer.partition(":")
         if kind == "ws":
             return workspaces[rest]
@@ -65,11 +65,11 @@ class Slots:
 
 
 def map_memory(descriptor: int, size: int, writable: bool) -> int:
-    """The address of ``size`` bytes of shared memory (of fresh private memory when the descriptor is -1).  Unlike
-    ``mmap.mmap`` it keeps no descriptor."""
+    """Map ``size`` bytes of shared memory (private memory for descriptor -1); return the address. Unlike ``mmap.mmap``
+    it keeps no descriptor."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     kind = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    kind |= mmap.MAP_POPULATE  # a first touch must not be timed
+    kind |= mmap.MAP_POPULATE  # so that no first touch of a page is timed
     address = _libc.mmap(None, size, protection, kind, descriptor, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         raise MemoryError(f"{size} bytes cannot be mapped")
@@ -82,14 +82,14 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 
 
 class _Foreign:
-    """Device memory, as libraries tell each other of it."""
+    """Describes device memory in the form that libraries exchange."""
 
     def __init__(self, address: int, count: int) -> None:
         self.__cuda_array_interface__ = {"data": (address, False), "shape": (count,), "typestr": "|u1", "version": 3}
 
 
 def tensor_at(address: int, tensor: dict[str, Any], device: str) -> torch.Tensor:
-    """A tensor over foreign memory, which must outlive it."""
+    """Return a tensor over foreign memory, which must outlive it."""
     dtype: torch.dtype = getattr(torch, tensor["dtype"])
     count = math.prod(tensor["shape"])
     if count == 0:
@@ -102,7 +102,7 @@ def tensor_at(address: int, tensor: dict[str, Any], device: str) -> torch.Tensor
 
 
 def flatten(value: Any) -> list[torch.Tensor]:
-    """The tensors of an output in order; numbers count as tensors of no dimension."""
+    """Return the tensors of an output in order; numbers become tensors without dimensions."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, bool | int | float):
@@ -133,14 +133,14 @@ def store(results: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
 
 
 def zeros(target: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:
-    """Of the form of ``target``, with these strides if there are any."""
+    """Return zeros with the shape and dtype of ``target``, and with ``strides`` if given."""
     if not strides:
         return torch.zeros_like(target)
     return target.new_zeros(span(target.shape, strides)).as_strided(target.shape, strides)
 
 
 def owned(result: torch.Tensor, given: range) -> torch.Tensor:
-    """``result``, or a copy where it is a view: not contiguous, or in the memory of inputs and weights."""
+    """Return ``result``, or a copy if it is a view: not contiguous, or in the memory of inputs and weights."""
     if result.is_contiguous() and result.data_ptr() not in given:
         return result
     return result.clone(memory_format=torch.contiguous_format)
@@ -155,7 +155,7 @@ def is_plain(value: Any) -> bool:
 
 
 def argument_of(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """``value`` as JSON, its tensors moved to ``tensors``."""
+    """Convert ``value`` to JSON and append its tensors to ``tensors``."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}

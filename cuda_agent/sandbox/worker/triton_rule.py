@@ -1,8 +1,8 @@
-"""The rule of the triton format: ``ModelNew.forward`` computes with kernels of ``triton.jit``, and with them alone.
+"""Enforces the rule of the triton format: ``ModelNew.forward`` computes only with kernels of ``triton.jit``.
 
-torch may create, view and look at tensors, as in the extension format; each call must launch a kernel.  Triton's own
-runtime may call torch: its interpreter copies arguments, its autotuner resets them.  The check runs in the candidate's
-own interpreter, so a determined cheat can get around it.
+torch may create, view and inspect tensors, as in the extension format; each call must launch a kernel. Triton's own
+runtime may call torch: its interpreter copies arguments, its autotuner resets them. The check runs in the candidate's
+own interpreter, so a determined cheat can evade it.
 """
 
 import os
@@ -19,7 +19,8 @@ from cuda_agent.sandbox.worker.binding import Cheat, Outputs
 
 
 def only_triton(outputs: Outputs) -> Callable[[], AbstractContextManager[Any]]:
-    """Count launches from here on; what makes the context of a call.  ``outputs.watch`` is told of every launch."""
+    """Count launches from now on; return the factory of a call's context. ``outputs.watch`` is called for
+    every launch."""
     from triton.runtime import autotuner, interpreter, jit
 
     launches = [0]
@@ -65,8 +66,8 @@ def _count(kind: Any, launches: list[int], outputs: Outputs) -> None:
 
 
 def _prepare_interpreter(autotuner: Any, interpreter: Any) -> None:
-    """Arguments are in the host's memory already, where inputs cannot be written back; and no configuration is faster
-    than another, so that the first one is taken."""
+    """Skip the interpreter's copies, because arguments are in host memory and inputs cannot be written, and make the
+    autotuner take its first configuration, because none is faster."""
     interpreter.GridExecutor._init_args_hst = lambda self, args, options: (args, options)
     interpreter.GridExecutor._restore_args_dev = lambda self, *args: None
     autotuner.Autotuner.do_bench = property(lambda self: lambda call, quantiles: [0.0] * len(quantiles))

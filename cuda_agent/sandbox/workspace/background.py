@@ -1,10 +1,10 @@
-"""Background commands of a workspace: each in the care of a keeper, a child of the workspace's process.
+"""Runs background commands of a workspace, each under a keeper, a child of the workspace's process.
 
-The keeper starts the command in the shell's jail, collects what it prints, and ends it, with all that it left, when it
-is told to, when it exceeds its limits, or when the workspace is gone.  Orphans of the command come to the keeper and
-not to the workspace, which so can tell them from what a foreground command left.
+The keeper starts the command in the shell's jail and collects its output. It ends the command and all its processes on
+request, over a limit, or when the workspace is gone. Orphans of the command become the keeper's children, so the
+workspace can tell them from those of a foreground command.
 
-Not covered: compile, verify and profile, which background commands do not find; and input.
+Not covered: compile, verify and profile, which background commands do not have, and input.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ from cuda_agent.sandbox.workspace.shell import (
     wake_on_child,
 )
 
-MOST = 4  # at once
-_TICK = 0.1  # seconds between looks at what a command uses
+MOST = 4  # commands at once
+_TICK = 0.1  # seconds between checks of a command's use
 _ANSWER_SECONDS = 10.0
 
 
 class _Request(Enum):
-    """What is asked of a keeper: one byte, so that a read of the pipe never holds half a request."""
+    """A request to a keeper. It is one byte, so a read of the pipe never returns half a request."""
 
     STATE = b"s"  # whether the command runs
     OUTPUT = b"o"
@@ -46,16 +46,16 @@ class _Request(Enum):
 
 
 class Backgrounds:
-    """Those of one workspace, by the ids that the agent is given."""
+    """The background commands of one workspace, by the ids given to the agent."""
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
-        self._channels: dict[str, tuple[int, int]] = {}  # descriptors: answers from there, requests to there
+        self._channels: dict[str, tuple[int, int]] = {}  # descriptors: of answers, of requests
         self._keepers: dict[str, int] = {}
         self._started = 0
 
     def start(self, command: str) -> str:
-        """Its id.  Raises ``ToolRefused``."""
+        """Start a command; return its id. Raises ``ToolRefused`` if too many are running."""
         for name in [name for name, channel in self._channels.items() if self._ask(channel, _Request.STATE) is None]:
             self._forget(name)
         asked = {name: self._ask(channel, _Request.STATE) for name, channel in self._channels.items()}
@@ -75,16 +75,16 @@ class Backgrounds:
         return name
 
     def output(self, name: str) -> str:
-        """What it printed since it was asked last, and how it stands.  Raises ``ToolRefused``."""
+        """Return the command's new output and its state. Raises ``ToolRefused`` for an unknown command."""
         return self._told(name, _Request.OUTPUT)
 
     def kill(self, name: str) -> str:
-        """Ends it; the rest of its output.  Raises ``ToolRefused``."""
+        """End the command; return the rest of its output. Raises ``ToolRefused`` for an unknown command."""
         return self._told(name, _Request.KILL)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing in the background runs meanwhile: files are looked at, or a time is taken."""
+        """Stop all background commands, while files are read or a time is taken."""
         stopped: set[int] = set()
         for _ in range(20):
             found = {pid for keeper in self._keepers.values() for pid in descendants(keeper)} - stopped
@@ -110,7 +110,7 @@ class Backgrounds:
 
     @staticmethod
     def _ask(channel: tuple[int, int], request: _Request) -> dict[str, Any] | None:
-        """``None`` when the keeper is gone."""
+        """Ask a keeper; ``None`` when it is gone."""
         answers, asks = channel
         said = b""
         try:
@@ -131,12 +131,12 @@ class Backgrounds:
 
 
 def _keep(shell: Shell, requests: int, tells: int, others: list[int], command: str) -> NoReturn:
-    """The keeper: runs ``command`` and answers each ``_Request`` with a line of JSON.  ``others``: descriptors of its
-    parent, which it must not keep open."""
+    """Run ``command`` as its keeper and answer each ``_Request`` with a line of JSON. ``others``: descriptors of the
+    parent, which it closes."""
     for descriptor in others:
         os.close(descriptor)
     shell.client.close()
-    shell.alone = False  # its signals would reach the workspace's process
+    shell.alone = False  # a signal to all would reach the workspace's process
     shell.keepers.clear()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     wake = wake_on_child()

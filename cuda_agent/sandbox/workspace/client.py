@@ -1,10 +1,10 @@
-"""The client's side of workspaces: opens them, calls their tools, answers what their commands ask.
+"""Opens workspaces, calls their tools, and answers the commands of their shells.
 
-A workspace is one agent's folder with the tools that work in it, in a jailed process of its own
-(``workspace_worker``).  What the agent does wrong is a ``ToolResult`` with ``error``; a workspace that dies or hangs
-raises ``WorkspaceLost``, which is a fault of ours and never the candidate's.
+A workspace is an agent's folder with its tools, in a separate jailed process (``worker``). A mistake of the agent gives
+a ``ToolResult`` with ``error``. A workspace that dies or hangs raises ``WorkspaceLost``, an infrastructure fault that
+is never charged to the candidate.
 
-Not covered: judging (``commands`` is called back for that) and workspaces on other machines.
+Not covered: judging (it calls ``commands`` for that) and workspaces on other machines.
 """
 
 import asyncio
@@ -40,19 +40,19 @@ from cuda_agent.sandbox.workspace.shell import CommandLimits
 Commands = Callable[[str, list[str], dict[str, str]], Awaitable[ToolResult]]
 """(compile, verify or profile; its arguments; the folder's files) -> what the command prints; an error exits with 1."""
 
-ARGUMENT_BYTES = 1 << 20  # of one call's arguments, as JSON
+ARGUMENT_BYTES = 1 << 20  # limit of one call's arguments as JSON
 _OPEN_SECONDS, _GRACE_SECONDS = 30.0, 20.0  # how long a start, or a call beyond its own limit, may take
 
 
 class WorkspaceLost(Exception):
-    """The workspace's process died or hangs: a fault of ours."""
+    """The workspace's process died or hangs: an infrastructure fault."""
 
 
 class Workspaces:
-    """The warm parent of workspaces, started by ``async with`` or with the first one, used by many at once.
+    """The warm parent of workspaces, shared by many. ``async with`` or the first workspace starts it.
 
-    Its folders lie in a folder of their own in the system's temporary directory and go with it, also when this process
-    is killed."""
+    Its folders lie in one temporary folder, which is removed with it, even when this process is killed.
+    """
 
     def __init__(self, limits: CommandLimits | None = None) -> None:
         self.limits = limits or CommandLimits()
@@ -75,7 +75,7 @@ class Workspaces:
     async def open(
         self, files: Mapping[str, str], protected: frozenset[str], commands: Commands
     ) -> "AsyncIterator[Workspace]":
-        """A workspace that holds ``files``; ``protected`` names top-level files that cannot be changed.
+        """Open a workspace that holds ``files``; ``protected`` names top-level files that cannot be changed.
 
         Raises:
             WorkspaceLost: it could not be opened.
@@ -131,13 +131,13 @@ class Workspaces:
             self._control.setblocking(True)
 
     async def close(self) -> None:
-        """Ends every workspace."""
+        """End every workspace."""
         if self._control is not None:
             self._control.close()
             self._control = None
         if self._process is not None:
             try:
-                async with asyncio.timeout(75):  # longer than it gives what it started
+                async with asyncio.timeout(75):  # longer than the parent waits for its own children
                     await self._process.wait()
             except TimeoutError:
                 self._process.kill()
@@ -156,7 +156,7 @@ async def open_workspace(
     parent: Workspaces | None = None,
     limits: CommandLimits | None = None,
 ) -> "AsyncIterator[Workspace]":
-    """One workspace, of ``parent`` or of a parent that is started for it alone."""
+    """Open one workspace, in ``parent`` or in a parent started for it alone."""
     if parent is None:
         async with Workspaces(limits) as parent, parent.open(files, protected, commands) as workspace:
             yield workspace
@@ -166,7 +166,7 @@ async def open_workspace(
 
 
 class Workspace:
-    """One open workspace.  Calls run one after the other."""
+    """One open workspace. Its calls run one after the other."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, commands: Commands, limits: CommandLimits
@@ -176,7 +176,7 @@ class Workspace:
         self._broken = False
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Run a tool.  Exceptions of ``commands`` come through.
+        """Run a tool. Exceptions of ``commands`` pass through.
 
         Raises:
             WorkspaceLost: the workspace died or hangs.
@@ -192,7 +192,7 @@ class Workspace:
         return ToolResult(str(result["text"]), bool(result["error"]))
 
     async def files(self) -> dict[str, str]:
-        """The folder's text files within the limits of ``workspace_files``; protected ones as they were given.
+        """Return the folder's text files within the limits of ``files``; protected ones have their given text.
 
         Raises:
             WorkspaceLost: as ``call``.

@@ -1,8 +1,9 @@
-"""The file tools of a workspace: Read, Write, Edit, MultiEdit and Glob in one folder, and what the folder holds.
+"""Implements the file tools of a workspace: Read, Write, Edit, MultiEdit and Glob in one folder, and its snapshot.
 
 Everything in the folder may be hostile (links, FIFOs, huge or binary files, a million names), so every path is resolved
-and every read is bounded.  Refusals are ``ToolRefused`` with one short line for the model.  This runs inside the jailed
-workspace process while no shell does; standard library only.  Not covered: the shell, Grep, and the walls (``jail``).
+and every read is bounded. Refusals are ``ToolRefused`` with one short line for the model. The code runs inside the
+jailed workspace process while no shell runs there; standard library only. Not covered: the shell, Grep, and the walls
+(``jail``).
 """
 
 import fnmatch
@@ -14,22 +15,22 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-FILE_BYTES = 256 << 10  # of one file that is read, written or handed over
-TOTAL_BYTES = 1 << 20  # of all files handed over
-FILES = 200  # handed over
-ENTRIES = 5000  # looked at in one walk
+FILE_BYTES = 256 << 10  # of one file to read, write or collect
+TOTAL_BYTES = 1 << 20  # of all collected files
+FILES = 200  # most collected files
+ENTRIES = 5000  # most entries of one walk
 DEPTH = 12
 READ_LINES = 2000
 
 
 class ToolRefused(Exception):
-    """A tool's error: its message is the tool's result."""
+    """An error of a tool; its message is the tool's result."""
 
 
 class Folder:
-    """``root`` is an existing folder; ``protected`` maps names in it to the text they must keep (``None``: must not
-    exist).  A file that exists must have been read, written or edited here before it may be changed, and must not have
-    changed since."""
+    """The work folder ``root`` and its tools. ``protected`` maps names in it to the text they must keep (``None``: must
+    not exist). The agent must have read, written or edited an existing file before it changes it, and the file must
+    not have changed since."""
 
     def __init__(self, root: str, protected: dict[str, str | None]) -> None:
         if any("/" in name for name in protected):
@@ -42,7 +43,7 @@ class Folder:
     # -------------------------------------------------------------------------------------------------------- tools
 
     def read(self, path: str, offset: int = 1, limit: int = READ_LINES) -> str:
-        """The text of a file, or ``limit`` of its lines from line ``offset`` (from 1)."""
+        """Return the text of a file, or ``limit`` of its lines from line ``offset`` (from 1)."""
         name, text = self._known_text(path)
         self._seen[name] = _digest(text)
         lines = text.splitlines(keepends=True)
@@ -62,7 +63,7 @@ class Folder:
         return self.multi_edit(path, [edit])
 
     def multi_edit(self, path: str, edits: list[dict[str, Any]]) -> str:
-        """All edits in order, or none of them."""
+        """Apply all edits in order, or none of them."""
         name = self._writable(path)
         text = self._must_know(name)
         if not edits:
@@ -84,7 +85,7 @@ class Folder:
         return "ok"
 
     def glob(self, pattern: str, path: str = ".") -> str:
-        """Paths that match (``**`` spans folders), sorted, one a line."""
+        """Return matching paths, sorted, one per line; ``**`` spans folders."""
         base = self.resolve(path)
         prefix = "" if base == "." else base + "/"
         parts = tuple(part for part in pattern.split("/") if part not in ("", "."))
@@ -97,13 +98,13 @@ class Folder:
     # ------------------------------------------------------------------------------------------- the folder as a whole
 
     def fill(self, files: dict[str, str]) -> None:
-        """Put the first files; the agent does not know them yet."""
+        """Write the initial files; the agent has not read them yet."""
         for path, content in files.items():
             self._store(self.resolve(path), content)
         self._seen.clear()
 
     def restore(self) -> list[str]:
-        """Give the folder its mode and protected files their content back.  Returns the names of changed files."""
+        """Restore the folder's mode and the content of protected files; return the names of changed files."""
         changed = []
         os.chmod(self.root, 0o700)
         for name, content in self.protected.items():
@@ -120,7 +121,8 @@ class Folder:
         return changed
 
     def collect(self) -> dict[str, str]:
-        """The folder's regular UTF-8 files within the limits, shallow ones first, protected files as they must be."""
+        """Return the folder's regular UTF-8 files within the limits, shallow ones first, protected files with their
+        given text."""
         kept = {name: content for name, content in self.protected.items() if content is not None}
         files, total = dict(kept), sum(map(len, kept.values()))
         for name, size in sorted(self._walk("."), key=lambda item: (item[0].count("/"), item[0])):
@@ -138,7 +140,11 @@ class Folder:
     # ------------------------------------------------------------------------------------------------------------ paths
 
     def resolve(self, path: str) -> str:
-        """The path relative to the folder, links followed."""
+        """Return the path relative to the folder, with links followed.
+
+        Raises:
+            ToolRefused: it is no path inside the folder.
+        """
         if not isinstance(path, str) or not path or len(path) > 1024 or "\0" in path or not path.isprintable():
             raise ToolRefused("not a path")
         if path == "~" or path.startswith("~/"):
@@ -193,7 +199,7 @@ class Folder:
             raise ToolRefused(f"{name} is not text") from None
 
     def _store(self, name: str, content: str) -> None:
-        """Atomically: another file of the same folder takes the name."""
+        """Write a file atomically: a temporary file of the same folder takes the name."""
         try:
             data = content.encode()
         except UnicodeEncodeError:
@@ -213,7 +219,7 @@ class Folder:
         self._seen[name] = _digest(content)
 
     def _discard(self, path: str) -> None:
-        """Whatever is at ``path`` goes; a folder, which may be bottomless, only goes out of the way."""
+        """Remove the entry at ``path``; a folder, which may be too deep to remove, is moved away."""
         if os.path.isdir(path) and not os.path.islink(path):
             self._discarded += 1
             os.rename(path, f"{self.root}.discarded{self._discarded}")
@@ -221,7 +227,7 @@ class Folder:
             os.unlink(path)
 
     def _walk(self, base: str) -> Iterator[tuple[str, int | None]]:
-        """(path, size or ``None`` when it is no regular file) of everything below ``base``, folder by folder."""
+        """Yield (path, size; ``None`` when it is no regular file) of every entry below ``base``, folder by folder."""
         pending, looked = deque([(base, 0)]), 0
         while pending:
             folder, depth = pending.popleft()
@@ -245,7 +251,7 @@ class Folder:
 
 
 def disk_use(root: str, limit: int) -> int:
-    """Bytes on disk below ``root``, an entry counting at least 4 KiB; stops where the sum exceeds ``limit``."""
+    """Return the bytes on disk below ``root``, at least 4 KiB per entry; stop once the sum exceeds ``limit``."""
     total, pending = 0, [root]
     while pending and total <= limit:
         try:
@@ -268,8 +274,8 @@ def _some(path: str, count: int) -> Iterator[os.DirEntry[str]]:
 
 
 def _matches(names: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
-    """Whether a path matches, part by part; ``**`` stands for any number of folders."""
-    reachable = {0}  # how much of the pattern may be used up
+    """Whether a path matches part by part; ``**`` stands for any number of folders."""
+    reachable = {0}  # possible positions in the pattern
     for name in names:
         reachable = _skip(reachable, pattern)
         reachable = {at if pattern[at] == "**" else at + 1 for at in reachable if at < len(pattern) and (

@@ -1,12 +1,12 @@
-"""The shell of a workspace: runs one program after the other, each in a jail inside its worker's own, within limits.
+"""Runs a workspace's shell commands one after the other, each in a jail inside the worker's jail, within limits.
 
-A command's output, time, memory, processes and disk are bounded, and nothing that it started outlives it.  The folder
-and the exported variables last from command to command.  ``compile``, ``verify`` and ``profile`` are small scripts on
-its PATH: they hand their request to the worker through a FIFO, the worker passes it to the client over the open call,
-and the answer returns the same way.  Everything that a shell can write to is read as if it lied.
+A command's output, time, memory, processes and disk are bounded, and none of its processes outlives it. The folder and
+the exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are small scripts on its PATH:
+they write their request to the worker through a FIFO, the worker passes it to the client over the open call, and the
+answer returns the same way. Any data that a shell can write may be forged, and is checked.
 
-Not covered: background commands (``workspace_background``), process substitution (``<(...)`` needs ``/proc``), and
-machines whose Landlock cannot confine signals (ABI below 6), where a shell of the same user may kill its own worker.
+Not covered: background commands (``background``), process substitution (``<(...)`` needs ``/proc``), and machines whose
+Landlock cannot confine signals (ABI below 6), where a shell of the same user may kill its own worker.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ from cuda_agent.sandbox.workspace.files import Folder, disk_use
 
 COMMANDS = ("compile", "verify", "profile")
 BASH = "/bin/bash"
-_STATE_FD = 198  # of a shell: where it leaves its folder and exported variables
-_MEMORY_TICK, _WAITING_TICK, _DISK_TICK = 0.1, 0.3, 0.5  # seconds between looks at what a command uses
-_ASKS = 20  # answered requests of one shell command
-_PATIENCE = 200  # rounds in which what forks is killed one by one, to spare background commands
+_STATE_FD = 198  # descriptor to which a shell writes its folder and exported variables
+_MEMORY_TICK, _WAITING_TICK, _DISK_TICK = 0.1, 0.3, 0.5  # seconds between checks of a command's use
+_ASKS = 20  # most answered requests of one shell command
+_PATIENCE = 200  # rounds that kill forking processes one by one, to spare background commands
 _STATE_BYTES, _REQUEST_BYTES, _ANSWER_BYTES = 32 << 10, 8 << 10, 32 << 10
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
-# $1 restores folder and variables, $2 is the command; on the way out the state is left behind.
+# $1 restores folder and variables, $2 is the command; on exit the state is saved.
 WRAPPER = 'eval "$1"; trap \'{ printf "cd -- %q\\n" "$PWD"; export -p; } >&198 2>/dev/null\' EXIT; eval "$2"'
 _STUB = """#!/bin/bash
 # Asks the sandbox and prints its answer.
@@ -54,7 +54,8 @@ exit "$status"
 
 @dataclass(frozen=True)
 class CommandLimits:
-    """Of one workspace.  A shell command's seconds do not count while compile, verify or profile is being answered."""
+    """The limits of one workspace. The time of a shell command stops while compile, verify or profile is being
+    answered."""
 
     shell_seconds: float = 30.0
     output_chars: int = 30_000  # of one tool's text; the middle is cut
@@ -68,12 +69,12 @@ class CommandLimits:
 class CommandOutcome:
     code: int
     output: str
-    killed: str = ""  # why, when it was
+    killed: str = ""  # the reason, if it was killed
 
 
 @dataclass
 class Output:
-    """The first and the last bytes of a stream."""
+    """Keeps the first and the last bytes of a stream."""
 
     limit: int
     head: bytearray = field(default_factory=bytearray)
@@ -94,11 +95,11 @@ class Output:
 
 
 class Shell:
-    """Runs programs one after the other, each with all it starts in a jail inside this process's own."""
+    """Runs programs one after the other, each with its children in a jail inside this process's jail."""
 
     def __init__(self, folder: str, limits: CommandLimits, files: Folder, client: socket.socket) -> None:
         self.folder, self.limits, self.files, self.client = folder, limits, files, client
-        self.state = ""  # what restores folder and variables
+        self.state = ""  # shell code that restores folder and variables
         work, self.pipes = f"{folder}/work", f"{folder}/pipes"
         self.policy = jail.JailPolicy(
             write=(work, f"{folder}/tmp", self.pipes),
@@ -121,11 +122,11 @@ class Shell:
         self.wake = wake_on_child()
         self.asked = 0
         self.alone = _signals_stay_inside()
-        self.keepers: set[int] = set()  # children that must outlive a command, with what they started
+        self.keepers: set[int] = set()  # children that must outlive a command, with their descendants
         self.paused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # while a time may be taken
 
     def run(self, program: list[str], seconds: float) -> CommandOutcome:
-        """Until it ends, or is killed for what it uses.  Afterwards nothing that it started is alive."""
+        """Run a program until it ends or exceeds a limit. None of its processes is alive afterwards."""
         requests = self._requests()
         out_read, out_write = os.pipe()
         state_read, state_write = os.pipe()
@@ -135,8 +136,8 @@ class Shell:
         for descriptor in (out_read, state_read):
             os.set_blocking(descriptor, False)
         output, state, request = Output(self.limits.output_chars), bytearray(), bytearray()
-        waiting: list[list[str]] = []  # requests of compile, verify, profile: the first one is being answered
-        quiet = contextlib.ExitStack()  # while one is
+        waiting: list[list[str]] = []  # requests of compile, verify, profile; the first one is being answered
+        quiet = contextlib.ExitStack()  # open while a request is being answered
         asks, used, killed, code = 0, 0.0, "", None
         last = looked = measured = time.monotonic()
         try:
@@ -187,7 +188,8 @@ class Shell:
         return CommandOutcome(code if code is not None else -signal.SIGKILL, output.text(), killed)
 
     def become(self, program: list[str], out: int, state: int, environment: dict[str, str]) -> None:
-        """In a forked child: the program, in the jail of commands.  ``state``: where it leaves folder and variables."""
+        """Become the program in the jail of commands, in a forked child. ``state``: the descriptor for folder and
+        variables."""
         os.setsid()
         null = os.open("/dev/null", os.O_RDONLY)
         os.dup2(out, 1)
@@ -209,7 +211,7 @@ class Shell:
             os._exit(126)
 
     def overuse(self, used: float, seconds: float, disk: bool) -> str:
-        """Why the command must be killed, or nothing."""
+        """Return the reason to kill the command; empty when it is within its limits."""
         if used > seconds:
             return f"killed after {seconds:g} s"
         pids = descendants(os.getpid())
@@ -222,13 +224,13 @@ class Shell:
         return ""
 
     def end(self, pid: int) -> None:
-        """Kills all that is left of a command."""
+        """Kill all processes left of a command."""
         with contextlib.suppress(OSError):
             os.killpg(pid, signal.SIGKILL)
         for attempt in range(1000):
             if self.alone and (not self.keepers or attempt > _PATIENCE):
                 with contextlib.suppress(OSError):
-                    os.kill(-1, signal.SIGKILL)  # all at once: nothing can fork faster than this
+                    os.kill(-1, signal.SIGKILL)  # all at once: forking cannot outrun it
             left = descendants(os.getpid(), self.keepers)
             kill(left)
             reap()
@@ -239,7 +241,7 @@ class Shell:
     # ------------------------------------------------------------------------------------- compile, verify and profile
 
     def _requests(self) -> int:
-        """The FIFO that stubs write to, anew: the shell before may have left anything in its place."""
+        """Create the stubs' FIFO anew: the previous shell may have replaced it."""
         path = f"{self.pipes}/requests"
         for folder in (self.files.root, f"{self.folder}/tmp", self.pipes):
             os.chmod(folder, 0o700)
@@ -257,7 +259,7 @@ class Shell:
             send_frame(self.client, WorkspaceOperation.RUN_COMMAND, body, slot=self.asked % 256)
 
     def _answer(self, pid: str, result: ToolResult) -> None:
-        """To the stub with this process id; if it is gone, to nobody."""
+        """Send the result to the stub with this process id; drop it if the stub is gone."""
         path = f"{self.pipes}/{pid}"
         text = cut(result.text, _ANSWER_BYTES // 4).replace("\0", "").encode(errors="replace")
         with contextlib.suppress(OSError):
@@ -271,7 +273,7 @@ class Shell:
 
 
 def _records(pending: bytearray, data: bytes) -> Iterable[list[str]]:
-    """Well-formed requests: process id, command, arguments.  Anything else that a shell writes here is dropped."""
+    """Yield well-formed requests: process id, command, arguments. Other data from the shell is dropped."""
     pending += data
     *records, rest = bytes(pending).split(b"\x1e")
     pending[:] = rest[-_REQUEST_BYTES:]
@@ -285,14 +287,14 @@ def _records(pending: bytearray, data: bytes) -> Iterable[list[str]]:
 
 
 def cut(text: str, limit: int) -> str:
-    """At most about ``limit`` characters: the middle goes."""
+    """Shorten text to about ``limit`` characters; the middle is removed."""
     if len(text) <= limit:
         return text
     return f"{text[: limit // 2]}\n[{len(text) - limit} characters cut]\n{text[-(limit // 2) :]}"
 
 
 def wake_on_child() -> int:
-    """A descriptor that becomes readable when a child ends."""
+    """Return a descriptor that becomes readable when a child ends."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     os.set_blocking(write, False)
@@ -302,7 +304,7 @@ def wake_on_child() -> int:
 
 
 def drain(descriptor: int) -> bytes:
-    """What can be read now, at most 1 MiB."""
+    """Read the available bytes, at most 1 MiB."""
     data = bytearray()
     while len(data) < 1 << 20:
         try:
@@ -318,7 +320,7 @@ def drain(descriptor: int) -> bytes:
 
 
 def reap() -> dict[int, int]:
-    """Exit codes of the children that have ended, by process id."""
+    """Return the exit codes of the ended children by process id."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -333,7 +335,7 @@ def kill(pids: Iterable[int]) -> None:
 
 
 def _signals_stay_inside() -> bool:
-    """Whether the jail keeps this process's signals to itself and what it starts."""
+    """Whether the jail confines signals to this process and its children."""
     try:
         os.kill(os.getppid(), 0)
     except PermissionError:
@@ -353,7 +355,7 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int, without: Collection[int] = ()) -> list[int]:
-    """All processes below ``pid``, save those ``without`` and what is below them."""
+    """Return all processes below ``pid``, except those in ``without`` and their descendants."""
     found = [child for child in children(pid) if child not in without]
     for child in found:
         found += children(child)  # grows while it is walked
@@ -361,7 +363,7 @@ def descendants(pid: int, without: Collection[int] = ()) -> list[int]:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that a process holds."""
+    """Return the resident memory of a process in bytes."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -374,7 +376,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def fork(body: Callable[[], None]) -> int:
-    """A child that runs ``body`` and is gone."""
+    """Fork a child that runs ``body`` and exits; return its process id."""
     pid = os.fork()
     if pid:
         return pid

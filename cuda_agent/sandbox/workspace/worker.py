@@ -1,11 +1,11 @@
-"""The workspace's process: every shell and file tool of one agent runs here, inside the jail.
+"""Runs the workspace's process: every shell and file tool of one agent, inside the jail.
 
-``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent: light (no torch), one thread, it forks a
-worker for every workspace, and cleans up behind it: folder, and whatever the shell left running.  A worker closes the
-jail around itself, then serves its client over one socket: tool calls, one after the other.
+``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent: it is light (no torch), has one thread,
+forks a worker for every workspace, and removes the folder and the leftover processes of each. A worker closes the jail
+around itself, then serves its client over one socket, one tool call after the other.
 
-Not covered: the file tools (``workspace_files``), the shell (``workspace_shell``, ``workspace_background``), what
-compile, verify and profile do.
+Not covered: the file tools (``files``), the shell (``shell``, ``background``), and the work of compile, verify and
+profile.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ from cuda_agent.sandbox.workspace.shell import (  # fmt: skip
 
 
 def main() -> None:
-    """Opens and closes workspaces until the stream ends."""
+    """Open and close workspaces until the stream ends."""
     control, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     prctl(PR_SET_DUMPABLE, 0)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -92,7 +92,7 @@ def main() -> None:
         for number in closed - workers.keys():
             closed.discard(number)
             helpers.add(fork(partial(_remove, f"{root}/{number}")))
-    deadline = time.monotonic() + 60  # where others use the processor, what was killed takes long to end
+    deadline = time.monotonic() + 60  # on a busy machine a killed process takes long to end
     while (left := children(os.getpid())) and time.monotonic() < deadline:
         kill(left)
         reap()
@@ -101,7 +101,8 @@ def main() -> None:
 
 
 def _remove(folder: str) -> None:
-    """Programs do it: a hostile tree can be deeper than Python's recursion, and its folders may be closed."""
+    """Remove a folder with external programs: a hostile tree can be deeper than Python's recursion, and its folders may
+    be closed."""
     for program in (["rm", "-rf", folder], ["chmod", "-R", "u+rwx", folder], ["rm", "-rf", folder]) * 3:
         if not os.path.lexists(folder):
             return
@@ -117,7 +118,7 @@ def _remove(folder: str) -> None:
 
 
 def _worker(descriptor: int, folder: str) -> None:
-    """Becomes one workspace."""
+    """Become one workspace."""
     signal.set_wakeup_fd(-1)
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, 4096)
@@ -149,7 +150,8 @@ def _worker(descriptor: int, folder: str) -> None:
 
 
 class Session:
-    """One workspace: answers tool calls and requests for its files; its shell asks the client to run commands."""
+    """Serves one workspace: it answers tool calls and requests for files, and asks the client to run commands of the
+    shell."""
 
     def __init__(self, client: socket.socket, folder: str, files: Folder, limits: CommandLimits) -> None:
         self.client, self.folder, self.files, self.limits = client, folder, files, limits
@@ -190,7 +192,7 @@ class Session:
             return self._presented(f"error: {refused}"), True
         except ConnectionError:
             raise
-        except (OSError, ValueError, RecursionError, MemoryError) as error:  # whatever a hostile folder provokes
+        except (OSError, ValueError, RecursionError, MemoryError) as error:  # a hostile folder can cause any of these
             return self._presented(f"error: {type(error).__name__}: {error}")[:500], True
 
     def _bash(self, command: str, timeout: float | None = None, run_in_background: bool = False) -> tuple[str, bool]:
@@ -226,7 +228,7 @@ class Session:
         return self._presented("\n".join(lines)) or "(no matches)"
 
     def _presented(self, text: str) -> str:
-        """The folder's own address is nobody's business, and differs from run to run."""
+        """Hide the folder's real path, which is private and differs from run to run."""
         return text.replace(self.files.root, "~").replace(f"{self.folder}/tmp", "$TMPDIR").replace(self.folder, "~/..")
 
 
@@ -256,8 +258,8 @@ _PARAMETERS: dict[str, dict[str, str]] = {  # a name that ends in "?" may be lef
 
 
 def checked(tool: str, arguments: Any, parameters: dict[str, str] | None = None) -> dict[str, Any]:
-    """The arguments of a call, of the right types; ``ToolRefused`` names what is wrong.  Text such as "3" and "true"
-    counts as the number or truth value it spells, because calls in XML carry text only."""
+    """Return the arguments of a call with the right types. Raises ``ToolRefused``, which names the wrong argument. Text
+    such as "3" and "true" counts as the number or truth value it spells, because calls in XML carry text only."""
     parameters = parameters or _PARAMETERS.get(tool)
     if parameters is None:
         raise ToolRefused(f"there is no tool {tool[:40]!r}")
