@@ -1,4 +1,5 @@
-"""The agent loop: plays one policy on one task, token ids in and token ids out, with its reward.
+"""The agent loop: plays one policy on one task, token ids in and token ids out, and returns the episode with its
+reward.
 
 ``run_episode`` plays with tools in a work folder, ``run_single`` asks for one answer without tools, ``run_many`` plays
 many episodes, freely or in lockstep.  An episode is one growing list of ids: sampled ids are appended unchanged (mask
@@ -6,8 +7,8 @@ many episodes, freely or in lockstep.  An episode is one growing list of ids: sa
 budget (turns, tokens) ends and its workspace is judged; an infrastructure fault or the deadline leaves it without a
 reward.
 
-What it does not cover: tools, rules and verdict (``environment``); models behind a text interface, whose episodes are
-no training data (``chat_rollout``).
+Not covered: tools, rules and verdict (``environment``); models behind a text interface, whose episodes are not training
+data (``chat_rollout``).
 """
 
 import asyncio
@@ -37,9 +38,9 @@ class EpisodeSettings:
     """Budgets and prompt style of an episode.  Token budgets count tokens of the policy's tokenizer."""
 
     turns: int
-    turn_tokens: int  # sampled in one turn
-    tool_tokens: int  # of one tool result; the middle is cut
-    context: int  # of the whole episode
+    turn_tokens: int  # most tokens sampled in one turn
+    tool_tokens: int  # most tokens of one tool result; the middle is cut
+    context: int  # most tokens of the whole episode
     deadline_seconds: float
     temperature: float = 1.0
     format: Format = "plan"
@@ -65,7 +66,7 @@ async def run_single(
 
 
 class Rollout:
-    """One running episode."""
+    """One rollout of a policy on a task, as it runs."""
 
     def __init__(
         self,
@@ -175,7 +176,7 @@ class Rollout:
         self._append(ids, 0, [0.0] * len(ids), -1, turn)
 
     async def _sample(self, turn: int) -> Completion | None:
-        """The policy's next turn; None if there is no room for a token."""
+        """Samples the policy's next turn; returns None if there is no room for a token."""
         room = min(self.settings.turn_tokens, self.settings.context - len(self.ids))
         if room <= 0:
             return None
@@ -201,7 +202,7 @@ class Rollout:
         return self._cut(await self.game.call(name, arguments))
 
     def _cut(self, text: str) -> str:
-        """The text cut to about ``tool_tokens`` tokens; the middle is removed."""
+        """Cuts the text to about ``tool_tokens`` tokens; the middle is removed."""
         tokenizer, limit = self.chat.tokenizer, self.settings.tool_tokens
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) <= limit:
@@ -211,7 +212,7 @@ class Rollout:
 
 
 def _seed(seed: int, turn: int) -> int:
-    """A 63-bit seed for one turn of one episode."""
+    """Returns a 63-bit seed for one turn of one episode."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{turn}".encode()).digest()[:8], "big") >> 1
 
 
@@ -226,7 +227,8 @@ async def run_many(
     With ``lockstep`` an episode samples its next turn only when all other running episodes are ready to sample.  The
     engine then gets all prompts at once and in order, so that its batches, and with ``sandbox.clock=model`` all
     results, are the same in every run.  There is no deadline then.  An exception of one job (a bug, a lost engine) ends
-    all."""
+    all.
+    """
     slots = asyncio.Semaphore(concurrency)
     lock = _Lockstep(len(jobs), concurrency) if lockstep else None
 

@@ -71,7 +71,7 @@ def restore(table: Table, trained: Iterable[tuple[str, Tensor]], optimizers: Ite
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Returns ``value`` with the device, dtype and sharding of ``parameter``."""
+    """Returns ``value`` on the device and with the sharding of ``parameter``."""
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
         local = value.to(parameter.device)
         return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -99,7 +99,7 @@ def peak(
     weights and rows.
 
     ``segment``: tokens of its longest sequence, ``sampled``: tokens that are trained on; by default all tokens.
-    ``at_once``: rows computed side by side in one process.  ``share``: whether ranks compute rows or parts of each.
+    ``at_once``: rows computed side by side in one process.  ``parallelism``: whether ranks compute rows or parts of each.
     """
     low = precision == "bf16"
     every, layer, ends = shape.parameters, shape.layer_parameters, shape.end_parameters

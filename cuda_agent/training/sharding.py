@@ -45,7 +45,7 @@ def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # Gloo supports only sums
+            module.set_force_sum_reduction_for_comms(True)  # Gloo cannot average
     return root
 
 
