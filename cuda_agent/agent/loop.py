@@ -227,8 +227,7 @@ async def run_many(
     With ``lockstep`` an episode samples its next turn only when all other running episodes are ready to sample.  The
     engine then gets all prompts at once and in order, so that its batches, and with ``sandbox.clock=model`` all
     results, are the same in every run.  There is no deadline then.  An exception of one job (a bug, a lost engine) ends
-    all.
-    """
+    all."""
     slots = asyncio.Semaphore(concurrency)
     lock = _Lockstep(len(jobs), concurrency) if lockstep else None
 

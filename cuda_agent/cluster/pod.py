@@ -114,8 +114,7 @@ def prepare(
         ConfigError: The configuration is not the submitted one.
         TryAgain: A garbage collection is running, or the configuration has not arrived yet.
         StoreError: The store cannot be reached.
-        ClusterError: The cluster refuses, or no server becomes ready.
-    """
+        ClusterError: The cluster refuses, or no server becomes ready."""
     store = open_store(here.store)
     if not gc.await_end(store, COLLECTION_SECONDS):
         raise TryAgain("`cuda-agent gc` is under way on this store.")
@@ -157,8 +156,7 @@ def enter(store: Store, run: str, config: Config, sha256: str) -> runs.Run:
     """Returns the run's record, created if absent.
 
     Raises:
-        ConfigError: The name belongs to another configuration.
-    """
+        ConfigError: The name belongs to another configuration."""
     record = runs.Run.begun(run, config, sha256)
     if store.create(f"runs/{run}/run.json", record.facts()):
         return record
@@ -190,8 +188,7 @@ def run_stage(
 ) -> int:
     """Runs one stage as ``local`` does and returns its exit code.  It passes SIGTERM on: the stage writes a checkpoint.
 
-    ``spawner`` may be open already; it is closed here.
-    """
+    ``spawner`` may be open already; it is closed here."""
     scratch = here.work / "stage" / name
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -262,8 +259,7 @@ def run_spread(
 ) -> int:
     """Runs a stage in a Ray of several pods (``rayjobs``), waits for it, and returns its exit code.
 
-    ``servers`` and ``served``: comma-separated addresses of the sandbox and the engine.
-    """
+    ``servers`` and ``served``: comma-separated addresses of the sandbox and the engine."""
     store = open_store(here.store)
     config = load(store.get(config_entry(sha256)).decode(), sha256)
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]

@@ -80,8 +80,7 @@ def of_path(path: Path) -> list[EpisodeEntry]:
     """Returns the attempts of a folder of ``optimize``, or the episodes of a folder or file of ``benchmark``.
 
     Raises:
-        ConfigError: The path is neither.
-    """
+        ConfigError: The path is neither."""
     if (path / TRANSCRIPT).is_file():
         try:
             return attempts(read_events(path / TRANSCRIPT))
@@ -105,8 +104,7 @@ def listed(left: Sequence[Left]) -> list[EpisodeEntry]:
     """Returns all episodes, oldest first.
 
     Raises:
-        ConfigError: A file holds something else.
-    """
+        ConfigError: A file holds something else."""
     entries: list[EpisodeEntry] = []
     for one in left:
         try:
@@ -209,8 +207,7 @@ def chosen(
     must be equal.
 
     Raises:
-        ConfigError: A stage or a status does not occur at all; the message lists those that do.
-    """
+        ConfigError: A stage or a status does not occur at all; the message lists those that do."""
     for what, asked, there in (
         ("stage", stage, [entry.row.stage for entry in entries]),
         ("status", status, [entry.row.status for entry in entries]),

@@ -29,8 +29,7 @@ class Stage:
 
     ``inputs`` maps the name under which the stage finds an artifact to its source, ``stage.artifact``.  In ``ROWS`` a
     source may name alternatives, best first (``rft.policy | warmup.policy``), and end with ``?``: a graph without any
-    of them has no such input.  The rows of a graph have one source per input.
-    """
+    of them has no such input.  The rows of a graph have one source per input."""
 
     name: str
     module: str
@@ -180,8 +179,7 @@ def without(rows: Sequence[Stage], left_out: Iterable[str]) -> tuple[Stage, ...]
     """Returns the rows without some stages, with every input reduced to the first source that is still made.
 
     Raises:
-        ValueError: A required input has no source left, or a stage does not exist.
-    """
+        ValueError: A required input has no source left, or a stage does not exist."""
     names = {row.name for row in rows}
     if unknown := set(left_out) - names:
         raise ValueError(f"there is no stage {', '.join(sorted(unknown))}: {', '.join(row.name for row in rows)}")
@@ -217,8 +215,7 @@ def up_to(stages: Sequence[Stage], name: str) -> tuple[Stage, ...]:
     """Returns ``name`` and all stages above it, in the table's order.
 
     Raises:
-        ValueError: The stage does not exist.
-    """
+        ValueError: The stage does not exist."""
     if name not in {stage.name for stage in stages}:
         raise ValueError(f"there is no stage {name}: {', '.join(stage.name for stage in stages)}")
     chosen = {name, *ancestors(stages, name)}
@@ -230,8 +227,7 @@ def check(stages: Iterable[Stage]) -> None:
     execution.
 
     Raises:
-        ValueError: The table breaks one of these rules.
-    """
+        ValueError: The table breaks one of these rules."""
     made: set[str] = {STAGES_INPUT}
     names: set[str] = set()
     for stage in stages:

@@ -95,8 +95,7 @@ def run_pipeline(
         table: Names ``stages`` for their processes (``module:NAME``) where they are not of the configuration's graph.
         watch: Receives the run's name and the state of all stages a few times a second.
         preload: Modules that the processes of stages find imported.
-        pause: Seconds before a stage is tried again; doubles each time.
-    """
+        pause: Seconds before a stage is tried again; doubles each time."""
     stages = stages_of(config) if stages is None else stages
     check(stages)
     outcome = RunOutcome(run="", code=EXIT_BUG)

@@ -199,8 +199,7 @@ def make_stages_folder(
     the configuration (without ``run``).
 
     With the model clock, durations, devices and versions are left out, so that two runs give the same bytes on any
-    machine; the manifests in the store hold them.
-    """
+    machine; the manifests in the store hold them."""
     timeless = config.sandbox.clock == "model"
     above = ancestors(stages, stage.name)
     rows = [

@@ -30,8 +30,7 @@ class Recorder:
         uri: MLflow's address, or ``off``.
         stages: The run's graph.
         trouble: Receives one line, from another thread, when MLflow cannot be reached.
-        artifacts: Folder for a local database's artifacts; None: the server stores them.
-    """
+        artifacts: Folder for a local database's artifacts; None: the server stores them."""
 
     def __init__(
         self,

@@ -69,8 +69,7 @@ def create_run(store: Store, config: Config, sha256: str) -> Run:
     """Creates a run, under the configured name or the date.
 
     Raises:
-        ConfigError: The name is taken.
-    """
+        ConfigError: The name is taken."""
     now = datetime.now(UTC)
     base = config.run.name or f"{now:%Y%m%d-%H%M%S}-{sha256[:4]}"
     for attempt in range(100):
@@ -110,8 +109,7 @@ def find_run(store: Store, name: str) -> Run:
     """Finds a run by name, by the beginning of its name, or as ``last``.
 
     Raises:
-        ConfigError: No run or several match; the message lists the choices.
-    """
+        ConfigError: No run or several match; the message lists the choices."""
     records = {record.name: record for record in list_runs(store)}
     return records[choose(list(records), name, store.uri)]
 
@@ -127,8 +125,7 @@ def choose(names: Sequence[str], asked: str, where: str) -> str:
     """Returns the one name that ``asked`` means.
 
     Raises:
-        ConfigError: No name or several match; the message lists the choices.
-    """
+        ConfigError: No name or several match; the message lists the choices."""
     found = matching(names, asked)
     if len(found) == 1:
         return found[0]

@@ -21,8 +21,7 @@ def derived(config: Config) -> dict[str, Any]:
     the base is not on this machine).
 
     Tokens are upper bounds: an episode may fill its context.  Times are for the small model on 2 CPU cores: training
-    7,000 tokens/s and decoding 9,000 tokens/s at 1.3M parameters, in inverse proportion to the parameters.
-    """
+    7,000 tokens/s and decoding 9,000 tokens/s at 1.3M parameters, in inverse proportion to the parameters."""
     small = config.policy.base is None
     scale = parameter_count(config.policy) / 1.3e6 if small else 1.0
     rows: dict[str, dict[str, Any]] = {}
@@ -96,8 +95,7 @@ def require_base(base: str | None) -> None:
     """Checks a ``policy.base`` that is clearly a path.  A name such as org/name may be a hub model.
 
     Raises:
-        ConfigError: The folder holds no model.
-    """
+        ConfigError: The folder holds no model."""
     if base is None:
         return
     is_path = base.startswith(("/", ".", "~")) or base.endswith("/") or base.count("/") > 1

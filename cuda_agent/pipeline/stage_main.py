@@ -62,8 +62,8 @@ _PERSONS_FAULT = ("PolicyError", "TaskError", "SandboxUnready", "JailError")
 
 @dataclass(frozen=True)
 class StageOrder:
-    """The order of one stage's process.  ``scratch`` is the folder of this attempt, for metrics, notes, progress and
-    ``outcome.json``; ``local`` is the machine's folder for locks and caches."""
+    """The order of one stage's process.  ``scratch``: this attempt's folder, for metrics, notes, progress and
+    ``outcome.json``; ``local``: the machine's folder for locks and caches."""
 
     store: str
     config: str  # sha256
@@ -78,7 +78,7 @@ class StageOrder:
 
 
 def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
-    """The configuration's graph, or the table named ``package.module:NAME``."""
+    """Returns the configuration's graph, or the table named ``package.module:NAME``."""
     if not table:
         return stages_of(config)
     module, attribute = table.split(":")

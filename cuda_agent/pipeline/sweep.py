@@ -40,8 +40,7 @@ def points(overrides: Sequence[str]) -> tuple[str, list[Point]]:
     """Returns the sweep's name (``run.name``, or made of the date) and its runs.
 
     Raises:
-        ConfigError: A configuration is invalid, two are the same, or there are no or too many values to sweep.
-    """
+        ConfigError: A configuration is invalid, two are the same, or there are no or too many values to sweep."""
     name, fixed, swept = _read(overrides)
     if not swept:
         raise ConfigError("A sweep needs a key with several values, as in critic.lr=1e-5,3e-5 or 'seed=range(3)'.")
@@ -72,8 +71,7 @@ def run_here(points: Sequence[Point], execute: Callable[[Point], RunOutcome]) ->
     A run that was done before is not run again.
 
     Raises:
-        ConfigError: Before the first run, when a name is taken.
-    """
+        ConfigError: Before the first run, when a name is taken."""
     done = {point.name: _is_done(point) for point in points}
     for point in points:
         outcome = RunOutcome(point.name, 0, resumed=True) if done[point.name] else execute(point)

@@ -88,8 +88,7 @@ class Chat:
     def delta_ids(self, tool_results: Sequence[str], closed: bool = True) -> list[int]:
         """Returns the token ids between two assistant turns: the tool results, then the next assistant header.
 
-        ``closed`` says that the sampled turn ended with its stop token; a turn cut at its length is closed here.
-        """
+        ``closed`` says that the sampled turn ended with its stop token; a turn cut at its length is closed here."""
         return self._delta([{"role": "tool", "content": text} for text in tool_results], closed)
 
     def encode_dialogue(
@@ -99,8 +98,7 @@ class Chat:
         have sampled (each assistant turn with its stop token).
 
         The ids equal those of ``prompt_ids``, the turns' ids and ``delta_ids``.  A dialogue without a final assistant
-        turn ends with the header after the tool results.
-        """
+        turn ends with the header after the tool results."""
         first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
         ids = self.prompt_ids(messages[:first], tools)
         mask = [0] * len(ids)

@@ -50,8 +50,7 @@ def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path,
         scores: Scores by policy, in the order of training.
         kernels: The result of ``fastest_kernels``.
         card: The tasks' data card.
-        stages: The folder with the records of the stages above, and their rows in ``graph.json``.
-    """
+        stages: The folder with the records of the stages above, and their rows in ``graph.json``."""
     rows = _read_json(stages / "graph.json")
     about = {row["name"]: row["about"] for row in rows}
     clock = next(iter(scores.values())).clock

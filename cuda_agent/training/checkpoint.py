@@ -43,8 +43,7 @@ def restore(table: Table, trained: Iterable[tuple[str, Tensor]], optimizers: Ite
     """Copies a table into parameters and optimizers.
 
     Raises:
-        CorruptCheckpoint: The table is of another model; nothing was changed.
-    """
+        CorruptCheckpoint: The table is of another model; nothing was changed."""
     trained = list(trained)
     shapes = {name.removeprefix("weight/"): t.shape for name, t in table.items() if name.startswith("weight/")}
     if shapes != {name: tensor.shape for name, tensor in trained}:
@@ -101,8 +100,7 @@ def read(folder: Path, like: Iterable[tuple[str, Tensor]]) -> Table:
     restore; the state is read in their sharding.
 
     Raises:
-        CorruptCheckpoint: The checkpoint is incomplete or damaged; all ranks raise alike.
-    """
+        CorruptCheckpoint: The checkpoint is incomplete or damaged; all ranks raise alike."""
     problem = _damage(folder) if not dist.is_initialized() or dist.get_rank() == 0 else None
     if problem := _together(problem):
         raise CorruptCheckpoint(problem)

@@ -99,8 +99,7 @@ def peak(
     weights and rows.
 
     ``segment``: tokens of its longest sequence, ``sampled``: tokens that are trained on; by default all tokens.
-    ``at_once``: rows computed side by side in one process.  ``parallelism``: whether ranks compute rows or parts of each.
-    """
+    ``at_once``: rows computed side by side.  ``parallelism``: whether ranks compute rows or parts of each."""
     low = precision == "bf16"
     every, layer, ends = shape.parameters, shape.layer_parameters, shape.end_parameters
     trained = shape.adapter_parameters(lora_rank) if lora_rank else every
@@ -145,8 +144,7 @@ def _kept(shape: Shape, low: bool, device: str, segment: int, lora_rank: int) ->
     (projected, normalised, rotated, and the attention's output twice), keys three times and values once; the
     feed-forward layer keeps gate, its activation, up and the product.  In bfloat16 products are half as wide, and every
     projection keeps a rounded copy of its input beside the float32 of the norms.  A frozen norm does not keep the
-    normalised input; an adapter keeps its inner product.
-    """
+    normalised input; an adapter keeps its inner product."""
     h, queries, keys = shape.hidden, shape.heads * shape.head, shape.kv_heads * shape.head
     if low:
         kept = 26 * h + 12 * queries + 10 * keys + 8 * _wide(shape)
@@ -173,8 +171,7 @@ def shape_of(config: dict[str, Any]) -> Shape:
     """Returns the shape in a ``config.json`` of Hugging Face.
 
     Raises:
-        KeyError: It describes no such decoder.
-    """
+        KeyError: It describes no such decoder."""
     heads, experts = config["num_attention_heads"], config.get("num_experts") or config.get("num_local_experts") or 0
     return Shape(
         layers=config["num_hidden_layers"],

@@ -45,8 +45,7 @@ def tokens_of_episode(episode: Episode) -> Tokens:
     """Makes a sequence of an episode.
 
     Raises:
-        ValueError: The episode has no reward, or begins with a sampled token.
-    """
+        ValueError: The episode has no reward, or begins with a sampled token."""
     if episode.reward is None:
         raise ValueError(f"episode {episode.id} has no reward: it is to be dropped, not trained on")
     mask = torch.tensor(episode.mask, dtype=torch.bool)
@@ -163,8 +162,7 @@ def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[
     sequences, for callers that compute that many rows side by side.
 
     Tries ever larger rows, from the even share up to ``row_tokens``, until first-fit decreasing needs no more rows than
-    intended (the MULTIFIT idea).
-    """
+    intended (the MULTIFIT idea)."""
     rows = pack(lengths, row_tokens)
     wanted = -(-len(rows) // multiple) * multiple
     budget = max(-(-sum(lengths) // max(wanted, 1)), *lengths, 1)

@@ -28,8 +28,7 @@ class Ranks:
 
     ``threads``: threads of each rank on a CPU.  ``lease``: folder of the timing lease, which the first rank holds for
     all.  Where other ranks of the same ``world`` run elsewhere, numbers here begin at ``first``, and all ranks meet at
-    ``address``.
-    """
+    ``address``."""
 
     def __init__(
         self,

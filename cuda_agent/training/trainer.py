@@ -95,8 +95,8 @@ class Trainer:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Wraps one micro-step: holds the lease and sets the model's packed attention, which it resets at the end for
-        other users of the model.  Ranks enter and leave together: one of them holds the lease for all."""
+        """Wraps one micro-step: holds the lease, sets the model's packed attention and restores the previous one at the
+        end. Ranks enter and leave together: one of them holds the lease for all."""
         with self.lease.working() if self.lease else nullcontext():
             if self._root is not None:
                 sharding.wait()
@@ -178,8 +178,7 @@ class Trainer:
         """Takes one optimizer step on the sum of the losses of the chosen sequences' rows (all sequences: None).
         Returns the loss, its metrics and the gradient norm.
 
-        A step with a non-finite gradient is skipped; ``skipped`` is then 1.
-        """
+        A step with a non-finite gradient is skipped; ``skipped`` is then 1."""
 
         def backward(row: PackedRow) -> tuple[Metrics, Sequence[Tensor | None]]:
             loss, metrics = self.within(lambda: loss_of(row.to(self.device)))
@@ -253,8 +252,7 @@ class Trainer:
         """Restores a state that ``save`` wrote, with any number of ranks.
 
         Raises:
-            CorruptCheckpoint: The checkpoint does not fit or is damaged; nothing was changed.
-        """
+            CorruptCheckpoint: The checkpoint does not fit or is damaged; nothing was changed."""
         table = checkpoint.read(folder, self.trained())
         if missing := [name for name in ("random", "step", "seconds") if name not in table]:
             raise CorruptCheckpoint(f"{folder} has no {', '.join(missing)}")
@@ -315,8 +313,7 @@ def _check_rows(trainer: Trainer) -> None:
     output layer alone makes the logits.
 
     Raises:
-        ValueError: An assumption does not hold for this model; the message says which.
-    """
+        ValueError: An assumption does not hold for this model; the message says which."""
     vocabulary = trainer.trunk.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     pair = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (5, 7)]

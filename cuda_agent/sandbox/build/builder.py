@@ -72,8 +72,7 @@ class Builder:
         lease: Folder of the timing lease; None where builds do not disturb timings, as on a GPU.
         seconds: Time limit of one build.
         memory_mb: Memory limit of one build.
-        parallel: Most builds at a time.
-    """
+        parallel: Most builds at a time."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path | None, seconds: float, memory_mb: int, parallel: int = 2
@@ -119,8 +118,7 @@ class Builder:
         are the project's own, and a solution's time limit does not apply.
 
         Raises:
-            BuildError: The compiler refuses the sources.
-        """
+            BuildError: The compiler refuses the sources."""
         tools = await self.toolchain()
         command = [
             tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,
@@ -140,8 +138,7 @@ class Builder:
 
         Raises:
             BuildError: The compiler refuses the source.
-            CompilerMissing: NVRTC is not installed.
-        """
+            CompilerMissing: NVRTC is not installed."""
         tools = find_nvrtc()
         request = {"library": tools.library, "includes": tools.includes, "architecture": architecture, "unit": unit}
         command = [
@@ -168,8 +165,7 @@ class Builder:
 
         Raises:
             BuildError: The compiler refuses the sources.
-            CompilerMissing: nvcc is not installed.
-        """
+            CompilerMissing: nvcc is not installed."""
         tools = find_nvcc()
         defined = ["-DCUDA_EXTENSION_ON_CUDA", *(["-DCUDA_EXTENSION_USES_CUBLAS"] if "cublas" in libraries else [])]
         code = architecture.removeprefix("sm_")
@@ -349,8 +345,7 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
     """Writes an author's files into an empty folder.
 
     Raises:
-        BuildError: A file name is invalid.
-    """
+        BuildError: A file name is invalid."""
     for name, text in files.items():
         path = folder / name
         if (path.is_absolute() and not path.is_relative_to(folder)) or ".." in Path(name).parts:

@@ -32,8 +32,7 @@ def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
     """Evaluates a number, or an expression such as ``cdiv(in0.numel, 8) * in0.shape[1]``, to an integer.
 
     Raises:
-        PlanError: The expression is invalid, or names an unknown buffer.
-    """
+        PlanError: The expression is invalid, or names an unknown buffer."""
     if isinstance(expression, bool) or not isinstance(expression, int | str):
         raise PlanError(f"{where}: an integer or an expression is expected, not {json.dumps(expression)[:60]}")
     if isinstance(expression, int):

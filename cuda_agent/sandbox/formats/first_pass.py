@@ -61,7 +61,7 @@ class FirstPassFailed(Exception):
 
 @dataclass(frozen=True)
 class FirstPassResult:
-    """The folder that a first pass left, and the environment in which the locked pass finds it."""
+    """The folder that a first pass left, and the environment variables that point the locked pass to it."""
 
     folder: str
     environment: dict[str, str]

@@ -25,8 +25,7 @@ def describe(node: Gemm | Convolution, where: str, names: dict[str, Any], device
     result's buffer; and the fields of its kind.
 
     Raises:
-        PlanError: The node does not fit its buffers.
-    """
+        PlanError: The node does not fit its buffers."""
     roles = ("a", "b", "c") if isinstance(node, Gemm) else ("input", "weight", "bias", "output")
     said: dict[str, str] = {role: name for role in roles if (name := getattr(node, role)) is not None}
     buffers = {role: _buffer(name, role, where, names) for role, name in said.items()}

@@ -42,8 +42,7 @@ class CrossCheck:
         Args:
             slots: Longest chain, at least 2.
             empty: Returns the wall seconds of a chain of that many empty calls with a delay of that many units.
-            host: Seconds in which eager's host enqueues a call.
-        """
+            host: Seconds in which eager's host enqueues a call."""
         self.delay = _SHORTEST
         self._allowed = longest(host)
         self._enqueues = 0.0

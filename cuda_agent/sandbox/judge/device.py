@@ -140,8 +140,7 @@ def open_judge(kernels: Path) -> None:
     """Opens the device in this process and loads the built ``check.cu``.
 
     Raises:
-        driver.NoDevice: The machine has no GPU.
-    """
+        driver.NoDevice: The machine has no GPU."""
     global _judge
     driver.open_device()
     _judge = _Judge(kernels.read_bytes())

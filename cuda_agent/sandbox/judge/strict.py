@@ -51,7 +51,7 @@ def _measure(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
         if entry.exact is not None:
             found["errors"][precision] = error(prepared, oracle.outputs(entry.inputs), entry.exact)
             if precision != "fp32" and found["errors"][precision] == found["errors"]["fp32"]:
-                del found["errors"][precision]  # nothing in this task depends on it
+                del found["errors"][precision]  # the task does not depend on the precision
                 continue
         eager = baseline("eager", precision)
         found["seconds"][eager] = prepared.medians(oracle, careful=True)[0]
