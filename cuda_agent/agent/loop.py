@@ -90,8 +90,7 @@ class Rollout:
         self.messages: list[dict[str, Any]] = []
 
     async def run(self, game: Callable[[], Awaitable[Ended]]) -> Episode:
-        """Plays ``game``, judges the resulting files, and records why the episode ended, infrastructure faults
-        included."""
+        """Plays ``game``, judges the files, and records why the episode ended, infrastructure faults included."""
         verdict: Verdict | None = None
         limit = asyncio.timeout(None if _ROUND.get() else self.settings.deadline_seconds)
         ended: Ended
@@ -250,8 +249,7 @@ async def run_many(
 
 
 class _Lockstep:
-    """A barrier before every turn for a known number of running episodes; when one ends, the next job takes its
-    slot."""
+    """A barrier before every turn for a fixed number of running episodes; a new job takes an ended one's slot."""
 
     def __init__(self, jobs: int, places: int) -> None:
         self._active = min(jobs, places)

@@ -121,8 +121,7 @@ class SearchBudget:
         return None if self.seconds is None else self.seconds - self.elapsed
 
     def lacks(self, prompt: int, sampled: int) -> str:
-        """Returns the limit that the given additional tokens would exceed: ``minutes``, ``tokens``, ``money``, or
-        ""."""
+        """Returns the limit that so many more tokens would exceed: ``minutes``, ``tokens``, ``money``, or ""."""
         if self.left is not None and self.left <= 0:
             return "minutes"
         if self.tokens is not None and self.prompt + self.sampled + prompt + sampled > self.tokens:
@@ -184,8 +183,7 @@ def read_events(path: Path) -> list[Event]:
 
 
 def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Findings, Event]:
-    """Returns the content of a transcript: the state of each attempt after its last whole turn, the findings, the
-    budget used."""
+    """Returns a transcript's content: each attempt's state after its last whole turn, the findings, the budget used."""
     states: dict[int, State] = {}
     pending: dict[int, list[Event]] = {}
     findings, spent = Findings(), dict[str, Any]()

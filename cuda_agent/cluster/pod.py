@@ -167,8 +167,7 @@ def enter(store: Store, run: str, config: Config, sha256: str) -> runs.Run:
 
 
 def serve_from_cache(store: Store, run: str, config: Config, stages: Sequence[Stage]) -> dict[str, Manifest]:
-    """Links every stage whose inputs are known and whose result exists to this run; returns their manifests in the
-    table's order."""
+    """Links every stage whose result exists to this run; returns the manifests in the table's order."""
     done: dict[str, Manifest] = {}
     for stage in stages:
         above = ancestors(stages, stage.name) if STAGES_INPUT in stage.inputs.values() else stage.upstream
@@ -295,8 +294,7 @@ def _explain(here: PodEnvironment, code: int, message: str) -> None:
 
 
 def oom_kills() -> int:
-    """Returns how often the kernel has killed a process of this container for memory; 0 where the count is not
-    available."""
+    """Returns how often the kernel has killed a process of this container for memory; 0 where unknown."""
     for file in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         with contextlib.suppress(OSError, ValueError):
             for line in Path(file).read_text().splitlines():

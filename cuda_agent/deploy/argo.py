@@ -127,7 +127,7 @@ def _template(name: str, entrypoint: str, templates: list[Template], **more: Any
 
 
 def maintenance_jobs() -> dict[str, dict[str, Any]]:
-    """Returns the WorkflowTemplates by name, before the chart's values, of the jobs that a user starts
+    """Returns WorkflowTemplates by name, before the chart's values, of the jobs a user starts
     (``cluster.maintenance``)."""
     return {
         "doctor": _errand("doctor", "operator", 900, ["pod", "doctor", "--workflow", WORKFLOW]),

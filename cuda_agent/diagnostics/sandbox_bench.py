@@ -49,8 +49,8 @@ def formats_of(text: str | None) -> tuple[Format, ...]:
 
 
 async def measure(config: SandboxConfig, tasks: int, solutions: int, formats: Sequence[Format]) -> dict[str, Any]:
-    """Judges ``solutions`` solutions per task, format and round (fewer where the teacher has no more designs).  Returns
-    figures in seconds."""
+    """Judges ``solutions`` per task, format and round (fewer where the teacher has no more designs); returns
+    seconds."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as cache:
         async with LocalSandbox(config.model_copy(update={"servers": []}), Path(cache)) as sandbox:
@@ -108,8 +108,7 @@ async def _measure_lane(
 
 
 async def prepare(sandbox: LocalSandbox, count: int, rng: random.Random) -> tuple[list[Task], list[float]]:
-    """Returns tasks inside the window with their baselines measured, and the seconds of each (the first one includes
-    the setup of the machine)."""
+    """Returns tasks inside the window with measured baselines, and the seconds of each (the first includes setup)."""
     window = WINDOW if sandbox.config.clock == "real" else (0.0, float("inf"))
     tasks: list[Task] = []
     seconds: list[float] = []

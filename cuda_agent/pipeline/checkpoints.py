@@ -83,8 +83,7 @@ class StageCheckpoints:
             self._store.delete(key)
 
     def _entries(self) -> list[str]:
-        """Returns the names of complete checkpoints, oldest first; of two with the same step, the one written last is
-        last."""
+        """Returns the names of complete checkpoints, oldest first; equal steps are in the order of writing."""
         times = self._store.sizes(self._prefix)
         found = [key for key in times if key.endswith(".json") and key.count("/") == self._prefix.count("/") + 1]
         found.sort(key=lambda key: (key.rsplit("/", 1)[1].split("-")[0], times[key][1]))

@@ -73,8 +73,7 @@ def closure_modules(module: str) -> set[str]:
 
 @functools.cache
 def environment_digest() -> str:
-    """Returns the digest of the image when one is set (CUDA_AGENT_IMAGE_DIGEST), else of Python, machine and the
-    relevant packages."""
+    """Returns the digest of the image (CUDA_AGENT_IMAGE_DIGEST), or else of Python, machine and relevant packages."""
     if image := os.environ.get("CUDA_AGENT_IMAGE_DIGEST"):
         return image
     versions: dict[str, str] = {}
@@ -146,8 +145,7 @@ def _imports(path: Path, module: str) -> tuple[str, ...]:
 
 
 def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yields nodes as ``ast.walk`` does, in another order and in a third of the time, because every stage waits for
-    this."""
+    """Yields the nodes of ``ast.walk`` in another order and a third of the time, because every stage waits for it."""
     front = [tree]
     while front:
         node = front.pop()

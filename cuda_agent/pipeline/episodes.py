@@ -39,8 +39,7 @@ class Left:
 
 
 def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
-    """Fetches every file of episodes among the outputs of the run's stages into ``folder``; returns them in the graph's
-    order."""
+    """Fetches the episodes of all stages of the run into ``folder``; returns the files in the graph's order."""
     found = []
     for name, manifest in run_manifests(store, run, ROWS).items():
         for digest in manifest.outputs.values():

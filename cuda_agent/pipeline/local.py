@@ -348,8 +348,7 @@ def outcome_message(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Handles SIGTERM, SIGHUP and Ctrl-C: the first stops the run in order, the second at once
-    (``KeyboardInterrupt``)."""
+    """Handles SIGTERM, SIGHUP and Ctrl-C: the first stops the run in order, the second raises KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

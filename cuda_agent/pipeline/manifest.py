@@ -159,8 +159,7 @@ def is_whole(store: Store, manifest: Manifest) -> bool:
 
 
 def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
-    """Returns a finished result of this identity, from the cache, or from this run if it died before it wrote the cache
-    entry."""
+    """Returns a result of this identity from the cache, or from this run if it died before writing the cache entry."""
     cached = read_manifest(store, cache_entry(identity.stage, identity.key))
     if cached and is_whole(store, cached):
         return cached
@@ -183,8 +182,7 @@ def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
 
 
 def resolve_inputs(store: Store, stage: Stage, done: dict[str, Manifest]) -> dict[str, str]:
-    """Returns the inputs' digests by name, from the manifests of the stages above, without the folder that
-    ``make_stages_folder`` makes."""
+    """Returns the inputs' digests by name, from the manifests of the stages above, without ``STAGES_INPUT``."""
     return {
         name: done[source.split(".")[0]].outputs[source.split(".")[1]]
         for name, source in stage.inputs.items()

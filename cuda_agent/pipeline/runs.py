@@ -177,8 +177,7 @@ def facts(store: Store, run: Run, stages: Sequence[Stage]) -> Facts:
 
 
 def diff(one: Facts, other: Facts) -> dict[str, Any]:
-    """Returns the difference of two runs: configuration keys, and for each stage the parts of its key and its
-    outputs."""
+    """Returns the difference of two runs: configuration keys, and each stage's key parts and outputs."""
     settings = [one.settings, other.settings]
     keys = [key for key in settings[0] | settings[1] if settings[0].get(key) != settings[1].get(key)]
     left, right = one.manifests, other.manifests

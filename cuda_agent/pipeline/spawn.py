@@ -62,9 +62,8 @@ class Spawner:
             self._tell({"signal": name, "number": int(number)})
 
     def wait(self, seconds: float) -> dict[str, int]:
-        """Returns the exit codes of the stages that ended within ``seconds``.  A killed stage (SIGKILL, SIGTERM) counts
-        as lost, with code 75 (try again); another signal gives its negative number.  A dead server loses all its
-        stages."""
+        """Returns the exit codes of the stages that ended within ``seconds``.  A killed stage (SIGKILL, SIGTERM) has
+        code 75 (try again), as have all stages of a dead server; another signal gives its negative number."""
         if self._server is None or self._server.stdout is None:
             return {}
         ended: dict[str, int] = {}

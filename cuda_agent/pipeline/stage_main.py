@@ -229,8 +229,7 @@ def _manifests_above(store: Store, run: str, stages: Sequence[Stage], stage: Sta
 
 @contextmanager
 def _lock(path: Path, tracker: FileTracker, should_stop: Any) -> Iterator[None]:
-    """Locks a result on this machine, so that two runs never make it at the same time: the second waits, and finds it
-    made."""
+    """Locks a result on this machine, so that only one run makes it: a second run waits, and finds it made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -25,8 +25,7 @@ MOST = 256  # runs of one sweep
 
 @dataclass(frozen=True)
 class Point:
-    """One run: the overrides that differ from the other runs, and its whole configuration, whose ``run.name`` is its
-    name."""
+    """One run: its overrides of swept keys, and its whole configuration, whose ``run.name`` is its name."""
 
     overrides: list[str]
     config: Config

@@ -243,8 +243,7 @@ def _parse_call(body: str) -> ToolCall | None:
 
 
 def _typed(call: ToolCall, properties: Mapping[str, Any]) -> ToolCall:
-    """Converts strings of a call to numbers, booleans, lists or objects where the schema asks for them and the text
-    allows it."""
+    """Converts strings of a call to the schema's numbers, booleans, lists or objects where the text allows it."""
 
     def typed(name: str, value: Any) -> Any:
         if not isinstance(value, str) or properties.get(name, {}).get("type", "string") == "string":

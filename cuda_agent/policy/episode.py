@@ -14,8 +14,7 @@ EPISODES = "episodes.jsonl"  # file name of a set of episodes
 
 
 def group_of(id: str) -> str:
-    """Returns the group of the episode ``id``: the samples of one draw of a task in a step,
-    "warmup/3/relu_sum-0017"."""
+    """Returns the group of the episode ``id`` (samples of one draw of a task in a step): "warmup/3/relu_sum-0017"."""
     return id.rpartition("/")[0]
 
 

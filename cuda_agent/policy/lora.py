@@ -84,8 +84,7 @@ def merged_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_merged(model: Any, folder: Path | str) -> None:
-    """Saves the merged model as a Hugging Face folder, and its adapter, if it has one, in the sub-folder
-    ``adapter``."""
+    """Saves the merged model as a Hugging Face folder, and its adapter, if any, in the sub-folder ``adapter``."""
     if not adapters(model):
         model.save_pretrained(folder)
         return

@@ -68,8 +68,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
 
 
 def new_policy(config: PolicyConfig, tokenizer: Any, seed: int) -> Any:
-    """Creates a Qwen3 causal model with tied embeddings and random weights (a function of ``seed``), float32, in eval
-    mode."""
+    """Creates a Qwen3 causal model, tied embeddings, random weights (a function of ``seed``), float32, eval mode."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -153,8 +152,7 @@ def load_model(folder: Path | str) -> Any:
 
 
 def _check_files(path: Path) -> None:
-    """Checks the files of a folder before the library does, because its errors are vague.  The error names all missing
-    files."""
+    """Checks a folder's files before the library does, whose errors are vague; the error names all missing files."""
     if not path.is_dir():
         raise PolicyError(f"{path} is not a folder")
     missing = []

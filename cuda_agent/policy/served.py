@@ -198,8 +198,7 @@ class ServedModel:
         return {key: value for key, value in body.items() if key not in self._lacks}
 
     def _adapted(self, refusal: str, body: dict[str, Any], hear: Listener) -> bool:
-        """Returns whether the next request leaves out the feature that this refusal names.  Each feature is dropped
-        only once."""
+        """Returns whether later requests leave out the feature that this refusal names.  Each is dropped once."""
         text = refusal.lower()
         for named, left_out in _OPTIONAL.items():
             if named in text and left_out in body and left_out not in self._lacks:

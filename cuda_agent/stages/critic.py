@@ -61,8 +61,7 @@ def pretrain(ctx: StageContext) -> None:
 
 
 def hold_out(episodes: list[Episode], share: float, seed: int) -> tuple[list[Episode], list[Episode]]:
-    """Splits episodes into (training, held-out): ``share`` of them, and at least one, is held out where there are two
-    or more."""
+    """Splits episodes into (training, held-out): ``share`` of them is held out, at least one of two or more."""
 
     def rank(episode: Episode) -> str:
         return hashlib.sha256(f"{seed}/{episode.id}".encode()).hexdigest()

@@ -80,8 +80,7 @@ def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path,
 
 
 def fastest_kernels(episodes: Iterable[tuple[str, Episode]], tasks: list[Task]) -> list[dict[str, Any]]:
-    """Returns the correct final answers with the largest speed-ups against ``torch.compile`` (then eager), one per
-    task."""
+    """Returns the fastest correct final answer of each task, against ``torch.compile`` (then eager)."""
     by_name = {task.name: task for task in tasks}
     best: dict[str, tuple[tuple[float, float], str, Episode, Verdict]] = {}
     for policy, episode in episodes:

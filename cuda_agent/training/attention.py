@@ -49,8 +49,7 @@ class Segments:
 
 
 def register(compiled: bool = False) -> None:
-    """Registers this attention with transformers; a second call changes nothing.  ``compiled``: models under
-    ``torch.compile`` use it too."""
+    """Registers this attention with transformers once.  ``compiled``: models under ``torch.compile`` use it too."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, torch.compiler.disable(_packed_attention) if compiled else _packed_attention)
@@ -106,7 +105,7 @@ def _packed_attention(
 
 
 def _whole_row(query: Tensor, key: Tensor, value: Tensor, scale: float, segments: Segments) -> Tensor:
-    """Computes query [heads, tokens, size], key and value [kv_heads, tokens, size], half precision -> [tokens, heads,
+    """Attends, in half precision: query [heads, tokens, size], key, value [kv_heads, tokens, size] -> [tokens, heads,
     size]."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -182,8 +181,7 @@ def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def part_of(row: PackedRow, ranks: int, rank: int) -> PackedRow:
-    """Returns one rank's part of a row.  Its lengths stay those of the whole row, padded by an empty sequence to a
-    multiple of the blocks."""
+    """Returns one rank's part of a row; its lengths stay the whole row's, padded to a multiple of the blocks."""
     padding = -len(row.ids) % (2 * ranks)
     ids = torch.cat([row.ids, row.ids.new_zeros(padding)])
     positions = torch.cat([row.positions, torch.arange(padding)])
@@ -205,8 +203,7 @@ def _shared_attention(
     lengths: Sequence[int],
     part: PackedPart,
 ) -> Tensor:
-    """Computes causal attention inside the segments of the whole row for this rank's queries: [1, heads, tokens,
-    size]."""
+    """Computes causal attention in the whole row's segments for this rank's queries: [1, heads, tokens, size]."""
     keys, values = _gather(key, part.ranks), _gather(value, part.ranks)
     shared = query.shape[1] != keys.shape[1]
     size = query.shape[2] // 2

@@ -21,8 +21,7 @@ _HEAD_COPIES = 6  # copies of a chunk of logits while its gradient is computed
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder.  Its feed-forward layers are gated; with ``experts`` each layer has that many of them, of
-    which a token uses ``active``."""
+    """The sizes of a decoder with gated feed-forward layers: with ``experts``, so many each, ``active`` per token."""
 
     layers: int
     hidden: int

@@ -19,8 +19,7 @@ from cuda_agent.policy.episode import Episode
 
 @dataclass(frozen=True)
 class Tokens:
-    """One sequence to train on.  ``mask`` is true where the policy sampled the token (or where it is to be
-    imitated)."""
+    """One sequence to train on.  ``mask`` is true where the policy sampled the token, or where it is imitated."""
 
     ids: Tensor  # int64 [length]
     mask: Tensor  # bool [length]; false at 0, since nothing precedes the first token
@@ -56,8 +55,7 @@ def tokens_of_episode(episode: Episode) -> Tokens:
 
 
 def trainable(episodes: Iterable[Episode]) -> list[Episode]:
-    """Returns the episodes with a reward (``None`` marks an infrastructure fault) in which the policy sampled a
-    token."""
+    """Returns the episodes with a reward (``None`` marks an infrastructure fault) and sampled tokens."""
     return [episode for episode in episodes if episode.reward is not None and any(episode.mask)]
 
 

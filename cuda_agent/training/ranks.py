@@ -102,8 +102,7 @@ class Ranks:
         return answers[0][1]
 
     def _answers(self) -> dict[int, tuple[str, Any]]:
-        """Returns the answers by rank; some are missing when a rank has died, or when others did not follow the first
-        failure in time."""
+        """Returns the answers by rank, without dead ranks and those too late after the first failure."""
         answers: dict[int, tuple[str, Any]] = {}
         deadline = math.inf
         while len(answers) < len(self._pipes):

@@ -33,8 +33,7 @@ class FsdpRoot(nn.Module):
 
 
 def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
-    """Shards the weights of ``model`` in place, which replaces its parameters.  Layers are gathered one at a time, the
-    rest with the root."""
+    """Shards ``model`` in place with new parameters.  Layers are gathered one at a time, the rest with the root."""
     layers = getattr(trunk, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(trunk).__name__} has no list of layers, by which its weights could be shared")

@@ -238,8 +238,8 @@ class Trainer:
         return {name: tensor.cpu() for name, tensor in gathered if self.rank == 0}
 
     def save(self, folder: Path) -> None:
-        """Writes trained parameters, optimizer, random state and step into ``folder``, which exists; each of several
-        ranks writes its part."""
+        """Writes parameters, optimizer, random state and step into the existing ``folder``; each rank writes its
+        part."""
         table = checkpoint.table_of(list(self.trained()), self.optimizers)
         table |= {
             "random": torch.get_rng_state(),

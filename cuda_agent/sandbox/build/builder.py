@@ -165,7 +165,7 @@ class Builder:
 
         Raises:
             BuildError: The compiler refuses the sources.
-            CompilerMissing: nvcc is not installed."""
+            CompilerMissing: nvcc or a library is not installed."""
         tools = find_nvcc()
         defined = ["-DCUDA_EXTENSION_ON_CUDA", *(["-DCUDA_EXTENSION_USES_CUBLAS"] if "cublas" in libraries else [])]
         code = architecture.removeprefix("sm_")
@@ -385,8 +385,7 @@ def has_errors(text: str) -> bool:
 
 
 def first_errors(text: str) -> str:
-    """Returns the compiler's first errors, each with its source line; leaves out notes, carets and instantiation
-    chains."""
+    """Returns the compiler's first errors with their source lines, without notes, carets and instantiation chains."""
     lines = text.splitlines()
     kept: list[str] = []
     for number, line in enumerate(lines):

@@ -50,8 +50,7 @@ def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
 
 
 def _weight_name(text: str, names: dict[str, Any]) -> str:
-    """Returns the longest known weight name that ``text`` begins with, because ``w:linear.weight.numel`` mixes dots of
-    names and of attributes."""
+    """Returns the longest weight name that ``text`` begins with: ``w:linear.weight.numel`` has dots of two kinds."""
     known = max(
         (n for n in names if n.startswith("w:") and (text == n or text.startswith(n + "."))), key=len, default=""
     )

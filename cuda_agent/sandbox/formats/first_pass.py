@@ -221,8 +221,7 @@ class FirstPass:
 
 
 def _folders(folder: Path) -> dict[str, str]:
-    """Returns the environment variables that set the result folders of Python's compilers.  The path is part of their
-    cache keys."""
+    """Returns variables that set the result folders of Python's compilers, whose cache keys include the path."""
     return {
         "HOME": str(folder), "TMPDIR": str(folder), "TORCH_EXTENSIONS_DIR": f"{folder}/extensions",
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_HOME": str(folder),

@@ -86,8 +86,7 @@ _Described = tuple[dict[str, list[int]], dict[str, Any]]  # shapes by role, and 
 
 
 def _gemm(node: Gemm, where: str, names: dict[str, Any]) -> _Described:
-    """Describes ``c = a @ b``.  With ``batch`` above one the product is batched: the matrices are stored one after the
-    other."""
+    """Describes ``c = a @ b``, batched when ``batch`` is above one: the matrices are stored one after the other."""
     batch, m, n, k = (_extent(getattr(node, key), 1, names, f"{where}.{key}") for key in ("batch", "m", "n", "k"))
     shapes = {
         "a": [batch, k, m] if node.transpose_a else [batch, m, k],

@@ -52,8 +52,7 @@ template <class... A> struct plan_signature<void(A...)> {
 
 @dataclass
 class Program:
-    """The program that the executor runs.  Buffers are named ``in:0``, ``out:0``, ``w:0`` (by position) and
-    ``ws:name``."""
+    """The executor's program.  Buffers are named ``in:0``, ``out:0``, ``w:0`` (by position) and ``ws:name``."""
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
     workspaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # bytes, and a pattern as hex

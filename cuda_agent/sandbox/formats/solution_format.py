@@ -69,6 +69,5 @@ class SolutionFormat:
     untimed: Mapping[str, str] = field(default_factory=dict)
 
     def belongs(self, path: str) -> bool:
-        """Returns whether a file of a work folder is part of the solution; notes, scripts and the task itself are
-        not."""
+        """Returns whether a file of a work folder is part of the solution; notes, scripts and the task are not."""
         return path == self.entry or (self.folder != "" and path.startswith(self.folder))

@@ -108,9 +108,9 @@ class Slot:
 
 
 class Layout:
-    """Offsets of the tensors of one worker in its two areas. ``values``: adds room in the output area where a reference
-    worker writes inputs and weights for the judge to copy. ``fixed``: uses the same addresses every time (for runs that
-    must agree bit for bit)."""
+    """Offsets of one worker's tensors in its two areas. ``values``: adds room in the output area where a reference
+    worker writes inputs and weights for the judge. ``fixed``: equal addresses every time, for runs that must agree bit
+    for bit."""
 
     def __init__(self, spec: TaskSpec, slots: int, values: bool = False, fixed: bool = False) -> None:
         self.spec = spec
@@ -163,8 +163,7 @@ class Buffers(Layout):
         return [self.input_area.descriptor, self.output_area.descriptor]
 
     def fill(self, slot: int, inputs: Sequence[Array]) -> None:
-        """Copies new values into the inputs, and poison into the outputs: large odd numbers in every dtype, different
-        ones each time."""
+        """Copies new values into the inputs, and poison (large odd numbers, different each time) into the outputs."""
         for offset, tensor, values in zip(self.slots[slot].inputs, self.spec.inputs, inputs, strict=True):
             self.input_area.view(offset, tensor)[...] = values
         pattern = bytes(0x60 + secrets.randbelow(16) for _ in range(8))

@@ -26,8 +26,7 @@ def compiled(spec: TaskSpec, operators: int, touched: int, threads: int) -> floa
 
 
 def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads: int) -> float:
-    """Returns the seconds of a plan: every node reads or writes the buffers that it names, on as many threads as it has
-    blocks for."""
+    """Returns the seconds of a plan: each node touches the buffers it names, on as many threads as it has blocks."""
     sizes = {f"in:{i}": byte_count(t) for i, t in enumerate(spec.inputs)}
     sizes |= {f"out:{i}": byte_count(t) for i, t in enumerate(spec.outputs)}
     sizes |= {f"w:{i}": byte_count(t) for i, t in enumerate(spec.weights.values())}

@@ -53,15 +53,14 @@ class CrossCheck:
         self._empty = max(0.0, walls.slope())
 
     def heard(self, host: float) -> None:
-        """Records the reported seconds that the host took to enqueue one call; the delay of the next call covers
-        them."""
+        """Records the host's reported seconds to enqueue one call; the delay of the next call covers them."""
         self._enqueues = min(1.5 * host, self._allowed)
         self.delay = max(_units(self._enqueues), min(_units(1.5 * host), _ENOUGH))
 
     def believe(self, told: float, chain: Callable[[int, int], tuple[float, float]]) -> tuple[float, str]:
         """Returns the time to report for the median ``told``, and why it is rejected (empty: it is not). ``chain`` runs
-        that many calls with a delay of that many units and returns two times in seconds: the judge's wall, and the
-        host's while it enqueued."""
+        so many calls with a delay of so many units; it returns wall seconds of the judge and enqueueing seconds of the
+        host."""
         count = min(max(2, math.ceil(_LONG_ENOUGH / max(told, 1e-6))), self._slots)
         delay = _units(count * self._enqueues)
         late: list[float] = []

@@ -175,8 +175,7 @@ def healthy() -> bool:
 def mismatch(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> tuple[str, float]:
-    """Returns how ``actual`` differs from ``expected`` (empty: it does not), and the largest absolute difference among
-    finite values."""
+    """Returns how ``actual`` differs from ``expected`` (empty: equal), and the largest finite absolute difference."""
     largest = 0.0
     for index, (want, have, tensor) in enumerate(zip(expected, actual, tensors, strict=True)):
         message, difference = _compare(want, have, tensor, tolerance, cap)
@@ -235,8 +234,7 @@ def same(first: Sequence[Array], second: Sequence[Array]) -> bool:
 
 
 def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
-    """Returns two sums of squares in float64: of the difference, and of the exact values. Both are 0 for types that are
-    not floating."""
+    """Returns sums of squares of the difference and of the exact values (float64); 0 for non-floating types."""
     if not tensor.dtype.startswith(("float", "bfloat")) or not have.size:
         return 0.0, 0.0
     judge, (dtype, count) = _ours(), _real(tensor)

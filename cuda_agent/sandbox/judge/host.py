@@ -19,8 +19,7 @@ def flush() -> None:
 
 
 def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
-    """Returns two sums of squares in float64: of the difference, and of the exact values. Both are 0 for types that are
-    not floating."""
+    """Returns sums of squares of the difference and of the exact values (float64); 0 for non-floating types."""
     if not tensor.dtype.startswith(("float", "bfloat")):
         return 0.0, 0.0
     off = real(have, tensor.dtype).astype(numpy.float64).ravel() - exact.ravel()

@@ -103,8 +103,8 @@ def short(name: str) -> str:
 
 
 def advice(ran: Sequence[Ran], own_work: str) -> list[str]:
-    """Returns advice on whether the result is the solution's own work. ``own_work``: the kind of work that a call must
-    run (``FormatTraits``)."""
+    """Returns advice on whether the work is the solution's own.  ``own_work``: what a call must run
+    (``FormatTraits``)."""
     if not ran:
         return []
     by_kind = {kind: [r for r in ran if r.kind == kind] for kind in _KINDS}

@@ -47,9 +47,8 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Peaks:
-    """Peak rates of one device. ``operations``: operations per second by type (``float32``, ``tf32``, ...).
-    ``cache_bytes``: size of the last-level cache, ``None`` where unknown. ``slack``: the factor by which a time may
-    beat the peak."""
+    """Peak rates of one device. ``operations``: per second by type (``float32``, ``tf32``, ...). ``cache_bytes``: size
+    of the last-level cache, ``None`` where unknown. ``slack``: the factor by which a time may beat the peak."""
 
     bytes_per_second: float | None = None
     cache_bytes: int | None = None
@@ -85,8 +84,7 @@ def below_physical_floor(seconds: float, eager: float, written: int, peaks: Peak
 
 
 def of_gpu() -> Peaks:
-    """Returns the peaks of the device that is open in this process; rates that the driver does not report are
-    unknown."""
+    """Returns the peaks of the device that is open in this process; rates missing from the driver are unknown."""
     major, minor, processors = (driver.attribute(which) for which in (_MAJOR, _MINOR, _PROCESSORS))
     clock = driver.attribute(_CLOCK_RATE) * 1e3
     memory = _PER_CYCLE * driver.attribute(_MEMORY_CLOCK) * 1e3 * driver.attribute(_BUS_WIDTH) / 8
@@ -96,9 +94,8 @@ def of_gpu() -> Peaks:
 
 
 def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[None]], again: bool = False) -> Peaks:
-    """Returns the peaks of the CPU from ``file``; without it, measures them while ``quiet()`` holds and writes the
-    file. ``again``: measures in any case and keeps the best result, because other programs only ever slow a copy
-    down."""
+    """Returns the CPU's peaks from ``file``; without it, measures them while ``quiet()`` holds and writes the file.
+    ``again``: measures anyway and keeps the best, because other programs only ever slow a copy down."""
     known = 0.0
     with suppress(OSError, ValueError, TypeError):
         kept = Peaks(**json.loads(file.read_text()))
@@ -117,8 +114,7 @@ def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[
 
 
 def copy_bytes_per_second(threads: int, cache: int = 0) -> float:
-    """Returns the bytes read and written per second by ``threads`` threads that copy more than ``cache`` bytes: the
-    best of a few copies."""
+    """Returns bytes read and written per second by ``threads`` that copy more than ``cache`` bytes: best of a few."""
     least, most = _COPY_BYTES
     count = min(max(4 * cache, least), most) // threads
     areas = [(numpy.ones(count, numpy.uint8), numpy.zeros(count, numpy.uint8)) for _ in range(threads)]
@@ -135,8 +131,7 @@ def copy_bytes_per_second(threads: int, cache: int = 0) -> float:
 
 
 def cache_bytes(folder: Path, processors: Sequence[int]) -> int | None:
-    """Returns the bytes of all last-level caches of these processors, each counted once; ``None`` where the system does
-    not say."""
+    """Returns the bytes of these processors' last-level caches, each counted once; ``None`` where unknown."""
     found: dict[tuple[int, str], int] = {}
     for processor in processors:
         for index in folder.glob(f"cpu{processor}/cache/index*"):

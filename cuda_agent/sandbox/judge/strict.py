@@ -119,8 +119,7 @@ def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, mine: float) -> 
 
 
 def precision_of(own: float, errors: dict[str, float]) -> str:
-    """Returns the most exact precision that explains a relative error on normal inputs; empty when nothing was
-    measured."""
+    """Returns the most exact precision that explains a relative error on normal inputs; empty without measurements."""
     if not errors:
         return ""
     for name, eagers in errors.items():  # from the most exact one
@@ -130,8 +129,8 @@ def precision_of(own: float, errors: dict[str, float]) -> str:
 
 
 def time_pairs(candidate: Callable[[], float], eager: Callable[[], float]) -> tuple[list[float], list[float]]:
-    """Times the candidate and eager in turn until the interval of their ratio is narrow or the time limit is reached.
-    Returns the seconds of both."""
+    """Returns seconds of the candidate and of eager, timed in turn until their ratio's interval is narrow or time is
+    up."""
     mine: list[float] = []
     anchors: list[float] = []
     end = time.monotonic() + _SECONDS

@@ -272,8 +272,7 @@ class Trial:
         return (None, missing) if missing else self._observed(WorkerOperation.OBSERVE_KERNELS)
 
     def _observed(self, operation: WorkerOperation, first: bool = False) -> tuple[Any, str]:
-        """Returns the worker's report on one more call, and why there is none. ``first``: the call still prepares
-        state."""
+        """Returns the worker's report on one more call, or why there is none. ``first``: the call prepares state."""
         worker = self._worker
         if worker is None or not worker.alive:
             return None, "the solution has ended"

@@ -100,15 +100,13 @@ class WorkerPool:
         return worker
 
     def compiler(self) -> tuple[JailedProcess, str]:
-        """Starts a reference worker that may run the C++ compiler. Returns it and the folder of the warm-up's
-        results."""
+        """Starts a reference worker that may run the C++ compiler; returns it and the warm-up's folder."""
         self._parent_that_compiles()
         known = str(self._known())
         return self._start_compiler(self._home(), (known,)), known
 
     def locked(self, place: dict[str, Any], profiler: bool = False) -> JailedProcess:
-        """Starts a candidate worker that also reads the folder of the solution's first pass. It may start no program
-        either."""
+        """Starts a candidate worker that also reads its first pass's folder; it may start no program either."""
         parent, home = self._parent_that_compiles(), self._home()
         policy = jail.JailPolicy(read=(str(home), place["folder"]), file_mb=0)
         where = {"folder": place["folder"], "environment": place["environment"]}
@@ -165,8 +163,7 @@ class WorkerPool:
         return JailedProcess(parent, options, policy, settings.memory_mb, home, self._groups)
 
     def _known(self) -> Path:
-        """Returns the folder that compiling workers share; a trusted warm-up creates it when this machine's cache has
-        none."""
+        """Returns the folder that compiling workers share; a trusted warm-up fills it once per machine."""
         key = hashlib.sha256(f"{self.torch}|{processor()}|{sys.version}".encode()).hexdigest()[:32]
         known = Path(self.settings.cache) / "inductor" / key
         if known.exists():
