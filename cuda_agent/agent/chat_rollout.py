@@ -1,7 +1,7 @@
-"""Rollouts of a model behind a text interface: the same work folder, tools, budgets and judge as ``loop.run_episode``.
+"""Rollouts of a model behind a text interface, with the work folder, tools, budgets and judge of ``loop.run_episode``.
 
-These episodes are measured, not trained on: the server keeps the token ids, so ``ids`` holds zeros, and only its
-length, the server's token count, has a meaning.
+These episodes are for evaluation, not for training: only the server has the token ids, so ``ids`` holds zeros, and only
+its length, the server's token count, has a meaning.
 """
 
 from typing import Any

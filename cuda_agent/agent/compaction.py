@@ -19,7 +19,7 @@ _TARGET = 0.6  # share of the limit to cut to: small cuts would invalidate the s
 
 
 def size(messages: Sequence[Mapping[str, Any]]) -> int:
-    """The approximate number of characters that are sent."""
+    """Returns the approximate number of characters that are sent."""
     return sum(
         16
         + max(
@@ -30,7 +30,7 @@ def size(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def compacted(messages: Sequence[Mapping[str, Any]], limit: int) -> list[Message]:
-    """The messages, shortened to about ``limit`` characters; unchanged if they fit."""
+    """Shortens the messages to about ``limit`` characters; returns them unchanged if they fit."""
     kept = [dict(message) for message in messages]
     if size(kept) <= limit:
         return kept
@@ -66,7 +66,7 @@ def compacted(messages: Sequence[Mapping[str, Any]], limit: int) -> list[Message
 
 
 def cut(text: str, limit: int) -> str:
-    """The text with its middle removed, about ``limit`` characters long."""
+    """Removes the middle of the text, so that about ``limit`` characters remain."""
     if len(text) <= limit + 60:
         return text
     half = limit // 2
@@ -74,7 +74,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def _turns(messages: Sequence[Message]) -> list[list[Message]]:
-    """Groups of one assistant message and the messages after it, up to the next one."""
+    """Returns groups of one assistant message and the messages after it, up to the next one."""
     turns: list[list[Message]] = []
     for message in messages:
         if message["role"] == "assistant":

@@ -1,10 +1,10 @@
-"""Multi-turn tool environment for one task: work folder, tools, bad-pattern flags, final verdict.
+"""The multi-turn tool environment of one task: work folder, tools, bad-pattern flags, final verdict.
 
 ``async with KernelEnvironment(...) as environment`` opens the folder; ``call`` runs one tool call, ``finish`` judges
 the solution in the folder.  The player is separate: a policy by token ids (``loop``), a model behind a text interface
 (``chat_rollout``), or an external trainer (``environments``).
 
-What it does not cover: budgets, tokenized prompts, and training data.
+Not covered: budgets, tokenized prompts, and training data.
 """
 
 import json
@@ -30,8 +30,8 @@ class SandboxFault(Exception):
 
 
 class KernelEnvironment:
-    """One episode's environment.  ``files``: the solution at the last ``collect``; ``best``: the verdict of the best
-    state so far; ``flags``: bad patterns seen ("malformed_call", "unknown_tool", "loop")."""
+    """The environment of one episode.  ``files``: the solution at the last ``collect``; ``best``: the verdict of the
+    best state so far; ``flags``: bad patterns seen ("malformed_call", "unknown_tool", "loop")."""
 
     def __init__(
         self,
@@ -51,14 +51,14 @@ class KernelEnvironment:
         self._folder: WorkFolder | None = None
 
     def messages(self) -> list[dict[str, Any]]:
-        """The first messages of the conversation: system and user."""
+        """Returns the first messages of the conversation: system and user."""
         return agent_messages(self.task, self.style, self.format, self.device)
 
     async def __aenter__(self) -> Self:
         """Opens the work folder.
 
         Raises:
-            WorkspaceLost: The work folder is lost; so do all methods that use it.
+            WorkspaceLost: The work folder is lost; all methods that use it raise this too.
         """
         files = {"model.py": self.task.code, "SKILL.md": skill_text(self.format, self.device)}
         self._opened = self.sandbox.workspace(files, frozenset(files), self._command)
@@ -73,7 +73,7 @@ class KernelEnvironment:
         return await self._opened.__aexit__(kind, error, trace)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Runs one tool call and returns its result.  A mistake of the player is a result too."""
+        """Runs one tool call and returns its result.  A mistake of the player gives a result too."""
         assert self._folder is not None, "the work folder is not open"
         if name not in TOOL_NAMES:
             self.flags.add("unknown_tool")
@@ -88,7 +88,7 @@ class KernelEnvironment:
         return result.text
 
     async def collect(self) -> dict[str, str]:
-        """The files of the solution in the folder."""
+        """Returns the files of the solution in the folder."""
         assert self._folder is not None, "the work folder is not open"
         self.files = dict(solution_of(await self._folder.files(), self.format).files)
         return self.files

@@ -1,4 +1,5 @@
-"""The agent loop: plays one policy on one task, token ids in and token ids out, with its reward.
+"""The agent loop: plays one policy on one task, token ids in and token ids out, and returns the episode with its
+reward.
 
 ``run_episode`` plays with tools in a work folder, ``run_single`` asks for one answer without tools, ``run_many`` plays
 many episodes, freely or in lockstep.  An episode is one growing list of ids: sampled ids are appended unchanged (mask
@@ -6,8 +7,8 @@ many episodes, freely or in lockstep.  An episode is one growing list of ids: sa
 budget (turns, tokens) ends and its workspace is judged; an infrastructure fault or the deadline leaves it without a
 reward.
 
-What it does not cover: tools, rules and verdict (``environment``); models behind a text interface, whose episodes are
-no training data (``chat_rollout``).
+Not covered: tools, rules and verdict (``environment``); models behind a text interface, whose episodes are not training
+data (``chat_rollout``).
 """
 
 import asyncio
@@ -37,9 +38,9 @@ class EpisodeSettings:
     """Budgets and prompt style of an episode.  Token budgets count tokens of the policy's tokenizer."""
 
     turns: int
-    turn_tokens: int  # sampled in one turn
-    tool_tokens: int  # of one tool result; the middle is cut
-    context: int  # of the whole episode
+    turn_tokens: int  # most tokens sampled in one turn
+    tool_tokens: int  # most tokens of one tool result; the middle is cut
+    context: int  # most tokens of the whole episode
     deadline_seconds: float
     temperature: float = 1.0
     format: Format = "plan"
@@ -65,7 +66,7 @@ async def run_single(
 
 
 class Rollout:
-    """One running episode."""
+    """One rollout of a policy on a task, as it runs."""
 
     def __init__(
         self,
@@ -89,8 +90,7 @@ class Rollout:
         self.messages: list[dict[str, Any]] = []
 
     async def run(self, game: Callable[[], Awaitable[Ended]]) -> Episode:
-        """Plays ``game``, judges the resulting files, and records why the episode ended, infrastructure faults
-        included."""
+        """Plays ``game``, judges the files, and records why the episode ended, infrastructure faults included."""
         verdict: Verdict | None = None
         limit = asyncio.timeout(None if _ROUND.get() else self.settings.deadline_seconds)
         ended: Ended
@@ -175,7 +175,7 @@ class Rollout:
         self._append(ids, 0, [0.0] * len(ids), -1, turn)
 
     async def _sample(self, turn: int) -> Completion | None:
-        """The policy's next turn; None if there is no room for a token."""
+        """Samples the policy's next turn; returns None if there is no room for a token."""
         room = min(self.settings.turn_tokens, self.settings.context - len(self.ids))
         if room <= 0:
             return None
@@ -201,7 +201,7 @@ class Rollout:
         return self._cut(await self.game.call(name, arguments))
 
     def _cut(self, text: str) -> str:
-        """The text cut to about ``tool_tokens`` tokens; the middle is removed."""
+        """Cuts the text to about ``tool_tokens`` tokens; the middle is removed."""
         tokenizer, limit = self.chat.tokenizer, self.settings.tool_tokens
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) <= limit:
@@ -211,7 +211,7 @@ class Rollout:
 
 
 def _seed(seed: int, turn: int) -> int:
-    """A 63-bit seed for one turn of one episode."""
+    """Returns a 63-bit seed for one turn of one episode."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{turn}".encode()).digest()[:8], "big") >> 1
 
 
@@ -249,8 +249,7 @@ async def run_many(
 
 
 class _Lockstep:
-    """A barrier before every turn for a known number of running episodes; when one ends, the next job takes its
-    slot."""
+    """A barrier before every turn for a fixed number of running episodes; a new job takes an ended one's slot."""
 
     def __init__(self, jobs: int, places: int) -> None:
         self._active = min(jobs, places)

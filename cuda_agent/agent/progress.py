@@ -1,9 +1,9 @@
-"""Results and expenses of a search for a fast kernel: judged solutions, budget, transcript.
+"""The results and costs of a search for a fast kernel: judged solutions, budget, transcript.
 
 The transcript has one JSON object per line and holds everything that ``--resume`` needs.  Kinds of events and their
 facts:
 
-- ``message``: ``message``, a part of the conversation; ``thought``, where the model thought before it
+- ``message``: ``message``, a part of the conversation; ``thought``, the model's reasoning before it
 - ``diff``: ``path``, ``text`` (unified), ``added`` and ``removed`` lines
 - ``files``: ``changed`` ({path: text}) and ``gone`` files of the work folder at the end of a turn
 - ``verdict``: ``command``, ``verdict`` (as JSON), ``files``, ``factor``
@@ -34,7 +34,7 @@ _COMPARED_LINES = 2000  # per file: repeated lines take cubic time
 
 
 def difference(path: str, old: str, new: str) -> Event:
-    """The facts of a ``diff``; its text is cut."""
+    """Returns the facts of a ``diff``; its text is cut."""
     before, after = (text.splitlines()[:_COMPARED_LINES] for text in (old, new))
     lines = list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]
     added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
@@ -42,7 +42,7 @@ def difference(path: str, old: str, new: str) -> Event:
 
 
 def factor(verdict: Verdict) -> float | None:
-    """The speed-up over the faster of eager and ``torch.compile``; None unless correct and timed."""
+    """Returns the speed-up over the faster of eager and ``torch.compile``; None unless correct and timed."""
     if verdict.status != "ok":
         return None
     known = [ratio for ratio in (verdict.speedup_eager, verdict.speedup_compile) if ratio is not None]
@@ -62,7 +62,7 @@ class Find:
 
 @dataclass
 class Findings:
-    """Correct solutions by content, and the one that reached the target."""
+    """The correct solutions by content, and the one that reached the target."""
 
     by_digest: dict[str, Find] = field(default_factory=dict)
     reached: Find | None = None
@@ -75,7 +75,7 @@ class Findings:
 
     @property
     def ranked(self) -> list[Find]:
-        """Fastest first; a strict verdict counts more than a quick one."""
+        """Returns the fastest first; a strict verdict counts more than a quick one."""
 
         def merit(find: Find) -> float:
             return (factor(find.strict) or 0.0) if find.strict else (factor(find.quick) or 0.0)
@@ -89,8 +89,8 @@ class Findings:
 
 @dataclass
 class SearchBudget:
-    """Limits for all attempts together (``None``: no limit), and the amounts used.  Money is in the unit of the prices,
-    which are per million tokens."""
+    """The limits for all attempts together (``None``: no limit), and the amounts used.  Money is in the unit of the
+    prices, which are per million tokens."""
 
     tokens: int | None = None
     seconds: float | None = None
@@ -117,11 +117,11 @@ class SearchBudget:
 
     @property
     def left(self) -> float | None:
-        """The seconds left."""
+        """Returns the seconds left."""
         return None if self.seconds is None else self.seconds - self.elapsed
 
     def lacks(self, prompt: int, sampled: int) -> str:
-        """The limit that so many more tokens would exceed: ``minutes``, ``tokens``, ``money``, or ""."""
+        """Returns the limit that so many more tokens would exceed: ``minutes``, ``tokens``, ``money``, or ""."""
         if self.left is not None and self.left <= 0:
             return "minutes"
         if self.tokens is not None and self.prompt + self.sampled + prompt + sampled > self.tokens:
@@ -151,8 +151,7 @@ class State:
 
 
 class Transcript:
-    """Appends events to a file, each whole and at once.  ``watch`` receives every event, also those that are not
-    kept."""
+    """Appends events to a file, each atomically.  ``watch`` receives every event, also those that are not kept."""
 
     def __init__(self, path: Path, clock: Callable[[], float], watch: Callable[[Event], None]) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -170,7 +169,7 @@ class Transcript:
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events of a transcript; an unfinished last line is left out."""
+    """Reads the events of a transcript; an unfinished last line is left out."""
     events = []
     with open(path, encoding="utf-8") as file:
         for line in file:
@@ -184,8 +183,7 @@ def read_events(path: Path) -> list[Event]:
 
 
 def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Findings, Event]:
-    """The content of a transcript: the state of each attempt after its last whole turn, the findings, the budget
-    used."""
+    """Returns a transcript's content: each attempt's state after its last whole turn, the findings, the budget used."""
     states: dict[int, State] = {}
     pending: dict[int, list[Event]] = {}
     findings, spent = Findings(), dict[str, Any]()

@@ -1,11 +1,11 @@
 """The steps of a run inside a cluster's pods: ``prepare``, a stage, ``finish``.
 
-    prepare   stores the configuration, enters the run, serves stages from the cache, makes the pools, writes the plan
-    a stage   the same process as on one machine (``stage_main``); its log, metrics and manifest are carried out
+    prepare   stores the configuration, creates the run, uses cached results, creates the pools, writes the plan
+    a stage   runs the same process as on one machine (``stage_main``); exports its log, metrics and manifest
     finish    removes the pools, records how the run ended, calls the webhook
 
-Each step may be killed at any moment and started again: it makes what is absent.  Addresses come from the environment,
-which the chart sets; the configuration is the same as on one machine.
+Each step may be killed at any moment and started again: it creates only what is missing.  Addresses come from the
+environment, which the chart sets; the configuration is the same as on one machine.
 
 Not covered: the order of stages and retries (Argo's), and the screen (``submit``).
 """
@@ -48,21 +48,21 @@ from cuda_agent.pipeline.stage_main import StageOrder, graph_of
 from cuda_agent.storage import Store, StoreError, open_store
 from cuda_agent.tracking import read_progress
 
-COLLECTION_SECONDS = 900.0  # until a collection of garbage has ended
-RECORD_SECONDS = 20.0  # for MLflow, at the end of a pod
-LAST_RECORD_SECONDS = 60.0  # for finish, which records everything once more: MLflow may just be coming back
+COLLECTION_SECONDS = 900.0  # longest wait for a garbage collection
+RECORD_SECONDS = 20.0  # longest wait for MLflow at the end of a pod
+LAST_RECORD_SECONDS = 60.0  # for finish, which records everything again: MLflow may be restarting
 
 
 @dataclass(frozen=True)
 class PodEnvironment:
-    """Addresses and folders of this pod, as the chart sets them."""
+    """The addresses and folders of this pod, as the chart sets them."""
 
     store: str
     mlflow: str
     config: Path  # file that came with the Workflow
     plan: Path  # folder of prepare's outputs
     work: Path
-    termination_message: Path = Path("/dev/termination-log")  # made by Kubernetes; absent elsewhere
+    termination_message: Path = Path("/dev/termination-log")  # created by Kubernetes; absent elsewhere
 
     @classmethod
     def from_environment(cls) -> "PodEnvironment":
@@ -79,8 +79,8 @@ class PodEnvironment:
 
 
 def termination_message(here: PodEnvironment, text: str) -> None:
-    """Why this pod ends for good: Kubernetes puts it into the pod's status and Argo into the Workflow's, where `watch`
-    shows it.  Not for ends that are tried again, because Argo's retry rule reads that message."""
+    """Writes why this pod ends for good: Kubernetes puts it into the pod's status and Argo into the Workflow's, where
+    `watch` shows it.  Do not use it for ends that are retried, because Argo's retry rule reads that message."""
     if here.termination_message.exists():
         here.termination_message.write_text(text[:2000])
 
@@ -103,17 +103,18 @@ def prepare(
     ``servers``, ``engines``, ``finish``.
 
     Args:
-        cluster: opened when needed; none: no pool is made.
-        base: objects of the pools; none: no pool is made.
-        stages: in place of the configuration's graph.
-        spread: the profile has a Ray of several pods for stages whose runtime it is; else it is inside their pod.
-        replicas: objects of the engine; none: stages start engines in their pods.
+        cluster: Opens the cluster when needed; None: no pool is created.
+        base: Objects of the pools; empty: no pool is created.
+        stages: Stages in place of the configuration's graph.
+        spread: Whether the profile has a Ray of several pods for stages with that runtime; otherwise Ray runs inside
+            their pod.
+        replicas: Objects of the engine; empty: stages start engines in their pods.
 
     Raises:
-        ConfigError: the configuration is not the submitted one.
-        TryAgain: a collection of garbage is under way, or the configuration has not arrived yet.
-        StoreError: the store cannot be reached.
-        ClusterError: the cluster refuses, or no server becomes ready."""
+        ConfigError: The configuration is not the submitted one.
+        TryAgain: A garbage collection is running, or the configuration has not arrived yet.
+        StoreError: The store cannot be reached.
+        ClusterError: The cluster refuses, or no server becomes ready."""
     store = open_store(here.store)
     if not gc.await_end(store, COLLECTION_SECONDS):
         raise TryAgain("`cuda-agent gc` is under way on this store.")
@@ -152,7 +153,10 @@ def prepare(
 
 
 def enter(store: Store, run: str, config: Config, sha256: str) -> runs.Run:
-    """The run's record, made if absent.  Raises ConfigError when the name belongs to another configuration."""
+    """Returns the run's record, created if absent.
+
+    Raises:
+        ConfigError: The name belongs to another configuration."""
     record = runs.Run.begun(run, config, sha256)
     if store.create(f"runs/{run}/run.json", record.facts()):
         return record
@@ -163,7 +167,7 @@ def enter(store: Store, run: str, config: Config, sha256: str) -> runs.Run:
 
 
 def serve_from_cache(store: Store, run: str, config: Config, stages: Sequence[Stage]) -> dict[str, Manifest]:
-    """Every stage whose inputs are known and whose result is there becomes this run's; in the table's order."""
+    """Links every stage whose result exists to this run; returns the manifests in the table's order."""
     done: dict[str, Manifest] = {}
     for stage in stages:
         above = ancestors(stages, stage.name) if STAGES_INPUT in stage.inputs.values() else stage.upstream
@@ -181,7 +185,7 @@ def serve_from_cache(store: Store, run: str, config: Config, stages: Sequence[St
 def run_stage(
     here: PodEnvironment, name: str, run: str, sha256: str, table: str = "", spawner: Spawner | None = None
 ) -> int:
-    """Runs one stage as ``local`` does; returns its exit code.  SIGTERM is passed on: the stage writes a checkpoint.
+    """Runs one stage as ``local`` does and returns its exit code.  It passes SIGTERM on: the stage writes a checkpoint.
 
     ``spawner`` may be open already; it is closed here."""
     scratch = here.work / "stage" / name
@@ -191,7 +195,7 @@ def run_stage(
     order = StageOrder(here.store, sha256, run, name, str(scratch), str(runs.local_home(here.store)), table)
     before = oom_kills()
     with contextlib.closing(spawner or Spawner(preload=())) as spawner, _passing_on(spawner, name):
-        spawner.start(name, order.to_json(), log)  # first: it imports for seconds
+        spawner.start(name, order.to_json(), log)  # first, because its imports take seconds
         store = open_store(here.store)
         config = load(store.get(config_entry(sha256)).decode(), sha256)
         with _recording(here, store, config, sha256, run, graph_of(config, table)) as recorder:
@@ -207,7 +211,7 @@ def run_stage(
                     recorder.keep(name, episodes.packed(store, manifest, scratch / "episodes"))
                 return code
             if code == EXIT_RETRY and oom_kills() > before:
-                code = 128 + signal.SIGKILL  # as Kubernetes reports it, so that Argo tries it once more and no more
+                code = 128 + signal.SIGKILL  # as Kubernetes reports it, so that Argo retries it once
                 message = f"Stage {name} ran out of memory. Give it more in its profile, or make its batches smaller."
             else:
                 message = outcome_message(scratch) or f"stage {name} was killed or crashed (exit code {code})"
@@ -219,7 +223,7 @@ def run_stage(
 
 
 def _follow(spawner: Spawner, name: str, scratch: Path, log: Path, recorder: Recorder) -> int:
-    """Until it ends: its log to stdout, its progress to Argo, its metrics to MLflow."""
+    """Follows a stage until it ends: copies its log to stdout, its progress to Argo, its metrics to MLflow."""
     shown, told = 0, 0.0
     while True:
         ended = spawner.wait(0.2)
@@ -252,9 +256,9 @@ def run_spread(
     base: Sequence[dict[str, Any]],
     served: str = "",
 ) -> int:
-    """Lets a stage run in a Ray of several pods (``rayjobs``), waits for it, returns its exit code.
+    """Runs a stage in a Ray of several pods (``rayjobs``), waits for it, and returns its exit code.
 
-    ``servers`` and ``served``: the addresses of sandbox and engine, separated by commas."""
+    ``servers`` and ``served``: comma-separated addresses of the sandbox and the engine."""
     store = open_store(here.store)
     config = load(store.get(config_entry(sha256)).decode(), sha256)
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
@@ -276,7 +280,7 @@ def run_spread(
 
 
 def _leave_manifest(here: PodEnvironment, store: Store, run: str, stage: str) -> Manifest:
-    """The manifest of a stage that is done, copied to where Argo takes it from."""
+    """Copies the manifest of a finished stage to the path from which Argo reads it."""
     manifest = read_manifest(store, manifest_entry(run, stage))
     assert manifest is not None, "a stage that exits 0 has written its manifest"
     (here.work / "manifest.json").write_bytes(manifest.to_bytes())
@@ -290,7 +294,7 @@ def _explain(here: PodEnvironment, code: int, message: str) -> None:
 
 
 def oom_kills() -> int:
-    """How often the kernel has killed a process of this container for memory; 0 where it does not say."""
+    """Returns how often the kernel has killed a process of this container for memory; 0 where unknown."""
     for file in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         with contextlib.suppress(OSError, ValueError):
             for line in Path(file).read_text().splitlines():
@@ -321,8 +325,8 @@ def finish(
     cluster: Cluster | None,
     stages: Sequence[Stage] | None = None,
 ) -> dict[str, Any]:
-    """Returns the facts that the webhook gets.  ``status`` is Argo's: Running (``finish`` is a task of the graph, so
-    all stages before it succeeded), Failed or Error."""
+    """Removes the pools, records the end and returns the facts for the webhook.  ``status`` is Argo's: Running
+    (``finish`` is a task of the graph, so all stages before it succeeded), Failed or Error."""
     if cluster is not None:
         run_pools.remove_pools(cluster, workflow)
     if folder := os.environ.get("CUDA_AGENT_ENGINE_FOLDER"):
@@ -344,7 +348,7 @@ def finish(
             for name, manifest in done.items():
                 recorder.finished(name, manifest)
             _record_report(recorder, store, done, Path(folder) / "report")
-            for name in (row.name for row in rows):  # what MLflow missed when it, or the stage's pod, was away
+            for name in (row.name for row in rows):  # records that MLflow missed when it or the stage's pod was down
                 if store.exists(key := f"runs/{run}/{name}/log.txt"):
                     log = Path(folder) / "logs" / name / "log.txt"
                     log.parent.mkdir(parents=True)
@@ -359,7 +363,7 @@ def finish(
 
 
 def _how_it_ended(store: Store, run: str, stages: Sequence[Stage]) -> tuple[int, str, str]:
-    """Exit code, stage and message of the first stage that is not done and said something."""
+    """Returns exit code, stage and message of the first unfinished stage with an outcome."""
     for stage in stages:
         if store.exists(manifest_entry(run, stage.name)) or not store.exists(outcome_entry(run, stage.name)):
             continue
@@ -369,7 +373,7 @@ def _how_it_ended(store: Store, run: str, stages: Sequence[Stage]) -> tuple[int,
 
 
 def tell_webhook(url: str, facts: dict[str, Any]) -> None:
-    """One attempt; a webhook that fails does not fail the run."""
+    """Calls the webhook once; a failure does not fail the run."""
     import httpx
 
     text = f"cuda-agent run {facts['run']}: " + ("done" if not facts["code"] else f"ended with {facts['code']}")
@@ -388,7 +392,7 @@ def _recording(
     stages: Sequence[Stage],
     seconds: float = RECORD_SECONDS,
 ) -> AbstractContextManager[Recorder]:
-    """The run's record in MLflow, from this pod."""
+    """Opens the run's record in MLflow from this pod."""
 
     def trouble(line: str) -> None:
         print(line, file=sys.stderr)
@@ -397,7 +401,7 @@ def _recording(
 
 
 def _record_report(recorder: Recorder, store: Store, done: dict[str, Manifest], folder: Path) -> None:
-    """The report, if there is one, by way of ``folder``, which must stay until the recorder is closed."""
+    """Records the report, if there is one, from ``folder``, which must stay until the recorder is closed."""
     if "report" in done:
         store.get_folder(next(iter(done["report"].outputs.values())), folder)
         recorder.report(folder)

@@ -1,19 +1,19 @@
-"""The graph as an Argo ``WorkflowTemplate``: one table, rendered once, typed by Hera.
+"""Renders the graph as an Argo ``WorkflowTemplate`` from its table, typed by Hera.
 
     prepare ─► a task a stage ─► finish;  on failure: exit ─► finish
 
 One template serves every variant of the graph: it has a task for each row, after the sources of all variants.  A task
-is skipped without a pod when ``prepare`` says that the cache serves its stage or that the run's graph leaves it out.  A
-stage that Ray can spread over several pods has a second task, which makes the stage's Ray and follows it; ``prepare``
-chooses between the two.
+is skipped without a pod when ``prepare`` reports that the cache has its stage or that the run's graph leaves it out. A
+stage that Ray can spread over several pods has a second task, which creates the stage's Ray cluster and follows it;
+``prepare`` chooses between the two.
 
-The result is data without a release: the chart reads it, merges image, resources, places and names for each profile
-and makes one template a profile.  A submission passes ``run``, ``config`` and at most a ``group``.  Only fields that
-Argo 3.7 and 4.x both have.  Argo carries each stage's manifest and log; data goes straight to the store.  Maintenance
-jobs are templates of one pod.
+The result is data without a release: the chart reads it, merges image, resources, placement and names for each profile
+and makes one template per profile.  A submission passes ``run``, ``config`` and optionally a ``group``.  Only fields
+that Argo 3.7 and 4.x both have are used.  Argo carries each stage's manifest and log; data goes straight to the store.
+Maintenance jobs are templates of one pod.
 
-Not covered: what the pods do (``cluster.pod``), the sandbox's pods (``cluster.pools``), and what a profile decides (the
-chart's values).
+Not covered: the commands in the pods (``cluster.pod``), the sandbox's pods (``cluster.pools``), and the settings of a
+profile (the chart's values).
 """
 
 import json
@@ -29,21 +29,21 @@ from cuda_agent.cluster.rayjobs import can_be_spread, task_name
 from cuda_agent.pipeline.gc import LOCK_SECONDS
 from cuda_agent.pipeline.graph import ROWS, Stage, check
 
-NAME = "cuda-agent"  # a release's objects are named after it; the chart puts its own name in this one's place
+NAME = "cuda-agent"  # prefix of a release's objects; the chart replaces it by the release's name
 RUN, CONFIG, WORKFLOW = "{{workflow.parameters.run}}", "{{workflow.parameters.config}}", "{{workflow.name}}"
-# One Workflow of a concurrency group runs at a time, the oldest first: a sweep's limit.  The default is a group each.
+# One Workflow of a concurrency group runs at a time, the oldest first (a sweep's limit).  By default each is a group.
 CONCURRENCY_GROUP = "{{=workflow.parameters.group == '' ? workflow.name : workflow.parameters.group}}"
 CONFIG_FOLDER = "/config"  # where prepare finds the configuration that came with the Workflow
 PLAN_FOLDER = "/scratch/plan"  # where prepare writes one file an output parameter
 MANIFEST_FILE = "/scratch/manifest.json"  # where a stage leaves its manifest for Argo
-# What prepare says of a run's servers, and the variable by which its stages are told.
+# Output parameter of prepare for a run's servers, and the environment variable that passes it to the stages.
 PLACES = {"servers": "CUDA_AGENT_SANDBOX_SERVERS", "engines": "CUDA_AGENT_ENGINE_SERVERS"}
 GRACE = 120  # seconds from SIGTERM to SIGKILL: a checkpoint must fit
 DAY = 86400
 
-# Which ends of a pod are worth another try.  The exit code decides, because Argo calls the same preemption now Failed
-# and now Error ("-1": there is no exit code, the pod or its node is gone).  A deadline is not a preemption, though its
-# exit code looks like one.  Running out of memory may be the neighbours' fault, once.
+# The ends of a pod that are retried.  The exit code decides, because Argo reports the same preemption as Failed
+# or Error ("-1": there is no exit code, the pod or its node is gone).  A deadline is not a preemption, though its
+# exit code looks like one.  An out-of-memory kill is retried once, because other pods may have caused it.
 RETRY = (
     "!(lastRetry.message matches '(?i)deadline') && (lastRetry.message matches 'OOMKilled' ? retries == '0' : "
     "(lastRetry.status == 'Error' || lastRetry.exitCode in ['75', '137', '143', '-1']))"
@@ -56,14 +56,14 @@ _EXECUTOR_RESOURCES = {
 
 
 def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
-    """The WorkflowTemplate, before the chart's values."""
+    """Returns the WorkflowTemplate, before the chart's values."""
     check(stages)
     templates = [
         Template(name="run", dag=models.DAGTemplate(tasks=_tasks(stages))),
         _prepare(stages),
         *(_stage(stage) for stage in stages),
         *(_spread(stage) for stage in stages if can_be_spread(stage)),
-        # Whatever happened, the run's pools go; after a success the task of the graph has seen to it.
+        # After any failure the run's pools are removed; after a success the graph's finish task removes them.
         Template(
             name="exit",
             steps=[
@@ -93,7 +93,7 @@ def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
 
 
 def _template(name: str, entrypoint: str, templates: list[Template], **more: Any) -> dict[str, Any]:
-    """What all Workflows have in common."""
+    """Returns the fields that all Workflows share."""
     template = models.WorkflowTemplate(
         api_version="argoproj.io/v1alpha1",
         kind="WorkflowTemplate",
@@ -127,7 +127,8 @@ def _template(name: str, entrypoint: str, templates: list[Template], **more: Any
 
 
 def maintenance_jobs() -> dict[str, dict[str, Any]]:
-    """Name -> WorkflowTemplate, before the chart's values, of the jobs a person starts (``cluster.maintenance``)."""
+    """Returns WorkflowTemplates by name, before the chart's values, of the jobs a user starts
+    (``cluster.maintenance``)."""
     return {
         "doctor": _errand("doctor", "operator", 900, ["pod", "doctor", "--workflow", WORKFLOW]),
         "gc": _errand("gc", "collector", LOCK_SECONDS, ["pod", "gc", "--workflow", WORKFLOW]),
@@ -136,7 +137,7 @@ def maintenance_jobs() -> dict[str, dict[str, Any]]:
 
 
 def _errand(name: str, account: str, seconds: int, arguments: list[str]) -> dict[str, Any]:
-    """Not tried again: a person is waiting, or the next date of a schedule comes."""
+    """Returns a job of one pod.  It is not retried: a user is waiting, or the schedule starts it again."""
     template = Template(
         name=name,
         metadata=_metadata("setup"),
@@ -153,8 +154,8 @@ def _errand(name: str, account: str, seconds: int, arguments: list[str]) -> dict
 
 
 def cron_workflow() -> dict[str, Any]:
-    """A CronWorkflow that starts the template again and again; the chart gives schedule, profile and configuration.
-    A run without a name is called after its Workflow."""
+    """Returns a CronWorkflow that starts the template on a schedule; the chart sets schedule, profile and
+    configuration.  A run without a name is named after its Workflow."""
     cron = models.CronWorkflow(
         api_version="argoproj.io/v1alpha1",
         kind="CronWorkflow",
@@ -206,14 +207,14 @@ def _tasks(stages: Sequence[Stage]) -> list[models.DAGTask]:
 
 
 def _either(stages: Sequence[Stage], names: Sequence[str]) -> list[str]:
-    """The tasks of these stages, of which one at most is not skipped for each."""
+    """Returns the tasks of these stages; for each stage at most one of them is not skipped."""
     spread = {stage.name for stage in stages if can_be_spread(stage)}
     return [task for name in names for task in ([name, task_name(name)] if name in spread else [name])]
 
 
 def _prepare(stages: Sequence[Stage]) -> Template:
-    """Its outputs: for every stage ``run``, ``ray``, ``cached`` or ``absent``; the addresses of the run's servers; and
-    whether ``finish`` has anything to do."""
+    """Returns the step that outputs: for every stage ``run``, ``ray``, ``cached`` or ``absent``; the addresses of the
+    run's servers; and whether ``finish`` has work."""
     names = [*(stage.name for stage in stages), *PLACES, "finish"]
     return Template(
         name="prepare",
@@ -224,7 +225,7 @@ def _prepare(stages: Sequence[Stage]) -> Template:
         retry_strategy=_retries(),
         pod_spec_patch=_patch(60),
         volumes=[
-            # Optional: a run that nobody submitted (cron) finds its configuration in the store.
+            # Optional: a run that a schedule starts (cron) finds its configuration in the store.
             models.Volume(
                 name="config", config_map=models.ConfigMapVolumeSource(name=WORKFLOW, optional=True, default_mode=0o444)
             )
@@ -262,7 +263,7 @@ def _stage(stage: Stage) -> Template:
 
 
 def _spread(stage: Stage) -> Template:
-    """The step that makes a stage's Ray and follows it."""
+    """Returns the step that creates a stage's Ray cluster and follows it."""
     arguments = ["pod", "ray", stage.name, "--run", RUN, "--config", CONFIG, "--workflow", WORKFLOW]
     return Template(
         name=task_name(stage.name),
@@ -290,7 +291,7 @@ def _manifest(stage: Stage) -> models.Outputs:
             models.Artifact(
                 name="manifest",
                 path=MANIFEST_FILE,
-                optional=True,  # a stage that failed has none
+                optional=True,  # a failed stage has none
                 archive=models.ArchiveStrategy(none=models.NoneStrategy()),
                 s3=models.S3Artifact(key=f"argo/{WORKFLOW}/{stage.name}/manifest.json"),
             )
@@ -347,8 +348,8 @@ def _retries() -> models.RetryStrategy:
 
 
 def _patch(grace: int) -> str:
-    """What a template of Argo cannot say otherwise: how long a pod has to end, and walls and limits of the executor's
-    own containers, whatever the controller's settings are."""
+    """Returns the pod settings that an Argo template cannot express otherwise: the termination grace period, and the
+    security context and limits of the executor's containers, whatever the controller's settings are."""
     executor = {"securityContext": CONTAINER_SECURITY, "resources": _EXECUTOR_RESOURCES}
     patch = {
         "terminationGracePeriodSeconds": grace,

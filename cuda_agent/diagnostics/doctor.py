@@ -1,6 +1,6 @@
-"""Does this machine have what it takes?  One line a check, and for what is missing the command that mends it.
+"""Checks whether this machine meets the requirements: one line per check, with a command that fixes each failure.
 
-What it does not cover: whether a GPU's driver and toolkit fit together; clusters.
+Not covered: whether a GPU's driver and toolkit fit together; clusters.
 """
 
 import os
@@ -31,7 +31,7 @@ class Check:
 
 
 def examine(store_uri: str, mlflow_uri: str) -> Iterator[Check]:
-    """All checks, one after the other; none raises."""
+    """Yields all checks, one after the other; none raises."""
     checks: list[tuple[str, Callable[[], Check]]] = [
         ("system", _system),
         ("python", _python),
@@ -61,7 +61,7 @@ def _system() -> Check:
 
 
 def unsupported() -> str:
-    """What works on a system other than Linux."""
+    """Explains which parts work on a system other than Linux."""
     return (
         f"{platform.system()}: reading runs, reports and configurations works here; whatever executes a kernel needs "
         "Linux, whose walls (Landlock, seccomp) the sandbox is made of"
@@ -74,7 +74,7 @@ def _python() -> Check:
 
 
 def _headers() -> Check:
-    """``torch.compile`` builds against them, and it is one of the two baselines."""
+    """Checks Python's headers: ``torch.compile``, one of the two baselines, builds against them."""
     path = Path(sysconfig.get_path("include")) / "Python.h"
     mend = "" if path.exists() else "apt-get install python3-dev   (dnf install python3-devel)"
     return Check("headers", path.exists(), str(path), mend)
@@ -128,7 +128,7 @@ def _compiler() -> Check:
 
 
 def _walls() -> Check:
-    """Attacks the jail, as the sandbox does before it takes a first task."""
+    """Attacks the jail, as the sandbox does before its first task."""
     from cuda_agent.sandbox.jail.jail import JailError, prove
 
     required = SandboxConfig().required_walls

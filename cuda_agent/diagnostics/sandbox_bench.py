@@ -1,12 +1,12 @@
-"""How many solutions the sandbox judges a minute on this machine, and where the time of one goes.
+"""Measures how many solutions per minute the sandbox judges on this machine, and the time of each phase.
 
 The scripted teacher writes solutions with random designs.  Each is built, checked and timed anew in a private cache,
 format by format: first each alone after a pause, then one right after the other, then all at once.  The ``extension``
-format wraps the same kernel; the ``python`` format gets the reference itself.  Tasks are prepared first, as synthesis
-prepares them; that is measured too.
+format wraps the same kernel; the ``python`` format gets the reference itself.  Tasks are prepared first, as in
+synthesis, and that is measured too.
 
-Not covered: how a solution's time spreads from run to run, servers (``sandbox.servers`` is ignored), and formats in
-which the teacher does not write.
+Not covered: how a solution's time varies between runs, servers (``sandbox.servers`` is ignored), and formats that the
+teacher does not write.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ PAUSE = 0.25  # seconds before a solution that is judged alone
 
 
 def formats_of(text: str | None) -> tuple[Format, ...]:
-    """``plan,python`` -> the formats in their order; ``None``: all that can be measured.
+    """Parses ``plan,python`` to formats in their order; ``None`` gives all that can be measured.
 
     Raises:
-        ConfigError: there is no such format, or no solutions of it to measure.
+        ConfigError: A format does not exist, or has no solutions to measure.
     """
     wanted = list(_SOLUTIONS) if text is None else [name.strip() for name in text.split(",")]
     if unknown := [name for name in wanted if name not in _SOLUTIONS]:
@@ -49,7 +49,8 @@ def formats_of(text: str | None) -> tuple[Format, ...]:
 
 
 async def measure(config: SandboxConfig, tasks: int, solutions: int, formats: Sequence[Format]) -> dict[str, Any]:
-    """``solutions`` a task, format and round (fewer where the teacher has no more designs); seconds everywhere."""
+    """Judges ``solutions`` per task, format and round (fewer where the teacher has no more designs); returns
+    seconds."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as cache:
         async with LocalSandbox(config.model_copy(update={"servers": []}), Path(cache)) as sandbox:
@@ -107,8 +108,7 @@ async def _measure_lane(
 
 
 async def prepare(sandbox: LocalSandbox, count: int, rng: random.Random) -> tuple[list[Task], list[float]]:
-    """Tasks inside the window with their baselines measured, and the seconds that each took (the first one pays for
-    what is made once a machine)."""
+    """Returns tasks inside the window with measured baselines, and the seconds of each (the first includes setup)."""
     window = WINDOW if sandbox.config.clock == "real" else (0.0, float("inf"))
     tasks: list[Task] = []
     seconds: list[float] = []
@@ -150,7 +150,7 @@ class ModelNew(torch.nn.Module):
 
 
 def work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
-    """The published form around the kernel of a plan."""
+    """Returns the published work folder around the kernel of a plan."""
     plan = json.loads(files[PLAN])
     (node,) = plan["nodes"]
     spelled = {
@@ -180,12 +180,12 @@ def _extension(task: Task, spec: TaskSpec, rng: random.Random) -> dict[str, str]
 
 
 def _python(task: Task, spec: TaskSpec, rng: random.Random) -> dict[str, str]:
-    """The reference itself; a comment makes it a new solution."""
+    """Returns the reference itself; a comment makes it a new solution."""
     code = re.sub(r"^class Model\b", "class ModelNew", task.code, flags=re.MULTILINE)
     return {"model_new.py": f"{code}\n# {rng.getrandbits(32)}\n"}
 
 
-# Makes the files of a solution of a task of the teacher's family, in the formats that can be measured.
+# Functions that write the files of a solution of a teacher's task, by format.
 _SOLUTIONS: dict[Format, Callable[[Task, TaskSpec, random.Random], dict[str, str]]] = {
     "plan": _plan,
     "extension": _extension,
@@ -196,7 +196,7 @@ _SOLUTIONS: dict[Format, Callable[[Task, TaskSpec, random.Random], dict[str, str
 def distinct(
     tasks: Sequence[Task], count: int, rng: random.Random, solution: Callable[[Task], Solution]
 ) -> list[tuple[Task, Solution]]:
-    """``count`` different solutions a task, or as many as there are, in random order."""
+    """Returns ``count`` different solutions per task, or as many as there are, in random order."""
     found: list[tuple[Task, Solution]] = []
     for task in tasks:
         mine: dict[str, Solution] = {}
@@ -216,7 +216,7 @@ def figures(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def lines(answer: dict[str, Any]) -> list[str]:
-    """For a person."""
+    """Formats the figures as lines of text."""
     text = [answer["machine"], f"prepare a task: {_seconds(answer['prepare'])}"]
     if answer["clock"] == "model":
         text.append("sandbox.clock=model: nothing is timed, so that an evaluation is cheaper than a real one")

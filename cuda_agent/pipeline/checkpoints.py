@@ -1,12 +1,12 @@
-"""Checkpoints of one stage, keyed by its cache key: the two newest are kept, each visible as a whole or not at all.
+"""Checkpoints of one stage, keyed by its cache key: the two newest are kept, and each is written atomically.
 
     checkpoints/<stage>/<key>/<step>-<nonce>.json     {"step", "files": {path: {"sha256", "size"}}}, written last
     checkpoints/<stage>/<key>/<step>-<nonce>/<path>   the files
 
-Metrics and notes travel inside, so a resumed stage says of itself exactly what the checkpoint knew.  A checkpoint that
-is not what it was written as is noted and removed, and the one before is tried.
+A checkpoint holds the stage's metrics and notes, so a resumed stage continues them from exactly that step.  A damaged
+checkpoint is noted and removed, and the one before it is tried.
 
-What it does not cover: what a stage puts into its checkpoint; errors of reading it are the stage's own.
+Not covered: the content of a stage's checkpoint; the stage handles errors of reading it.
 """
 
 import json
@@ -25,7 +25,7 @@ _OWN = ".stage"  # folder inside a checkpoint: metrics, notes, clock
 
 
 class StageCheckpoints:
-    """See ``stages.context.Checkpoints``.  ``seconds`` and ``resumed`` go on over attempts."""
+    """Implements ``stages.context.Checkpoints``.  ``seconds`` and ``resumed`` accumulate over attempts."""
 
     def __init__(self, store: Store, stage: str, key: str, scratch: Path, tracker: FileTracker) -> None:
         self._store, self._prefix, self._scratch, self._tracker = store, f"checkpoints/{stage}/{key}", scratch, tracker
@@ -34,7 +34,7 @@ class StageCheckpoints:
 
     @property
     def seconds(self) -> float:
-        """Time that went into what is there now, all attempts together, repeated work not counted."""
+        """Returns the seconds spent on the current state, over all attempts, without repeated work."""
         return self._before + time.monotonic() - self._began
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
@@ -63,7 +63,7 @@ class StageCheckpoints:
                     self._remove(entry)
                     self._tracker.note(f"checkpoint {entry} was damaged and is not used: {error}")
                     continue
-                said = self._tracker.notes()  # of damage, and of what was lost since that checkpoint
+                said = self._tracker.notes()  # notes of damage, and notes made since that checkpoint
                 self._tracker.restore(folder / _OWN)
                 known = self._tracker.notes()
                 for text in said:
@@ -78,12 +78,12 @@ class StageCheckpoints:
         return None
 
     def clear(self) -> None:
-        """Removes them all: the stage is done."""
+        """Removes all checkpoints: the stage is done."""
         for key in self._store.list(self._prefix):
             self._store.delete(key)
 
     def _entries(self) -> list[str]:
-        """Names of complete checkpoints, oldest first; of the same step, the one written last is last."""
+        """Returns the names of complete checkpoints, oldest first; equal steps are in the order of writing."""
         times = self._store.sizes(self._prefix)
         found = [key for key in times if key.endswith(".json") and key.count("/") == self._prefix.count("/") + 1]
         found.sort(key=lambda key: (key.rsplit("/", 1)[1].split("-")[0], times[key][1]))
@@ -111,7 +111,7 @@ class StageCheckpoints:
                 self._store.delete(key)
 
     def _remove(self, entry: str) -> None:
-        """The index first: without it, the rest is not a checkpoint."""
+        """Removes the index first: without it, the other files are not a checkpoint."""
         self._store.delete(f"{self._prefix}/{entry}.json")
         for key in self._store.list(f"{self._prefix}/{entry}"):
             self._store.delete(key)

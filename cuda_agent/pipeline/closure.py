@@ -2,11 +2,11 @@
 
 The code version is a hash over the stage's import closure: every module of the package that it imports, directly or
 not, at the top or inside a function, or names in a string (``"cuda_agent.sandbox.judge.judge"``), and the data files
-beside them (skill text, templates, C++ sources; a file named like a module belongs to that module alone).  Found by
-reading syntax trees, so nothing is imported and a lookup takes milliseconds.
+beside them (skill text, templates, C++ sources; a file named like a module belongs to that module alone).  The closure
+is found by reading syntax trees, so nothing is imported and a lookup takes milliseconds.
 
 Not covered: module names put together at run time (import plainly, or write the whole name), data outside the folders
-of the modules, and the code of other packages, which their versions stand for.
+of the modules, and the code of other packages, which enters the key by version.
 """
 
 import ast
@@ -30,7 +30,7 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def code_version(module: str) -> str:
-    """sha256 over names and bytes of all files of ``module``'s closure."""
+    """Returns the sha256 over names and bytes of all files of ``module``'s closure."""
     digest = hashlib.sha256()
     for name, path in sorted(closure_files(module).items()):
         digest.update(f"{name}\0{_file_digest(path)}\n".encode())
@@ -38,7 +38,7 @@ def code_version(module: str) -> str:
 
 
 def closure_files(module: str) -> dict[str, Path]:
-    """Name, beginning with the package's, -> file."""
+    """Returns the closure's files by name, which begins with the package's."""
     files: dict[str, Path] = {}
     for name in closure_modules(module):
         root, path = _root(name.split(".")[0]), _source(name)
@@ -46,7 +46,7 @@ def closure_files(module: str) -> dict[str, Path]:
         files[path.relative_to(root.parent).as_posix()] = path
         if path.parent in (root, root.parent):
             continue
-        for data in path.parent.rglob("*"):  # the data of a room belong to whoever touches the room
+        for data in path.parent.rglob("*"):  # a folder's data belong to every module in it
             if not data.is_file() or data.suffix in _NO_DATA or "__pycache__" in data.parts:
                 continue
             if data.with_suffix(".py") == path or not data.with_suffix(".py").exists():
@@ -55,7 +55,7 @@ def closure_files(module: str) -> dict[str, Path]:
 
 
 def closure_modules(module: str) -> set[str]:
-    """Every module of ``module``'s own package and of ``cuda_agent`` that importing and running it can import."""
+    """Returns every module of ``module``'s package and of ``cuda_agent`` that importing and running it can import."""
     tops = {module.split(".")[0], "cuda_agent"}
     seen: set[str] = set()
     front = [module]
@@ -73,7 +73,7 @@ def closure_modules(module: str) -> set[str]:
 
 @functools.cache
 def environment_digest() -> str:
-    """Of the image when one is set (CUDA_AGENT_IMAGE_DIGEST), else of Python, machine and the packages that matter."""
+    """Returns the digest of the image (CUDA_AGENT_IMAGE_DIGEST), or else of Python, machine and relevant packages."""
     if image := os.environ.get("CUDA_AGENT_IMAGE_DIGEST"):
         return image
     versions: dict[str, str] = {}
@@ -88,7 +88,7 @@ def environment_digest() -> str:
 
 @functools.cache
 def device_name(device: str) -> str:
-    """The device that times were taken on: processor, number of its cores and compiler, or GPU and driver."""
+    """Returns the device of the timings: processor, core count and compiler, or GPU and driver."""
     if device == "cuda":
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         return _first_line_of(query) or "no GPU"
@@ -127,7 +127,7 @@ def _root(top: str) -> Path:
 
 
 def _source(module: str) -> Path | None:
-    """The file of a module or package, without importing it; None when there is none."""
+    """Returns the file of a module or package without importing it; None when there is none."""
     top, *rest = module.split(".")
     root = _root(top)
     if root.suffix == ".py":
@@ -145,7 +145,7 @@ def _imports(path: Path, module: str) -> tuple[str, ...]:
 
 
 def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """As ``ast.walk``, in another order and in a third of the time, because every stage waits for this."""
+    """Yields the nodes of ``ast.walk`` in another order and a third of the time, because every stage waits for it."""
     front = [tree]
     while front:
         node = front.pop()
@@ -158,7 +158,7 @@ def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
-    """Every dotted name that an import statement anywhere in the file may load; some are no modules."""
+    """Yields every dotted name that an import statement anywhere in the file may load; some are not modules."""
     for node in _nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

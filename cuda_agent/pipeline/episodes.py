@@ -1,9 +1,9 @@
-"""Episodes that a run, a benchmark or a search has left: which there are, which are meant, and their stories.
+"""Lists, selects and opens the episodes of a run, a benchmark or a search.
 
-A file of episodes is read once for its list, a line at a time, and again for the few whose story is told.
+A file of episodes is read once, line by line, for the list, and again for the few that are shown in full.
 
-What it does not cover: what a story holds (``episode_story``), its page (``episodes_page``), and fetching from a
-cluster (``cluster_report``).
+Not covered: the content of a story (``episode_story``), its page (``episodes_page``), and fetching from a cluster
+(``cluster_report``).
 """
 
 import gzip
@@ -25,13 +25,13 @@ from cuda_agent.storage import Store
 
 FILE, TOKENIZER, TRANSCRIPT = "episodes.jsonl", "tokenizer.json", "transcript.jsonl"
 PACKED = f"{FILE}.gz"  # in MLflow
-MOST_BYTES = 64 << 20  # of the episodes that a stage shows to MLflow, before packing: the newest ones
+MOST_BYTES = 64 << 20  # bytes of the newest episodes that a stage copies to MLflow, before packing
 Sort = Literal["newest", "oldest", "best", "worst", "turns", "tokens", "task"]
 
 
 @dataclass(frozen=True)
 class Left:
-    """A file of episodes, of what stage, and the tokenizer of its ids, where that is known."""
+    """A file of episodes, its stage, and the tokenizer of its ids, where that is known."""
 
     stage: str
     file: Path
@@ -39,7 +39,7 @@ class Left:
 
 
 def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
-    """Every file of episodes among the outputs of the run's stages, in the graph's order, fetched into ``folder``."""
+    """Fetches the episodes of all stages of the run into ``folder``; returns the files in the graph's order."""
     found = []
     for name, manifest in run_manifests(store, run, ROWS).items():
         for digest in manifest.outputs.values():
@@ -51,14 +51,14 @@ def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
 
 
 def packed(store: Store, manifest: Manifest, folder: Path) -> list[Path]:
-    """What people with a kubeconfig are shown of a stage on a cluster, by way of MLflow: its episodes and the tokenizer
-    of their ids.  Empty for a stage that leaves none."""
+    """Packs a stage's episodes and the tokenizer of their ids for MLflow, through which users with a kubeconfig read
+    them. Returns an empty list for a stage without episodes."""
     for digest in manifest.outputs.values():
         if (file := _fetch(store, digest, FILE, folder)) is not None:
             with open(file, "rb") as lines:
                 lines.seek(max(0, file.stat().st_size - MOST_BYTES))
                 if lines.tell():
-                    lines.readline()  # the rest of one
+                    lines.readline()  # the rest of a cut line
                 (folder / PACKED).write_bytes(gzip.compress(lines.read(), compresslevel=5))
             policy = manifest.inputs.get("policy")
             tokenizer = _fetch(store, policy, TOKENIZER, folder) if policy else None
@@ -76,8 +76,10 @@ def _fetch(store: Store, digest: str, name: str, folder: Path) -> Path | None:
 
 
 def of_path(path: Path) -> list[EpisodeEntry]:
-    """The attempts of a folder of ``optimize``, or the episodes of a folder or file of ``benchmark``.  Raises
-    ConfigError when it is neither."""
+    """Returns the attempts of a folder of ``optimize``, or the episodes of a folder or file of ``benchmark``.
+
+    Raises:
+        ConfigError: The path is neither."""
     if (path / TRANSCRIPT).is_file():
         try:
             return attempts(read_events(path / TRANSCRIPT))
@@ -93,12 +95,15 @@ def of_path(path: Path) -> list[EpisodeEntry]:
 
 
 def no_result(path: Path) -> str:
-    """What is wrong with a folder that holds neither."""
+    """Explains why a folder holds neither attempts nor episodes."""
     return f"{path}: expected {TRANSCRIPT} of `optimize`, or {FILE} of `benchmark`, in this folder"
 
 
 def listed(left: Sequence[Left]) -> list[EpisodeEntry]:
-    """All episodes, the oldest first.  Raises ConfigError for a file of anything else."""
+    """Returns all episodes, oldest first.
+
+    Raises:
+        ConfigError: A file holds something else."""
     entries: list[EpisodeEntry] = []
     for one in left:
         try:
@@ -111,7 +116,7 @@ def listed(left: Sequence[Left]) -> list[EpisodeEntry]:
 
 
 def _read(file: Path) -> Iterator[tuple[int, Episode]]:
-    """Each episode with where its line begins."""
+    """Yields each episode with the offset of its line."""
     with open(file, "rb") as lines:
         offset = 0
         for line in lines:
@@ -160,7 +165,7 @@ def _row(episode: Episode, stage: str, number: int) -> EpisodeRow:
 
 
 def attempts(events: Sequence[Event]) -> list[EpisodeEntry]:
-    """The attempts of a transcript.  Verdicts are those of the best solution."""
+    """Returns the attempts of a transcript, each with the verdict of its best solution."""
     task = next((str(event["task"]) for event in events if event["kind"] == "begin"), "")
     numbers = sorted({int(event["attempt"]) for event in events if event["attempt"]})
     spent = [event for event in events if event["kind"] == "spent"]
@@ -197,8 +202,11 @@ def chosen(
     min_reward: float | None = None,
     sort: Sort = "newest",
 ) -> list[EpisodeEntry]:
-    """Those that fit, in the order asked for.  ``task`` is a part of its name, stage and status are whole.  Raises
-    ConfigError that lists what there is when a stage or a status does not occur at all."""
+    """Returns the entries that match, in the requested order.  ``task`` is a part of the task's name; stage and status
+    must be equal.
+
+    Raises:
+        ConfigError: A stage or a status does not occur at all; the message lists those that do."""
     for what, asked, there in (
         ("stage", stage, [entry.row.stage for entry in entries]),
         ("status", status, [entry.row.status for entry in entries]),
@@ -218,7 +226,7 @@ def chosen(
 
 
 def _place(row: EpisodeRow, sort: Sort) -> tuple[Any, ...]:
-    """Smaller comes first; among equals the newest."""
+    """Returns the sort key: smaller comes first, and newest first among equals."""
     merit = (row.reward if row.reward is not None else -2.0, row.speedup or 0.0)
     first: dict[str, tuple[Any, ...]] = {
         "newest": (),

@@ -1,12 +1,12 @@
-"""Retention: which runs, artifacts and checkpoints nobody needs, and their removal.
+"""Retention: finds the runs, artifacts and checkpoints that no kept run uses, and removes them.
 
-Kept: the newest runs of each pipeline, what their manifests name, the cache entries of that, and the checkpoints of
-stages that they began and did not finish.  Anything younger than an hour stays, whatever it is.
+Kept: the newest runs of each pipeline, the artifacts in their manifests, the cache entries of those, and the
+checkpoints of stages that they began and did not finish.  Everything younger than an hour stays.
 
-On one machine a lock of the file system keeps runs and collections apart.  On a cluster it is a lock in the store
-(``alone``): runs begin by waiting for its end (``await_end``), and whoever took it looks whether a run is under way.
+On one machine a file lock keeps runs and collections apart.  On a cluster a lock in the store does (``alone``): a run
+begins by waiting for its release (``await_end``), and the collection that holds it checks for active runs.
 
-What it does not cover: machine-local caches (verdicts, builds, reports), which may be deleted by hand at any time.
+Not covered: machine-local caches (verdicts, builds, reports), which may be deleted by hand at any time.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from cuda_agent.pipeline.runs import Run, list_runs
 from cuda_agent.storage import Store, StoreDamaged
 
 YOUNG = 3600.0  # seconds
-LOCK_SECONDS = 3600  # after so long whoever holds the lock has been ended
+LOCK_SECONDS = 3600  # the holder of an older lock has been killed
 _LOCK = "locks/gc"
 KEEP = 10  # newest runs of each pipeline
 
 
 @dataclass
 class Plan:
-    """What would go: keys with their sizes in bytes, and the runs they belonged to."""
+    """The keys to remove with their sizes in bytes, and the runs that they belonged to."""
 
     runs: list[str] = field(default_factory=list)
     keys: dict[str, int] = field(default_factory=dict)
@@ -42,11 +42,11 @@ class Plan:
 
 
 def plan(store: Store, keep: int = KEEP) -> Plan:
-    """What ``collect`` would remove when the newest ``keep`` runs of each pipeline stay."""
+    """Returns the keys that ``collect`` would remove when the newest ``keep`` runs of each pipeline stay."""
     kept, gone = _choose(list_runs(store), keep)
     needed = {config_entry(run.config) for run in kept}
     alive: set[str] = set()  # stage/key of results that kept runs use
-    began: set[str] = set()  # stage/key of what they began
+    began: set[str] = set()  # stage/key of stages that they began
     for run in kept:
         for key in store.list(f"runs/{run.name}"):
             needed.add(key)
@@ -75,7 +75,7 @@ def plan(store: Store, keep: int = KEEP) -> Plan:
 
 
 def collect(store: Store, what: Plan) -> None:
-    """Removes it: cache entries and manifests first, so that nothing points into a hole."""
+    """Removes the keys of a plan: cache entries and manifests first, so that no reference dangles."""
     order = {"cache": 0, "runs": 1, "sweeps": 2, "checkpoints": 3, "configs": 4, "cas": 5}
     for key in sorted(what.keys, key=lambda key: order[key.split("/")[0]]):
         store.delete(key)
@@ -83,9 +83,9 @@ def collect(store: Store, what: Plan) -> None:
 
 @contextlib.contextmanager
 def alone(store: Store) -> Iterator[bool]:
-    """Yields whether the store's lock was free; it is given back at the end."""
+    """Takes the store's lock, yields whether it was free, and releases it at the end."""
     if not is_collecting(store):
-        store.delete(_LOCK)  # of one that has been ended
+        store.delete(_LOCK)  # the lock of a killed collection
     if not store.create(_LOCK, b""):
         yield False
         return
@@ -100,7 +100,7 @@ def is_collecting(store: Store) -> bool:
 
 
 def await_end(store: Store, patience: float) -> bool:
-    """Waits until nobody collects; False when ``patience`` seconds were not enough."""
+    """Waits until no collection runs.  Returns False when ``patience`` seconds were not enough."""
     deadline = time.monotonic() + patience
     while is_collecting(store):
         if time.monotonic() > deadline:

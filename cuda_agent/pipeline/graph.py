@@ -1,11 +1,10 @@
-"""The graph: one table of stages, one row a stage, and the variants of the graph as data.
+"""The graph: one table of stages, one row per stage, and the variants of the graph as data.
 
-A row says everything about its stage: what it reads and writes, the sections of its cache key, its share of a run's
-time, its work, and how the report shows it.  Executors, cache keys, schedules, screens, Argo's templates and the report
-read it.
-``Config.graph`` chooses a variant: the rows without those that the variant leaves out.
+A row holds all facts about its stage: inputs and outputs, the sections of its cache key, its share of a run's time, its
+work, and its place in the report.  Executors, cache keys, schedules, screens, Argo's templates and the report read it.
+``Config.graph`` selects a variant, which leaves out some rows.
 
-Not covered: how a stage is run (``local``), and what a stage does (``cuda_agent.stages``).
+Not covered: how a stage is executed (``local``), and its computation (``cuda_agent.stages``).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,13 +14,13 @@ from cuda_agent.config import Config
 from cuda_agent.pipeline import work
 from cuda_agent.pipeline.work import Estimate
 
-# An input of this name is no artifact of one stage.  The executor makes it: a folder with one sub-folder a finished
+# The executor makes the input of this name: a folder with one sub-folder for each finished
 # stage above (``<stage>/metrics.jsonl``, ``<stage>/notes.jsonl``, ``<stage>/manifest.json``), ``graph.json`` (name,
 # chart, curves and about of those stages' rows, in order) and ``config.json``.
 STAGES_INPUT = "stages"
 GRAPH_FILE = "graph.json"
 
-ABSENT = "absent"  # what a cluster's plan says of a stage that the run's graph leaves out
+ABSENT = "absent"  # state, in a cluster's plan, of a stage that the run's graph leaves out
 
 
 @dataclass(frozen=True)
@@ -29,30 +28,30 @@ class Stage:
     """One row.  ``module`` has ``run(ctx)``.
 
     ``inputs`` maps the name under which the stage finds an artifact to its source, ``stage.artifact``.  In ``ROWS`` a
-    source may name alternatives, best first (``rft.policy | warmup.policy``), and end with ``?``: a graph without
-    any of them has no such input.  The rows of a graph have one source an input."""
+    source may name alternatives, best first (``rft.policy | warmup.policy``), and end with ``?``: a graph without any
+    of them has no such input.  The rows of a graph have one source per input."""
 
     name: str
     module: str
     inputs: dict[str, str] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
     config: tuple[str, ...] = ()  # sections it reads; the others are absent from ctx.config
-    timing: bool = False  # holds times: the device is part of its key, and nothing runs beside it
+    timing: bool = False  # measures times: the device is part of its key, and it runs alone
     weight: float = 1.0  # share of a run's time, for the progress of the whole
-    work: Estimate | None = None  # for the schedule that is printed before a run; none: too little to show
-    chart: str = ""  # heading of its curves in the report; stages with the same one share a grid; none: no curves
-    curves: tuple[str, ...] = ()  # metrics whose curves are shown at once; the rest is folded away
-    about: str = ""  # of an evaluation: which policy it scores, in the report's tables
+    work: Estimate | None = None  # for the schedule printed before a run; None: too little to show
+    chart: str = ""  # heading of its curves in the report; stages with the same one share a grid; empty: no curves
+    curves: tuple[str, ...] = ()  # metrics whose curves are unfolded at first
+    about: str = ""  # for an evaluation: name of the scored policy in the report's tables
 
     @property
     def upstream(self) -> tuple[str, ...]:
-        """The stages whose artifacts it reads, in order; in ``ROWS`` those of every graph."""
+        """Returns the stages whose artifacts it reads, in order; in ``ROWS``, the sources of all variants."""
         sources = [source for text in self.inputs.values() if text != STAGES_INPUT for source in _alternatives(text)]
         return tuple(dict.fromkeys(source.split(".")[0] for source in sources))
 
 
-_PLAY = ("sandbox", "policy", "agent")  # what everything reads that lets a policy write kernels
-_PLACE = ("runtime", "ray")  # what those read that can be spread over Ray's actors
+_PLAY = ("sandbox", "policy", "agent")  # sections read by every stage in which a policy writes kernels
+_PLACE = ("runtime", "ray")  # sections read by stages that Ray's actors can share
 _REWARDS = ("reward", "pass_rate", "faster_than_eager", "faster_than_compile")
 _PPO_CURVES = (*_REWARDS, "explained_variance", "heldout_explained_variance", "entropy", "kl", "response_length")
 _SUPERVISED = "Supervised stages"
@@ -177,10 +176,10 @@ ROWS: tuple[Stage, ...] = (
 
 
 def without(rows: Sequence[Stage], left_out: Iterable[str]) -> tuple[Stage, ...]:
-    """A graph: the rows without some stages, every input with the first of its sources that is still made.
+    """Returns the rows without some stages, with every input reduced to the first source that is still made.
 
     Raises:
-        ValueError: an input that a stage cannot do without has no source left, or there is no such stage."""
+        ValueError: A required input has no source left, or a stage does not exist."""
     names = {row.name for row in rows}
     if unknown := set(left_out) - names:
         raise ValueError(f"there is no stage {', '.join(sorted(unknown))}: {', '.join(row.name for row in rows)}")
@@ -200,7 +199,7 @@ def without(rows: Sequence[Stage], left_out: Iterable[str]) -> tuple[Stage, ...]
 
 
 def ancestors(stages: Sequence[Stage], name: str) -> list[str]:
-    """All stages above ``name``, in the table's order."""
+    """Returns all stages above ``name``, in the table's order."""
     by_name = {stage.name: stage for stage in stages}
     found: set[str] = set()
     front = [name]
@@ -213,10 +212,10 @@ def ancestors(stages: Sequence[Stage], name: str) -> list[str]:
 
 
 def up_to(stages: Sequence[Stage], name: str) -> tuple[Stage, ...]:
-    """``name`` and all stages above it, in the table's order.
+    """Returns ``name`` and all stages above it, in the table's order.
 
     Raises:
-        ValueError: there is no such stage."""
+        ValueError: The stage does not exist."""
     if name not in {stage.name for stage in stages}:
         raise ValueError(f"there is no stage {name}: {', '.join(stage.name for stage in stages)}")
     chosen = {name, *ancestors(stages, name)}
@@ -224,10 +223,11 @@ def up_to(stages: Sequence[Stage], name: str) -> tuple[Stage, ...]:
 
 
 def check(stages: Iterable[Stage]) -> None:
-    """Every source is made by a row further up, so the table is also an order of execution; names are unique.
+    """Checks that names are unique and that every source is made by a row further up, so that the table is an order of
+    execution.
 
     Raises:
-        ValueError: the table is not sound."""
+        ValueError: The table breaks one of these rules."""
     made: set[str] = {STAGES_INPUT}
     names: set[str] = set()
     for stage in stages:
@@ -244,7 +244,7 @@ def _alternatives(source: str) -> list[str]:
     return [text.strip() for text in source.removesuffix("?").split("|")]
 
 
-# What each variant leaves out of ``ROWS``, by the value of ``Config.graph``.
+# Stages of ``ROWS`` that each variant leaves out, by the value of ``Config.graph``.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
     "full": ("evaluate-one-shot",),
     "no_rft": ("rft", "evaluate-rft", "evaluate-one-shot"),
@@ -252,9 +252,9 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "one_shot": ("collect", "rft", "critic", "agentic", "evaluate-rft", "evaluate-agentic"),
 }
 GRAPHS: dict[str, tuple[Stage, ...]] = {name: without(ROWS, left_out) for name, left_out in LEFT_OUT.items()}
-STAGES = GRAPHS["full"]  # of the paper
+STAGES = GRAPHS["full"]  # the paper's graph
 
 
 def stages_of(config: Config) -> tuple[Stage, ...]:
-    """The graph of a run."""
+    """Returns the graph of a run."""
     return GRAPHS[config.graph]

@@ -1,12 +1,12 @@
-"""The local executor: the graph on one machine, a process a stage.
+"""The local executor: runs the graph on one machine, one process per stage.
 
     prepare:  store the configuration, choose the run (the newest unfinished one of this configuration, or a new one)
-    a stage:  compute its key; serve a cached result without a process, or run; on exit code 75 run again after a pause
+    a stage:  compute its key; use a cached result without a process, or run; on exit code 75 run again after a pause
     the end:  fetch the report, record how the run ended
 
-The executor or a stage may be killed at any moment: uncommitted results do not exist, and the next call goes on from
-the newest checkpoints.  Stages run one at a time, or side by side with ``run.parallel_stages``; one that takes times
-runs alone.
+The executor or a stage may be killed at any moment: uncommitted results do not exist, and the next call resumes from
+the newest checkpoints.  Stages run one at a time, or side by side with ``run.parallel_stages``; a stage that measures
+times runs alone.
 
 Not covered: the inside of a stage's process (``stage_main``), other machines (``cluster``), the screen (``screen``).
 """
@@ -86,16 +86,16 @@ def run_pipeline(
     preload: tuple[str, ...] = PRELOAD,
     pause: float = 2.0,
 ) -> RunOutcome:
-    """Runs a graph and returns how it ended; an error that a person can mend is in the outcome and not raised.
+    """Runs a graph and returns how it ended; the outcome holds errors that a user can fix, which are not raised.
 
     Args:
-        config: decides the graph (``graph``), what its stages do and where the run lives.
-        new: start another run even if one of this configuration is unfinished.
-        stages: these rows alone.
-        table: names ``stages`` for their processes (``module:NAME``) where they are not of the configuration's graph.
-        watch: gets the run's name and the state of all stages a few times a second.
-        preload: modules that the processes of stages find imported.
-        pause: seconds before a stage is tried again; doubles each time."""
+        config: Selects the graph (``graph``), configures its stages and names the store.
+        new: Starts another run even if one of this configuration is unfinished.
+        stages: Runs only these rows.
+        table: Names ``stages`` for their processes (``module:NAME``) where they are not of the configuration's graph.
+        watch: Receives the run's name and the state of all stages a few times a second.
+        preload: Modules that the processes of stages find imported.
+        pause: Seconds before a stage is tried again; doubles each time."""
     stages = stages_of(config) if stages is None else stages
     check(stages)
     outcome = RunOutcome(run="", code=EXIT_BUG)
@@ -135,7 +135,7 @@ def _prepare(config: Config, new: bool) -> Iterator[tuple[Store, Path, runs.Run,
 
 
 class _Execution:
-    """The state of one call."""
+    """The state of one call of ``run_pipeline``."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class _Execution:
         return self.config.run.parallel_stages and not any(other.timing for other in beside)
 
     def _needs(self, stage: Stage) -> list[str]:
-        """The stages that must be done before it: its sources, or all ancestors when it reads their records."""
+        """Returns the stages that must be done before it: its sources, or all ancestors when it reads their records."""
         return ancestors(self.stages, stage.name) if STAGES_INPUT in stage.inputs.values() else [*stage.upstream]
 
     def _serve_or_start(self, stage: Stage, spawner: Spawner) -> None:
@@ -259,7 +259,7 @@ class _Execution:
             return
         view.message = outcome_message(folder) or f"stage {stage.name} was killed or crashed (exit code {code})"
         if code == EXIT_RETRY and not self.stopping and view.attempt <= self.config.run.retries:
-            for above in stage.upstream:  # an input that proved damaged is made again
+            for above in stage.upstream:  # a damaged input is made again
                 if not is_whole(self.store, self.done[above]):
                     self.views[above].notes.append("its result is damaged and is made again")
                     self.views[above].state = "waiting"
@@ -281,7 +281,7 @@ class _Execution:
         view.notes = view.notes or notes
 
     def _stop(self, spawner: Spawner) -> None:
-        """SIGTERM to all stages; they write a checkpoint and exit 75."""
+        """Sends SIGTERM to all stages; they write a checkpoint and exit with 75."""
         if not self.stopping:
             self.stopping = True
             if self.outcome.code == EXIT_DONE:
@@ -331,7 +331,7 @@ class _Execution:
 
 
 def fetch_report(store: Store, home: Path, run: str, manifest: Manifest) -> Path:
-    """Puts a run's report into a local folder and returns it."""
+    """Copies a run's report into a local folder and returns the folder."""
     folder = home / "reports" / run
     shutil.rmtree(folder, ignore_errors=True)
     store.get_folder(next(iter(manifest.outputs.values())), folder)
@@ -339,7 +339,7 @@ def fetch_report(store: Store, home: Path, run: str, manifest: Manifest) -> Path
 
 
 def outcome_message(folder: Path) -> str:
-    """How a stage's process ended, in words, from its scratch folder; empty when it left none."""
+    """Returns how a stage's process ended, in words, from its scratch folder; empty when it left no outcome."""
     try:
         return json.loads((folder / "outcome.json").read_text())["message"]
     except (FileNotFoundError, json.JSONDecodeError):
@@ -348,7 +348,7 @@ def outcome_message(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM, SIGHUP and Ctrl-C stop the run in order; the second one at once (``KeyboardInterrupt``)."""
+    """Handles SIGTERM, SIGHUP and Ctrl-C: the first stops the run in order, the second raises KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

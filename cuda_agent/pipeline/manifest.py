@@ -33,11 +33,11 @@ from cuda_agent.tracking import read_metrics, write_metrics
 
 @dataclass(frozen=True)
 class Manifest:
-    """One finished stage.  Digests name folders of the store.  ``seconds`` is the time that went into the result, over
-    all attempts, repeated work not counted."""
+    """The record of one finished stage.  Digests name folders of the store.  ``seconds`` is the time spent on the
+    result, over all attempts, without repeated work."""
 
     stage: str
-    run: str  # who made it
+    run: str  # the run that made it
     key: str
     code: str  # version of the stage's import closure
     environment: str
@@ -48,7 +48,7 @@ class Manifest:
     metrics: str  # folder of metrics.jsonl and notes.jsonl
     seconds: float
     finished: str  # ISO 8601, UTC
-    resumed: list[int] = field(default_factory=list)  # checkpoint steps it went on from
+    resumed: list[int] = field(default_factory=list)  # checkpoint steps that it resumed from
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
@@ -75,7 +75,7 @@ class Identity:
 
 
 def identify(stage: Stage, config: Config, inputs: dict[str, str]) -> Identity:
-    """``inputs``: name -> digest."""
+    """Returns the identity of a stage with these ``inputs`` (name -> digest)."""
     return Identity(
         stage=stage.name,
         code=code_version(stage.module),
@@ -89,7 +89,7 @@ def identify(stage: Stage, config: Config, inputs: dict[str, str]) -> Identity:
 def identity_of(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest]
 ) -> Identity:
-    """Of a stage whose inputs are all made; ``done`` holds the manifests of the stages above."""
+    """Returns the identity of a stage whose inputs are all made; ``done`` holds the manifests of the stages above."""
     inputs = resolve_inputs(store, stage, done)
     for name, source in stage.inputs.items():
         if source == STAGES_INPUT:
@@ -100,8 +100,8 @@ def identity_of(
 
 
 def placed(config: Config) -> Config:
-    """The same configuration for this process's surroundings: a cluster says by the environment where sandbox,
-    engines and Ray are, so that the configuration is the same as on one machine."""
+    """Returns the configuration with the addresses of this process: on a cluster, environment variables name the
+    sandbox, the engines and Ray, so that the stored configuration is the same as on one machine."""
     if servers := _named("CUDA_AGENT_SANDBOX_SERVERS"):
         config = config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"servers": servers})})
     if servers := _named("CUDA_AGENT_ENGINE_SERVERS"):
@@ -117,8 +117,8 @@ def _named(variable: str) -> list[str]:
 
 
 def _device(stage: Stage, config: Config) -> str:
-    """What times were taken on.  Servers are one device, whichever they are, and never the machine that asks them, as
-    are the machines of a Ray that runs elsewhere; a cluster says what its servers run on (CUDA_AGENT_DEVICE)."""
+    """Returns the device of the timings.  Servers count as one device, different from the client machine; so do the
+    machines of a remote Ray.  A cluster sets the device of its servers (CUDA_AGENT_DEVICE)."""
     if named := os.environ.get("CUDA_AGENT_DEVICE"):
         return named
     if config.sandbox.servers:
@@ -140,7 +140,7 @@ def key_entry(run: str, stage: str) -> str:
 
 
 def outcome_entry(run: str, stage: str) -> str:
-    """How the last attempt ended that did not succeed, on a cluster: {"code", "message"}."""
+    """Returns the key of the last failed attempt's outcome on a cluster: {"code", "message"}."""
     return f"runs/{run}/{stage}/outcome.json"
 
 
@@ -149,17 +149,17 @@ def config_entry(sha256: str) -> str:
 
 
 def read_manifest(store: Store, key: str) -> Manifest | None:
-    """None when absent."""
+    """Returns the manifest; None when absent."""
     return Manifest.from_bytes(store.get(key)) if store.exists(key) else None
 
 
 def is_whole(store: Store, manifest: Manifest) -> bool:
-    """Whether the store holds all folders that the manifest names."""
+    """Returns whether the store holds all folders that the manifest names."""
     return all(store.has_folder(digest) for digest in [*manifest.outputs.values(), manifest.metrics])
 
 
 def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
-    """A finished result of this identity: of the cache, or of this run when it died before it wrote the cache entry."""
+    """Returns a result of this identity from the cache, or from this run if it died before writing the cache entry."""
     cached = read_manifest(store, cache_entry(identity.stage, identity.key))
     if cached and is_whole(store, cached):
         return cached
@@ -168,7 +168,7 @@ def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
 
 
 def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
-    """Writes the manifest, then the cache entry.  The first result published under a key counts: returns that one."""
+    """Writes the manifest, then the cache entry.  The first result published under a key counts and is returned."""
     entry = cache_entry(manifest.stage, manifest.key)
     store.put(manifest_entry(run, manifest.stage), manifest.to_bytes())
     if not store.create(entry, manifest.to_bytes()):
@@ -182,7 +182,7 @@ def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
 
 
 def resolve_inputs(store: Store, stage: Stage, done: dict[str, Manifest]) -> dict[str, str]:
-    """Name -> digest, from the manifests of the stages above; without what ``stages_folder`` makes."""
+    """Returns the inputs' digests by name, from the manifests of the stages above, without ``STAGES_INPUT``."""
     return {
         name: done[source.split(".")[0]].outputs[source.split(".")[1]]
         for name, source in stage.inputs.items()
@@ -193,11 +193,11 @@ def resolve_inputs(store: Store, stage: Stage, done: dict[str, Manifest]) -> dic
 def make_stages_folder(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest], folder: Path
 ) -> None:
-    """Fills ``folder`` with the metrics, notes and manifests of the stages above, what the report needs of their rows,
-    and the configuration (without ``run``).
+    """Fills ``folder`` with the metrics, notes and manifests of the stages above, the report's part of their rows, and
+    the configuration (without ``run``).
 
-    With the model clock, durations, devices and versions are left out, so that two runs give the same bytes, wherever
-    they ran; the manifests in the store hold them."""
+    With the model clock, durations, devices and versions are left out, so that two runs give the same bytes on any
+    machine; the manifests in the store hold them."""
     timeless = config.sandbox.clock == "model"
     above = ancestors(stages, stage.name)
     rows = [

@@ -1,7 +1,7 @@
-"""The record of a run in MLflow, the same from one machine and from a cluster's pods: a parent run, a child a stage.
+"""The record of a run in MLflow, from one machine or from a cluster's pods: a parent run, and a child run per stage.
 
-Every call states what should be there and returns at once (``tracking.Mirror`` copies).  With the address ``off`` every
-call does nothing.  Not covered: the store, which is the record that results come from.
+Every call declares a state and returns at once; ``tracking.Mirror`` copies it.  With the address ``off`` every call
+does nothing.  Not covered: the store, from which results are read.
 """
 
 import json
@@ -20,17 +20,17 @@ from cuda_agent.pipeline.manifest import Manifest
 from cuda_agent.storage import Store
 from cuda_agent.tracking import MANIFEST_TAG, Mirror, read_metrics, read_notes
 
-NOTES_CHARACTERS = 4000  # of a stage's notes, as a tag
+NOTES_CHARACTERS = 4000  # length of a stage's notes in a tag
 
 
 class Recorder:
-    """Open from the first call until ``close``.
+    """Records one run, from its creation until ``close``.
 
     Args:
         uri: MLflow's address, or ``off``.
-        stages: the run's graph.
-        trouble: gets one line, from another thread, when MLflow cannot be reached.
-        artifacts: folder of a local database's artifacts; none: the server keeps them."""
+        stages: The run's graph.
+        trouble: Receives one line, from another thread, when MLflow cannot be reached.
+        artifacts: Folder for a local database's artifacts; None: the server stores them."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class Recorder:
         self._mirror.update(None, params=flat(config), tags=tags, artifacts=[resolved])
 
     def running(self, stage: str, scratch: Path) -> None:
-        """A stage that is under way; ``scratch`` has its metrics."""
+        """Records a stage that is running; ``scratch`` has its metrics."""
         self._update(stage, metrics=read_metrics(scratch / "metrics.jsonl"), status="RUNNING")
 
     def finished(self, stage: str, manifest: Manifest) -> list[str]:
-        """A finished stage: its settings, metrics and notes, and where they came from.  Returns its notes."""
+        """Records a finished stage: its settings, metrics, notes and origin.  Returns its notes."""
         if self._mirror is None:
             return []
         with tempfile.TemporaryDirectory() as folder:
@@ -69,31 +69,31 @@ class Recorder:
             metrics = read_metrics(Path(folder) / "metrics.jsonl")
             notes = read_notes(Path(folder) / "notes.jsonl")
         tags = {"key": manifest.key, "made by": manifest.run, "seconds": str(manifest.seconds)}
-        tags |= {MANIFEST_TAG: manifest.to_bytes().decode()}  # people with a kubeconfig read it here
+        tags |= {MANIFEST_TAG: manifest.to_bytes().decode()}  # users with a kubeconfig read it here
         tags |= {"notes": "\n".join(notes)[:NOTES_CHARACTERS]} if notes else {}
         self._update(stage, metrics=metrics, tags=tags, status="FINISHED")
         return notes
 
     def failed(self, stage: str, code: int) -> None:
-        """A stage that ended with this exit code; 75 may be tried again."""
+        """Records a stage that ended with this exit code; 75 may be tried again."""
         self._update(stage, status="KILLED" if code == EXIT_RETRY else "FAILED")
 
     def keep(self, stage: str, files: Sequence[Path]) -> None:
-        """Files of a stage that people read: its log, its episodes.  They must stay until ``close``."""
+        """Copies files of a stage for readers: its log, its episodes.  They must stay until ``close``."""
         self._update(stage, artifacts=[file for file in files if file.exists()])
 
     def report(self, folder: Path) -> None:
-        """The run's report.  The folder must stay until ``close``."""
+        """Copies the run's report.  The folder must stay until ``close``."""
         if self._mirror:
             self._mirror.update(None, artifacts=[folder])
 
     def ended(self, code: int) -> None:
-        """The run has ended with this exit code."""
+        """Records the run's exit code."""
         if self._mirror:
             self._mirror.update(None, status={EXIT_DONE: "FINISHED", EXIT_RETRY: "KILLED"}.get(code, "FAILED"))
 
     def close(self, seconds: float) -> bool:
-        """Waits so long at most for the last copy; whether everything arrived."""
+        """Waits at most ``seconds`` for the last copy.  Returns whether everything arrived."""
         if self._mirror is None:
             return True
         arrived = self._mirror.close(seconds)
@@ -109,7 +109,7 @@ class Recorder:
 
 @contextmanager
 def recording(*args: Any, seconds: float, **options: Any) -> Iterator[Recorder]:
-    """A ``Recorder`` that is closed at the end, after ``seconds`` at most."""
+    """Opens a ``Recorder`` and closes it at the end, within ``seconds``."""
     recorder = Recorder(*args, **options)
     try:
         yield recorder

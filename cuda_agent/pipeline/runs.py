@@ -1,4 +1,4 @@
-"""Runs in the store: their records, how they ended, finding one by name, and the difference of two.
+"""Runs in the store: their records, their ends, lookup by name, and the difference of two.
 
 Not covered: executing a run (``local``), runs of a cluster (``cluster``), and removing anything (``gc``).
 """
@@ -25,25 +25,25 @@ from cuda_agent.tracking import Sweep
 
 @dataclass(frozen=True)
 class Run:
-    """``code`` is None before its first end; 0 is done."""
+    """The record of a run.  ``code`` is its last exit code: None before its first end, 0 when it is done."""
 
     name: str
     config: str  # sha256
     pipeline: str
     created: str  # ISO 8601, UTC
     code: int | None = None
-    stage: str = ""  # that it ended in
+    stage: str = ""  # last stage
     message: str = ""
-    sweep: str = ""  # that it belongs to
+    sweep: str = ""  # its sweep's name
 
     @classmethod
     def begun(cls, name: str, config: Config, sha256: str) -> "Run":
-        """Of a run that begins now."""
+        """Returns the record of a run that begins now."""
         now = datetime.now(UTC).isoformat(timespec="microseconds")
         return cls(name, sha256, config.run.pipeline, now, sweep=config.run.sweep or "")
 
     def facts(self) -> bytes:
-        """What is known from its beginning: run.json."""
+        """Returns the content of run.json: the facts known from the beginning."""
         names = ("name", "config", "pipeline", "created", "sweep")
         return json.dumps({key: value for key, value in asdict(self).items() if key in names}).encode()
 
@@ -55,8 +55,8 @@ class Run:
 
 
 def local_home(store_uri: str) -> Path:
-    """The machine's own folder for a store: caches, locks, scratch, MLflow's database.  CUDA_AGENT_HOME, or beside a
-    folder store, or ``~/.cache/cuda-agent``."""
+    """Returns the machine's folder for a store: caches, locks, scratch, MLflow's database.  It is CUDA_AGENT_HOME, or
+    beside a folder store, or ``~/.cache/cuda-agent``."""
     if home := os.environ.get("CUDA_AGENT_HOME"):
         return Path(home).absolute()
     folder = local_folder(store_uri)
@@ -66,10 +66,10 @@ def local_home(store_uri: str) -> Path:
 
 
 def create_run(store: Store, config: Config, sha256: str) -> Run:
-    """A new run, under the configured name or the date.
+    """Creates a run, under the configured name or the date.
 
     Raises:
-        ConfigError: the name is taken."""
+        ConfigError: The name is taken."""
     now = datetime.now(UTC)
     base = config.run.name or f"{now:%Y%m%d-%H%M%S}-{sha256[:4]}"
     for attempt in range(100):
@@ -95,31 +95,37 @@ def read_run(store: Store, name: str) -> Run:
 
 
 def list_runs(store: Store) -> list[Run]:
-    """Oldest first."""
+    """Returns all runs, oldest first."""
     names = [key.split("/")[1] for key in store.list("runs") if key.count("/") == 2 and key.endswith("/run.json")]
     return sorted((read_run(store, name) for name in names), key=lambda run: (run.created, run.name))
 
 
 def newest_unfinished(store: Store, sha256: str) -> Run | None:
-    """The newest run of this configuration that is not done."""
+    """Returns the newest run of this configuration that is not done."""
     return next((run for run in reversed(list_runs(store)) if run.config == sha256 and run.code != 0), None)
 
 
 def find_run(store: Store, name: str) -> Run:
-    """By name, by the beginning of its name, or ``last``.  Raises ConfigError that lists what there is."""
+    """Finds a run by name, by the beginning of its name, or as ``last``.
+
+    Raises:
+        ConfigError: No run or several match; the message lists the choices."""
     records = {record.name: record for record in list_runs(store)}
     return records[choose(list(records), name, store.uri)]
 
 
 def matching(names: Sequence[str], asked: str) -> list[str]:
-    """Of run names, oldest first, those that ``asked`` may mean: a name, the beginning of names, or ``last``."""
+    """Returns the run names, oldest first, that ``asked`` may mean: a name, the beginning of names, or ``last``."""
     if asked == "last":
         return list(names[-1:])
     return [name for name in names if name == asked] or [name for name in names if name.startswith(asked)]
 
 
 def choose(names: Sequence[str], asked: str, where: str) -> str:
-    """The one name that is meant.  Raises ConfigError that lists what there is."""
+    """Returns the one name that ``asked`` means.
+
+    Raises:
+        ConfigError: No name or several match; the message lists the choices."""
     found = matching(names, asked)
     if len(found) == 1:
         return found[0]
@@ -128,7 +134,7 @@ def choose(names: Sequence[str], asked: str, where: str) -> str:
 
 
 def agree(store: Store, key: str, make: Callable[[], str]) -> str:
-    """One text for all runs: the text stored under ``key``, or else the one that ``make`` returns, which is stored."""
+    """Returns one text for all runs: the text stored under ``key``, or else the result of ``make``, which is stored."""
     if not store.exists(key):
         made = make()
         if store.create(key, made.encode()):
@@ -137,7 +143,7 @@ def agree(store: Store, key: str, make: Callable[[], str]) -> str:
 
 
 def sweep_of(store: Store, config: Config) -> Sweep | None:
-    """The sweep that a run belongs to, for MLflow."""
+    """Returns the sweep that a run belongs to, for MLflow."""
     name = config.run.sweep
     return Sweep(name, lambda make: agree(store, f"sweeps/{name}/mlflow", make)) if name else None
 
@@ -147,12 +153,12 @@ def run_config(store: Store, run: Run) -> Config:
 
 
 def run_graph(store: Store, run: Run) -> tuple[Stage, ...]:
-    """The stages of a run, as its configuration says."""
+    """Returns the stages of a run, from its configuration."""
     return stages_of(run_config(store, run))
 
 
 def run_manifests(store: Store, run: Run, stages: Sequence[Stage]) -> dict[str, Manifest]:
-    """Of the stages that are done, in the table's order."""
+    """Returns the manifests of the stages that are done, in the table's order."""
     found = {stage.name: read_manifest(store, manifest_entry(run.name, stage.name)) for stage in stages}
     return {name: manifest for name, manifest in found.items() if manifest is not None}
 
@@ -171,7 +177,7 @@ def facts(store: Store, run: Run, stages: Sequence[Stage]) -> Facts:
 
 
 def diff(one: Facts, other: Facts) -> dict[str, Any]:
-    """What differs: configuration keys, and per stage what its key is made of and what came out."""
+    """Returns the difference of two runs: configuration keys, and each stage's key parts and outputs."""
     settings = [one.settings, other.settings]
     keys = [key for key in settings[0] | settings[1] if settings[0].get(key) != settings[1].get(key)]
     left, right = one.manifests, other.manifests
@@ -202,7 +208,7 @@ def lock_path(home: Path, store: Store, sha256: str) -> Path:
 
 @contextlib.contextmanager
 def try_lock(path: Path, shared: bool = False) -> Iterator[bool]:
-    """Yields whether the machine-wide lock was free; it goes with the process, however that ends."""
+    """Yields whether the machine-wide lock was free; the lock ends with the process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -217,6 +223,6 @@ def try_lock(path: Path, shared: bool = False) -> Iterator[bool]:
 
 
 def is_running(home: Path, store: Store, run: Run) -> bool:
-    """Whether an executor on this machine is running this run's configuration now."""
+    """Returns whether an executor on this machine is running this run's configuration now."""
     with try_lock(lock_path(home, store, run.config)) as free:
         return not free

@@ -1,7 +1,7 @@
-"""The schedule that a configuration amounts to, before anything runs: the work of its stages, their time and memory.
+"""Estimates the schedule of a configuration before it runs: the work of its stages, their time and memory.
 
-Not covered: how much a stage does (``work``); the time of a foreign base or of a GPU, which nothing here has measured;
-the memory of a base whose folder is not on this machine, of the engine and of the sandbox.
+Not covered: the amounts of a stage's work (``work``); times for an external base or for a GPU, which have no measured
+rates; the memory of a base whose folder is not on this machine, of the engine and of the sandbox.
 """
 
 import json
@@ -16,9 +16,9 @@ from cuda_agent.training.memory import AUTO_TOKENS, MICROBATCH_TOKENS, SMALL, Sh
 
 
 def derived(config: Config) -> dict[str, Any]:
-    """The schedule of the run's stages: samples (tasks, examples, episodes), most tokens, optimizer steps, estimated
-    seconds (None where nothing measured says how long), and for stages that train the most bytes of one step (None
-    where the base is not on this machine).
+    """Returns the schedule of the run's stages: samples (tasks, examples, episodes), most tokens, optimizer steps,
+    estimated seconds (None without measured rates), and for stages that train the most bytes of one step (None where
+    the base is not on this machine).
 
     Tokens are upper bounds: an episode may fill its context.  Times are for the small model on 2 CPU cores: training
     7,000 tokens/s and decoding 9,000 tokens/s at 1.3M parameters, in inverse proportion to the parameters."""
@@ -50,8 +50,8 @@ def derived(config: Config) -> dict[str, Any]:
 
 
 def training_memory(config: Config, work: Work) -> int | None:
-    """Most bytes that a training step takes on a processor, of all processes together, when a sequence fills its
-    context.  None where the base's configuration cannot be read here."""
+    """Returns the most bytes of a training step on a CPU, over all processes, when a sequence fills its context.
+    Returns None where the base's configuration cannot be read on this machine."""
     shape = _shape(config.policy)
     if shape is None:
         return None
@@ -82,7 +82,7 @@ def _shape(policy: PolicyConfig) -> Shape | None:
 
 
 def _base_config(base: str) -> Path:
-    """Of a folder, or of a model of the hub that was downloaded before."""
+    """Returns the config file of a folder, or of a hub model that was downloaded before."""
     if Path(base).is_dir() or base.count("/") != 1:
         return Path(base) / "config.json"
     from huggingface_hub import try_to_load_from_cache
@@ -92,10 +92,10 @@ def _base_config(base: str) -> Path:
 
 
 def require_base(base: str | None) -> None:
-    """Checks a ``policy.base`` that is plainly a path.  A name such as org/name may be one of the hub.
+    """Checks a ``policy.base`` that is clearly a path.  A name such as org/name may be a hub model.
 
     Raises:
-        ConfigError: there is no model in that folder."""
+        ConfigError: The folder holds no model."""
     if base is None:
         return
     is_path = base.startswith(("/", ".", "~")) or base.endswith("/") or base.count("/") > 1
@@ -104,7 +104,7 @@ def require_base(base: str | None) -> None:
 
 
 def parameter_count(policy: PolicyConfig) -> int:
-    """Parameters of the small model that ``policy`` describes (Qwen3, tied embeddings)."""
+    """Returns the number of parameters of the small model that ``policy`` describes (Qwen3, tied embeddings)."""
     head = policy.hidden // policy.heads
     attention = policy.hidden * head * (2 * policy.heads + 2 * policy.kv_heads) + 2 * head
     layer = attention + 3 * policy.hidden * policy.intermediate + 2 * policy.hidden

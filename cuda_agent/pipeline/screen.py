@@ -1,4 +1,4 @@
-"""The screen of a run under way: a live table on a terminal, plain lines elsewhere.
+"""The screen of an active run: a live table on a terminal, plain lines elsewhere.
 
 Not covered: the state of the stages (``local`` and ``cluster.submit`` provide it), and how a run ended (``cli``).
 """
@@ -25,7 +25,7 @@ STYLES = {
 
 @contextmanager
 def watching() -> Iterator[Watch]:
-    """The right one for where the output goes."""
+    """Opens the screen that fits the output."""
     if sys.stdout.isatty():
         with _live() as watch:
             yield watch
@@ -34,7 +34,7 @@ def watching() -> Iterator[Watch]:
 
 
 def plain(write: Callable[[str], None], every: float = 15.0) -> Watch:
-    """A line when a stage changes its state, when it says something, and now and then how far it is."""
+    """Writes a line when a stage changes its state, when it has news, and its progress every ``every`` seconds."""
     states: dict[str, str] = {}
     said: dict[str, int] = {}
     shown = time.monotonic()
@@ -110,7 +110,7 @@ def progress(view: StageView) -> str:
 
 
 def duration(seconds: float) -> str:
-    """43 s, 2:05, 1:02:03."""
+    """Formats seconds: 43 s, 2:05, 1:02:03."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(int(seconds), 60)
@@ -137,7 +137,7 @@ def _elapsed(view: StageView) -> float:
 
 
 def _left(view: StageView) -> str:
-    """Time left at the pace since this attempt began."""
+    """Returns the time left at the pace of this attempt."""
     share = _share(view)
     return f"{duration(_elapsed(view) * (1 - share) / share)} left" if 0.02 < share < 1 else ""
 

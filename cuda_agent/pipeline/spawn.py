@@ -1,12 +1,11 @@
-"""The fork server of stage processes: it imports torch and transformers once and does nothing else.
+"""The fork server of stage processes: it imports torch and transformers once and forks a process for each stage.
 
 A stage starts in milliseconds instead of the seconds that its imports take.  The server never runs a tensor operation
-and starts no thread of its own (those that OpenBLAS starts on import, it restarts after a fork), so a fork of it is as
-good as a fresh process.  A death takes the processes below along: server and stages ask the kernel for SIGKILL when
-their parent dies, and the process group of a stage is killed when the stage ends.
+and starts no thread (OpenBLAS starts threads on import and restarts them after a fork), so its fork is as good as a
+fresh process.  When a process dies, its children die too: server and stages ask the kernel for SIGKILL when their
+parent dies, and the process group of a stage is killed when the stage ends.
 
-Not covered: grandchildren that leave the process group; they have to watch their own parent (the sandbox
-does).
+Not covered: grandchildren that leave the process group; they have to watch their parent (the sandbox does).
 """
 
 import contextlib
@@ -29,7 +28,7 @@ PRELOAD = ("torch", "transformers", "transformers.models.qwen3.modeling_qwen3")
 
 
 class Spawner:
-    """The executor's end; use it from one thread, which must outlive it."""
+    """The executor's end of the server; use it from one thread, which must outlive it."""
 
     def __init__(self, preload: tuple[str, ...] = PRELOAD) -> None:
         self._preload = preload
@@ -38,7 +37,7 @@ class Spawner:
         self._text = b""
 
     def open(self) -> None:
-        """Starts the server unless it runs; ``start`` does so too.  It imports while the caller goes on."""
+        """Starts the server unless it runs; ``start`` does so too.  Its imports run while the caller goes on."""
         if self._server is None:
             command = [sys.executable, "-P", "-m", "cuda_agent.pipeline.spawn", str(os.getpid()), *self._preload]
             self._server = subprocess.Popen(
@@ -52,19 +51,19 @@ class Spawner:
             self._text = b""
 
     def start(self, name: str, order: str, log: Path) -> None:
-        """``order`` is ``stage_main.Order`` as JSON; stdout and stderr go to ``log``."""
+        """Starts a stage.  ``order`` is ``stage_main.StageOrder`` as JSON; stdout and stderr go to ``log``."""
         self.open()
         self._running.add(name)
         self._tell({"start": name, "order": order, "log": str(log)})
 
     def signal(self, name: str, number: int) -> None:
-        """To one stage; nothing happens when it has ended."""
+        """Sends a signal to one stage; does nothing when it has ended."""
         if name in self._running:
             self._tell({"signal": name, "number": int(number)})
 
     def wait(self, seconds: float) -> dict[str, int]:
-        """Exit codes of the stages that ended within ``seconds``.  A stage that was killed (SIGKILL, SIGTERM) counts as
-        lost, so as "try again" (75); another signal is the negative number.  A dead server loses all its stages."""
+        """Returns the exit codes of the stages that ended within ``seconds``.  A killed stage (SIGKILL, SIGTERM) has
+        code 75 (try again), as have all stages of a dead server; another signal gives its negative number."""
         if self._server is None or self._server.stdout is None:
             return {}
         ended: dict[str, int] = {}
@@ -87,7 +86,7 @@ class Spawner:
         return ended
 
     def close(self) -> None:
-        """Kills what still runs."""
+        """Kills the server and all running stages."""
         if self._server is not None:
             assert self._server.stdin is not None and self._server.stdout is not None
             self._server.stdin.close()
@@ -102,9 +101,9 @@ class Spawner:
 
 
 def serve(parent: int, preload: list[str]) -> None:
-    """The server's loop: orders on stdin, ends of stages on stdout, a JSON object a line."""
+    """Runs the server's loop: orders on stdin, ends of stages on stdout, one JSON object per line."""
     die_with_parent(parent)
-    gc.disable()  # what is imported stays, so nobody need look whether it may go
+    gc.disable()  # imported modules stay, so collecting them is wasted time
     for module in (*preload, "cuda_agent.pipeline.stage_main"):
         importlib.import_module(module)
     gc.freeze()
@@ -160,7 +159,7 @@ def _fork(message: dict[str, Any], close: tuple[int, int]) -> int:
     pid = os.fork()
     if pid:
         with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # here too, so that a kill of the group never comes before it exists
+            os.setpgid(pid, pid)  # in the parent too, so that the group exists before a kill of it
         return pid
     code = 1
     try:
@@ -181,7 +180,7 @@ def _fork(message: dict[str, Any], close: tuple[int, int]) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(code)  # no clean-up of the server's objects, and never back into its loop
+        os._exit(code)  # without clean-up of the server's objects or a return into its loop
     return 0
 
 

@@ -1,8 +1,8 @@
-"""One stage, one process, from its order to its exit code: as a local subprocess, as a container step, by hand.
+"""Runs one stage in one process, from its order to its exit code: as a local subprocess, as a container step, by hand.
 
     resolve inputs -> key -> lock -> made already? -> fetch inputs -> resume and run -> data, manifest, cache entry
 
-Not covered: which stage comes next and retries (``local``), and how a process starts (``spawn``).
+Not covered: the order of stages and retries (``local``), and the start of a process (``spawn``).
 """
 
 import errno
@@ -55,15 +55,15 @@ from cuda_agent.pipeline.manifest import (
 from cuda_agent.storage import Store, StoreError, open_store
 from cuda_agent.tracking import FileTracker
 
-# Errors that a person can mend (a base without tokenizer, a file that is no task, a machine without a wall).  By name:
+# Errors that a user can fix (a base without tokenizer, a file that is no task, a machine without a jail).  By name:
 # importing their modules here would make every stage start as slowly as the slowest.
 _PERSONS_FAULT = ("PolicyError", "TaskError", "SandboxUnready", "JailError")
 
 
 @dataclass(frozen=True)
 class StageOrder:
-    """The order of one stage's process.  ``scratch`` is the folder of this attempt, for metrics, notes, progress and
-    ``outcome.json``; ``local`` is the machine's folder for locks and caches."""
+    """The order of one stage's process.  ``scratch``: this attempt's folder, for metrics, notes, progress and
+    ``outcome.json``; ``local``: the machine's folder for locks and caches."""
 
     store: str
     config: str  # sha256
@@ -78,7 +78,7 @@ class StageOrder:
 
 
 def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
-    """The configuration's graph, or the table named ``package.module:NAME``."""
+    """Returns the configuration's graph, or the table named ``package.module:NAME``."""
     if not table:
         return stages_of(config)
     module, attribute = table.split(":")
@@ -86,7 +86,7 @@ def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
 
 
 def run_stage(order: StageOrder) -> int:
-    """Runs it and returns the exit code; the message for a person lies in ``outcome.json``."""
+    """Runs the stage and returns the exit code; ``outcome.json`` holds the message for the user."""
     stopped = False
 
     def stop(number: int, frame: Any) -> None:
@@ -94,7 +94,7 @@ def run_stage(order: StageOrder) -> int:
         stopped = True
 
     signal.signal(signal.SIGTERM, stop)
-    faulthandler.register(signal.SIGUSR1)  # `kill -USR1`: where is it?  The answer goes to the log.
+    faulthandler.register(signal.SIGUSR1)  # `kill -USR1` writes the stacks to the log
     scratch = Path(order.scratch)
     scratch.mkdir(parents=True, exist_ok=True)
     (scratch / "pid").write_text(str(os.getpid()))
@@ -171,7 +171,7 @@ def _make(
     cache.mkdir(parents=True, exist_ok=True)
     checkpoints = StageCheckpoints(store, stage.name, identity.key, work / "checkpoint", tracker)
     _say(f"{stage.name}: inputs are here")
-    run = importlib.import_module(stage.module).run  # PyTorch, for nearly all: a second or two in a process of its own
+    run = importlib.import_module(stage.module).run  # nearly all import PyTorch: a second or two in a fresh process
     _say(f"{stage.name}: begins")
     run(
         StageContext(
@@ -213,7 +213,7 @@ def _make(
 
 
 def _say(text: str) -> None:
-    """To the log; what a stage costs beside its own work can be read from these lines."""
+    """Writes a line to the log; these lines show the overhead of a stage."""
     print(f"{datetime.now(UTC).isoformat(timespec='milliseconds')} {text}", flush=True)
 
 
@@ -229,7 +229,7 @@ def _manifests_above(store: Store, run: str, stages: Sequence[Stage], stage: Sta
 
 @contextmanager
 def _lock(path: Path, tracker: FileTracker, should_stop: Any) -> Iterator[None]:
-    """Two runs never make the same thing at once on one machine: the second waits, and finds it made."""
+    """Locks a result on this machine, so that only one run makes it: a second run waits, and finds it made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

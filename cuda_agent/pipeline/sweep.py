@@ -1,11 +1,11 @@
-"""A sweep: overrides with several values, in Hydra's grammar, as a list of runs, all composed and validated.
+"""A sweep: turns overrides with several values, in Hydra's grammar, into a list of composed and validated runs.
 
     critic.lr=1e-5,3e-5 'seed=range(3)'  ->  6 runs: the cartesian product, the last key changing fastest
 
-A run of the sweep NAME is called NAME-1, NAME-2, and so on, and its configuration says that it belongs there.
+A run of the sweep NAME is called NAME-1, NAME-2, and so on, and its configuration names the sweep.
 
-What it does not cover: how one is run (``local``, ``cluster``), their parent in MLflow (``tracking``), and searches
-that look at results before they choose the next value.
+Not covered: executing a run (``local``, ``cluster``), the parent run in MLflow (``tracking``), and searches that choose
+the next value from results.
 """
 
 import itertools
@@ -25,7 +25,7 @@ MOST = 256  # runs of one sweep
 
 @dataclass(frozen=True)
 class Point:
-    """One run: what it alone overrides, and its whole configuration, whose ``run.name`` is its name."""
+    """One run: its overrides of swept keys, and its whole configuration, whose ``run.name`` is its name."""
 
     overrides: list[str]
     config: Config
@@ -36,10 +36,10 @@ class Point:
 
 
 def points(overrides: Sequence[str]) -> tuple[str, list[Point]]:
-    """The sweep's name (``run.name``, or made of the date) and its runs.
+    """Returns the sweep's name (``run.name``, or made of the date) and its runs.
 
-    Raises ConfigError when one of them is no valid configuration, when two are the same, when there is nothing to sweep
-    or too much."""
+    Raises:
+        ConfigError: A configuration is invalid, two are the same, or there are no or too many values to sweep."""
     name, fixed, swept = _read(overrides)
     if not swept:
         raise ConfigError("A sweep needs a key with several values, as in critic.lr=1e-5,3e-5 or 'seed=range(3)'.")
@@ -66,8 +66,11 @@ def points(overrides: Sequence[str]) -> tuple[str, list[Point]]:
 
 
 def run_here(points: Sequence[Point], execute: Callable[[Point], RunOutcome]) -> Iterator[tuple[Point, RunOutcome]]:
-    """The runs one after the other, as far as they go: one that fails does not end the sweep, being stopped does.  One
-    that was done before is not run again.  Raises ConfigError before the first when a name is taken."""
+    """Runs the points one after the other and yields their outcomes.  A failed run does not end the sweep; a stop does.
+    A run that was done before is not run again.
+
+    Raises:
+        ConfigError: Before the first run, when a name is taken."""
     done = {point.name: _is_done(point) for point in points}
     for point in points:
         outcome = RunOutcome(point.name, 0, resumed=True) if done[point.name] else execute(point)
@@ -90,7 +93,7 @@ def _is_done(point: Point) -> bool:
 
 
 def _read(overrides: Sequence[str]) -> tuple[str, list[str], dict[str, list[str]]]:
-    """Name, overrides of all runs, and the choices of each swept key as overrides of one value."""
+    """Returns the name, the overrides of all runs, and the choices of each swept key as overrides of one value."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -99,7 +102,7 @@ def _read(overrides: Sequence[str]) -> tuple[str, list[str], dict[str, list[str]
         try:
             (override,) = OverridesParser.create().parse_overrides([text])
         except HydraException:
-            compose([text])  # says what is wrong with it
+            compose([text])  # raises the detailed error
             raise
         key = override.key_or_group
         if not override.is_sweep_override():

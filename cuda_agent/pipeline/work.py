@@ -1,7 +1,7 @@
-"""How much work a stage does, before it runs: a function of the configuration for each kind of stage.
+"""Estimates the work of a stage from the configuration, with one function for each kind of stage.
 
-Tokens are upper bounds: an episode may fill its context.  Not covered: time and memory (``schedule``), and which stage
-does which work (``graph``).
+Tokens are upper bounds: an episode may fill its context.  Not covered: time and memory (``schedule``), and the kind of
+work of each stage (``graph``).
 """
 
 import math
@@ -13,7 +13,7 @@ from cuda_agent.config import Config, CriticConfig, Ppo, Sft
 
 @dataclass(frozen=True)
 class Work:
-    """Amounts of one stage.  ``models`` are trained on sequences of at most ``longest`` tokens."""
+    """The amounts of work of one stage.  ``models`` are trained on sequences of at most ``longest`` tokens."""
 
     samples: int = 0  # tasks, examples or episodes
     tokens: int = 0
@@ -21,7 +21,7 @@ class Work:
     decoded: int = 0  # tokens that an engine samples
     trained: int = 0  # tokens that a trainer passes over
     overhead: float = 0.0  # seconds beside decoding and training
-    most_seconds: float | None = None  # after which the stage stops training
+    most_seconds: float | None = None  # time limit of the training
     models: int = 0
     longest: int = 0
     from_scratch: bool = False  # all weights are trained, in one process
@@ -31,14 +31,14 @@ Estimate = Callable[[Config], Work]
 
 
 def synthesis(config: Config) -> Work:
-    """Tasks that are sampled, filtered and compiled."""
+    """Returns the work of sampling, filtering and compiling tasks."""
     tasks, heldout = config.synthesis, _heldout(config)
     compiled = min(tasks.max_candidates, 4 * heldout)
     return Work(samples=tasks.train + heldout, overhead=1.5 * compiled)
 
 
 def bootstrap(config: Config) -> Work:
-    """Imitation from scratch; next to nothing where there is a base."""
+    """Returns the work of imitation from scratch; almost none where there is a base."""
     settings = config.bootstrap
     if config.policy.base is not None:
         return Work(overhead=10, models=1, longest=config.policy.context, from_scratch=True)
@@ -57,7 +57,7 @@ def bootstrap(config: Config) -> Work:
 
 
 def ppo(ppo: Ppo, answer_tokens: int) -> Work:
-    """``answer_tokens``: most tokens that the policy samples in one episode."""
+    """Returns the work of a PPO stage.  ``answer_tokens``: most tokens that the policy samples in one episode."""
     episodes = ppo.steps * ppo.episodes_per_step
     tokens = episodes * min(answer_tokens, ppo.context)
     return Work(
@@ -73,14 +73,14 @@ def ppo(ppo: Ppo, answer_tokens: int) -> Work:
 
 
 def collect(config: Config) -> Work:
-    """Episodes of the agent loop on the training tasks."""
+    """Returns the work of playing episodes of the agent loop on the training tasks."""
     episodes = config.synthesis.train * config.collect.samples
     tokens = episodes * agent_tokens(config, config.agent.turns)
     return Work(samples=episodes, tokens=tokens, decoded=tokens // 2, overhead=episodes * 0.05)
 
 
 def supervised(config: Config, settings: Sft | CriticConfig) -> Work:
-    """Epochs over the collected episodes."""
+    """Returns the work of epochs over the collected episodes."""
     collected = collect(config)
     tokens = collected.tokens * settings.epochs
     return Work(
@@ -95,14 +95,14 @@ def supervised(config: Config, settings: Sft | CriticConfig) -> Work:
 
 
 def evaluate(config: Config) -> Work:
-    """Episodes on the held-out tasks."""
+    """Returns the work of playing episodes on the held-out tasks."""
     episodes = _heldout(config) * config.evaluate.samples
     tokens = episodes * agent_tokens(config, config.evaluate.turns)
     return Work(samples=episodes, tokens=tokens, decoded=tokens // 2, overhead=episodes * 0.1)
 
 
 def agent_tokens(config: Config, turns: int) -> int:
-    """Most tokens that the policy samples in an episode of so many turns."""
+    """Returns the most tokens that the policy samples in an episode of that many turns."""
     return min(turns * config.agent.turn_tokens, config.policy.context)
 
 

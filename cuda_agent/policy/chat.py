@@ -1,11 +1,11 @@
-"""Conversations as token ids, the same ids in training, in rollouts and on any server.
+"""Converts conversations to token ids, the same ids in training, in rollouts and on any server.
 
 Every policy uses the chat template saved with its tokenizer (``chat_template.jinja`` here belongs to policies trained
 from scratch: Qwen's ChatML with Qwen3-Coder's XML tool calls, tools not spelled out).  Sampled tokens are never
 tokenized again: the first prompt is rendered whole, and every later turn appends only the delta between two assistant
 turns, rendered behind a synthetic assistant turn and cut off there.
 
-What it does not cover: the content of messages (``agent``), the meaning of a tool's arguments, and images.
+Not covered: the content of messages (``agent``), the meaning of a tool's arguments, and images.
 """
 
 import json
@@ -78,7 +78,7 @@ class Chat:
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (end, tokenizer.eos_token_id) if i is not None))
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-        """Token ids of the conversation, ending with the header of the assistant's next turn."""
+        """Returns the token ids of the conversation, ending with the header of the assistant's next turn."""
         spelled = list(tools) if tools and self.style == "full" else None
         text = self._render(messages, spelled, header=True)
         if spelled and spelled[0].get("function", spelled[0])["name"] not in text:
@@ -86,7 +86,7 @@ class Chat:
         return self._encode(text)
 
     def delta_ids(self, tool_results: Sequence[str], closed: bool = True) -> list[int]:
-        """Token ids between two assistant turns: the tool results, then the next assistant header.
+        """Returns the token ids between two assistant turns: the tool results, then the next assistant header.
 
         ``closed`` says that the sampled turn ended with its stop token; a turn cut at its length is closed here."""
         return self._delta([{"role": "tool", "content": text} for text in tool_results], closed)
@@ -94,11 +94,11 @@ class Chat:
     def encode_dialogue(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[list[int], list[int]]:
-        """Token ids of a whole written dialogue, and a mask that is 1 on the tokens that a policy would have sampled
-        (each assistant turn with its stop token).
+        """Returns the token ids of a whole written dialogue, and a mask that is 1 on the tokens that a policy would
+        have sampled (each assistant turn with its stop token).
 
-        The ids equal those of ``prompt_ids``, the turns' own ids and ``delta_ids``.  A dialogue without a final
-        assistant turn ends with the header after the tool results."""
+        The ids equal those of ``prompt_ids``, the turns' ids and ``delta_ids``.  A dialogue without a final assistant
+        turn ends with the header after the tool results."""
         first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
         ids = self.prompt_ids(messages[:first], tools)
         mask = [0] * len(ids)
@@ -118,7 +118,7 @@ class Chat:
         return ids, mask
 
     def turn_ids(self, message: Message) -> list[int]:
-        """Token ids of a written assistant message as a policy would sample it, stop token included."""
+        """Returns the token ids of a written assistant message as a policy would sample it, stop token included."""
         before = self._render([_user("?")], header=True)
         whole = self._render([_user("?"), message])
         if not whole.startswith(before):
@@ -160,8 +160,8 @@ class Chat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _clean(self, message: Message) -> dict[str, Any]:
-        """The message in Hugging Face's form.  Control tokens in its text are broken by a space, so that the text of a
-        task or a tool can neither end a turn nor open one."""
+        """Returns the message in Hugging Face's form.  Control tokens in its text are broken by a space, so that the
+        text of a task or a tool can neither end a turn nor open one."""
 
         def broken(value: Any) -> Any:
             if isinstance(value, str):
@@ -170,7 +170,7 @@ class Chat:
 
         clean: dict[str, Any] = {"role": message["role"], "content": broken(message.get("content") or "")}
         if message["role"] == "tool":
-            clean["tool_call_id"] = "call00000"  # some templates require nine letters or digits
+            clean["tool_call_id"] = "call00000"  # some templates require exactly nine letters or digits
         if message.get("tool_calls"):
             clean["tool_calls"] = [
                 {
@@ -192,7 +192,7 @@ def read_calls(text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> t
     Returns:
         The text without the calls, the calls in order, and whether any of them is malformed.
     """
-    thought, closed, said = text.rpartition("</think>")  # calls inside of the thought do not count
+    thought, closed, said = text.rpartition("</think>")  # calls inside the thought do not count
     calls: list[ToolCall] = []
 
     def take(match: re.Match[str]) -> str:
@@ -216,7 +216,7 @@ def _user(text: str) -> dict[str, Any]:
 
 
 def _parse_call(body: str) -> ToolCall | None:
-    """The call inside one <tool_call>, or None if it is malformed."""
+    """Returns the call inside one <tool_call>, or None if it is malformed."""
     body = body.strip()
     if body.startswith("{"):
         try:
@@ -243,8 +243,7 @@ def _parse_call(body: str) -> ToolCall | None:
 
 
 def _typed(call: ToolCall, properties: Mapping[str, Any]) -> ToolCall:
-    """The call with strings converted to numbers, booleans, lists or objects where the schema asks for them and the
-    text allows it."""
+    """Converts strings of a call to the schema's numbers, booleans, lists or objects where the text allows it."""
 
     def typed(name: str, value: Any) -> Any:
         if not isinstance(value, str) or properties.get(name, {}).get("type", "string") == "string":

@@ -1,4 +1,4 @@
-"""Episode: the turns of one agent on one task, token by token, with its reward.
+"""An episode: the turns of one agent on one task, token by token, with its reward.
 
 One JSON object per line (``episodes.jsonl``).  The agent writes episodes, training reads them; neither imports the
 other.
@@ -14,7 +14,7 @@ EPISODES = "episodes.jsonl"  # file name of a set of episodes
 
 
 def group_of(id: str) -> str:
-    """The group of the episode ``id``: the samples of one draw of a task in a step, "warmup/3/relu_sum-0017"."""
+    """Returns the group of the episode ``id`` (samples of one draw of a task in a step): "warmup/3/relu_sum-0017"."""
     return id.rpartition("/")[0]
 
 
@@ -36,8 +36,8 @@ class Episode:
     turns: list[int]  # number of the token's turn, from 0
     reward: float | None
     ended: Literal["answer", "turns", "tokens", "deadline", "infra"]
-    verdict: dict[str, Any] | None = None  # of the final workspace (Verdict.to_json)
-    best: dict[str, Any] | None = None  # of the best state of the trajectory
+    verdict: dict[str, Any] | None = None  # verdict of the final workspace (Verdict.to_json)
+    best: dict[str, Any] | None = None  # verdict of the best state of the trajectory
     files: dict[str, str] = field(default_factory=dict)  # the final solution
     messages: list[dict[str, Any]] = field(default_factory=list)  # readable transcript: role, content, tool calls
     flags: list[str] = field(default_factory=list)  # bad patterns seen: "malformed_call", "unknown_tool", "loop"
@@ -53,7 +53,7 @@ class Episode:
 
 
 def to_line(episode: Episode) -> str:
-    """The wire form: one line of JSON, without the line's end."""
+    """Returns the wire form: one line of JSON, without the line end."""
     return json.dumps(asdict(episode), separators=(",", ":"))
 
 

@@ -1,10 +1,10 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): a frozen model whose linear layers each learn a low-rank change.
 
 A layer with an adapter computes W x + scale B A x, and its ``weight`` reads as the sum W + scale B A. Code that reads
-weights (the in-process decoder, a saved folder, a broadcast) therefore gets those of the merged model without special
-cases.  In a folder, adapters have peft's format, which vLLM and others load.
+weights (the in-process decoder, a saved folder, a broadcast) therefore gets the merged model without special cases.  In
+a folder, adapters have peft's format, which vLLM and others load.
 
-What it does not cover: adapters of embeddings, convolutions and fused experts, dropout, several adapters at once.
+Not covered: adapters of embeddings, convolutions and fused experts, dropout, several adapters at once.
 """
 
 import json
@@ -24,7 +24,7 @@ _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
 class Adapted(nn.Module):
-    """A linear layer with an adapter.  The initial change is zero, because ``up`` is."""
+    """A linear layer with an adapter.  Its initial change is zero, because ``up`` is."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Adapted(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[out, in], merged; for reading, without gradients."""
+        """Returns the merged weight [out, in], for reading, without gradients."""
         with torch.no_grad():
             return self.base.weight + self.alpha / self.rank * self.up @ self.down
 
@@ -67,12 +67,12 @@ def attach(model: Any, rank: int, alpha: float, targets: Sequence[str], seed: in
 
 
 def adapters(model: Any) -> dict[str, Adapted]:
-    """Name of the layer -> its adapter."""
+    """Returns the adapters by the name of their layer."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
 
 
 def merged_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Names and merged values of the parameters of the model without adapters; tied ones once."""
+    """Yields names and merged values of the parameters of the model without adapters; tied ones once."""
     layers = adapters(model)
     for name, parameter in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
@@ -84,8 +84,7 @@ def merged_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_merged(model: Any, folder: Path | str) -> None:
-    """Saves the merged model as a Hugging Face folder, and its adapter, if it has one, in the sub-folder
-    ``adapter``."""
+    """Saves the merged model as a Hugging Face folder, and its adapter, if any, in the sub-folder ``adapter``."""
     if not adapters(model):
         model.save_pretrained(folder)
         return

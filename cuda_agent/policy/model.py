@@ -1,6 +1,6 @@
-"""Tokenizers and models as Hugging Face folders: new ones from the configuration, and existing ones.
+"""Creates, saves and loads tokenizers and models as Hugging Face folders.
 
-What it does not cover: the value model (``training``), engines, and the content of conversations.
+Not covered: the value model (``training``), engines, and the content of conversations.
 """
 
 import json
@@ -68,7 +68,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
 
 
 def new_policy(config: PolicyConfig, tokenizer: Any, seed: int) -> Any:
-    """A Qwen3 causal model with tied embeddings and random weights (a function of ``seed``), float32, in eval mode."""
+    """Creates a Qwen3 causal model, tied embeddings, random weights (a function of ``seed``), float32, eval mode."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -94,7 +94,7 @@ def new_policy(config: PolicyConfig, tokenizer: Any, seed: int) -> Any:
 
 def save_policy(model: Any, tokenizer: Any, folder: Path | str) -> None:
     """Saves model, tokenizer and chat template as a Hugging Face folder that any server can load.  Adapters are merged,
-    and saved beside it too (``lora.save_merged``)."""
+    and also saved beside it (``lora.save_merged``)."""
     from cuda_agent.policy.lora import save_merged
 
     save_merged(model, folder)
@@ -102,7 +102,8 @@ def save_policy(model: Any, tokenizer: Any, folder: Path | str) -> None:
 
 
 def load_policy(folder: Path | str) -> tuple[Any, Any]:
-    """(model, tokenizer) of a Hugging Face folder, or of a name on the hub.  The model is in float32 and eval mode.
+    """Loads (model, tokenizer) from a Hugging Face folder, or from a name on the hub.  The model is in float32 and eval
+    mode.
 
     Raises:
         PolicyError: A file is missing, or model and tokenizer do not fit together.
@@ -132,7 +133,7 @@ def load_policy(folder: Path | str) -> tuple[Any, Any]:
 
 
 def load_model(folder: Path | str) -> Any:
-    """The causal model of a Hugging Face folder, float32, eval mode.
+    """Loads the causal model of a Hugging Face folder, float32, eval mode.
 
     Raises:
         PolicyError: A weight is missing or has another shape (the library would fill it with random numbers).
@@ -151,8 +152,7 @@ def load_model(folder: Path | str) -> Any:
 
 
 def _check_files(path: Path) -> None:
-    """Checks the files of a folder before the library does, whose errors are vaguer.  The error names all missing
-    files."""
+    """Checks a folder's files before the library does, whose errors are vague; the error names all missing files."""
     if not path.is_dir():
         raise PolicyError(f"{path} is not a folder")
     missing = []

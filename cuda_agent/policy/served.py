@@ -1,14 +1,14 @@
-"""A model behind an OpenAI-compatible address, text in and text out: the engine for external models.
+"""A client for a model behind an OpenAI-compatible address, text in and text out: the engine for external models.
 
-``chat(messages, tools) -> Reply``.  Its episodes are no training data, because the server keeps token ids and
-log-probabilities.  Answers are streamed, so that a person sees them grow and an endless one can be cut.  When a server
+``chat(messages, tools) -> Reply``.  Its episodes are not training data, because the server keeps token ids and
+log-probabilities.  Answers are streamed, so that a user sees them grow and an endless one can be cut.  When a server
 refuses a feature (tool calls, usage in streams, a parameter), later requests leave it out; tool calls are then read
 from the text (``text_calls``).  Busy servers, broken streams and 5xx are retried after the pause that the server asks
 for.
 
-The key is read from the environment, sent to that address alone, and removed from everything that comes back.
+The key is read from the environment, sent to that address alone, and removed from all text that comes back.
 
-What it does not cover: policies that are trained here (``engines``), playing (``agent``), and budgets.
+Not covered: policies that are trained here (``engines``), playing (``agent``), and budgets.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ CHARACTERS = 4  # characters per token, where the server does not count tokens
 LONGEST = 2 << 20  # most characters of one answer, independent of max_tokens
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 _LONGEST_PAUSE = 120.0
-# Word in a refusal -> parameters to leave out from then on.
+# Word in a refusal -> parameters that later requests leave out.
 _OPTIONAL = {
     "stream_options": "stream_options", "parallel_tool_calls": "parallel_tool_calls", "tool_choice": "tool_choice",
     "max_completion_tokens": "max_tokens", "seed": "seed", "temperature": "temperature",
@@ -68,11 +68,11 @@ class Reply:
     prompt_tokens: int = 0
     estimated: bool = False
     thought: str = ""
-    raw: str = ""  # the text that calls were read from; empty where they were native
+    raw: str = ""  # the text that calls were read from; empty for native calls
     malformed: bool = False  # the text holds a malformed call
 
     def message(self) -> dict[str, Any]:
-        """The turn as a message of the conversation."""
+        """Returns the turn as a message of the conversation."""
         said: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.calls:
             said["tool_calls"] = self.calls
@@ -139,7 +139,8 @@ class ServedModel:
         listen: Listener | None = None,
         call: bool = True,
     ) -> Reply:
-        """The model's next turn.  ``call``: whether it may call tools.  Busy or broken answers are retried a few times.
+        """Returns the model's next turn.  ``call``: whether it may call tools.  Busy or broken answers are retried a
+        few times.
 
         Raises:
             ServedModelError: The server refuses the request, or all retries failed.
@@ -197,8 +198,7 @@ class ServedModel:
         return {key: value for key, value in body.items() if key not in self._lacks}
 
     def _adapted(self, refusal: str, body: dict[str, Any], hear: Listener) -> bool:
-        """Whether the next request leaves out the feature that this refusal names.  Each feature is dropped once
-        only."""
+        """Returns whether later requests leave out the feature that this refusal names.  Each is dropped once."""
         text = refusal.lower()
         for named, left_out in _OPTIONAL.items():
             if named in text and left_out in body and left_out not in self._lacks:
@@ -243,7 +243,7 @@ class ServedModel:
         raise _Refused(problem)
 
     def _clean(self, text: str) -> str:
-        """The text without the key, which some servers repeat."""
+        """Returns the text without the key, which some servers repeat."""
         return text.replace(self._key, "[key]") if len(self._key) >= 8 else text
 
 
@@ -252,7 +252,7 @@ class _Refused(Exception):
 
 
 class _Again(Exception):
-    """The request may be retried, ``after`` so many seconds if the server says so."""
+    """The request may be retried, after ``after`` seconds if the server asks for a pause."""
 
     def __init__(self, message: str, after: float | None = None) -> None:
         super().__init__(message)
@@ -331,7 +331,7 @@ class _Turn:
             self._hear(what, piece)
 
     def reply(self, tools: Sequence[Mapping[str, Any]], form: Form, prompt: int) -> Reply:
-        """The finished turn.  ``prompt``: its number of characters, for an estimate of tokens."""
+        """Returns the finished turn.  ``prompt``: its number of characters, for an estimate of tokens."""
         raw = self._clean("".join(self._text))
         thought = self._clean("".join(self._thought))
         if not thought and "</think>" in raw:
@@ -365,7 +365,7 @@ class _Turn:
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[str]:
-    """The data of server-sent events.  Raises an error for an endless line instead of collecting it."""
+    """Yields the data of server-sent events.  Raises an error for an endless line instead of collecting it."""
     rest = b""
     async for block in answer.aiter_bytes():
         *lines, rest = (rest + block).split(b"\n")
@@ -379,7 +379,7 @@ async def _events(answer: httpx.Response) -> AsyncIterator[str]:
 
 
 async def _bounded(answer: httpx.Response) -> bytes:
-    """The body, up to a maximum size."""
+    """Returns the body, up to a maximum size."""
     content = b""
     async for block in answer.aiter_bytes():
         content += block
@@ -397,7 +397,7 @@ def _arguments(value: str) -> dict[str, Any] | None:
 
 
 def _message(text: str) -> str:
-    """The message of a server's error: from its JSON, or the first line."""
+    """Returns the message of a server's error: from its JSON, or the first line."""
     try:
         error = json.loads(text)
         error = error.get("error", error)
@@ -407,7 +407,7 @@ def _message(text: str) -> str:
 
 
 def _retry_after(text: str | None) -> float | None:
-    """Seconds to wait, from a number or a date; None if the header is missing or invalid."""
+    """Returns the seconds to wait, from a number or a date; None if the header is missing or invalid."""
     if not text:
         return None
     try:

@@ -5,11 +5,11 @@ A message here has ``role`` and ``content``; an assistant's may have ``tool_call
 one of three forms:
 
 - ``native``: the server's own tool calls;
-- ``text``: for servers without them. The tools are spelled out in the system message, calls are XML in the text, and
+- ``text``: for servers without them. The system message spells out the tools, calls are XML in the text, and
   results come in the user's name;
 - ``raw``: the same calls, but roles and tools are left to the server's chat template: for policies of this project.
 
-Pure functions.  What it does not cover: sending (``served``), token ids (``chat``).
+Pure functions.  Not covered: sending (``served``), token ids (``chat``).
 """
 
 import json
@@ -39,7 +39,7 @@ the next message, in <tool_response>. Without a call your answer counts as the l
 
 
 def on_the_wire(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: Form) -> list[Any]:
-    """The messages in ``form``; with ``text``, the first system message lists the tools."""
+    """Converts the messages to ``form``; with ``text``, the first system message lists the tools."""
     if form == "native":
         return [_native(message) for message in messages]
     if form == "raw":
@@ -62,7 +62,7 @@ def on_the_wire(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[s
 
 
 def spell_out(tools: Sequence[Mapping[str, Any]]) -> str:
-    """The text that explains the form of calls and lists the tools."""
+    """Returns the text that explains the form of calls and lists the tools."""
     lines = [_RULES]
     for tool in tools:
         schema = tool.get("function", tool)
@@ -78,7 +78,7 @@ def spell_out(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def written(content: str, calls: Sequence[Mapping[str, Any]]) -> str:
-    """An assistant's turn as text, calls included."""
+    """Returns an assistant's turn as text, calls included."""
     parts = [content] if content else []
     for call in calls:
         lines = [f"<tool_call>\n<function={call['name']}>"]
@@ -95,7 +95,7 @@ def _native(message: Mapping[str, Any]) -> dict[str, Any]:
             {
                 "id": call["id"],
                 "type": "function",
-                # arguments that were no JSON are left out: servers parse them again
+                # arguments that are not JSON are left out: servers parse them again
                 "function": {"name": call["name"], "arguments": json.dumps(call["arguments"] or {})},
             }
             for call in message["tool_calls"]

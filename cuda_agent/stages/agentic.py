@@ -1,8 +1,8 @@
-"""``agentic``: tasks, policy, critic -> ``policy``, ``critic``: multi-turn reinforcement learning in the sandbox
-(paper, section 3.3, stage 4), from the policy of rejection fine-tuning.
+"""Stage ``agentic``: trains the policy by multi-turn reinforcement learning in the sandbox (paper, section 3.3, stage
+4), from the policy of rejection fine-tuning.  Inputs: tasks, policy, critic; outputs: ``policy``, ``critic``.
 
 The input ``critic`` is optional: without it, a critic that ``agentic.advantage`` needs starts from the policy.  Where
-no critic is trained, a declared output ``critic`` is the one that training would have started from.
+no critic is trained, a declared output ``critic`` is the initial one.
 """
 
 import asyncio
@@ -23,5 +23,5 @@ def run(ctx: StageContext) -> None:
 
 
 def first_critic(inputs: Mapping[str, Path]) -> Critic:
-    """The critic that training starts from: the pretrained one, or one made of the policy."""
+    """Returns the initial critic: the pretrained one, or one made from the policy."""
     return load_critic(inputs["critic"]) if "critic" in inputs else critic_from_policy(inputs["policy"])

@@ -1,9 +1,8 @@
-"""``bootstrap``: tasks -> ``policy``, the base that everything later starts from.
+"""Stage ``bootstrap``: makes the base policy of all later stages.  Input: tasks; output: ``policy``.
 
 With ``policy.base`` (a Hugging Face folder or name) it only prepares that model.  Without one it trains a small model
-from scratch on worked examples of the scripted teacher, which plays the part of pre-training: no example has an
-operator combination of a held-out task, a sample of them is verified in the sandbox, and no later stage consults the
-teacher.
+from scratch on worked examples of the scripted teacher, in place of pre-training: no example has an operator
+combination of a held-out task, a sample of them is verified in the sandbox, and no later stage uses the teacher.
 """
 
 import asyncio
@@ -26,8 +25,8 @@ from cuda_agent.tasks.task import Task
 from cuda_agent.training.packing import tokens_of
 from cuda_agent.training.recipes import sft_loss_of
 
-HELDOUT = 100  # most examples whose loss is reported and that are not trained on
-TOKENIZER = 1000  # examples that the tokenizer is made from
+HELDOUT = 100  # most held-out examples, whose loss is reported
+TOKENIZER = 1000  # examples to train the tokenizer on
 
 
 def run(ctx: StageContext) -> None:
@@ -47,7 +46,7 @@ def run(ctx: StageContext) -> None:
 
 
 async def verify_teacher(ctx: StageContext, tasks: Sequence[Task]) -> None:
-    """What the sandbox says of a sample of the teacher's solutions, on training tasks (their baselines are known)."""
+    """Evaluates a sample of the teacher's solutions in the sandbox, on training tasks (their baselines are known)."""
     count = ctx.config.bootstrap.verify if tasks else 0
     if not count:
         return
@@ -69,7 +68,7 @@ async def verify_teacher(ctx: StageContext, tasks: Sequence[Task]) -> None:
 
 
 def pretrain(ctx: StageContext, dialogues: Sequence[Dialogue]) -> tuple[object, object]:
-    """A tokenizer of the corpus and a new model that imitates it."""
+    """Trains a tokenizer on the corpus and a new model to imitate it; returns both."""
     settings, policy = ctx.config.bootstrap, ctx.config.policy
     tokenizer = train_tokenizer(texts(dialogues[:TOKENIZER]), policy.vocab)
     chat = Chat(tokenizer, "compact")

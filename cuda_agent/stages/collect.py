@@ -1,6 +1,7 @@
-"""``collect``: tasks, policy -> ``episodes``: plays the policy in the full agent loop on the training tasks and keeps
-every episode, good and bad.  It saves after every round (one episode of every task), so a kill costs at most one
-round."""
+"""Stage ``collect``: plays the policy in the full agent loop on the training tasks and keeps every episode, good and
+bad.  Inputs: tasks, policy; output: ``episodes``.  It saves after every round (one episode of every task), so a kill
+costs at most one round.
+"""
 
 import asyncio
 

@@ -1,6 +1,7 @@
-"""``critic``: episodes, policy -> ``critic``: value pretraining on all episodes, good and bad, with a terminal
-reward and gamma 1 (paper, section 3.3, stage 3).  Its gate is the explained variance on episodes that it never saw, of
-the tasks that reinforcement learning will play (docs/decisions.md)."""
+"""Stage ``critic``: pretrains the critic on all episodes, good and bad, with a terminal reward and gamma 1 (paper,
+section 3.3, stage 3).  Inputs: episodes, policy; output: ``critic``.  Its gate is the explained variance on held-out
+episodes of the tasks that reinforcement learning will play (docs/decisions.md).
+"""
 
 import hashlib
 
@@ -60,13 +61,13 @@ def pretrain(ctx: StageContext) -> None:
 
 
 def hold_out(episodes: list[Episode], share: float, seed: int) -> tuple[list[Episode], list[Episode]]:
-    """(training, held-out): ``share`` of the episodes, at least one of each where there are two."""
+    """Splits episodes into (training, held-out): ``share`` of them is held out, at least one of two or more."""
 
     def rank(episode: Episode) -> str:
         return hashlib.sha256(f"{seed}/{episode.id}".encode()).hexdigest()
 
     ranked = sorted(episodes, key=rank)
     count = min(max(1, round(share * len(ranked))), len(ranked) - 1)
-    if not count:  # a single episode serves for both, and the gate says nothing
+    if not count:  # a single episode serves for both, and the gate has no meaning
         return ranked, ranked
     return ranked[count:], ranked[:count]

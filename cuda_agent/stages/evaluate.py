@@ -1,6 +1,7 @@
-"""``evaluate-base``, ``-warmup``, ``-rft``, ``-agentic``, ``-one-shot``: held-out tasks, policy -> ``scores``.
+"""Stages ``evaluate-base``, ``-warmup``, ``-rft``, ``-agentic``, ``-one-shot``: score a policy on the held-out tasks.
+Inputs: tasks, policy; output: ``scores``.
 
-One module, a row of the graph for each policy: all play the same tasks in the agent loop, with the same budget and
+The graph has a row of this module for each policy: all play the same tasks in the agent loop, with the same budget and
 seeds.  ``-one-shot`` plays them as ``warmup`` does: one answer, no tools.
 """
 

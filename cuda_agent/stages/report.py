@@ -1,8 +1,9 @@
-"""``report``: all scores and what the stages said of themselves -> ``report`` (``index.html`` and ``report.json``).
+"""Stage ``report``: collects all scores and the stages' metrics and notes in ``report`` (``index.html`` and
+``report.json``).
 
-Gathers the data; ``pages.report`` draws it.  The inputs say which policies were scored and how the curves of a stage
-are shown.  Neither file holds a date, or a time that is taken while it is made.  With the model clock versions,
-durations, devices and notes are left out: the same inputs then give the same bytes on every machine.
+This module gathers the data; ``pages.report`` draws it.  The inputs list the scored policies and how the curves of a
+stage are shown.  Neither file holds a date or the time of its creation.  With the model clock, versions, durations,
+devices and notes are left out: the same inputs then give the same bytes on every machine.
 
 Not covered: whether a result is good enough (stages and their gates decide).
 """
@@ -23,9 +24,9 @@ from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import read_metrics, read_notes
 
-SCORES = "scores-"  # how the names of the inputs begin that hold a policy's scores
+SCORES = "scores-"  # prefix of the inputs that hold a policy's scores
 PACKAGES = ("cuda-agent", "torch", "transformers", "numpy")
-KERNELS = 6  # shown with their source
+KERNELS = 6  # number of kernels shown with their source
 MESSAGE_CHARACTERS = 4000  # of one message of a shown trajectory
 
 
@@ -43,13 +44,13 @@ def run(ctx: StageContext) -> None:
 
 
 def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path, stages: Path) -> dict[str, Any]:
-    """The data of the page as plain JSON.
+    """Returns the data of the page as plain JSON.
 
     Args:
-        scores: by policy, in the order of training.
-        kernels: of ``fastest_kernels``.
-        card: the tasks' data card.
-        stages: the folder of what the stages above have logged, with their rows in ``graph.json``."""
+        scores: Scores by policy, in the order of training.
+        kernels: The result of ``fastest_kernels``.
+        card: The tasks' data card.
+        stages: The folder with the records of the stages above, and their rows in ``graph.json``."""
     rows = _read_json(stages / "graph.json")
     about = {row["name"]: row["about"] for row in rows}
     clock = next(iter(scores.values())).clock
@@ -79,7 +80,7 @@ def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path,
 
 
 def fastest_kernels(episodes: Iterable[tuple[str, Episode]], tasks: list[Task]) -> list[dict[str, Any]]:
-    """The correct final answers with the largest speed-ups against ``torch.compile`` (then eager), one a task."""
+    """Returns the fastest correct final answer of each task, against ``torch.compile`` (then eager)."""
     by_name = {task.name: task for task in tasks}
     best: dict[str, tuple[tuple[float, float], str, Episode, Verdict]] = {}
     for policy, episode in episodes:
@@ -147,5 +148,5 @@ def _version(package: str) -> str:
 
 
 def _read_json(path: Path) -> Any:
-    """Empty when the file is missing: the page then says that it has nothing to show there."""
+    """Reads a JSON file; returns an empty value when it is missing, and the page reports that."""
     return json.loads(path.read_text()) if path.exists() else {}

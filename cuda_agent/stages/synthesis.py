@@ -1,7 +1,8 @@
-"""``synthesis``: operator catalogue -> ``tasks`` (train, held-out) and their data card.
+"""Stage ``synthesis``: composes tasks from the operator catalogue.  Outputs: ``tasks`` (train, held-out) and their data
+card.
 
-Every candidate is executed in the sandbox only, which keeps its probes by content: a kill loses at most the probe in
-flight.  Only the answers of a model that writes tasks are kept in the checkpoint slot.
+Candidates run only in the sandbox, which caches its probes by content: a kill loses at most the current probe.  The
+checkpoint holds only the answers of a model that writes tasks.
 """
 
 import asyncio

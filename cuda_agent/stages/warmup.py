@@ -1,5 +1,7 @@
-"""``warmup``: tasks, policy -> ``policy``: reinforcement learning on one-shot answers, without tools (paper, section
-3.3, stage 1).  A critic, if ``warmup.advantage`` needs one, starts from the policy and is dropped afterwards."""
+"""Stage ``warmup``: reinforcement learning on one-shot answers, without tools (paper, section 3.3, stage 1).  Inputs:
+tasks, policy; output: ``policy``.  A critic, if ``warmup.advantage`` needs one, starts from the policy and is dropped
+afterwards.
+"""
 
 import asyncio
 

@@ -1,8 +1,8 @@
-"""Advantages of sampled tokens: a table of estimators, and the functions that they are made of.
+"""Estimates advantages of sampled tokens: a table of estimators, and the functions that they share.
 
 The reward of a sequence comes once, on its last sampled token (paper, Eq. 1).  Prompt and tool tokens are no steps of
-the decision process: estimators carry over them.  Pure functions on tensors; models, rows and optimizers are not known
-here.
+the decision process: estimators skip them.  These are pure functions on tensors, independent of models, rows and
+optimizers.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an estimator may read of a batch of sequences."""
+    """The tensors of a batch of sequences that an estimator may read."""
 
     rewards: Tensor  # float [sequences], terminal
     mask: Tensor  # bool [sequences, length], true at sampled tokens
@@ -30,7 +30,7 @@ class Estimator:
 
     Attributes:
         estimate: Returns the advantages of the sampled tokens, float [mask.sum()], sequence after sequence.
-        critic: Whether ``estimate`` reads ``values``, so that a critic is trained beside the policy.
+        critic: Whether ``estimate`` reads ``values``; if so, a critic is trained beside the policy.
     """
 
     estimate: Callable[[AdvantageInputs], Tensor]
@@ -80,13 +80,13 @@ def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def adaptive_lambda(counts: Tensor, alpha: float = 0.05) -> Tensor:
-    """Length-adaptive lambda 1 - 1/(alpha n), at least 0 (VAPO, arXiv 2504.05118).
+    """Returns the length-adaptive lambda 1 - 1/(alpha n), at least 0 (VAPO, arXiv 2504.05118).
 
     The longer the sequence, the further a terminal reward reaches back.
 
     Args:
         counts: int64 [sequences], sampled tokens n of each.
-        alpha: Sampled tokens over which the weight of a reward decays grow as alpha n.
+        alpha: The weight of a reward decays over alpha n sampled tokens.
 
     Returns:
         float32 [sequences].
@@ -113,7 +113,7 @@ def whiten(advantages: Tensor, epsilon: float = 1e-6) -> Tensor:
 
 
 def explained_variance(values: Tensor, targets: Tensor) -> float:
-    """1 - Var(targets - values) / Var(targets): 1 for perfect values, 0 for a constant.
+    """Returns 1 - Var(targets - values) / Var(targets): 1 for perfect values, 0 for a constant.
 
     Args:
         values: float [n].
@@ -127,11 +127,11 @@ def explained_variance(values: Tensor, targets: Tensor) -> float:
 
 
 def group(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """Rewards relative to their group, in units of its spread: GRPO (arXiv 2402.03300).
+    """Normalises rewards within their group: GRPO (arXiv 2402.03300).
 
-    (reward - mean of the group) / ((biased) standard deviation of the group + epsilon).  In expectation, and with two
-    possible rewards, this scales the gradient of the expected reward of a task by a positive factor, which grows in
-    groups of more than two as the task succeeds nearly always or nearly never.
+    (reward - mean of the group) / ((biased) standard deviation of the group + epsilon).  With two possible rewards,
+    this scales the expected gradient of a task by a positive factor. In groups of more than two the factor grows as the
+    success rate of the task approaches 0 or 1.
 
     Args:
         rewards: float [sequences].
@@ -147,7 +147,7 @@ def group(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
 
 
 def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Rewards minus the mean of the others in the group: REINFORCE leave-one-out (arXiv 2402.14740).
+    """Subtracts the mean reward of the others in the group: REINFORCE leave-one-out (arXiv 2402.14740).
 
     The baseline of a sequence does not depend on that sequence, so the gradient estimate is unbiased.
 
@@ -163,20 +163,20 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """(reward minus the mean of its group, size of its group), both float64 [sequences]."""
+    """Returns (reward minus the mean of its group, size of its group), both float64 [sequences]."""
     wide = rewards.double()
     sizes = _group_sums(torch.ones_like(wide), groups)
     return wide - _group_sums(wide, groups) / sizes, sizes
 
 
 def _group_sums(numbers: Tensor, groups: Tensor) -> Tensor:
-    """float [sequences] -> float [sequences]: the sum over the group of each sequence."""
+    """Returns the sum over the group of each sequence: float [sequences] -> float [sequences]."""
     _, members = groups.unique(return_inverse=True)
     return torch.zeros_like(numbers).index_add(0, members, numbers)[members]
 
 
 def _on_all_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
-    """float [sequences] -> float [mask.sum()]: each sequence's advantage on all of its sampled tokens."""
+    """Copies each sequence's advantage to all of its sampled tokens: float [sequences] -> float [mask.sum()]."""
     return advantages[:, None].expand(mask.shape)[mask]
 
 

@@ -1,20 +1,20 @@
-"""Causal attention inside packed rows: every sequence attends to itself alone, and no mask is ever built.
+"""Causal attention inside packed rows: every sequence attends only to itself, and no mask is built.
 
-``register`` makes it known to transformers under ``NAME``; any model that uses its attention interface can then run it
-(``model.set_attn_implementation(NAME)``), given ``segments`` with the forward call.  On a CPU short segments go
-through blocked matrix products that skip what lies above the diagonal and share the keys between the query heads of a
-group, and keep their probabilities (half of length squared a head) for the backward pass.  On a GPU in half precision
-one flash attention of variable lengths takes the whole row.  The rest goes through ``scaled_dot_product_attention``,
-one call a segment, in memory that grows with the length alone.
+``register`` adds it to transformers under ``NAME``; any model that uses the attention interface of transformers can
+then run it (``model.set_attn_implementation(NAME)``), given ``segments`` with the forward call.  On a CPU, short
+segments use blocked matrix products that skip the part above the diagonal and share the keys between the query heads of
+a group; they keep their probabilities (half of length squared per head) for the backward pass.  On a GPU in half
+precision, one variable-length flash attention computes the whole row.  All other segments go through
+``scaled_dot_product_attention``, one call per segment, in memory linear in the length.
 
 Rows that one rank cannot hold are cut over ranks (``training.parallelism=context``): every rank computes some tokens of
 each row.  A row is cut into twice as many blocks as there are ranks; rank r takes the r-th from the front and the r-th
-from the back, because later tokens look at more keys.  Attention gathers the keys and values of all ranks (fewer than
-the queries, which stay), and returns their gradients.  On a processor attention to earlier blocks builds masks, a
-quarter of the length squared over all ranks: there it is for tests.
+from the back, because later tokens attend to more keys.  Attention gathers the keys and values of all ranks (smaller
+than the queries, which stay) and returns their gradients.  On a CPU, attention to earlier blocks builds masks of a
+quarter of the length squared over all ranks: use it there for tests only.
 
-Not covered: sliding windows, soft-capping, sinks, dropout, key-value caches (``supports`` says which models can do
-without); keys that one rank cannot hold, which a ring would pass on.
+Not covered: sliding windows, soft-capping, sinks, dropout, key-value caches (``supports`` says which models need none
+of these); keys that one rank cannot hold, which would need a ring.
 """
 
 import functools
@@ -36,28 +36,27 @@ BLOCK = 128  # query rows of one blocked product
 
 
 class Segments:
-    """How a row is made up: the sequences' lengths, and, where the row is one rank's part of one with these lengths,
-    which part.  A plain object: a dataclass's numbers would be compiled in (``torch.compile``), for every row anew."""
+    """The segments of a row: the sequences' lengths and, if the row is one rank's part, which part of the whole row.  A
+    plain class, because ``torch.compile`` would specialise on a dataclass's numbers and recompile for every row."""
 
     def __init__(self, lengths: tuple[int, ...], part: PackedPart | None = None) -> None:
         self.lengths, self.part = lengths, part
 
     @functools.cached_property
     def ends(self) -> Tensor:
-        """0 and where each segment ends, int32 on the current GPU; made once for all layers of a row."""
+        """Returns 0 and the end of each segment, int32 on the current GPU; computed once for all layers of a row."""
         return torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32, device="cuda")
 
 
 def register(compiled: bool = False) -> None:
-    """Tell transformers of this attention; calling it again changes nothing.  ``compiled``: models that
-    ``torch.compile`` has been given use it too."""
+    """Registers this attention with transformers once.  ``compiled``: models under ``torch.compile`` use it too."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, torch.compiler.disable(_packed_attention) if compiled else _packed_attention)
 
 
 def supports(config: Any) -> bool:
-    """Whether a model of this (transformers) configuration has plain causal attention in every layer."""
+    """Returns whether a model of this (transformers) configuration has plain causal attention in every layer."""
     text = config.get_text_config()
     layers = set(getattr(text, "layer_types", None) or ["full_attention"])
     plain = getattr(text, "attn_logit_softcapping", None) is None and layers == {"full_attention"}
@@ -75,7 +74,7 @@ def _packed_attention(
     segments: Segments | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Returns [1, tokens, heads, size], as transformers wants it."""
+    """Returns [1, tokens, heads, size], the layout of transformers."""
     if query.shape[0] != 1 or attention_mask is not None:
         raise ValueError("packed attention takes one row and no mask")
     segments = segments or Segments((query.shape[2],))
@@ -94,7 +93,7 @@ def _packed_attention(
     if part is None and _flash(query):
         return _whole_row(query[0], key[0], value[0], scale, segments)[None], None
     if device == "cuda" and query.dtype == torch.float32 and groups > 1:
-        # Kernels that need no square of the length share keys between heads in half precision only.
+        # Kernels with memory linear in the length share keys between heads in half precision only.
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if part is not None:
         return _shared_attention(query, key, value, scale, lengths, part).transpose(1, 2).contiguous(), None
@@ -106,14 +105,15 @@ def _packed_attention(
 
 
 def _whole_row(query: Tensor, key: Tensor, value: Tensor, scale: float, segments: Segments) -> Tensor:
-    """query [heads, tokens, size], key and value [kv_heads, tokens, size], half precision -> [tokens, heads, size]."""
+    """Attends, in half precision: query [heads, tokens, size], key, value [kv_heads, tokens, size] -> [tokens, heads,
+    size]."""
     from torch.nn.attention.varlen import varlen_attn
 
     groups, ends, longest = query.shape[0] // key.shape[0], segments.ends, max(segments.lengths)
     if groups > 1:
         key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
     q, k, v = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, window_size=(-1, 0))  # that is causal
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, window_size=(-1, 0))  # causal
     return cast(Tensor, out)
 
 
@@ -123,7 +123,7 @@ def _flash(query: Tensor) -> bool:
 
 
 class _Blocked(torch.autograd.Function):
-    """query [heads, tokens, size], key and value [kv_heads, tokens, size] -> [tokens, heads, size]."""
+    """Computes query [heads, tokens, size], key and value [kv_heads, tokens, size] -> [tokens, heads, size]."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: tuple[int, ...]) -> Tensor:
@@ -171,7 +171,7 @@ class _Blocked(torch.autograd.Function):
 
 
 def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first token of the segment, first and last+1 query token of the block) of all blocks of a row."""
+    """Returns (first token of the segment, first and last+1 query token of the block) of all blocks of a row."""
     blocks, first = [], 0
     for length in lengths:
         end = first + length
@@ -181,8 +181,7 @@ def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def part_of(row: PackedRow, ranks: int, rank: int) -> PackedRow:
-    """What one rank computes of a row.  Its lengths stay those of the whole row, which a sequence of nothing fills up
-    to a multiple of the blocks."""
+    """Returns one rank's part of a row; its lengths stay the whole row's, padded to a multiple of the blocks."""
     padding = -len(row.ids) % (2 * ranks)
     ids = torch.cat([row.ids, row.ids.new_zeros(padding)])
     positions = torch.cat([row.positions, torch.arange(padding)])
@@ -204,7 +203,7 @@ def _shared_attention(
     lengths: Sequence[int],
     part: PackedPart,
 ) -> Tensor:
-    """Causal attention inside the segments of the whole row, of this rank's queries: [1, heads, tokens, size]."""
+    """Computes causal attention in the whole row's segments for this rank's queries: [1, heads, tokens, size]."""
     keys, values = _gather(key, part.ranks), _gather(value, part.ranks)
     shared = query.shape[1] != keys.shape[1]
     size = query.shape[2] // 2
@@ -224,7 +223,7 @@ def _shared_attention(
 
 
 def _gather(tensor: Tensor, ranks: int) -> Tensor:
-    """[1, heads, tokens of this rank, size] -> [1, heads, tokens of the row, size]."""
+    """Gathers [1, heads, tokens of this rank, size] -> [1, heads, tokens of the row, size]."""
     gathered: Tensor = _Gathered.apply(tensor, ranks)  # type: ignore[no-untyped-call]
     return gathered
 

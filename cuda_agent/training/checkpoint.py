@@ -1,11 +1,11 @@
-"""A trainer's state as one flat table of tensors, and that table in a folder.
+"""Stores a trainer's state as one flat table of tensors in a folder.
 
-The table names what is trained and what the optimizers know of it (``exp_avg/model.norm.weight``).  One process writes
-it as ``state.safetensors``; ranks that share the weights write their parts with torch's distributed checkpoint.  Either
-can be read by any number of ranks, one process included: what a table is restored into decides how it is cut.
-``checkpoint.json`` holds the digests of all files and is written last, by ``seal``.
-Does not cover: where the folder goes (``pipeline.checkpoints``), and how the parts of ranks on several machines come
-together in one folder (``ranks.Group``).
+The table holds the trained parameters and the optimizers' state of them (``exp_avg/model.norm.weight``).  A single
+process writes it as ``state.safetensors``; ranks that share the weights write their parts with torch's distributed
+checkpoint.  Any number of ranks can read either: the sharding of the parameters that it is restored into decides how it
+is cut.  ``seal`` writes ``checkpoint.json`` last, with the digests of all files.  Not covered: where the folder goes
+(``pipeline.checkpoints``), and how the parts of ranks on several machines are collected in one folder
+(``ranks.Group``).
 """
 
 import hashlib
@@ -26,11 +26,11 @@ Table = dict[str, Tensor]
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint that is incomplete, damaged or of another model; nothing of it was loaded."""
+    """A checkpoint is incomplete, damaged or of another model; none of it was loaded."""
 
 
 def table_of(trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.optim.Optimizer]) -> Table:
-    """The parameters themselves and the optimizers' state of them, by name."""
+    """Returns the parameters and the optimizers' state of them, by name."""
     names = {id(parameter): name for name, parameter in trained}
     table = {f"weight/{name}": parameter.detach() for name, parameter in trained}
     for optimizer in optimizers:
@@ -40,8 +40,10 @@ def table_of(trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.o
 
 
 def restore(table: Table, trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Puts a table into parameters and optimizers.  Raises CorruptCheckpoint, before anything is changed, where the
-    table is of another model."""
+    """Copies a table into parameters and optimizers.
+
+    Raises:
+        CorruptCheckpoint: The table is of another model; nothing was changed."""
     trained = list(trained)
     shapes = {name.removeprefix("weight/"): t.shape for name, t in table.items() if name.startswith("weight/")}
     if shapes != {name: tensor.shape for name, tensor in trained}:
@@ -68,7 +70,7 @@ def restore(table: Table, trained: Iterable[tuple[str, Tensor]], optimizers: Ite
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """``value``, whole or in parts, where and how ``parameter`` is."""
+    """Returns ``value`` on the device and with the sharding of ``parameter``."""
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
         local = value.to(parameter.device)
         return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -76,8 +78,8 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def write(table: Table, folder: Path) -> None:
-    """Into ``folder``, which exists and is empty.  Called by all ranks, where there are several, each with a folder
-    that it may share with others; who leads them brings their files together and seals them."""
+    """Writes the table into ``folder``, which exists and is empty.  All ranks call it, each with a folder that it may
+    share with others; the driver collects their files and seals them."""
     if dist.is_initialized():
         import torch.distributed.checkpoint as dcp
 
@@ -88,14 +90,17 @@ def write(table: Table, folder: Path) -> None:
 
 
 def seal(folder: Path) -> None:
-    """Notes what the files of a whole checkpoint are."""
+    """Writes the digests of all files of a complete checkpoint."""
     files = sorted(path for path in folder.iterdir() if path.name != DIGESTS)
     (folder / DIGESTS).write_text(json.dumps({path.name: _digest(path) for path in files}, indent=1))
 
 
 def read(folder: Path, like: Iterable[tuple[str, Tensor]]) -> Table:
-    """What was written and sealed, with any number of ranks, each of which sees all files.  ``like``: the parameters it
-    is for; parts are read as they are cut.  Raises CorruptCheckpoint on all ranks alike."""
+    """Reads a sealed checkpoint with any number of ranks, each of which sees all files.  ``like``: the parameters to
+    restore; the state is read in their sharding.
+
+    Raises:
+        CorruptCheckpoint: The checkpoint is incomplete or damaged; all ranks raise alike."""
     problem = _damage(folder) if not dist.is_initialized() or dist.get_rank() == 0 else None
     if problem := _together(problem):
         raise CorruptCheckpoint(problem)
@@ -130,7 +135,7 @@ def _read_parts(folder: Path, like: Table) -> Table:
 
 
 def _damage(folder: Path) -> str | None:
-    """What is wrong with the files, None when they are as they were written."""
+    """Returns how the files differ from those that were sealed; None when they are intact."""
     try:
         digests = json.loads((folder / DIGESTS).read_text())
         for name, digest in digests.items():
@@ -142,7 +147,7 @@ def _damage(folder: Path) -> str | None:
 
 
 def _together(said: str | None) -> str | None:
-    """What the first rank says, on every rank."""
+    """Returns the first rank's value on every rank."""
     if not dist.is_initialized():
         return said
     box = [said]

@@ -1,4 +1,4 @@
-"""The critic: a value for every state of an episode, from a trunk that starts as a copy of the policy.
+"""The critic estimates a value for every state of an episode; its trunk starts as a copy of the policy.
 
 On disk it is a folder: the trunk in Hugging Face format and ``value_head.safetensors``.  The head computes in float32,
 also on a bfloat16 trunk.  ``packing.before_sampled`` decides which state belongs to which token.
@@ -33,7 +33,7 @@ class Critic(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The trunk's."""
+        """Returns the trunk's configuration."""
         return self.trunk.config
 
     def get_input_embeddings(self) -> nn.Module:
@@ -43,7 +43,7 @@ class Critic(nn.Module):
         return None
 
     def values(self, states: Tensor) -> Tensor:
-        """Values of states.
+        """Computes values of states.
 
         Args:
             states: float [n, hidden], last hidden states.
@@ -55,7 +55,7 @@ class Critic(nn.Module):
 
 
 def critic_from_policy(folder: Path | str, expected_reward: float = 0.0) -> Critic:
-    """Makes a critic of the policy in ``folder``: its trunk, and ``expected_reward`` as the value of every state."""
+    """Makes a critic from the policy in ``folder``: its trunk, and ``expected_reward`` as the value of every state."""
     critic = Critic(_trunk(folder))
     nn.init.constant_(critic.head.bias, expected_reward)
     return critic
@@ -70,7 +70,7 @@ def save_critic(critic: Critic, folder: Path | str) -> None:
 
 
 def load_critic(folder: Path | str) -> Critic:
-    """Loads what ``save_critic`` wrote, in float32.
+    """Loads a critic that ``save_critic`` wrote, in float32.
 
     Raises:
         ValueError: ``folder`` holds no critic, or its head is damaged or does not fit the trunk.

@@ -1,8 +1,8 @@
-"""A trainer that several processes share, seen from the process that drives it.
+"""A trainer whose ranks are other processes, seen from the driver process.
 
-A ``DistributedTrainer`` looks like a ``Trainer``: recipes that are ``over_ranks`` run on all ranks at once with the
-same arguments and return what the first rank returns.  A ``RankGroup`` reaches the ranks (``ranks`` on this machine,
-``rl.ray.ranks`` on several).  Not covered: what a rank computes (``rank``, ``sharding``), starting ranks.
+A ``DistributedTrainer`` has the interface of a ``Trainer``: recipes that are ``over_ranks`` run on all ranks at once
+with the same arguments and return the first rank's result.  A ``RankGroup`` reaches the ranks (``ranks`` on this
+machine, ``rl.ray.ranks`` on several).  Not covered: a rank's computation (``rank``, ``sharding``), starting ranks.
 """
 
 import functools
@@ -16,39 +16,39 @@ R = TypeVar("R")
 
 
 class TrainerLost(RuntimeError):
-    """A rank died.  What was learnt since the last checkpoint is lost; new ranks may go on from there."""
+    """A rank died.  Training since the last checkpoint is lost; new ranks may resume from there."""
 
 
 @dataclass(frozen=True)
 class TrainerRef:
-    """A trainer of the ranks, inside the arguments of a recipe."""
+    """A reference to a trainer of the ranks, inside the arguments of a recipe."""
 
     name: str
     seconds: float
 
 
 class RankGroup(Protocol):
-    """All ranks, wherever they run."""
+    """All ranks, on any machine."""
 
     def place(self, name: str, model: Any, options: dict[str, Any]) -> None:
-        """Makes a trainer called ``name`` on every rank, of a model that is theirs from then on."""
+        """Makes a trainer called ``name`` on every rank from a model, which the ranks own from then on."""
         ...
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of every ``TrainerRank``; what the first one returns."""
+        """Calls a method of every ``TrainerRank`` and returns the first rank's result."""
         ...
 
     def save(self, trainer: TrainerRef, folder: Path) -> None:
-        """Every rank's part of a checkpoint into ``folder`` of this process's machine."""
+        """Writes every rank's part of a checkpoint into ``folder`` on this process's machine."""
         ...
 
     def load(self, name: str, folder: Path) -> tuple[int, float]:
-        """Step and seconds of the checkpoint in ``folder``, which every rank has loaded."""
+        """Loads the checkpoint in ``folder`` on every rank; returns its step and seconds."""
         ...
 
 
 class DistributedTrainer:
-    """A ``Trainer`` on ranks.  ``model`` is this process's copy, which is brought up to date when it is looked at."""
+    """A ``Trainer`` on ranks.  ``model`` is this process's copy; reading it fetches the current weights."""
 
     def __init__(self, ranks: RankGroup, name: str, model: Any, **options: Any) -> None:
         self.step, self.seconds = 0, 0.0
@@ -79,7 +79,7 @@ class DistributedTrainer:
         self._stale = True
 
     def run(self, recipe: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        """A recipe over this trainer and others of the same ranks."""
+        """Runs a recipe over this trainer and others of the same ranks."""
         trainers = [thing for thing in arguments if isinstance(thing, DistributedTrainer)]
         passed = [thing._named() if isinstance(thing, DistributedTrainer) else thing for thing in arguments]
         result, facts = self._ranks.call("run", recipe, passed, keywords)
@@ -93,7 +93,7 @@ class DistributedTrainer:
 
 
 def over_ranks(recipe: Callable[P, R]) -> Callable[P, R]:
-    """Lets a recipe run on the ranks of the trainers that it is given."""
+    """Makes a recipe run on the ranks of the trainers that it is given."""
 
     @functools.wraps(recipe)
     def spread(*args: P.args, **kwargs: P.kwargs) -> R:

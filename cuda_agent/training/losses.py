@@ -1,9 +1,9 @@
 """Losses over sampled tokens, and the log-probabilities that they need.
 
 Every loss takes flat tensors (one entry per sampled token of one row) and ``total``, the number of sampled tokens of
-the whole minibatch.  The losses of a minibatch's rows add up to the mean over its tokens, however sequences are packed
-into rows.  Metrics returned beside a loss add up in the same way, except ``*_max``, of which the largest counts.  Pure
-functions on tensors.
+the whole minibatch.  The losses of a minibatch's rows add up to the mean over its tokens, for any packing of sequences
+into rows.  Metrics returned beside a loss add up in the same way, except ``*_max``, which are combined by maximum.
+Pure functions on tensors.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ Metrics = dict[str, Tensor]
 def token_logprobs(
     states: Tensor, ids: Tensor, project: Callable[[Tensor], Tensor], chunk: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of tokens, and the entropies of the distributions that they came from.
+    """Computes log-probabilities of tokens, and the entropies of the distributions that they came from.
 
     Args:
         states: float [n, hidden], the states before the tokens (``packing.before_sampled``).
         ids: int64 [n], the tokens.
         project: Maps states [m, hidden] to logits [m, vocabulary].
-        chunk: Most rows of logits that exist at a time; with more than one chunk the backward pass computes them again.
+        chunk: Most rows of logits that exist at a time; with more than one chunk the backward pass recomputes them.
         temperature: Divides the logits.
 
     Returns:
@@ -47,7 +47,7 @@ def token_logprobs(
 
 
 def sft_loss(logprobs: Tensor, total: int) -> Tensor:
-    """Mean negative log-likelihood of the tokens to imitate; logprobs float32 [n]."""
+    """Computes the mean negative log-likelihood of the tokens to imitate; logprobs float32 [n]."""
     return -logprobs.sum() / total
 
 
@@ -61,13 +61,14 @@ def ppo_loss(
     clip_high: float,
     tis_cap: float,
 ) -> tuple[Tensor, Metrics]:
-    """Clipped surrogate of PPO with an asymmetric range, mean over tokens (paper, section 3.3; arXiv 1707.06347).
+    """Computes the clipped surrogate of PPO with an asymmetric range, mean over tokens (paper, section 3.3; arXiv
+    1707.06347).
 
     Where ``old`` is not ``engine``, each token is weighted by min(old / engine, ``tis_cap``), without gradient:
-    truncated importance sampling corrects for the engine having sampled from slightly other probabilities.
+    truncated importance sampling corrects for the engine's slightly different probabilities.
 
     Args:
-        logprobs: float32 [n], of the policy as it is now; carries the gradient.
+        logprobs: float32 [n], of the current policy; carries the gradient.
         old: float32 [n], denominator of the ratio: the engine's, or the trainer's from before the first minibatch.
         engine: float32 [n], of the engine that sampled the tokens.
         advantages: float32 [n].
@@ -79,7 +80,7 @@ def ppo_loss(
     Returns:
         (loss, metrics), parts that add up over the rows of the minibatch.
     """
-    ratio = (logprobs - old).clamp(-20, 20).exp()  # a token that became e^20 times likelier must not end the run
+    ratio = (logprobs - old).clamp(-20, 20).exp()  # a token that became e^20 times likelier must not overflow
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     weight = (old - engine).exp().clamp(max=tis_cap).detach()
     loss = -(weight * surrogate).sum() / total
@@ -90,7 +91,7 @@ def ppo_loss(
             "ratio_max": ratio.max() if len(ratio) else ratio.new_zeros(()),
             "clip_low": ((ratio < 1 - clip_low) & (advantages < 0)).sum() / total,
             "clip_high": ((ratio > 1 + clip_high) & (advantages > 0)).sum() / total,
-            "kl": (drift.exp() - 1 - drift).sum() / total,  # of the engine's policy to ours, the k3 estimator
+            "kl": (drift.exp() - 1 - drift).sum() / total,  # KL from the engine's policy to the trainer's, k3 estimator
             "train_inference_mismatch": drift.abs().sum() / total,
             "importance_mean": weight.sum() / total,
         }
@@ -100,15 +101,15 @@ def ppo_loss(
 def value_loss(
     values: Tensor, targets: Tensor, total: int, old: Tensor | None = None, clip: float | None = None
 ) -> Tensor:
-    """Half the mean squared error of values, optionally clipped as in PPO.
+    """Computes half the mean squared error of values, optionally clipped as in PPO.
 
     Args:
         values: float32 [n], carries the gradient.
         targets: float32 [n].
         total: Sampled tokens of the minibatch.
         old: float32 [n], the values before the update.
-        clip: With it, the error of a token is the larger of its own and that of the value held within ``clip`` of
-            ``old``.
+        clip: With it, the error of a token is the larger of two: that of its value, and that of its value limited to
+            within ``clip`` of ``old``.
 
     Raises:
         ValueError: ``clip`` is given without ``old``.

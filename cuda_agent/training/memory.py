@@ -1,10 +1,9 @@
-"""How much memory a step of training takes at its peak, worked out from the model's shape and the length of a row.
+"""Estimates the peak memory of a training step from the model's shape and the length of a row.
 
-What a layer keeps for the backward pass is counted tensor by tensor, for the layers of Llama, Qwen2 and Qwen3 as
-transformers computes them.  The tests compare it with steps that were measured.  Mixtures of experts are worked out the
-same way, and nothing has measured them.
-Pure arithmetic, without PyTorch, so that a command line can print it at once.
-Does not cover: what the allocator holds and nobody uses, the context of a GPU (0.5 GB), an engine in the same process.
+The tensors that a layer keeps for the backward pass are counted one by one, for the layers of Llama, Qwen2 and Qwen3 in
+transformers.  Tests compare the estimate with measured steps.  Mixtures of experts are estimated the same way, without
+a measurement.  Pure arithmetic, without PyTorch, so that a command line can print it at once.  Not covered: memory that
+the allocator holds unused, the context of a GPU (0.5 GB), an engine in the same process.
 """
 
 from dataclasses import dataclass
@@ -12,29 +11,28 @@ from typing import Any, Literal
 
 from cuda_agent.config import PolicyConfig
 
-LOGITS = {"cpu": 2**24, "cuda": 2**27}  # most numbers of one chunk of logits
-MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 32768}  # of one forward pass: larger is slower on a cpu
+LOGITS = {"cpu": 2**24, "cuda": 2**27}  # largest number of logits in one chunk
+MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 32768}  # tokens of one forward pass: larger is slower on a cpu
 LONGEST = 2048  # tokens of a segment whose attention keeps its probabilities, on a cpu
-AUTO_TOKENS = 8192  # rows longer than this are computed twice rather than kept (training.checkpointing=auto)
-SMALL = 2**24  # parameters of a model whose gradients may be held once a thread
-_HEAD_COPIES = 6  # of a chunk of logits, while its gradient is made
+AUTO_TOKENS = 8192  # rows longer than this are recomputed rather than kept (training.checkpointing=auto)
+SMALL = 2**24  # parameters of a model whose gradients may be held once per thread
+_HEAD_COPIES = 6  # copies of a chunk of logits while its gradient is computed
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder.  Its feed-forward layers are gated; with ``experts`` each layer has so many of them, of
-    which ``active`` see a token."""
+    """The sizes of a decoder with gated feed-forward layers: with ``experts``, so many each, ``active`` per token."""
 
     layers: int
     hidden: int
     heads: int
     kv_heads: int
-    head: int  # size of one
+    head: int  # size of one head
     intermediate: int  # of the feed-forward layer, or of one expert
     vocab: int
     tied: bool
     experts: int = 0
-    active: int = 0  # experts a token
+    active: int = 0  # experts per token
 
     @property
     def layer_parameters(self) -> int:
@@ -48,11 +46,11 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All of them but the norms of single heads."""
+        """Returns the number of parameters, without the norms of single heads."""
         return self.layers * self.layer_parameters + self.end_parameters + self.hidden
 
     def adapter_parameters(self, rank: int) -> int:
-        """Of adapters of all seven linear layers of every layer."""
+        """Returns the number of parameters of adapters on all seven linear layers of every layer."""
         h, a, k, i = self.hidden, self.heads * self.head, self.kv_heads * self.head, self.intermediate
         return self.layers * rank * ((h + a) * 2 + (h + k) * 2 + (h + i) * 3)
 
@@ -63,18 +61,18 @@ QWEN3_30B_A3B = Shape(48, 2048, 32, 4, 128, 768, 151_936, False, experts=128, ac
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes on one rank."""
+    """Bytes of memory on one rank."""
 
     weights: int
     gradients: int
-    moments: int  # of AdamW
-    unsharded: int  # weights and gradients that are gathered while they are used
+    moments: int  # AdamW's moments
+    unsharded: int  # weights and gradients that are gathered for use
     activations: int  # kept from the forward to the backward pass
     working: int  # the larger of a layer's backward pass and the logits of a chunk
 
     @property
     def fixed(self) -> int:
-        """What does not grow with the row."""
+        """Returns the bytes that do not grow with the row."""
         return self.weights + self.gradients + self.moments + self.unsharded
 
     @property
@@ -96,19 +94,20 @@ def peak(
     at_once: int = 1,
     parallelism: Literal["data", "context"] = "data",
 ) -> Peak:
-    """Of a row of ``tokens``, with AdamW, master weights in float32 and ``ranks`` that share weights and rows.
+    """Estimates the memory of a row of ``tokens``, with AdamW, master weights in float32 and ``ranks`` that share
+    weights and rows.
 
-    ``segment``: tokens of its longest sequence, ``sampled``: those that are trained on; all where they are not given.
-    ``at_once``: rows computed side by side in one process.  ``share``: whether ranks compute rows or parts of each."""
+    ``segment``: tokens of its longest sequence, ``sampled``: tokens that are trained on; by default all tokens.
+    ``at_once``: rows computed side by side.  ``parallelism``: whether ranks compute rows or parts of each."""
     low = precision == "bf16"
     every, layer, ends = shape.parameters, shape.layer_parameters, shape.end_parameters
     trained = shape.adapter_parameters(lora_rank) if lora_rank else every
     gathered = 0
-    if ranks > 1:  # one layer at work and the next one under way, their gradients, and both ends throughout
+    if ranks > 1:  # the current layer and the prefetched one, their gradients, and both ends throughout
         own = 0 if lora_rank else 1
         gathered = 4 * (2 * layer + ends) + own * 8 * (layer + ends)
     copies = 0
-    if low:  # of weights in bfloat16: all that the backward pass will need
+    if low:  # bfloat16 copies of all weights that the backward pass needs
         copies = 2 * (layer if checkpointing else every - ends)
     count = tokens if sampled is None else sampled
     h, per_layer = shape.hidden, _kept(shape, low, device, min(segment or tokens, tokens), lora_rank)
@@ -138,13 +137,13 @@ def _wide(shape: Shape) -> int:
 
 
 def _kept(shape: Shape, low: bool, device: str, segment: int, lora_rank: int) -> int:
-    """Bytes a token that one layer keeps for its backward pass.
+    """Returns the bytes per token that one layer keeps for its backward pass.
 
-    In float32: both norms keep their input, it normalised, and their output; queries four times (projected, normalised,
-    rotated, and the attention's output twice), keys three times and values once; the feed-forward layer gate, its
-    activation, up and the product.  In bfloat16 products are half as wide, and every projection keeps a rounded copy of
-    its input beside the float32 of the norms.  A frozen norm does not keep what it normalised; an adapter keeps its
-    inner product."""
+    In float32: both norms keep their input, the normalised input, and their output; queries count four times
+    (projected, normalised, rotated, and the attention's output twice), keys three times and values once; the
+    feed-forward layer keeps gate, its activation, up and the product.  In bfloat16 products are half as wide, and every
+    projection keeps a rounded copy of its input beside the float32 of the norms.  A frozen norm does not keep the
+    normalised input; an adapter keeps its inner product."""
     h, queries, keys = shape.hidden, shape.heads * shape.head, shape.kv_heads * shape.head
     if low:
         kept = 26 * h + 12 * queries + 10 * keys + 8 * _wide(shape)
@@ -161,14 +160,17 @@ def _kept(shape: Shape, low: bool, device: str, segment: int, lora_rank: int) ->
 
 
 def shape_of_policy(policy: PolicyConfig) -> Shape:
-    """Of the small model that the configuration describes."""
+    """Returns the shape of the small model that the configuration describes."""
     head = policy.hidden // policy.heads
     size = policy.layers, policy.hidden, policy.heads, policy.kv_heads, head, policy.intermediate, policy.vocab
     return Shape(*size, True)
 
 
 def shape_of(config: dict[str, Any]) -> Shape:
-    """From a ``config.json`` of Hugging Face.  Raises KeyError where it has no such decoder."""
+    """Returns the shape in a ``config.json`` of Hugging Face.
+
+    Raises:
+        KeyError: It describes no such decoder."""
     heads, experts = config["num_attention_heads"], config.get("num_experts") or config.get("num_local_experts") or 0
     return Shape(
         layers=config["num_hidden_layers"],

@@ -1,10 +1,10 @@
-"""Episodes as tensors, and packing: many sequences side by side in rows of at most a fixed number of tokens.
+"""Converts episodes to tensors, and packs sequences side by side into rows of at most a fixed number of tokens.
 
-A ``Batch`` keeps what belongs to sampled tokens (log-probabilities, and later advantages and values) in flat tensors,
-sequence after sequence; a ``PackedRow`` knows its entries of these (``tokens``), what was sampled (``targets``)
-and where the states before are (``before``).  There, and where ``before_sampled`` takes them, is written down that "the
-token at t is predicted from the state at t - 1": log-probabilities and values both come from it.
-Pure: no model, no input or output.  Does not decide which episodes are trained on beyond ``trainable``.
+A ``Batch`` holds the data of sampled tokens (log-probabilities, and later advantages and values) in flat tensors,
+sequence after sequence.  A ``PackedRow`` knows its entries of these (``tokens``), the sampled tokens (``targets``) and
+where the states before them are (``before``).  Together with ``before_sampled``, it is the only place that encodes "the
+token at t is predicted from the state at t - 1": log-probabilities and values both come from it.  Pure functions
+without a model or I/O.  Not covered: which episodes are trained on, beyond ``trainable``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ from cuda_agent.policy.episode import Episode
 
 @dataclass(frozen=True)
 class Tokens:
-    """One sequence to train on.  ``mask`` is true where the token was sampled by the policy (or is to be imitated)."""
+    """One sequence to train on.  ``mask`` is true where the policy sampled the token, or where it is imitated."""
 
     ids: Tensor  # int64 [length]
     mask: Tensor  # bool [length]; false at 0, since nothing precedes the first token
@@ -32,7 +32,7 @@ class Tokens:
 
 
 def tokens_of(ids: Sequence[int], mask: Sequence[int]) -> Tokens:
-    """A sequence to imitate where ``mask`` is 1.  A mask that is 1 on the first token is cleared there."""
+    """Makes a sequence to imitate where ``mask`` is 1.  A mask that is 1 on the first token is cleared there."""
     chosen = torch.tensor(mask, dtype=torch.bool)
     if len(ids) != len(mask) or not len(ids):
         raise ValueError(f"a sequence of {len(ids)} tokens with a mask of {len(mask)}")
@@ -41,7 +41,10 @@ def tokens_of(ids: Sequence[int], mask: Sequence[int]) -> Tokens:
 
 
 def tokens_of_episode(episode: Episode) -> Tokens:
-    """Raises ValueError for an episode without a reward, or one that begins with a sampled token."""
+    """Makes a sequence of an episode.
+
+    Raises:
+        ValueError: The episode has no reward, or begins with a sampled token."""
     if episode.reward is None:
         raise ValueError(f"episode {episode.id} has no reward: it is to be dropped, not trained on")
     mask = torch.tensor(episode.mask, dtype=torch.bool)
@@ -52,13 +55,13 @@ def tokens_of_episode(episode: Episode) -> Tokens:
 
 
 def trainable(episodes: Iterable[Episode]) -> list[Episode]:
-    """Episodes with a reward (``None`` means that the fault was ours) in which the policy sampled something."""
+    """Returns the episodes with a reward (``None`` marks an infrastructure fault) and sampled tokens."""
     return [episode for episode in episodes if episode.reward is not None and any(episode.mask)]
 
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Which tokens of a row a rank has (``attention``)."""
+    """The tokens of a row that one rank holds (``attention``)."""
 
     ranks: int
     rank: int
@@ -70,15 +73,15 @@ class PackedRow:
 
     ids: Tensor  # int64 [length]
     positions: Tensor  # int64 [length]
-    lengths: tuple[int, ...]  # of the sequences, in row order
-    before: Tensor  # int64 [n], where in the row the states are from which sampled tokens are predicted
+    lengths: tuple[int, ...]  # tokens of the sequences, in row order
+    before: Tensor  # int64 [n], positions in the row of the states that predict sampled tokens
     targets: Tensor  # int64 [n], the sampled tokens
-    tokens: Tensor  # int64 [n], which entries of the batch's flat tensors they are
-    part: PackedPart | None = None  # the row is one rank's part of one with these ``lengths``
+    tokens: Tensor  # int64 [n], their entries in the batch's flat tensors
+    part: PackedPart | None = None  # set when the row is one rank's part of a row with these ``lengths``
 
     @property
     def sampled(self) -> Tensor:
-        """int64 [n], where in a whole row the sampled tokens are."""
+        """Returns int64 [n], the positions of the sampled tokens in a whole row."""
         return self.before + 1
 
     def to(self, device: torch.device | str) -> "PackedRow":
@@ -87,14 +90,14 @@ class PackedRow:
 
 
 def empty_row() -> PackedRow:
-    """Of which nothing is trained on: what is computed from it has a gradient of zero."""
+    """Returns a row without trained tokens: a loss computed from it has a gradient of zero."""
     none = torch.zeros(0, dtype=torch.int64)
     return PackedRow(torch.zeros(2, dtype=torch.int64), torch.arange(2), (2,), none, none, none)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences in their given order; flat tensors have one entry a sampled token of all of them."""
+    """Sequences in their given order; flat tensors have one entry per sampled token of all of them."""
 
     sequences: tuple[Tokens, ...]
     counts: tuple[int, ...]  # sampled tokens of each sequence
@@ -103,11 +106,11 @@ class Batch:
     groups: Tensor  # int64 [sequences], equal where the sequences are of one group
 
     def __len__(self) -> int:
-        """Sampled tokens."""
+        """Returns the number of sampled tokens."""
         return self.logprobs.numel()
 
     def rows(self, row_tokens: int, chosen: Sequence[int] | None = None, multiple: int = 1) -> list[PackedRow]:
-        """The chosen sequences (all by default; those without sampled tokens are left out) in rows of at most
+        """Packs the chosen sequences (all by default; those without sampled tokens are left out) into rows of at most
         ``row_tokens``; ``multiple`` as in ``pack_evenly``."""
         picked = [i for i in (range(len(self.sequences)) if chosen is None else chosen) if self.counts[i]]
         offsets = torch.tensor((0, *self.counts)).cumsum(0).tolist()
@@ -115,7 +118,7 @@ class Batch:
         return [_row([(self.sequences[picked[i]], offsets[picked[i]]) for i in row]) for row in packed]
 
     def padded(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """A flat tensor as [sequences, longest] and the mask of its real entries."""
+        """Returns a flat tensor as [sequences, longest] and the mask of its real entries."""
         parts = flat.split(self.counts)
         mask = torch.arange(max(self.counts)) < torch.tensor(self.counts)[:, None]
         return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True), mask
@@ -133,9 +136,10 @@ def batch_of(sequences: Iterable[Tokens]) -> Batch:
 
 
 def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Indices of the sequences of each row: first-fit decreasing, equal lengths in their given order.
+    """Returns the indices of the sequences of each row: first-fit decreasing, equal lengths in their given order.
 
-    Raises ValueError when a sequence is longer than a row.
+    Raises:
+        ValueError: A sequence is longer than a row.
     """
     if lengths and max(lengths) > row_tokens:
         raise ValueError(f"a sequence of {max(lengths)} tokens does not fit a row of {row_tokens}")
@@ -152,11 +156,11 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 
 def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[list[int]]:
-    """As ``pack``, with rows about as long as each other and, where there are that many sequences, a multiple of
-    ``multiple`` of them, for those who work on so many rows side by side.
+    """Packs as ``pack``, into rows of similar length; their number is a multiple of ``multiple`` where there are enough
+    sequences, for callers that compute that many rows side by side.
 
-    Tries ever larger rows, from the even share up to ``row_tokens``, until first-fit decreasing needs no more rows
-    than intended (the MULTIFIT idea)."""
+    Tries ever larger rows, from the even share up to ``row_tokens``, until first-fit decreasing needs no more rows than
+    intended (the MULTIFIT idea)."""
     rows = pack(lengths, row_tokens)
     wanted = -(-len(rows) // multiple) * multiple
     budget = max(-(-sum(lengths) // max(wanted, 1)), *lengths, 1)
@@ -169,7 +173,7 @@ def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[
 
 
 def _row(sequences: Sequence[tuple[Tokens, int]]) -> PackedRow:
-    """``sequences`` come with the offset of their sampled tokens in the flat tensors."""
+    """Packs ``sequences``, each given with the offset of its sampled tokens in the flat tensors."""
     ids = torch.cat([sequence.ids for sequence, _ in sequences])
     positions = torch.cat([torch.arange(len(sequence)) for sequence, _ in sequences])
     sampled = torch.cat([sequence.mask for sequence, _ in sequences]).nonzero()[:, 0]
@@ -179,13 +183,13 @@ def _row(sequences: Sequence[tuple[Tokens, int]]) -> PackedRow:
 
 
 def before_sampled(states: Tensor, row: PackedRow) -> Tensor:
-    """states [length, size] of a row -> [n, size]: for each sampled token the state from which it is predicted and
-    valued, that of the token before it.  No gradient reaches any other state directly."""
+    """Selects from the states [length, size] of a row, for each sampled token, the state before it, from which the
+    token is predicted and valued: [n, size].  No gradient reaches any other state directly."""
     return states[row.before]
 
 
 def split_evenly(order: Sequence[int], parts: int) -> list[list[int]]:
-    """``order`` in at most ``parts`` runs whose sizes differ by at most one; no run is empty."""
+    """Splits ``order`` into at most ``parts`` runs whose sizes differ by at most one; no run is empty."""
     parts = min(parts, len(order))
     edges = [len(order) * part // parts for part in range(parts + 1)] if parts else [0]
     return [list(order[start:stop]) for start, stop in pairwise(edges)]

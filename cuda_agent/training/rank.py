@@ -1,8 +1,8 @@
-"""One rank of the trainer: the trainers that it shares with the other ranks, and a loop that serves their leader.
+"""One rank of a distributed trainer: its shards of the trainers, and a loop that serves the driver.
 
 ``TrainerRank`` has plain methods with plain arguments, so that anything can hold it: a process at the end of a pipe
-(``rank_main``), or an actor of a scheduler.  All ranks must be called alike, in the same order.
-Does not cover: starting ranks and noticing their death (``ranks``).
+(``rank_main``), or an actor of a scheduler.  All ranks must receive the same calls in the same order.  Not covered:
+starting ranks and detecting their death (``ranks``).
 """
 
 import os
@@ -25,19 +25,19 @@ from cuda_agent.training import recipes
 from cuda_agent.training.distributed import TrainerRef
 from cuda_agent.training.trainer import Trainer
 
-MEETING_SECONDS = 600.0  # until all ranks are there; and the longest that one waits for another in a step
+MEETING_SECONDS = 600.0  # seconds until all ranks have joined; also the longest wait for another rank in a step
 RECIPES = ("sft_step", "sft_loss_of", "value_epoch", "value_quality", "ppo_update")
 
 
 class TrainerRank:
-    """``address``: host:port of the store where the ``world`` ranks find each other.  Made in each rank's process,
-    which it makes a member of torch's process group."""
+    """One rank.  ``address``: host:port of the store where the ``world`` ranks find each other.  The constructor runs
+    in the rank's process and joins torch's process group."""
 
     def __init__(
         self, rank: int, world: int, address: str, device: str = "cpu", threads: int = 1, lease: str | None = None
     ) -> None:
         host, _, port = address.rpartition(":")
-        if host == "127.0.0.1":  # a machine's own name need not lead back to it
+        if host == "127.0.0.1":  # a machine's hostname may not resolve to itself
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._device = f"cuda:{rank % torch.cuda.device_count()}" if device == "cuda" else "cpu"
         if device == "cuda":
@@ -52,13 +52,13 @@ class TrainerRank:
         self._trainers: dict[str, Trainer] = {}
 
     def open(self, name: str, model: Any, options: dict[str, Any]) -> None:
-        """A trainer called ``name``; ``model``, or the file that torch saved it in, becomes the ranks' own."""
+        """Makes a trainer called ``name``; the ranks own ``model``, which may be the file that torch saved it in."""
         if isinstance(model, str):
             model = torch.load(model, map_location="cpu", weights_only=False, mmap=True)
         self._trainers[name] = Trainer(model, device=self._device, lease=self._lease, mesh=self._mesh, **options)
 
     def run(self, recipe: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        """(what the recipe returns, {trainer's name: (its step, its seconds)})."""
+        """Runs a recipe and returns (its result, {trainer's name: (its step, its seconds)})."""
         if recipe not in RECIPES:
             raise ValueError(f"{recipe} is none of {', '.join(RECIPES)}")
         named = {thing.name: self._at(thing) for thing in arguments if isinstance(thing, TrainerRef)}
@@ -67,14 +67,14 @@ class TrainerRank:
         return result, {name: (trainer.step, trainer.seconds) for name, trainer in named.items()}
 
     def weights(self, name: str) -> dict[str, Tensor]:
-        """As ``Trainer.weights``: whole on the first rank, nothing on the others."""
+        """Returns ``Trainer.weights``: all on the first rank, none on the others."""
         return self._trainers[name].weights()
 
     def save(self, trainer: TrainerRef, folder: str) -> None:
         self._at(trainer).save(Path(folder))
 
     def load(self, name: str, folder: str) -> tuple[int, float]:
-        """The step and the seconds of what was loaded."""
+        """Loads a checkpoint and returns its step and seconds."""
         trainer = self._trainers[name]
         trainer.load(Path(folder))
         return trainer.step, trainer.seconds
@@ -91,8 +91,8 @@ class TrainerRank:
 def rank_main(
     connection: Connection, rank: int, world: int, address: str, device: str, threads: int, lease: str | None
 ) -> None:
-    """Answers (method, arguments) with ("done", what the first rank returns) or ("failed", the exception), until the
-    pipe ends.  Ends with its parent, also in the middle of a step."""
+    """Answers (method, arguments) with ("done", the first rank's result) or ("failed", the exception), until the pipe
+    closes.  The process ends with its parent, also in the middle of a step."""
     die_with_parent()
     member: TrainerRank | None = None
     while True:
@@ -120,5 +120,5 @@ def _failure(error: Exception) -> bytes:
         answer = pickle.dumps(("failed", error))
         pickle.loads(answer)
         return answer
-    except Exception:  # some exceptions cannot travel
+    except Exception:  # some exceptions cannot be pickled
         return pickle.dumps(("failed", RuntimeError(f"{type(error).__name__}: {error}")))

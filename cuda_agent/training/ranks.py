@@ -1,6 +1,6 @@
 """Driver of the trainer's processes on one machine: starts ranks, sends calls, detects dead ones.
 
-Each rank is a ``TrainerRank`` (``rank``) at the end of a pipe.  Not covered: what a rank computes (``rank``,
+Each rank is a ``TrainerRank`` (``rank``) at the end of a pipe.  Not covered: a rank's computation (``rank``,
 ``sharding``), ranks on other machines (``rl.ray.ranks``), replacing a dead rank.
 """
 
@@ -17,17 +17,18 @@ from typing import Any, cast
 from cuda_agent.training.distributed import TrainerLost, TrainerRef
 from cuda_agent.training.rank import rank_main
 
-GRACE_SECONDS = 10.0  # between the first rank's failure and the others', or their end
+GRACE_SECONDS = 10.0  # seconds from the first rank's failure until the others have failed or are killed
 CLOSE_SECONDS = 10.0
 PRELOAD = ["cuda_agent.training.rank", "transformers", "transformers.models.qwen3.modeling_qwen3"]
 
 
 class Ranks:
-    """``count`` processes on this machine; on GPUs, the first ``count`` of them.  A context manager; it ends them.
+    """Runs ``count`` rank processes on this machine; on GPUs, on the first ``count`` of them.  A context manager; its
+    exit ends them.
 
-    ``threads`` are each rank's on a processor; ``lease``: folder of the timing lease, which the first rank holds for
-    all.  Where others of the same ``world`` run elsewhere, these begin with number ``first``, and all find each other
-    at ``address``."""
+    ``threads``: threads of each rank on a CPU.  ``lease``: folder of the timing lease, which the first rank holds for
+    all.  Where other ranks of the same ``world`` run elsewhere, numbers here begin at ``first``, and all ranks meet at
+    ``address``."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class Ranks:
         self._first = first
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
-        context = multiprocessing.get_context("forkserver")  # what ranks import is imported once, for later ones too
+        context = multiprocessing.get_context("forkserver")  # imports run once and serve later ranks too
         context.set_forkserver_preload(PRELOAD)
         for rank in range(first, first + count):
             ours, theirs = context.Pipe()
@@ -81,18 +82,19 @@ class Ranks:
         return cast(tuple[int, float], self.call("load", name, str(folder)))
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Raises what the ranks raise, and TrainerLost when one of them is gone."""
+        """Calls a method on every rank and returns the first rank's result.  Raises the ranks' exception, or
+        ``TrainerLost`` when a rank has died."""
         if not self._pipes:
             raise TrainerLost("the ranks are closed")
         message = pickle.dumps((method, arguments))
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # its end is noticed below
+            with contextlib.suppress(OSError):  # a dead rank is detected below
                 pipe.send_bytes(message)
         answers = self._answers()
         gone = [self._first + index for index, (kind, _) in answers.items() if kind == "gone"]
         failures = [value for kind, value in answers.values() if kind == "failed"]
         if gone or len(answers) < len(self._pipes) or 0 < len(failures) < len(answers):
-            self.close()  # the others wait for what will not come
+            self.close()  # the others would wait forever
         if gone:
             raise TrainerLost(f"rank {', '.join(map(str, gone))} of the trainer is gone, in {method}")
         if failures:
@@ -100,7 +102,7 @@ class Ranks:
         return answers[0][1]
 
     def _answers(self) -> dict[int, tuple[str, Any]]:
-        """Of every rank; of fewer when one has died, or others did not follow the first failure in time."""
+        """Returns the answers by rank, without dead ranks and those too late after the first failure."""
         answers: dict[int, tuple[str, Any]] = {}
         deadline = math.inf
         while len(answers) < len(self._pipes):
@@ -125,7 +127,7 @@ class Ranks:
         return answers
 
     def close(self) -> None:
-        """Ends them; those that are stuck in a step are killed."""
+        """Ends the ranks; those that are stuck in a step are killed."""
         broken = any(process.exitcode is not None for process in self.processes)
         for pipe in self._pipes:
             pipe.close()

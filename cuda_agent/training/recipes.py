@@ -1,8 +1,8 @@
-"""The algorithms: imitation, value pretraining, and policy optimization with PPO's clipped loss.
+"""The training algorithms: imitation, value pretraining, and policy optimization with PPO's clipped loss.
 
 Recipes take trainers, sequences or episodes, and settings, and return metrics.  The caller decides where data comes
-from, when to checkpoint and when to stop.  Recipes marked ``over_ranks`` run on all ranks of a trainer alike.  Learning
-rates follow ``learning_rate``; everything random follows from (seed, epoch or step).
+from, when to checkpoint and when to stop.  Recipes marked ``over_ranks`` run on all ranks of a trainer.  Learning rates
+follow ``learning_rate``; all randomness is a function of (seed, epoch or step).
 """
 
 import math
@@ -36,14 +36,14 @@ Schedule = Literal["cosine", "linear", "constant"]
 def learning_rate(
     fraction: float, peak: float, schedule: Schedule = "linear", warmup: float = 0.02, floor: float = 0.0
 ) -> float:
-    """The learning rate after a part of the training: a linear rise, then a fall (not for ``constant``).
+    """Returns the learning rate at a fraction of the training: a linear rise, then a fall (none for ``constant``).
 
     Args:
-        fraction: Part of the training that is done, 0 to 1.
+        fraction: Fraction of the training that is done, 0 to 1.
         peak: The highest rate.
         schedule: Shape of the fall.
-        warmup: Part of the training during which the rate rises.
-        floor: The last rate, as a share of ``peak``.
+        warmup: Fraction of the training during which the rate rises.
+        floor: The last rate, as a fraction of ``peak``.
     """
     if fraction < warmup:
         return peak * max(fraction / warmup, 0.01)
@@ -53,7 +53,7 @@ def learning_rate(
 
 
 def sft_batches(lengths: Sequence[int], tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:
-    """Cuts an epoch into optimizer steps.
+    """Splits an epoch into optimizer steps.
 
     Args:
         lengths: Tokens of each sequence.
@@ -91,18 +91,18 @@ def sft(
 ) -> Iterator[dict[str, float]]:
     """Supervised training on the masked tokens of ``sequences`` (paper, section 3.3, stage 2).
 
-    A restored trainer goes on at its step: the batches before it are skipped.
+    A restored trainer resumes at its step: earlier batches are skipped.
 
     Args:
-        trainer: Of a causal language model.
-        sequences: To imitate.
+        trainer: Trainer of a causal language model.
+        sequences: Sequences to imitate.
         tokens_per_step: Most tokens of one optimizer step.
         lr: Peak learning rate; ``schedule`` and ``warmup`` as in ``learning_rate``.
         seed: Decides the order of the sequences.
         steps: Optimizer steps.  Give either ``steps`` or ``epochs``.
         epochs: Passes over the sequences.
-        max_seconds: Most ``trainer.seconds``.  Training ends at the first limit that is reached, and the rate follows
-            the part of it that is used up.
+        max_seconds: Limit of ``trainer.seconds``.  Training ends at the first limit reached, and the rate follows
+            the used fraction of that limit.
 
     Yields:
         The metrics of each optimizer step, after it.
@@ -144,7 +144,7 @@ def _endless(lengths: Sequence[int], tokens_per_step: int, seed: int, epochs: in
 
 @over_ranks
 def sft_step(trainer: Trainer, batch: Batch, lr: float) -> dict[str, float]:
-    """One optimizer step on the mean negative log-likelihood of a batch's masked tokens."""
+    """Takes one optimizer step on the mean negative log-likelihood of a batch's masked tokens."""
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
         logprobs, entropy = trainer.logprobs(row)
@@ -155,7 +155,7 @@ def sft_step(trainer: Trainer, batch: Batch, lr: float) -> dict[str, float]:
 
 @over_ranks
 def sft_loss_of(trainer: Trainer, sequences: Sequence[Tokens]) -> float:
-    """Mean negative log-likelihood of sequences that are not trained on."""
+    """Returns the mean negative log-likelihood of sequences without training on them."""
     return -float(trainer.flat(batch_of(sequences), lambda row: trainer.logprobs(row)[0]).mean())
 
 
@@ -170,7 +170,7 @@ def value_epoch(
     seed: int,
     epoch: int,
 ) -> dict[str, float]:
-    """One pass of value pretraining, gamma 1 (paper, section 3.3, stage 3).
+    """Runs one pass of value pretraining, gamma 1 (paper, section 3.3, stage 3).
 
     Args:
         critic: Trainer of a ``Critic``.
@@ -207,7 +207,7 @@ def value_epoch(
 
 @over_ranks
 def value_quality(critic: Trainer, episodes: Sequence[Episode]) -> dict[str, float]:
-    """Explained variance and loss against the rewards of episodes that are not trained on.
+    """Returns explained variance and loss against the rewards of held-out episodes.
 
     Episodes without a reward are dropped.
     """
@@ -230,21 +230,21 @@ def ppo_update(
     train_actor: bool = True,
     temperature: float = 1.0,
 ) -> dict[str, float]:
-    """One batch: estimates advantages, then takes the optimizer steps (paper, section 3.3).
+    """Estimates the advantages of one batch, then takes the optimizer steps (paper, section 3.3).
 
-    Episodes without a reward, and those in which nothing was sampled, are dropped; if none is left nothing is trained.
+    Episodes without a reward or without sampled tokens are dropped; if none is left, nothing is trained.
 
     Args:
         actor: Trainer of the policy.
         critic: Trainer of a ``Critic``; None if ``settings.advantage`` needs none.
-        episodes: Of one step; their ids name their groups.
-        settings: Of the stage.
+        episodes: The episodes of one step; their ids name their groups.
+        settings: Settings of the stage.
         seed: Decides how episodes are shuffled into minibatches.
         train_actor: False trains the critic alone.
-        temperature: The one that the episodes were sampled at.
+        temperature: Sampling temperature of the episodes.
 
     Returns:
-        Metrics of the episodes and means over the optimizer steps (the largest of ``*_max``).
+        Metrics of the episodes and means over the optimizer steps (the maximum for ``*_max``).
 
     Raises:
         ValueError: ``settings.advantage`` needs a critic and there is none.
@@ -271,12 +271,12 @@ def ppo_update(
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a batch is trained towards; flat tensors, float32 [sampled tokens], sequence after sequence.
+    """The training targets of a batch; flat tensors, float32 [sampled tokens], sequence after sequence.
 
     Attributes:
         advantages: Weights of the policy's log-probabilities.
-        values: Of the critic before the update; None without one.
-        targets: Of the critic; None without one.
+        values: The critic's values before the update; None without a critic.
+        targets: The critic's targets; None without a critic.
     """
 
     advantages: Tensor
@@ -285,7 +285,7 @@ class Estimate:
 
 
 def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> Estimate:
-    """Advantages and value targets of a batch, by the row of ``ADVANTAGES`` that ``settings.advantage`` names.
+    """Estimates advantages and value targets of a batch with the estimator that ``settings.advantage`` names.
 
     Args:
         batch: The sequences of one step, whole groups.
@@ -315,12 +315,12 @@ def update(
     train_actor: bool = True,
     temperature: float = 1.0,
 ) -> dict[str, float]:
-    """``settings.epochs`` passes over a batch in ``settings.minibatches`` optimizer steps each, critic before actor.
+    """Trains ``settings.epochs`` passes of ``settings.minibatches`` optimizer steps each, critic before actor.
 
     Arguments are those of ``ppo_update``; ``estimated`` belongs to ``batch``.
 
     Returns:
-        Means of the steps' metrics, those of the critic as ``critic_*``.
+        Means of the steps' metrics; the critic's are named ``critic_*``.
     """
     old = batch.logprobs
     if settings.behavior_logprobs == "trainer" and train_actor:
@@ -344,10 +344,10 @@ def update(
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Metrics of episodes before anything is learnt from them.
+    """Computes the metrics of episodes before training on them.
 
-    Rates are over the episodes with a reward.  Those of speed follow the grade of the verdict (-1, 1, 2, 3; Eq. 1),
-    whatever form the reward has.
+    Rates are over the episodes with a reward.  Rates of speed follow the grade of the verdict (-1, 1, 2, 3; Eq. 1) for
+    every kind of reward.
     """
     kept = trainable(episodes)
     metrics = {"episodes": float(len(kept)), "dropped": float(len(episodes) - len(kept))}
@@ -371,7 +371,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def targets(batch: Batch, values: Tensor | None, gamma: float, lam: float) -> Tensor:
-    """Value targets of a batch: V + advantage, by GAE.
+    """Returns the value targets of a batch: V + advantage, by GAE.
 
     Args:
         batch: Sequences with rewards.
@@ -401,7 +401,7 @@ def _value_step(
     old: Tensor | None = None,
     clip: float | None = None,
 ) -> dict[str, float]:
-    """One critic step on the chosen sequences; writes its predictions before the step into ``seen`` (flat)."""
+    """Takes one critic step on the chosen sequences; writes its predictions before the step into ``seen`` (flat)."""
     total = sum(batch.counts[index] for index in chosen)
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
@@ -423,7 +423,7 @@ def _actor_step(
     settings: Ppo,
     temperature: float,
 ) -> dict[str, float]:
-    """One policy step on the chosen sequences, averaged over all their sampled tokens."""
+    """Takes one policy step on the chosen sequences, averaged over all their sampled tokens."""
     total = sum(batch.counts[index] for index in chosen)
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
@@ -439,7 +439,7 @@ def _actor_step(
 
 
 def _merged(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean over optimizer steps; the largest of what is named ``*_max``."""
+    """Returns the mean over optimizer steps; the maximum for metrics named ``*_max``."""
     if not steps:
         return {}
     return {

@@ -1,11 +1,10 @@
-"""A model whose weights several processes (ranks) share, FSDP2's way, and rows dealt out between them.
+"""Shards a model's weights over several processes (ranks) with FSDP2, and deals out rows between them.
 
 Each rank keeps a part of every parameter, of its gradient and of the optimizer's state; a layer's weights are gathered
-when it computes.  Everything that touches weights runs inside ``FsdpRoot``, the root whose hooks gather the ends of the
-model.  Gradients are added up over ranks, not averaged: losses are already parts of the global batch's mean.
-One mesh is all ranks of the process group, over Gloo on processors and NCCL on GPUs.
-Does not cover: rows cut across ranks (every rank computes whole rows), copies of the mesh, weights on the processor
-of a GPU.
+when it computes.  All code that reads weights runs inside ``FsdpRoot``, the root whose hooks gather the first and last
+layers.  Gradients are summed over ranks, not averaged: losses are already parts of the global batch's mean.  The mesh
+is all ranks of the process group, over Gloo on CPUs and NCCL on GPUs.  Not covered: rows cut across ranks (every rank
+computes whole rows), replicated meshes, weights offloaded to the CPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class FsdpRoot(nn.Module):
-    """Computes anything with its model's weights gathered as needed."""
+    """Runs a computation with its model's weights gathered as needed."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -34,8 +33,7 @@ class FsdpRoot(nn.Module):
 
 
 def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
-    """Shares the weights of ``model``, in place; its parameters are others afterwards.  Layers are gathered one at a
-    time, the rest with the root."""
+    """Shards ``model`` in place with new parameters.  Layers are gathered one at a time, the rest with the root."""
     layers = getattr(trunk, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(trunk).__name__} has no list of layers, by which its weights could be shared")
@@ -46,13 +44,13 @@ def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # Gloo has no other
+            module.set_force_sum_reduction_for_comms(True)  # Gloo cannot average
     return root
 
 
 def rows_of_rank(rows: Sequence[PackedRow], ranks: int, rank: int) -> list[PackedRow]:
-    """The rows of one rank, as many for each: rows that are about as long are computed at the same time, and who got
-    the longer one of a round is given the shorter one of the next.  Rows of no tokens fill up the last round."""
+    """Returns the rows of one rank, equally many for each.  Rows of similar length are computed at the same time, and
+    the rank with the longer row of a round gets the shorter one of the next.  Empty rows fill up the last round."""
     order = sorted(range(len(rows)), key=lambda number: (-len(rows[number].ids), number))
     mine = []
     for turn, start in enumerate(range(0, len(order), ranks)):
@@ -62,24 +60,24 @@ def rows_of_rank(rows: Sequence[PackedRow], ranks: int, rank: int) -> list[Packe
 
 
 def added_up(flat: Tensor) -> Tensor:
-    """The sum over ranks of a tensor on the processor; every rank gets it."""
+    """Returns the sum over ranks of a CPU tensor, on every rank."""
     dist.all_reduce(flat)
     return flat
 
 
 def from_all(thing: Any) -> list[Any]:
-    """What each rank has, in their order, on every rank."""
+    """Returns the values of all ranks, in rank order, on every rank."""
     box: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(box, thing)
     return box
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a parameter; called by all ranks."""
+    """Returns a whole parameter; all ranks call it."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach()
 
 
 def wait() -> None:
-    """Until all ranks are here.  By Gloo, so that no GPU has to."""
+    """Waits until all ranks call it.  It uses Gloo, so that no GPU waits."""
     dist.all_reduce(torch.zeros(1))

@@ -1,14 +1,13 @@
 """One trainer for imitation, value pretraining and PPO: a model, its optimizer, and rows of packed sequences.
 
-A ``Trainer`` wraps one model (a causal language model or a ``Critic``) and knows how to take an optimizer step and how
-to save and restore itself; what is learnt from the rows is said by its callers (``recipes``).  Master weights are
-float32; ``precision="bf16"`` computes the trunk, and only it, in bfloat16 (``auto``: where the processor multiplies it
-itself; for imitation, not where log-probabilities must agree with a float32 engine's).  Only the states before sampled
-tokens are ever projected to the vocabulary, a chunk at a time.  The same seed, threads and data give the same weights.
-What is frozen stays so, and is no part of a checkpoint: of a model with adapters (``policy.lora``) only these are.
-With a ``mesh`` the same trainer runs on each of its ranks, which are given the same batches, share weights and rows
-(``sharding``), or the tokens of every row (``attention``), and return the same.
-Does not cover: models with routers or caches of their own.
+A ``Trainer`` wraps one model (a causal language model or a ``Critic``); it takes optimizer steps and saves and restores
+its state.  Its callers (``recipes``) define the losses.  Master weights are float32; ``precision="bf16"`` computes only
+the trunk in bfloat16 (``auto``: where the processor has bfloat16 instructions; for imitation, but not where
+log-probabilities must agree with a float32 engine's).  Only the states before sampled tokens are projected to the
+vocabulary, a chunk at a time.  The same seed, threads and data give the same weights.  Frozen parameters stay frozen
+and are not in checkpoints: a model with adapters (``policy.lora``) saves only these.  With a ``mesh`` the same trainer
+runs on each rank: ranks get the same batches, share weights and rows (``sharding``) or the tokens of every row
+(``attention``), and return the same results.  Not covered: models with routers or special caches.
 """
 
 import functools
@@ -37,12 +36,11 @@ Result = TypeVar("Result")
 
 
 class Trainer:
-    """``row_tokens`` bounds one forward and backward pass (on a CPU 2,048 to 4,096 is fastest, whatever the batch);
-    every sequence must fit into it.
+    """Trains one model.  ``row_tokens`` bounds one forward and backward pass (on a CPU 2,048 to 4,096 is fastest for
+    every batch size); every sequence must fit into it.
 
     On a CPU a small model computes as many rows side by side as torch had threads when the trainer was made, with one
-    thread each: that leaves no core waiting at the end of every small operation.  Gradients are added up in the order
-    of the rows.
+    thread each, so that no core idles at the end of a small operation.  Gradients are summed in row order.
     """
 
     def __init__(
@@ -70,14 +68,14 @@ class Trainer:
         self.device, self.lease = torch.device(device), lease
         self.precision = fast_precision(self.device) if precision == "auto" else precision
         self.step = 0  # optimizer steps taken
-        self.seconds = 0.0  # spent in steps; a schedule by time goes on from here after a resume
+        self.seconds = 0.0  # spent in steps; a schedule by time resumes from here
         trunk = self.trunk
         _without_dropout(trunk)
         model.train(gradient_checkpointing)
         if gradient_checkpointing:
             trunk.gradient_checkpointing_enable({"use_reentrant": False})
         if compile:
-            for layer in trunk.layers:  # which are alike: one of them is compiled
+            for layer in trunk.layers:  # equal layers: one compilation serves all
                 layer.compile()
         self._root = None if mesh is None else sharding.shard(model, trunk, mesh)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -97,8 +95,8 @@ class Trainer:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Around one micro-step: holds the lease, and lends the model its packed attention (others who use the model in
-        this process find it as they left it).  Ranks begin and end it together: one of them holds the lease for all."""
+        """Wraps one micro-step: holds the lease, sets the model's packed attention and restores the previous one at the
+        end. Ranks enter and leave together: one of them holds the lease for all."""
         with self.lease.working() if self.lease else nullcontext():
             if self._root is not None:
                 sharding.wait()
@@ -114,17 +112,17 @@ class Trainer:
                 sharding.wait()
 
     def within(self, job: Callable[[], Result]) -> Result:
-        """``job``, which computes with the model; where its weights are shared, they are gathered for it."""
+        """Runs ``job``, which computes with the model, with sharded weights gathered."""
         if self._root is None:
             return job()
         result = cast(Result, self._root(job))
-        if not torch.is_grad_enabled():  # else the backward pass needs them still, and gives them back
+        if not torch.is_grad_enabled():  # otherwise the backward pass needs them and frees them
             self._root.reshard()  # type: ignore[operator]
         return result
 
     def states(self, row: PackedRow) -> Tensor:
-        """[n, hidden] before the row's sampled tokens.  Inside ``working`` and ``within`` only; the row is on the
-        trainer's device."""
+        """Returns the states before the row's sampled tokens, [n, hidden].  Call it inside ``working`` and ``within``;
+        the row is on the trainer's device."""
         extra = {"segments": attention.Segments(row.lengths, row.part)} if self._packed else {}
         with torch.autocast(
             self.device.type,
@@ -138,18 +136,18 @@ class Trainer:
         return before_sampled(hidden[0], row).float()
 
     def logprobs(self, row: PackedRow, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the row's sampled tokens and the entropies there, float32 [n]."""
+        """Returns the log-probabilities of the row's sampled tokens and the entropies there, float32 [n]."""
         head = self.model.get_output_embeddings()
         chunk = max(1, LOGITS[self.device.type] // head.weight.shape[0])
         return losses.token_logprobs(self.states(row), row.targets, head, chunk, temperature)
 
     def values(self, row: PackedRow) -> Tensor:
-        """Values of the states before the row's sampled tokens, float32 [n]."""
+        """Returns the values of the states before the row's sampled tokens, float32 [n]."""
         return self.model.values(self.states(row))
 
     def flat(self, batch: Batch, of_row: Callable[[PackedRow], Tensor]) -> Tensor:
-        """``of_row`` (a tensor [n] of a row) over a whole batch without gradients: float32 [sampled tokens], on the
-        CPU, in the order of the batch."""
+        """Applies ``of_row`` (a tensor [n] for a row) to a whole batch without gradients.  Returns float32 [sampled
+        tokens], on the CPU, in batch order."""
         out = torch.zeros(len(batch))
 
         def fill(row: PackedRow) -> None:
@@ -161,7 +159,7 @@ class Trainer:
         return self.summed(out)
 
     def summed(self, flat: Tensor) -> Tensor:
-        """Of a tensor that each rank filled where its own rows are: all of it, on every rank."""
+        """Sums a tensor over the ranks, each of which filled the entries of its rows; every rank gets the result."""
         return flat if self._root is None else sharding.added_up(flat)
 
     def _own_rows(self, batch: Batch, chosen: Sequence[int] | None) -> list[PackedRow]:
@@ -177,10 +175,10 @@ class Trainer:
         lr: float,
         loss_of: Callable[[PackedRow], tuple[Tensor, Metrics]],
     ) -> dict[str, float]:
-        """One optimizer step on the sum of the losses of the chosen sequences' rows (all sequences: None).  Returns the
-        loss, its metrics and the gradient norm.
+        """Takes one optimizer step on the sum of the losses of the chosen sequences' rows (all sequences: None).
+        Returns the loss, its metrics and the gradient norm.
 
-        A step whose gradient is not finite is not taken; ``skipped`` is then 1."""
+        A step with a non-finite gradient is skipped; ``skipped`` is then 1."""
 
         def backward(row: PackedRow) -> tuple[Metrics, Sequence[Tensor | None]]:
             loss, metrics = self.within(lambda: loss_of(row.to(self.device)))
@@ -211,7 +209,7 @@ class Trainer:
         return metrics | {"grad_norm": norm if math.isfinite(norm) else 0.0, "skipped": float(not math.isfinite(norm))}
 
     def _side_by_side(self, job: Callable[[PackedRow], Result], rows: Sequence[PackedRow]) -> Iterator[Result]:
-        """``job`` of every row, in their order, ``workers`` of them at a time, each time inside ``working``."""
+        """Yields ``job`` of every row in order; ``workers`` rows run at a time, each inside ``working``."""
         if self.workers == 1:
             for row in rows:
                 with self.working():
@@ -220,28 +218,28 @@ class Trainer:
             return
 
         def alone(row: PackedRow) -> Result:
-            torch.set_num_threads(1)  # of this thread, but also the default of threads that begin later
+            torch.set_num_threads(1)  # sets this thread and also the default of later threads
             return job(row)
 
         with ThreadPoolExecutor(self.workers) as pool:
             for start in range(0, len(rows), self.workers):
                 with self.working():
                     results = list(pool.map(alone, rows[start : start + self.workers]))
-                    torch.set_num_threads(torch.get_num_threads())  # and so this thread's becomes the default again
+                    torch.set_num_threads(torch.get_num_threads())  # restores this thread's number as the default
                 yield from results
 
     def trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Names and values of the parameters that are not frozen; tied ones once."""
+        """Yields names and values of the parameters that are not frozen; tied ones once."""
         return ((name, tensor) for name, tensor in self.model.named_parameters() if tensor.requires_grad)
 
     def weights(self) -> dict[str, Tensor]:
-        """Whole parameters that are trained, on the processor, for the first rank; the others get nothing."""
+        """Returns the trained parameters, whole and on the CPU, on the first rank; none on the others."""
         gathered = ((name, sharding.whole(tensor)) for name, tensor in self.trained())
         return {name: tensor.cpu() for name, tensor in gathered if self.rank == 0}
 
     def save(self, folder: Path) -> None:
-        """What is trained, optimizer, random state and step into ``folder``, which exists; of one rank of several its
-        part of them."""
+        """Writes parameters, optimizer, random state and step into the existing ``folder``; each rank writes its
+        part."""
         table = checkpoint.table_of(list(self.trained()), self.optimizers)
         table |= {
             "random": torch.get_rng_state(),
@@ -251,8 +249,10 @@ class Trainer:
         checkpoint.write(table, folder)
 
     def load(self, folder: Path) -> None:
-        """Go on from what ``save`` wrote, with as many ranks or others.  Raises CorruptCheckpoint and then has changed
-        nothing."""
+        """Restores a state that ``save`` wrote, with any number of ranks.
+
+        Raises:
+            CorruptCheckpoint: The checkpoint does not fit or is damaged; nothing was changed."""
         table = checkpoint.read(folder, self.trained())
         if missing := [name for name in ("random", "step", "seconds") if name not in table]:
             raise CorruptCheckpoint(f"{folder} has no {', '.join(missing)}")
@@ -263,7 +263,7 @@ class Trainer:
 
 
 def _merged(known: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    """The sum of two parts of a step's metrics; of what is named ``*_max`` the larger."""
+    """Returns the sum of two parts of a step's metrics; the maximum for metrics named ``*_max``."""
     return {
         name: max(known.get(name, 0.0), value) if name.endswith("_max") else known.get(name, 0.0) + value
         for name, value in more.items()
@@ -271,7 +271,7 @@ def _merged(known: dict[str, float], more: dict[str, float]) -> dict[str, float]
 
 
 def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:
-    """bf16 where this device has instructions for it."""
+    """Returns bf16 where this device has instructions for it, else fp32."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
@@ -281,8 +281,9 @@ def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:
 def _optimizers(
     model: Any, name: Literal["adamw", "muon"], weight_decay: float, betas: tuple[float, float]
 ) -> list[torch.optim.Optimizer]:
-    """AdamW for everything, or Muon (orthogonalised momentum, scaled to AdamW's step size so that one rate serves both)
-    for the matrices between the embeddings and AdamW for the rest.  Weights decay only where they are matrices."""
+    """Makes AdamW for all parameters, or Muon (orthogonalised momentum, scaled to AdamW's step size so that one rate
+    serves both) for the matrices between the embeddings and AdamW for the rest.  Weight decay applies to matrices
+    only."""
     ends = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     inner = [p for p in trained if p.ndim == 2 and min(p.shape) > 1 and id(p) not in ends] if name == "muon" else []
@@ -299,7 +300,7 @@ def _optimizers(
 
 
 def _without_dropout(model: torch.nn.Module) -> None:
-    """A ratio of probabilities means something only when the same weights give the same probabilities."""
+    """Turns dropout off: probability ratios require that equal weights give equal probabilities."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -308,8 +309,11 @@ def _without_dropout(model: torch.nn.Module) -> None:
 
 
 def _check_rows(trainer: Trainer) -> None:
-    """Proves on a few tokens what the whole trainer relies on: two sequences in a row do not see each other, and the
-    output layer alone makes the logits.  Raises ValueError with what does not hold for this model."""
+    """Verifies on a few tokens the trainer's assumptions: two sequences in a row do not attend to each other, and the
+    output layer alone makes the logits.
+
+    Raises:
+        ValueError: An assumption does not hold for this model; the message says which."""
     vocabulary = trainer.trunk.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     pair = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (5, 7)]

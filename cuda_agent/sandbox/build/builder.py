@@ -1,13 +1,12 @@
-"""The builder: C++ sources to a shared library and CUDA sources to a cubin, in the jail, cached by content.
+"""Builds C++ sources to a shared library and CUDA sources to a cubin, in the jail, with a cache keyed by content.
 
-The key of a build is its sources, the flags, the compiler's version and the processor or GPU.  A header of a few common
-standard headers is precompiled once: most of a small kernel's build time is spent in ``<cmath>`` and ``<algorithm>``.
-A kernel for the CPU is first built in a fast way: by a compiler started ahead (``compiler``), without the special
-functions of ``<cmath>`` and without the C++ library, which hardly a kernel needs.  What fails there is built again in
-the full way, whose word counts.
-The compiler runs with limits on time, memory, processes and files; what it says is cut to the first errors, each with
-its source line.  CUDA sources are compiled by NVRTC (``nvrtc``),
-which needs no GPU.  Not covered: whether what is built does anything sensible.
+The key of a build is its sources, flags, compiler version and processor or GPU. A header with a few common standard
+headers is precompiled once, because a small kernel's build spends most of its time in ``<cmath>`` and ``<algorithm>``.
+A CPU kernel is first built the fast way: by a compiler started in advance (``compiler``), without the special functions
+of ``<cmath>`` and without the C++ library, which few kernels need. If that fails, it is built the full way, whose
+errors count. The compiler has limits on time, memory, processes and files; its output is cut to the first errors, each
+with its source line. NVRTC (``nvrtc``) compiles CUDA sources without a GPU. Not covered: whether the built code is
+correct.
 """
 
 import asyncio
@@ -32,34 +31,48 @@ from cuda_agent.sandbox.wire import printable
 
 _DIAGNOSTICS = ("-fmax-errors=3", "-fdiagnostics-color=never", "-fno-diagnostics-show-option", "-ftemplate-depth=256")
 _PRELUDE = "".join(f"#include <{name}>\n" for name in ("cmath", "algorithm", "cstdint", "cstring", "limits"))
-# Its inline functions make the compiler instantiate templates in every build, half of a small kernel's time.
+# Its inline functions instantiate templates in every build, half of a small kernel's build time.
 _LEAN_PRELUDE = "#define _GLIBCXX_BITS_SPECFUN_H 1\n" + _PRELUDE
-_LEAN_LINK = ("-nodefaultlibs", "-fno-use-linker-plugin", "-lm", "-lc", "-lgcc")  # half of the linker's time, too
+_LEAN_LINK = ("-nodefaultlibs", "-fno-use-linker-plugin", "-lm", "-lc", "-lgcc")  # also halves the linker's time
 _LIBRARY_MB = 64
 _MESSAGE_LENGTH = 1200
-_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)  # no author's fault
+_OURS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+)  # the machine's fault
 _KILLED = "Killed signal terminated program"
 
 
 class BuildError(Exception):
-    """The sources do not build; the message is the compiler's, cut to what helps.  Where the machine is at fault, such
-    as a full disk, an ``OSError`` is raised instead."""
+    """The sources do not build; the message is the compiler's, cut to the useful part. A fault of the machine, such as
+    a full disk, raises ``OSError`` instead."""
 
 
 class _TooLong(BuildError):
-    """It does not end within its limit."""
+    """The compiler exceeded its time limit."""
 
 
 class _Killed(BuildError):
-    """The compiler was killed: by its limit of processor time, by the system, or by an operator."""
+    """The compiler was killed: by its limit of CPU time, by the system, or by an operator."""
 
 
-_OUR_SECONDS = 120.0  # for what is not a solution: headers that are precompiled once, our own runtime
+_OUR_SECONDS = 120.0  # limit for the project's own code: precompiled headers, the plan runtime
 
 
 class Builder:
-    """``folder``: the cache.  ``scratch``: a folder that jailed users can reach.  At most ``parallel`` builds run.
-    ``lease``: None where builds do not disturb who takes a time, as on a GPU."""
+    """Runs builds and caches their products.
+
+    Args:
+        folder: The cache.
+        scratch: A folder that jailed users can reach.
+        lease: Folder of the timing lease; None where builds do not disturb timings, as on a GPU.
+        seconds: Time limit of one build.
+        memory_mb: Memory limit of one build.
+        parallel: Most builds at a time."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path | None, seconds: float, memory_mb: int, parallel: int = 2
@@ -76,12 +89,12 @@ class Builder:
         self._ahead: CompilerPool | None = CompilerPool(self._start_ahead)
 
     def close(self) -> None:
-        """End the compiler that waits for a source."""
+        """Ends the compiler that waits for a source."""
         if self._ahead:
             self._ahead.close()
 
     async def toolchain(self) -> Toolchain:
-        """The compiler, with the preludes precompiled."""
+        """Returns the compiler, with the preludes precompiled."""
         async with self._preparing:
             if self._toolchain is None:
                 found = await asyncio.to_thread(find_toolchain)
@@ -101,8 +114,11 @@ class Builder:
     async def library(
         self, files: Mapping[str, str], units: Sequence[str], extra: Sequence[str] = (), ours: bool = False
     ) -> Path:
-        """The shared library of ``units``, some of ``files`` (the others may be included).  ``ours``: no solution,
-        whose limit of time it does not have.  Raises ``BuildError``."""
+        """Builds the shared library of ``units``, some of ``files`` (the others may be included). ``ours``: the sources
+        are the project's own, and a solution's time limit does not apply.
+
+        Raises:
+            BuildError: The compiler refuses the sources."""
         tools = await self.toolchain()
         command = [
             tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,
@@ -117,8 +133,12 @@ class Builder:
     async def kernels(
         self, files: Mapping[str, str], unit: str, expressions: Sequence[str], architecture: str
     ) -> tuple[Path, dict[str, str]]:
-        """The cubin of a CUDA source that needs no host code, and the names in it that ``expressions`` (such as
-        ``scale<float, 4>`` or ``&table``) became.  Needs no GPU.  Raises ``BuildError`` or ``CompilerMissing``."""
+        """Builds the cubin of a CUDA source that needs no host code. Returns it and the mangled names of
+        ``expressions`` (such as ``scale<float, 4>`` or ``&table``). Needs no GPU.
+
+        Raises:
+            BuildError: The compiler refuses the source.
+            CompilerMissing: NVRTC is not installed."""
         tools = find_nvrtc()
         request = {"library": tools.library, "includes": tools.includes, "architecture": architecture, "unit": unit}
         command = [
@@ -141,8 +161,11 @@ class Builder:
         libraries: Sequence[str],
         extra: Sequence[str] = (),
     ) -> Path:
-        """The shared library of CUDA and C++ ``units``, by nvcc.  ``libraries``: cublas, cudnn.  Needs no GPU.  Raises
-        ``BuildError`` or ``CompilerMissing``."""
+        """Builds the shared library of CUDA and C++ ``units`` with nvcc. ``libraries``: cublas, cudnn. Needs no GPU.
+
+        Raises:
+            BuildError: The compiler refuses the sources.
+            CompilerMissing: nvcc or a library is not installed."""
         tools = find_nvcc()
         defined = ["-DCUDA_EXTENSION_ON_CUDA", *(["-DCUDA_EXTENSION_USES_CUBLAS"] if "cublas" in libraries else [])]
         code = architecture.removeprefix("sm_")
@@ -166,8 +189,9 @@ class Builder:
         unit: str = "",
         seconds: float = 0.0,
     ) -> Path:
-        """The folder of ``products``, from the cache or made by ``command``; the same build under way is awaited.
-        ``unit``: the one that can be built in the fast way.  ``seconds``: the limit, where it is not a solution's."""
+        """Returns the folder of ``products``, from the cache or made by ``command``; joins the same build when it is
+        already running. ``unit``: the one that can be built the fast way. ``seconds``: a limit other than a
+        solution's."""
         seconds = seconds or self._seconds
         content = [*parts, *(f"{name}\0{files[name]}" for name in sorted(files))]
         key = hashlib.sha256("\0\0".join(content).encode(errors="surrogatepass")).hexdigest()
@@ -184,7 +208,7 @@ class Builder:
             if not (unit and await self._compiled_ahead(unit, files, products, done)):
                 try:
                     await self._compile(command, files, products, done, read, seconds)
-                except _Killed:  # perhaps not by its own doing: once more
+                except _Killed:  # the cause may be outside the build: try once more
                     await self._compile(command, files, products, done, read, seconds)
             future.set_result(done)
             return done
@@ -208,7 +232,7 @@ class Builder:
         read: Sequence[str],
         seconds: float,
     ) -> None:
-        """Run the compiler on ``files`` and move ``products`` to ``target``, whole or not at all."""
+        """Runs the compiler on ``files`` and moves ``products`` to ``target`` atomically."""
         async with self._slots:
             work = Path(tempfile.mkdtemp(prefix="build-", dir=self._scratch))
             try:
@@ -220,8 +244,8 @@ class Builder:
 
     @contextlib.contextmanager
     def _beside_timing(self) -> Iterator[None]:
-        """Holds the lease as a worker, so that no time is taken during a build.  Without a lease it does nothing: a
-        build does not disturb times on a GPU."""
+        """Holds the lease as a worker, so that no time is measured during a build. Without a lease it does nothing: a
+        build does not disturb timings on a GPU."""
         if self._lease is None:
             yield
             return
@@ -233,7 +257,7 @@ class Builder:
             self._finish(Compiler(self._policy(work, read, seconds), command, work), work, seconds)
 
     async def _compiled_ahead(self, unit: str, files: Mapping[str, str], products: Sequence[str], target: Path) -> bool:
-        """Build ``unit`` by the compiler that waits for it; whether that worked."""
+        """Builds ``unit`` with the compiler that was started in advance. Returns whether that worked."""
         if not self._ahead:
             return False
         async with self._slots:
@@ -241,7 +265,7 @@ class Builder:
                 await asyncio.to_thread(self._run_ahead, self._ahead, unit, files, products, target)
             except _TooLong:
                 raise
-            except (BuildError, OSError):  # the full way knows better, and says it better
+            except (BuildError, OSError):  # the full way may succeed, and reports better errors
                 return False
             return True
 
@@ -253,7 +277,7 @@ class Builder:
             write_files(waiting.work, files)
             with self._beside_timing():
                 waiting.go(unit)
-                ahead.start()  # now, while nothing is timed: what is built will be, soon
+                ahead.start()  # now, before the result of this build is timed
                 self._finish(waiting, waiting.work, self._seconds)
             _keep(waiting.work, products, target)
         finally:
@@ -304,7 +328,7 @@ class Builder:
 
 
 def _keep(work: Path, products: Sequence[str], target: Path) -> None:
-    """``products`` of ``work`` become ``target``, whole or not at all."""
+    """Moves ``products`` of ``work`` to ``target`` atomically."""
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(dir=target.parent))
     try:
@@ -313,12 +337,15 @@ def _keep(work: Path, products: Sequence[str], target: Path) -> None:
         os.replace(staged, target)
     except BaseException as error:
         shutil.rmtree(staged, ignore_errors=True)
-        if not (isinstance(error, OSError) and target.exists()):  # else another process was first
+        if not (isinstance(error, OSError) and target.exists()):  # otherwise another process was first
             raise
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """An author's files into an empty folder.  Raises ``BuildError`` for a name that is none."""
+    """Writes an author's files into an empty folder.
+
+    Raises:
+        BuildError: A file name is invalid."""
     for name, text in files.items():
         path = folder / name
         if (path.is_absolute() and not path.is_relative_to(folder)) or ".." in Path(name).parts:
@@ -336,7 +363,7 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def _take(source: Path, target: Path) -> None:
-    """Copy what the jailed compiler made; never follow a link it may have left."""
+    """Copies a product of the jailed compiler; never follows a link."""
     try:
         descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -353,12 +380,12 @@ _ERROR = re.compile(
 
 
 def has_errors(text: str) -> bool:
-    """Whether a compiler's errors are among these lines."""
+    """Returns whether the lines contain a compiler error."""
     return any(_ERROR.match(line) or "undefined reference to" in line for line in text.splitlines())
 
 
 def first_errors(text: str) -> str:
-    """The compiler's first errors, each with its source line; notes, carets and instantiation chains are left out."""
+    """Returns the compiler's first errors with their source lines, without notes, carets and instantiation chains."""
     lines = text.splitlines()
     kept: list[str] = []
     for number, line in enumerate(lines):

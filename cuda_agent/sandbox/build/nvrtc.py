@@ -1,10 +1,10 @@
-"""A program: compile one CUDA source with NVRTC in the folder it is started in, which holds the sources.
+"""A program that compiles one CUDA source with NVRTC; it starts in the folder that holds the sources.
 
-``python nvrtc.py REQUEST`` (JSON: library, includes, architecture, unit, expressions) leaves ``kernels.cubin`` and
-``names.json`` there; what the compiler says goes to stderr, and the exit status is 1 when it refuses.  It runs inside
-the jail and imports nothing but the standard library.
+``python nvrtc.py REQUEST`` (JSON: library, includes, architecture, unit, expressions) writes ``kernels.cubin`` and
+``names.json`` there. The compiler's log goes to stderr, and the exit status is 1 when it refuses the source. The
+program runs inside the jail and imports only the standard library.
 
-NVRTC knows no host headers: a few that kernels often include for their integer types and limits are given to it here.
+NVRTC has no host headers: this program supplies a few that kernels often include for integer types and limits.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ _GUARD = "#pragma once\n"
 def main() -> int:
     request = json.loads(sys.argv[1])
     folder = os.path.dirname(request["library"])
-    for name in sorted(os.listdir(folder)):  # NVRTC asks for it by name, wherever it lies
+    for name in sorted(os.listdir(folder)):  # NVRTC looks a header up by name, in any folder
         if name.startswith("libnvrtc-builtins.so."):
             ctypes.CDLL(f"{folder}/{name}")
     nvrtc = ctypes.CDLL(request["library"])

@@ -1,4 +1,6 @@
-"""Integer expressions of a plan: shapes, numbers, ``+ - * // %``, comparisons, min, max, cdiv, select.  Pure."""
+"""Evaluates the integer expressions of a plan: shapes, numbers, ``+ - * // %``, comparisons, min, max, cdiv, select.
+Pure.
+"""
 
 import ast
 import json
@@ -12,7 +14,7 @@ from cuda_agent.sandbox.wire import Tensor
 
 
 class PlanError(SolutionError):
-    """What is wrong with the plan, and where: for its author."""
+    """The plan is invalid; the message tells its author where and why."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,10 @@ LONGEST = 500  # characters
 
 
 def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
-    """An integer: a number, or an expression such as ``cdiv(in0.numel, 8) * in0.shape[1]``.  Raises ``PlanError``."""
+    """Evaluates a number, or an expression such as ``cdiv(in0.numel, 8) * in0.shape[1]``, to an integer.
+
+    Raises:
+        PlanError: The expression is invalid, or names an unknown buffer."""
     if isinstance(expression, bool) or not isinstance(expression, int | str):
         raise PlanError(f"{where}: an integer or an expression is expected, not {json.dumps(expression)[:60]}")
     if isinstance(expression, int):
@@ -45,7 +50,7 @@ def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
 
 
 def _weight_name(text: str, names: dict[str, Any]) -> str:
-    """``w:linear.weight.numel`` holds dots of both kinds: the longest known weight is the name."""
+    """Returns the longest weight name that ``text`` begins with: ``w:linear.weight.numel`` has dots of two kinds."""
     known = max(
         (n for n in names if n.startswith("w:") and (text == n or text.startswith(n + "."))), key=len, default=""
     )

@@ -1,9 +1,9 @@
 """The extension format: the published work folder (``model_new.py``, ``kernels/``, ``*_binding.cpp``), on CPU and GPU.
 
-The folder's C++ is built against our own small ``binding_registry.h`` instead of torch's headers: that takes well under
-a second instead of most of a minute.  Includes of torch and pybind11 find ``torch_surface.h``, which declares what
-bindings need and no operators.  Functions that the sources register become the Python module ``cuda_extension`` of the
-worker (``binding``).  ``.cu`` files go through nvcc and may not include torch at all, as published.
+The folder's C++ is built against our small ``binding_registry.h`` instead of torch's headers: the build takes well
+under a second instead of most of a minute.  Includes of torch and pybind11 resolve to ``torch_surface.h``, which
+declares the types that bindings need and no operators.  Functions that the sources register become the Python module
+``cuda_extension`` of the worker (``binding``).  nvcc compiles ``.cu`` files, which may not include torch, as published.
 """
 
 import re
@@ -25,16 +25,16 @@ _BINDING = re.compile(r"^\s*REGISTER_BINDING\(\s*(\w+)\s*,", re.MULTILINE)
 
 
 def header() -> str:
-    """The text of our ``binding_registry.h``."""
+    """Returns the text of our ``binding_registry.h``."""
     return (_HERE / HEADER).read_text()
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Build the library; what the worker is told to load.
+    """Builds the library and returns the worker's load request.
 
     Raises:
-        SolutionError: the work folder lacks something, or includes what it may not.
-        BuildError: the compiler refuses the sources.
+        SolutionError: The work folder lacks a required file, or includes a forbidden header.
+        BuildError: The compiler refuses the sources.
     """
     check_module(files, spec)
     built, units, libraries = sources_of(files, tools.device)
@@ -47,11 +47,11 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
 
 
 def sources_of(files: Mapping[str, str], device: str) -> tuple[dict[str, str], list[str], list[str]]:
-    """The sources with the stand-ins for torch's headers, the names of the units to compile, and the vendor's libraries
-    to link.
+    """Returns the sources with the stand-ins for torch's headers, the units to compile, and the vendor libraries to
+    link.
 
     Raises:
-        SolutionError: there is no source or no binding, or a ``.cu`` file includes torch.
+        SolutionError: There is no source or no binding, or a ``.cu`` file includes torch.
     """
     endings = _SOURCES[device]
     sources = {name: text for name, text in files.items() if name.endswith(endings) and Path(name).name not in _FIXED}

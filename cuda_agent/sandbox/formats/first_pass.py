@@ -1,13 +1,13 @@
-"""The first pass: a solution that brings its own compilers runs once where it may start programs.
+"""Runs a solution that brings its own compilers once in a worker that may start programs: the first pass.
 
 The formats say which solutions get one (``SolutionFormat.first_pass``).  A jailed worker runs constructor and forward
 on inputs that the task draws in the same process; it may start programs and write one folder.  When the worker and all
-its programs are dead, the plain files of the folder are copied into the cache.  The locked pass reads them at the same
-path and starts nothing (``worker.replay``).
+its programs have ended, the plain files of the folder are copied into the cache.  The locked pass reads them at the
+same path and starts no program (``worker.replay``).
 
 This module is trusted and imports neither task nor solution.  The folder's content is hostile: only the jailed
-candidate loads it.  The pass stops while a time is taken.  Not covered: a device that the pass leaves in a bad state;
-build servers, which have no task and so make no first pass.
+candidate loads it.  The pass pauses during a timing.  Not covered: a device that the pass leaves in a bad state; build
+servers, which have no task and so run no first pass.
 """
 
 import asyncio
@@ -46,13 +46,13 @@ _ASKS = re.compile(r"\b(load_inline|cpp_extension|triton|_inductor)\b|\btorch\s*
 _MEMORY_MB = 4096  # of all its processes together: one nvcc with torch's headers takes half of it
 _FILE_MB, _FOLDER_MB, _MOST_FILES = 256, 512, 4096
 _MOST_DEPTH = 16
-_LOOK, _BREATH = 0.3, 1.0  # seconds: between looks at memory and folder; between pauses for those who take a time
+_LOOK, _BREATH = 0.3, 1.0  # seconds: between checks of memory and folder; between pauses for a timing
 _VERSION = 1
 _IMPORTS = ("cuda_agent.sandbox.worker.compiling",)  # of the warm parent
 
 
 class FirstPassFailed(Exception):
-    """The solution is at fault; ``status`` is the one of its verdict."""
+    """The solution is at fault; ``status`` becomes the status of its verdict."""
 
     def __init__(self, status: Status, message: str) -> None:
         super().__init__(message)
@@ -61,24 +61,24 @@ class FirstPassFailed(Exception):
 
 @dataclass(frozen=True)
 class FirstPassResult:
-    """The folder that a first pass left, and the environment in which the locked pass finds it."""
+    """The folder that a first pass left, and the environment variables that point the locked pass to it."""
 
     folder: str
     environment: dict[str, str]
 
 
 def time_for_python(files: Mapping[str, str], device: str) -> FirstPassTime:
-    """When a solution of the python format gets its first pass."""
+    """Returns when a solution of the python format gets its first pass."""
     return "before" if asks(files.get("model_new.py", "")) else "when refused"
 
 
 def asks(code: str) -> bool:
-    """Whether a source names a compiler of its own."""
+    """Returns whether a source names a compiler."""
     return _ASKS.search(code) is not None
 
 
 def was_refused(verdict: Verdict) -> bool:
-    """Whether the locked pass ended because it may start no program, before anything was checked."""
+    """Returns whether the locked pass ended, before any check, because it may start no program."""
     return verdict.status != "ok" and not verdict.checks and not verdict.samples and NO_PROGRAMS in verdict.message
 
 
@@ -86,13 +86,13 @@ class FirstPass:
     """Runs first passes and caches their folders.
 
     Args:
-        folder: of the cache.
-        scratch: a folder that jailed users can reach.
-        lease: the folder of the lease that pauses work while a time is taken.
+        folder: The cache.
+        scratch: A folder that jailed users can reach.
+        lease: Folder of the lease that pauses work during a timing.
         device: ``cpu`` or ``cuda``.
-        threads: of the worker.
-        seconds: limit of one pass.
-        parallel: passes that run at once.
+        threads: Threads of the worker.
+        seconds: Time limit of one pass.
+        parallel: Most passes at a time.
     """
 
     def __init__(
@@ -111,11 +111,12 @@ class FirstPass:
     async def __call__(
         self, task: Task, files: Mapping[str, str], architecture: str = "", more: Mapping[str, str] | None = None
     ) -> FirstPassResult:
-        """From the cache, or made now.  ``more``: variables of the environment, for both passes.
+        """Returns the folder of a solution's first pass, from the cache or from a new run.  ``more``: environment
+        variables of both passes.
 
         Raises:
-            FirstPassFailed: the solution is at fault.
-            OSError: the machine is at fault.
+            FirstPassFailed: The solution is at fault.
+            OSError: The machine is at fault.
         """
         async with self._slots:
             return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more or {}))
@@ -131,7 +132,7 @@ class FirstPass:
         if not done.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
             with open(folder.with_suffix(".lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # the same solution in another job, or of another process
+                fcntl.flock(lock, fcntl.LOCK_EX)  # another job or process may run the same solution
                 if not done.exists():
                     self._make(folder, place, task, files)
                     done.touch()
@@ -153,7 +154,7 @@ class FirstPass:
                     raise
                 if failure.__cause__.reason != "killed":
                     raise
-                self._run(folder, place, request)  # perhaps not by its own doing: once more
+                self._run(folder, place, request)  # the cause may be outside the solution: try once more
             _freeze(folder)
         except BaseException:
             scratch.remove(folder)
@@ -165,7 +166,7 @@ class FirstPass:
             read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix),
             write=(str(folder), str(home)),
             execute=(*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix),
-            memory_mb=2 * _MEMORY_MB if self._device == "cpu" else 0,  # virtual, of one process
+            memory_mb=2 * _MEMORY_MB if self._device == "cpu" else 0,  # virtual memory of one process
             processes=256,
             file_mb=_FILE_MB,
             cpu_seconds=int(self._seconds * self._threads) + 60,
@@ -174,7 +175,7 @@ class FirstPass:
         )
         options: WorkerOptions = {
             "role": "first_pass", "threads": self._threads, "folder": str(folder), "device": self._device,
-            # gcc asks whether its temporary folder can be reached without privileges; a cache may be in a closed home
+            # gcc checks whether an unprivileged user can reach its temporary folder; a cache may lie in a private home
             "environment": place.environment | {"TMPDIR": str(home)},
         }  # fmt: skip
         worker: JailedProcess | None = None
@@ -195,7 +196,7 @@ class FirstPass:
                 raise FirstPassFailed("build_error", str(error)) from None
             finally:
                 if worker:
-                    with contextlib.suppress(ConnectionError):  # its parent is gone, and it with it
+                    with contextlib.suppress(ConnectionError):  # the warm parent has died, and the worker with it
                         worker.kill()
                 scratch.remove(home)
         if answer is not None:
@@ -220,7 +221,7 @@ class FirstPass:
 
 
 def _folders(folder: Path) -> dict[str, str]:
-    """Where Python's compilers keep their results.  They look them up by path, among other things."""
+    """Returns variables that set the result folders of Python's compilers, whose cache keys include the path."""
     return {
         "HOME": str(folder), "TMPDIR": str(folder), "TORCH_EXTENSIONS_DIR": f"{folder}/extensions",
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_HOME": str(folder),
@@ -232,7 +233,7 @@ _LINKS = "links"
 
 
 def _toolchain(architecture: str) -> dict[str, str]:
-    """Where programs are, and the architecture they compile for."""
+    """Returns the environment variables that set the programs' folders and the architecture to compile for."""
     found = {
         "PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "MAX_JOBS": "2",
     }  # fmt: skip
@@ -251,7 +252,7 @@ def _toolchain(architecture: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _working(folder: Path) -> Iterator[Callable[[], None]]:
-    """Holds the lease for work; the yielded function gives it back for a moment, so that a waiting timer can run."""
+    """Holds the lease for work.  The yielded function releases it for a moment, so that a waiting timer can run."""
     lease = Lease(folder)
     with contextlib.closing(lease), contextlib.ExitStack() as held:
         held.enter_context(lease.working())
@@ -264,7 +265,7 @@ def _working(folder: Path) -> Iterator[Callable[[], None]]:
 
 
 def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[JailedProcess], str]:
-    """The watchdog's check: names the resource that is overrun, or nothing."""
+    """Returns the watchdog's check; it names the resource that exceeds its limit, or returns an empty string."""
     looked = breathed = time.monotonic()
 
     def overrun(worker: JailedProcess) -> str:
@@ -287,7 +288,7 @@ def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[Jail
 
 
 def _signal_group(worker: JailedProcess, number: int) -> None:
-    with contextlib.suppress(OSError):  # it is in its own group soon after its start
+    with contextlib.suppress(OSError):  # the worker joins its process group shortly after its start
         os.killpg(worker.pid, number)
 
 
@@ -304,7 +305,7 @@ def _private_bytes(pid: int) -> int:
 
 
 def _entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
-    """All entries below, folders before their content, with their depth; links are not followed."""
+    """Yields all entries below a folder with their depth, folders before their content; follows no link."""
     unread = [(str(folder), 1)]
     while unread:
         path, depth = unread.pop()
@@ -338,10 +339,10 @@ def too_much(folder: Path) -> str:
 
 
 def _freeze(folder: Path) -> None:
-    """Replace the folder by a copy of its plain files, owned by this process's user.
+    """Replaces the folder by a copy of its plain files, owned by this process's user.
 
     Raises:
-        FirstPassFailed: the folder exceeds a limit.
+        FirstPassFailed: The folder exceeds a limit.
     """
     if what := too_much(folder):
         raise FirstPassFailed("build_error", f"the solution left {what} where it compiled")
@@ -371,7 +372,7 @@ def _copy(source: str, target: Path) -> None:
 
 
 def _explained(answer: Any, folder: Path) -> str:
-    """The compiler's first errors; else what the solution raised."""
+    """Returns the compiler's first errors, or else the exception that the solution raised."""
     said = answer if isinstance(answer, dict) else {}
     log, error = (str(said.get(key, "")).replace(f"{folder}/", "") for key in ("log", "error"))
     return builder.first_errors(log) if builder.has_errors(log) else printable(error)[:1200]

@@ -1,7 +1,8 @@
-"""Library nodes of a plan, as they are written: matrix products and convolutions of the vendor's library.
+"""Checks the library nodes of a plan: matrix products and convolutions of the vendor's library.
 
-``describe`` is pure: it checks a node against the shapes of its buffers and gives what ``vendor`` binds in the worker,
-with every extent a number.  Errors name the node.  Forward only; buffers are contiguous, batch and channels first.
+``describe`` is pure: it checks a node against the shapes of its buffers and returns the description that ``vendor``
+binds in the worker, with every extent a number.  Errors name the node.  Forward only; buffers are contiguous, batch and
+channels first.
 """
 
 import math
@@ -10,7 +11,7 @@ from typing import Any
 from cuda_agent.sandbox.formats.expressions import Buffer, PlanError, evaluate
 from cuda_agent.sandbox.formats.grammar import Convolution, Gemm
 
-# What may compute on which buffers.  The first is the default.
+# Compute types allowed for each buffer dtype.  The first is the default.
 _COMPUTE = {
     "float64": ("fp64",),
     "float32": ("fp32", "tf32", "fp16", "bf16"),
@@ -20,8 +21,11 @@ _COMPUTE = {
 
 
 def describe(node: Gemm | Convolution, where: str, names: dict[str, Any], device: str) -> dict[str, Any]:
-    """The node as the worker binds it: ``tensors`` by role, each with buffer, shape and dtype; ``writes``, the buffer
-    of the result; and what the kind needs.  Raises ``PlanError``."""
+    """Returns the node as the worker binds it: ``tensors`` by role, each with buffer, shape and dtype; ``writes``, the
+    result's buffer; and the fields of its kind.
+
+    Raises:
+        PlanError: The node does not fit its buffers."""
     roles = ("a", "b", "c") if isinstance(node, Gemm) else ("input", "weight", "bias", "output")
     said: dict[str, str] = {role: name for role in roles if (name := getattr(node, role)) is not None}
     buffers = {role: _buffer(name, role, where, names) for role, name in said.items()}
@@ -78,11 +82,11 @@ def _extent(value: Any, least: int, names: dict[str, Any], where: str) -> int:
     return number
 
 
-_Described = tuple[dict[str, list[int]], dict[str, Any]]  # shapes by role, and what else the kind needs
+_Described = tuple[dict[str, list[int]], dict[str, Any]]  # shapes by role, and the other fields of the kind
 
 
 def _gemm(node: Gemm, where: str, names: dict[str, Any]) -> _Described:
-    """``c = a @ b``, batched when ``batch`` is more than one: the matrices lie one after the other."""
+    """Describes ``c = a @ b``, batched when ``batch`` is above one: the matrices are stored one after the other."""
     batch, m, n, k = (_extent(getattr(node, key), 1, names, f"{where}.{key}") for key in ("batch", "m", "n", "k"))
     shapes = {
         "a": [batch, k, m] if node.transpose_a else [batch, m, k],
@@ -93,8 +97,8 @@ def _gemm(node: Gemm, where: str, names: dict[str, Any]) -> _Described:
 
 
 def _convolution(node: Convolution, where: str, names: dict[str, Any], buffers: dict[str, Buffer]) -> _Described:
-    """The convolution of torch: ``input`` [batch, channels, extents], ``weight`` [out, in / groups, extents] or, when
-    transposed, [in, out / groups, extents], ``bias`` [out].  One to three extents."""
+    """Describes torch's convolution: ``input`` [batch, channels, extents], ``weight`` [out, in / groups, extents] or,
+    when transposed, [in, out / groups, extents], ``bias`` [out].  It has one to three extents."""
     given = _shape(node.input_shape, "input", where, names, buffers)
     kernel = _shape(node.weight_shape, "weight", where, names, buffers)
     extents = len(given) - 2
@@ -145,7 +149,7 @@ def _convolution(node: Convolution, where: str, names: dict[str, Any], buffers: 
 def _shape(
     given: list[int | str] | None, role: str, where: str, names: dict[str, Any], buffers: dict[str, Buffer]
 ) -> list[int]:
-    """Of the buffer, or as the node says (a workspace has no shape of its own)."""
+    """Returns the buffer's shape, or the shape that the node gives (a workspace has none)."""
     place = f"{where}.{role}_shape"
     shape = list(buffers[role].tensor.shape) if given is None else [_extent(part, 1, names, place) for part in given]
     if not 3 <= len(shape) <= 5 or 0 in shape:

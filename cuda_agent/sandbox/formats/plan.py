@@ -1,10 +1,10 @@
 """The plan format: compiles ``plan.json`` into a program for the executor.
 
-``compile_plan`` is pure: it checks the plan against the task's shapes, evaluates every integer expression, and writes
-the source through which the executor calls the kernels: on ``cpu`` a C++ trampoline, on ``cuda`` a translation unit
-that also tells the types of their arguments.  Errors name the node.  The keys that only ``cuda`` has (block, shared
-memory, cluster, cooperative launches) are refused on the CPU.  ``build`` calls the compiler.  ``grammar`` reads the
-fields of a plan, and ``library_nodes`` describes the nodes of libraries.
+``compile_plan`` is pure: it checks the plan against the task's shapes, evaluates every integer expression, and
+generates the source through which the executor calls the kernels: on ``cpu`` a C++ trampoline, on ``cuda`` a
+translation unit that also reports the types of their arguments.  Errors name the node.  The keys that only ``cuda`` has
+(block, shared memory, cluster, cooperative launches) are refused on the CPU.  ``build`` calls the compiler.
+``grammar`` parses the fields of a plan, and ``library_nodes`` describes library nodes.
 """
 
 import re
@@ -34,7 +34,7 @@ _RUNTIME = Path(__file__).parents[1] / "worker" / "runtime.cpp"
 _MOST_BLOCKS, _MOST_WORKSPACE = 1 << 24, 1 << 30
 _MOST_GRID, _MOST_BLOCK, _MOST_THREADS = ((1 << 31) - 1, 65535, 65535), (1024, 1024, 64), 1024
 
-# What the launcher must know of a kernel's arguments, from the compiler: one letter each.
+# Kinds of kernel arguments that the compiler reports to the launcher: one letter each.
 _SIGNATURES = """
 template <class T> struct plan_code { static constexpr char value = '?'; };
 template <class T> struct plan_code<T*> { static constexpr char value = 'p'; };
@@ -52,24 +52,24 @@ template <class... A> struct plan_signature<void(A...)> {
 
 @dataclass
 class Program:
-    """What the executor runs.  Buffers are named ``in:0``, ``out:0``, ``w:0`` (by position) and ``ws:name``."""
+    """The executor's program.  Buffers are named ``in:0``, ``out:0``, ``w:0`` (by position) and ``ws:name``."""
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
     workspaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # bytes, and a pattern as hex
-    source: str = ""  # what is compiled; empty when there is no kernel
-    expressions: list[str] = field(default_factory=list)  # cuda: the kernels, and what tells their arguments' types
+    source: str = ""  # source to compile; empty without kernels
+    expressions: list[str] = field(default_factory=list)  # cuda: the kernels, and the probes of their arguments' types
 
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key not in ("source", "expressions")}
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Build the kernels; what the worker is told to load: the program, and its libraries or image.
+    """Builds the kernels and returns the worker's load request: the program, and its libraries or image.
 
     Raises:
-        PlanError: the plan is not one.
-        BuildError: the compiler refuses the kernels.
-        SandboxUnready: the executor of plans does not build here.
+        PlanError: The plan is invalid.
+        BuildError: The compiler refuses the kernels.
+        SandboxUnready: The executor of plans does not build on this machine.
     """
     program = compile_plan(files, spec, tools.device)
     sources = {name: text for name, text in files.items() if name != "plan.json"}
@@ -89,10 +89,10 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
 
 
 async def runtime(builder: Builder) -> Path:
-    """The executor of plans on the CPU, built once; this also proves that the compiler works.
+    """Builds the executor of plans for the CPU once; this also proves that the compiler works.
 
     Raises:
-        SandboxUnready: it does not.
+        SandboxUnready: The compiler does not work.
     """
     try:
         return await builder.library({"runtime.cpp": _RUNTIME.read_text()}, ["runtime.cpp"], ours=True)
@@ -101,10 +101,10 @@ async def runtime(builder: Builder) -> Path:
 
 
 def compile_plan(files: Mapping[str, str], spec: TaskSpec, device: str = "cpu") -> Program:
-    """The program of ``files["plan.json"]`` for a task with these shapes.
+    """Compiles ``files["plan.json"]`` into the program for a task with these shapes.
 
     Raises:
-        PlanError: names the node, and what is wrong with it.
+        PlanError: The plan is invalid; the message names the node and the fault.
     """
     if "plan.json" not in files:
         raise PlanError("there is no plan.json")
@@ -153,7 +153,7 @@ def _buffers(node: dict[str, Any]) -> list[str]:
 
 
 def _names(spec: TaskSpec) -> dict[str, Any]:
-    """What expressions and arguments may name: buffers and plain numbers."""
+    """Returns the buffers and plain numbers that expressions and arguments may name."""
     names: dict[str, Any] = {}
 
     def leaves(arguments: Any) -> list[Any]:
@@ -200,7 +200,7 @@ def _memset(node: Memset, where: str, names: dict[str, Any]) -> dict[str, Any]:
 def _function(
     node: Kernel, where: str, names: dict[str, Any], files: Mapping[str, str], index: int
 ) -> tuple[dict[str, Any], str]:
-    """A kernel node on cpu, and the C++ that calls its function."""
+    """Returns a kernel node on cpu, and the C++ that calls its function."""
     function = _named_function(node, where, files)
     grid = evaluate(node.grid, names, f"{where}.grid")
     if not 0 < grid <= _MOST_BLOCKS:
@@ -221,7 +221,7 @@ def _function(
 def _kernel(
     node: Kernel, where: str, names: dict[str, Any], files: Mapping[str, str], index: int
 ) -> tuple[dict[str, Any], str]:
-    """A kernel node on cuda, and the source that tells the types of its arguments."""
+    """Returns a kernel node on cuda, and the source that reports the types of its arguments."""
     function = _named_function(node, where, files)
     block = _extents(node.block, names, f"{where}.block", _MOST_BLOCK)
     if block[0] * block[1] * block[2] > _MOST_THREADS:
@@ -253,7 +253,7 @@ def _named_function(node: Kernel, where: str, files: Mapping[str, str]) -> str:
 
 
 def _extents(value: Any, names: dict[str, Any], where: str, most: tuple[int, int, int]) -> list[int]:
-    """One to three numbers, as x, y, z."""
+    """Returns one to three numbers as x, y, z."""
     parts = value if isinstance(value, list) else [value]
     extents = [evaluate(part, names, where) for part in parts] + [1] * (3 - len(parts))
     if not all(0 < extent <= limit for extent, limit in zip(extents, most, strict=True)):
@@ -262,7 +262,7 @@ def _extents(value: Any, names: dict[str, Any], where: str, most: tuple[int, int
 
 
 def _arguments(node: Kernel, where: str, names: dict[str, Any]) -> list[dict[str, Any]]:
-    """Buffers with their dtype, or plain numbers."""
+    """Returns the arguments: buffers with their dtype, or plain numbers."""
     arguments: list[dict[str, Any]] = []
     for position, argument in enumerate(node.args):
         value = names.get(argument) if isinstance(argument, str) else None

@@ -1,7 +1,7 @@
-"""The python format, and the module that every format with a ``model_new.py`` has.
+"""The python format, and the check of ``model_new.py`` that several formats share.
 
-KernelBench's form: one file that defines ``ModelNew`` and may use torch freely.  Not covered: the compilers that it may
-bring (``first_pass``).
+A solution has KernelBench's form: one file that defines ``ModelNew`` and may use torch freely.  Not covered: compilers
+that a solution brings (``first_pass``).
 """
 
 import ast
@@ -13,20 +13,20 @@ from cuda_agent.sandbox.wire import TaskSpec
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """What the worker is told to load; nothing is compiled.
+    """Returns the worker's load request; compiles nothing.
 
     Raises:
-        SolutionError: as ``check_module``.
+        SolutionError: As ``check_module``.
     """
     check_module(files, spec)
     return {"code": files["model_new.py"]}
 
 
 def check_module(files: Mapping[str, str], spec: TaskSpec) -> ast.Module:
-    """The syntax tree of ``model_new.py``.
+    """Parses ``model_new.py`` and returns its syntax tree.
 
     Raises:
-        SolutionError: the file is missing or does not parse, or ``ModelNew`` cannot get the task's init arguments.
+        SolutionError: The file is missing or does not parse, or ``ModelNew`` cannot take the task's init arguments.
     """
     if "model_new.py" not in files:
         raise SolutionError("there is no model_new.py")

@@ -1,10 +1,11 @@
-"""Static rules: find uses of torch, libraries, streams, threads, probes, hooks and patches in a solution's text.
+"""Static rules that find uses of torch, libraries, streams, threads, probes, hooks and patches in a solution's text.
 
-``ast`` reads Python; a small tokenizer that skips comments reads C++ and CUDA, inside Python strings too.  Findings are
-advice for the author and for an audit, never a verdict: a name can be spelled in ways that the rules miss (``getattr``,
-macros, bytes), and a finding may be harmless.  Not covered: what runs (``worker.observe``), and whether it is right.
+``ast`` reads Python; a small tokenizer that skips comments reads C++ and CUDA, also inside Python strings.  Findings
+are advice for the author and for an audit, never a verdict: a name can be spelled in ways that the rules miss
+(``getattr``, macros, bytes), and a finding may be harmless.  Not covered: the kernels that run (``worker.observe``),
+and correctness.
 
-Standard library only; nothing of a solution is executed.
+Standard library only; no code of a solution is executed.
 """
 
 import ast
@@ -32,12 +33,12 @@ MEANING = {
     "long": "more text than these rules read",
 }
 _MOST_LINES = 20  # of advice
-_MOST_TEXT = 1 << 18  # characters of a solution that are read: its author decides how long that takes
+_MOST_TEXT = 1 << 18  # characters of a solution that are read: bounds the time of hostile text
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One place in a solution: ``rule`` is a key of ``MEANING``, ``what`` the name that was found there."""
+    """One finding in a solution: ``rule`` is a key of ``MEANING``, ``what`` the name that was found."""
 
     file: str
     line: int
@@ -46,7 +47,7 @@ class Finding:
 
 
 def findings(solution: Solution) -> list[Finding]:
-    """The findings, by file and line.  Text that does not parse has none; its build reports the error."""
+    """Returns the findings, by file and line.  Text that does not parse has none; its build reports the error."""
     found: set[Finding] = set()
     left = _MOST_TEXT
     for name, whole in sorted(solution.files.items()):
@@ -61,7 +62,7 @@ def findings(solution: Solution) -> list[Finding]:
 
 
 def advice(found: list[Finding]) -> list[str]:
-    """A line for each file and rule, at most ``_MOST_LINES``."""
+    """Returns a line for each file and rule, at most ``_MOST_LINES``."""
     places: dict[tuple[str, str], list[Finding]] = {}
     for finding in found:
         places.setdefault((finding.file, finding.rule), []).append(finding)
@@ -121,20 +122,20 @@ def _python(file: str, text: str) -> Iterator[Finding]:
 
 
 class _Reader(ast.NodeVisitor):
-    """Walks a module; keeps what its imports are called."""
+    """Walks a module and records the names of its imports."""
 
     def __init__(self, file: str) -> None:
         self.found: list[Finding] = []
         self._file = file
         self._names: dict[str, str] = {}  # name in this module -> full name
         self._layers: set[str] = set()  # attributes of self that hold torch's own layers
-        self._computes = False  # inside of a function that is not a constructor
+        self._computes = False  # inside a function that is not a constructor
 
     def _add(self, node: ast.AST, rule: str, what: str) -> None:
         self.found.append(Finding(self._file, getattr(node, "lineno", 1), rule, what))
 
     def _full(self, node: ast.AST) -> str:
-        """``F.relu`` as ``torch.nn.functional.relu``; empty for what is no dotted name of an import."""
+        """Returns the full dotted name (``F.relu`` gives ``torch.nn.functional.relu``); empty for other nodes."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -144,7 +145,7 @@ class _Reader(ast.NodeVisitor):
         return ".".join([self._names[node.id], *reversed(parts)])
 
     def _named(self, node: ast.AST, full: str) -> None:
-        """What the use of a full name says, called or not."""
+        """Adds the findings for the use of a full name, called or not."""
         if full.startswith(_STREAMS):
             self._add(node, "stream", full)
         for rule, names in _BY_NAME.items():
@@ -164,7 +165,7 @@ class _Reader(ast.NodeVisitor):
             self._named(node, full)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        for part in ast.walk(node):  # layers first: forward may stand before the constructor
+        for part in ast.walk(node):  # layers first: forward may precede the constructor
             if isinstance(part, ast.Assign) and isinstance(part.value, ast.Call):
                 full = self._full(part.value.func)
                 if full.startswith("torch.nn.") and not full.startswith(("torch.nn.Parameter", "torch.nn.init")):
@@ -181,7 +182,7 @@ class _Reader(ast.NodeVisitor):
             self._add(node, "hook", node.name)
         decorators = [self._full(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list]
         if any(name.startswith("triton.") for name in decorators):
-            return  # a kernel: torch has no part in it
+            return  # a kernel: its body is not torch code
         kept, self._computes = self._computes, node.name not in ("__init__", "get_inputs", "get_init_inputs")
         self.generic_visit(node)
         self._computes = kept
@@ -255,7 +256,7 @@ def _of_self(node: ast.Attribute) -> bool:
 
 # -------------------------------------------------------------------------------------------------------- C++ and CUDA
 
-_TOKEN = re.compile(  # what is not closed ends with the text or the line: looking for its end again would be quadratic
+_TOKEN = re.compile(  # an unclosed token ends with the text or line: a search for its end would be quadratic
     r"""
     (?P<comment> //(?:\\\n|[^\n])* | /\*.*?(?:\*/|\Z) )
   | R"(?P<mark>[^()\\\s]{0,16})\((?P<raw>.*?)(?:\)(?P=mark)"|\Z)
@@ -272,7 +273,7 @@ _TOKEN = re.compile(  # what is not closed ends with the text or the line: looki
 
 @dataclass(frozen=True)
 class Token:
-    """``kind``: string, include, name or sign.  A qualified name (``at::relu``) is one token."""
+    """A token of kind string, include, name or sign.  A qualified name (``at::relu``) is one token."""
 
     kind: str
     text: str
@@ -280,7 +281,7 @@ class Token:
 
 
 def tokens(text: str) -> Iterator[Token]:
-    """The tokens of C++ or CUDA, without comments, numbers and characters."""
+    """Yields the tokens of C++ or CUDA, without comments, numbers and characters."""
     line, at = 1, 0
     for match in _TOKEN.finditer(text):
         line += text.count("\n", at, match.start())
@@ -337,7 +338,7 @@ _NATIVE_NAMES: Mapping[str, re.Pattern[str]] = {
     ),
     "precision": re.compile(r"(cublasSetMathMode|cudnnSetConvolutionMathType|CUBLAS_TF32_TENSOR_OP_MATH)"),
 }
-# A variable may have the name of one of these functions; only a call counts.
+# A variable may share its name with one of these functions; only a call counts.
 _CALLED = re.compile(r"clock|time|times|signal|kill|raise|system|clone|connect|socket|fork|mmap|environ")
 _TORCH_HEADERS = ("torch/", "ATen/", "c10/")
 
@@ -364,7 +365,7 @@ def _native_name(file: str, token: Token, called: bool, before: str) -> Iterator
             yield Finding(file, token.line, "torch", name)
     if name in ("constructor", "destructor") and before == "(":
         yield Finding(file, token.line, "hook", f"__attribute__(({name}))")
-    if before in (".", ">"):  # a member: of what is not known
+    if before in (".", ">"):  # a member of an unknown object
         return
     for rule in _rules_of(name):
         if called or not _CALLED.fullmatch(name.removeprefix("std::")):

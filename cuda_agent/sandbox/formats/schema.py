@@ -1,7 +1,7 @@
-"""JSON schemas of the two formats that others read and write: a verdict, and ``plan.json``.
+"""JSON schemas of the two public formats: a verdict, and ``plan.json``.
 
-The verdict's comes from the dataclass, the plan's from its grammar.  Not covered: what no schema can say (names that
-must exist, values of expressions, shapes); a plan that fits may still be refused.
+The verdict's schema comes from the dataclass, the plan's from its grammar.  Not covered: rules that no schema can
+express (names that must exist, values of expressions, shapes); a plan that fits the schema may still be refused.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def verdict() -> dict[str, Any]:
-    """Of ``Verdict.to_json``: all fields are always there, derived ones too."""
+    """Returns the schema of ``Verdict.to_json``: all fields are required, derived ones too."""
     schema = TypeAdapter(Verdict).json_schema()
     derived = {
         "reward": {
@@ -46,14 +46,14 @@ def verdict() -> dict[str, Any]:
 
 
 class _Untitled(GenerateJsonSchema):
-    """Without titles that repeat the names of fields."""
+    """Generates schemas without titles, which would repeat the field names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
 
 def plan() -> dict[str, Any]:
-    """Of ``plan.json``, the entry of a solution in the plan format."""
+    """Returns the schema of ``plan.json``, the entry of a solution in the plan format."""
     return {"$schema": _DRAFT} | Plan.model_json_schema(schema_generator=_Untitled)
 
 

@@ -1,7 +1,7 @@
-"""What a solution format is: one frozen object that says everything in which formats differ.
+"""The type of a solution format: one frozen object that holds every difference between formats.
 
-The objects themselves stand in ``table``.  Not covered: words for a model (``agent.skill``) and exported files
-(``optimize.export``), which are tables by the format's name.
+``table`` lists the formats.  Not covered: prompt texts (``agent.skill``) and exported files (``optimize.export``),
+which are tables by the format's name.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,7 +21,7 @@ class SolutionError(ValueError):
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What a format builds with.  ``architecture``: of the GPU, empty on the CPU."""
+    """The builder and device that a format builds for.  ``architecture``: the GPU's, empty on the CPU."""
 
     builder: Builder
     architecture: str = ""
@@ -35,7 +35,7 @@ Build = Callable[[Mapping[str, str], TaskSpec, Toolchain], Awaitable[dict[str, A
 
 
 def never(files: Mapping[str, str], device: str) -> FirstPassTime:
-    """The first pass of a format whose solutions start no program."""
+    """Returns the first pass of a format whose solutions start no program."""
     return "never"
 
 
@@ -44,17 +44,17 @@ class SolutionFormat:
     """One format.
 
     Attributes:
-        name: as users and the wire format spell it.
-        entry: the file that every solution has.
-        folder: other files count when their path begins with this; empty where the entry is all.
-        build: checks and builds the files and gives the request that the worker loads.  Raises ``SolutionError`` or
+        name: The name for users and in the wire format.
+        entry: The file that every solution has.
+        folder: Prefix of the paths of all other files; empty where the entry is the only file.
+        build: Checks and builds the files and returns the worker's load request.  Raises ``SolutionError`` or
             ``BuildError``.
-        traits: what the judge and its workers must know.
-        needs: what the exported file needs to run, by device.
-        example: language and path of the files of a one-shot answer.
-        first_pass: when a solution is run where it may start programs (``first_pass``).
-        environment: variables of the worker and of its first pass, by device.
-        untimed: why no time is taken, by device; devices that are not named take times.
+        traits: Traits for the judge and its workers.
+        needs: Requirements of the exported file, by device.
+        example: Language and path of the files of a one-shot answer.
+        first_pass: When a solution runs in a worker that may start programs (``first_pass``).
+        environment: Environment variables of the worker and its first pass, by device.
+        untimed: Why solutions are not timed, by device; on other devices they are.
     """
 
     name: Format
@@ -69,5 +69,5 @@ class SolutionFormat:
     untimed: Mapping[str, str] = field(default_factory=dict)
 
     def belongs(self, path: str) -> bool:
-        """Whether a file of a work folder is part of the solution: notes, scripts and the task itself are not."""
+        """Returns whether a file of a work folder is part of the solution; notes, scripts and the task are not."""
         return path == self.entry or (self.folder != "" and path.startswith(self.folder))

@@ -1,4 +1,4 @@
-"""The table of solution formats: the one place that says what each of them is."""
+"""The table of solution formats."""
 
 from cuda_agent.format_names import Format
 from cuda_agent.sandbox.formats import extension, first_pass, plan, python, triton

@@ -1,8 +1,8 @@
 """The triton format: one ``model_new.py`` whose ``ModelNew`` computes with kernels of ``triton.jit``.
 
-On a GPU the first pass compiles and autotunes, and the locked pass finds the results; the solution is timed and ruled
-as one of the extension format.  On the CPU Triton's interpreter runs the kernels: that checks correctness, and takes no
-time.  Not covered here: the rule for ``ModelNew.forward`` (``worker.triton_rule``).
+On a GPU the first pass compiles and autotunes, and the locked pass loads the results; the solution is timed and judged
+as one of the extension format.  On the CPU Triton's interpreter runs the kernels: that checks correctness without a
+timing.  Not covered: the rule for ``ModelNew.forward`` (``worker.triton_rule``).
 """
 
 import ast
@@ -16,16 +16,16 @@ from cuda_agent.sandbox.formats.solution_format import FirstPassTime, SolutionEr
 from cuda_agent.sandbox.wire import TaskSpec
 
 UNTIMED = "on the CPU Triton's interpreter checks correctness only; speed needs a GPU"
-# Autotuning takes times, which only the first pass may: its choice is kept with the kernels.
+# Autotuning measures times, which only the first pass may do: its choice is cached with the kernels.
 ENVIRONMENT = {"cpu": {"TRITON_INTERPRET": "1"}, "cuda": {"TRITON_CACHE_AUTOTUNING": "1"}}
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """What the worker is told to load.
+    """Returns the worker's load request.
 
     Raises:
-        SolutionError: as ``check_module``, or there is no kernel.
-        SandboxUnready: the package triton is not installed.
+        SolutionError: As ``check_module``, or there is no kernel.
+        SandboxUnready: The package triton is not installed.
     """
     if importlib.util.find_spec("triton") is None:
         raise SandboxUnready("sandbox.format=triton needs the package triton: pip install triton")
@@ -35,7 +35,7 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
 
 
 def kernels(tree: ast.Module) -> Iterator[str]:
-    """Names of the functions with the decorator ``triton.jit``, under any name that an import gives it."""
+    """Yields the names of the functions with the decorator ``triton.jit``, under any name that an import gives it."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -52,5 +52,6 @@ def kernels(tree: ast.Module) -> Iterator[str]:
 
 
 def first_pass_time(files: Mapping[str, str], device: str) -> FirstPassTime:
-    """On a GPU every solution compiles before it is judged; the interpreter compiles nothing."""
+    """Returns when a solution gets its first pass: always on a GPU, where it compiles before it is judged; never on the
+    CPU, where the interpreter compiles nothing."""
     return "before" if device == "cuda" else "never"

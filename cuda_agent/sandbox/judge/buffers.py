@@ -1,8 +1,8 @@
-"""Memory that the judge shares with its workers: sealed, laid out in slots, poisoned before every call.
+"""Memory that the judge shares with its workers: sealed, divided into slots, and poisoned before every call.
 
-Inputs and weights lie in an area that only the judge can write (sealed against every later writable map); outputs in
-one that the worker writes and the judge copies from.  Shapes and dtypes are the task's; arrays here are NumPy's, with
-bfloat16 as its 16 raw bits.  Not covered: what the values mean (``check`` compares them).
+Inputs and weights lie in an area that only the judge can write (it is sealed against later writable maps); outputs lie
+in one that the worker writes and the judge copies. Shapes and dtypes are the task's. Arrays here are NumPy arrays;
+bfloat16 is stored as its 16 raw bits. Not covered: comparing values (``check``).
 """
 
 import contextlib
@@ -25,8 +25,8 @@ DTYPES = {
     "float32": "f4", "float64": "f8", "float16": "f2", "bfloat16": "u2", "int64": "i8", "int32": "i4", "int16": "i2",
     "int8": "i1", "uint8": "u1", "bool": "u1", "complex64": "c8", "complex128": "c16",
 }  # fmt: skip
-_ALIGN = 256  # of an allocation on the GPU, which kernels may rely on; more than any vector instruction needs
-_GAPS = 1 << 16  # the next candidate's gaps may be wider
+_ALIGN = 256  # bytes; as a GPU allocation, which kernels may rely on; more than any vector instruction needs
+_GAPS = 1 << 16  # bytes: room for wider gaps of the next candidate
 _MOST_SPARE = 256 << 20  # bytes
 _F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1033, 1, 2, 4, 16
 
@@ -36,8 +36,8 @@ def byte_count(tensor: Tensor) -> int:
 
 
 class Area:
-    """``size`` bytes of shared memory; ``descriptor`` goes to the worker, who cannot write it if ``read_only``.
-    ``touched``: its pages are there already, and ``fit`` comes before it is used."""
+    """``size`` bytes of shared memory; ``descriptor`` is its file descriptor for the worker, which cannot write it if
+    ``read_only``. ``touched``: the pages are allocated in advance, and ``fit`` must be called before use."""
 
     def __init__(self, size: int, read_only: bool, touched: bool = False) -> None:
         self.size = max(size, mmap.PAGESIZE)
@@ -50,7 +50,7 @@ class Area:
             self.fit(size)
 
     def fit(self, size: int) -> None:
-        """No larger than that from now on, so that what is written behind it faults; and sealed."""
+        """Shrinks the area to ``size`` bytes and seals it, so that a write past its end faults."""
         size = max(size, mmap.PAGESIZE)
         if size < self.size:
             self._map.resize(size)
@@ -71,8 +71,8 @@ class Area:
 
 
 class Spare:
-    """Both areas of the next candidate, made when nobody waits for them: the pages of a small task take the system
-    longer than its checks take us.  As large as the largest of the last few."""
+    """Areas for the next candidate, allocated while no request waits: for a small task the kernel needs longer for the
+    pages than the judge for its checks. Their size is the largest of the last few candidates'."""
 
     def __init__(self) -> None:
         self._asked: deque[tuple[int, int]] = deque(maxlen=8)
@@ -108,9 +108,9 @@ class Slot:
 
 
 class Layout:
-    """Where the tensors of one worker lie in its two areas.  ``values``: extra room in the output area where a
-    reference worker leaves inputs and weights for the judge to copy.  ``fixed``: the same addresses every time (for
-    runs that must agree bit for bit)."""
+    """Offsets of one worker's tensors in its two areas. ``values``: adds room in the output area where a reference
+    worker writes inputs and weights for the judge. ``fixed``: equal addresses every time, for runs that must agree bit
+    for bit."""
 
     def __init__(self, spec: TaskSpec, slots: int, values: bool = False, fixed: bool = False) -> None:
         self.spec = spec
@@ -129,7 +129,7 @@ class Layout:
         self.value_weights = [self._place(t, written=True) for t in weights] if values else []
 
     def _place(self, tensor: Tensor, written: bool) -> int:
-        """An aligned offset after a gap of random width, so that addresses differ from one candidate to the next."""
+        """Returns an aligned offset after a gap of random width, so that addresses differ between candidates."""
         gap = 1 if self._fixed else secrets.randbelow(16)
         start = (self.out_size if written else self.in_size) + _ALIGN * gap
         end = start + -(-byte_count(tensor) // _ALIGN) * _ALIGN
@@ -141,12 +141,12 @@ class Layout:
 
     @property
     def layout(self) -> list[dict[str, list[int]]]:
-        """The slots as JSON: what a worker is told of them."""
+        """Returns the slots as JSON for the worker."""
         return [{"in": slot.inputs, "out": slot.outputs} for slot in self.slots]
 
 
 class Buffers(Layout):
-    """Both areas of one worker, laid out by ``Layout``; those of ``spare`` where it has them."""
+    """The input and output area of one worker, laid out by ``Layout``; taken from ``spare`` when it fits."""
 
     def __init__(
         self, spec: TaskSpec, slots: int, values: bool = False, fixed: bool = False, spare: Spare | None = None
@@ -163,7 +163,7 @@ class Buffers(Layout):
         return [self.input_area.descriptor, self.output_area.descriptor]
 
     def fill(self, slot: int, inputs: Sequence[Array]) -> None:
-        """New values for the inputs; poison in the outputs: large odd numbers in every dtype, other ones each time."""
+        """Copies new values into the inputs, and poison (large odd numbers, different each time) into the outputs."""
         for offset, tensor, values in zip(self.slots[slot].inputs, self.spec.inputs, inputs, strict=True):
             self.input_area.view(offset, tensor)[...] = values
         pattern = bytes(0x60 + secrets.randbelow(16) for _ in range(8))
@@ -173,7 +173,7 @@ class Buffers(Layout):
             self.output_area.bytes[offset:end].view(numpy.uint64)[...] = word
 
     def outputs(self, slot: int) -> list[Array]:
-        """A copy of what the worker wrote."""
+        """Returns a copy of the outputs that the worker wrote."""
         offsets = self.slots[slot].outputs
         return [self.output_area.view(o, t).copy() for o, t in zip(offsets, self.spec.outputs, strict=True)]
 

@@ -1,8 +1,8 @@
-"""Comparing a candidate's outputs with the oracle's: pure functions on NumPy arrays.
+"""Compares a candidate's outputs with the reference's: pure functions on NumPy arrays.
 
 The tolerance is absolute and relative, as published, except that its absolute part shrinks with the magnitude of the
-expected values: an output of a few millionths is not matched by zeros.  Integers and booleans must be equal.  Shapes
-and dtypes need no check: the buffers have the task's.
+expected values, so that zeros do not pass for an output of about 1e-6. Integers and booleans must be equal. Shapes and
+dtypes need no check: the buffers have the task's.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ import numpy
 from cuda_agent.sandbox.judge.buffers import Array
 from cuda_agent.sandbox.wire import Tensor
 
-_CHUNK = 1 << 16  # values compared at a time: they stay in a processor's cache
+_CHUNK = 1 << 16  # values compared at a time: they fit into a CPU's cache
 
 
 def mismatch(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> tuple[str, float]:
-    """What is wrong with ``actual`` (empty: nothing), and the largest absolute difference among finite values.  A value
-    may be off by ``tolerance`` times its magnitude plus the values' typical magnitude, of which at most ``cap``
-    counts."""
+    """Returns how ``actual`` differs from ``expected`` (empty: it does not), and the largest absolute difference among
+    finite values. A value may differ by ``tolerance`` times the sum of its magnitude and the typical magnitude of the
+    values, which counts up to ``cap``."""
     largest = 0.0
     for index, (want, have, tensor) in enumerate(zip(expected, actual, tensors, strict=True)):
         message, difference = _compare(
@@ -33,7 +33,7 @@ def mismatch(
 
 
 def real(values: Array, dtype: str) -> Array:
-    """Raw buffer values as numbers that NumPy can compare."""
+    """Converts raw buffer values to numbers that NumPy can compare."""
     if dtype == "bfloat16":
         return (values.astype(numpy.uint32) << 16).view(numpy.float32)
     if dtype in ("complex64", "complex128"):
@@ -62,7 +62,7 @@ def _compare(want: Array, have: Array, tolerance: float, cap: float) -> tuple[st
             off: Array = numpy.subtract(w, h)
             numpy.abs(off, out=off)
             most = float(off.max(initial=0))
-            if most <= tolerance * scale:  # the usual case: so it is for every value, and all are finite
+            if most <= tolerance * scale:  # the usual case: every value is within the tolerance and finite
                 largest = max(largest, most)
                 continue
             good = numpy.isfinite(off) & (off <= tolerance * scale + tolerance * numpy.abs(w))
@@ -84,7 +84,7 @@ def _compare(want: Array, have: Array, tolerance: float, cap: float) -> tuple[st
 
 
 def _typical(want: Array) -> float:
-    """The root mean square of the finite values; 1 where there are none."""
+    """Returns the root mean square of the finite values; 1 where there are none."""
     squares, count = 0.0, 0
     for start in range(0, want.size, _CHUNK):
         part = want[start : start + _CHUNK]
@@ -96,5 +96,5 @@ def _typical(want: Array) -> float:
 
 
 def same(first: Sequence[Array], second: Sequence[Array]) -> bool:
-    """Bit for bit."""
+    """Returns whether two lists of arrays are equal bit for bit."""
     return all(a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True))

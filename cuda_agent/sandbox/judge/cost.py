@@ -1,8 +1,8 @@
-"""The model clock: a deterministic cost in place of a time, for tests and drills (``sandbox.clock=model``).
+"""The model clock: a deterministic cost in place of a measured time, for tests and drills (``sandbox.clock=model``).
 
-It rewards what usually makes kernels fast (fewer passes over memory, fewer operators, blocks for every thread, vector
-hints), so that learning has something to learn from, and it is a pure function of task and solution.  It predicts no
-real time.
+The cost falls with the usual optimizations (fewer passes over memory, fewer operators, blocks for every thread, vector
+hints), so that training has a signal to learn from. It is a pure function of task and solution and predicts no real
+time.
 """
 
 import re
@@ -11,22 +11,22 @@ from typing import Any
 from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.wire import TaskSpec
 
-_CALL, _BYTES_PER_SECOND = 2e-6, 1e10  # of one operator, and of one pass over memory with one thread
+_CALL, _BYTES_PER_SECOND = 2e-6, 1e10  # seconds of one operator; bytes/s of one thread
 
 
 def eager(operators: int, touched: int, threads: int) -> float:
-    """Seconds of ``operators`` that together read and write ``touched`` bytes."""
+    """Returns the seconds of ``operators`` operators that together read and write ``touched`` bytes."""
     return _CALL * operators + touched / (_BYTES_PER_SECOND * threads)
 
 
 def compiled(spec: TaskSpec, operators: int, touched: int, threads: int) -> float:
-    """Fused: the unavoidable bytes, and a quarter of the rest."""
+    """Returns the seconds of a fused model: it moves the unavoidable bytes and a quarter of the rest."""
     least = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs))
     return _CALL * (1 + operators / 4) + (least + max(0, touched - least) / 4) / (_BYTES_PER_SECOND * threads)
 
 
 def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads: int) -> float:
-    """Seconds of a plan: every node touches the buffers it names, on as many threads as it has blocks for."""
+    """Returns the seconds of a plan: each node touches the buffers it names, on as many threads as it has blocks."""
     sizes = {f"in:{i}": byte_count(t) for i, t in enumerate(spec.inputs)}
     sizes |= {f"out:{i}": byte_count(t) for i, t in enumerate(spec.outputs)}
     sizes |= {f"w:{i}": byte_count(t) for i, t in enumerate(spec.weights.values())}
@@ -48,7 +48,7 @@ def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads
 
 
 def extension(spec: TaskSpec, files: dict[str, str], threads: int) -> float:
-    """Seconds of an extension: one pass, and a call for each exported function."""
+    """Returns the seconds of an extension: one pass over memory, and one call per exported function."""
     least = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs, *spec.weights.values()))
     calls = sum(len(re.findall(r"REGISTER_BINDING", text)) for text in files.values())
     return _CALL * (2 + calls) + least / (_BYTES_PER_SECOND * threads)

@@ -1,17 +1,18 @@
-"""Whether what a worker tells of the device's clock can be true.
+"""Checks the times that a worker reports from the device's clock against the judge's own clock.
 
-In the extension and python formats the solution shares its process with the events that time it, and could forge them,
-or leave work to a stream that they do not cover.  So the judge's own clock sets a bound: what a chain of calls on
-different inputs, in one request, takes longer than one call, from the request until the judge holds a copy of all
-outputs.  The difference leaves out what a request costs; what an empty call of the same form costs, measured before
-anything untrusted was loaded, is taken off.  The device waits in a kernel of known length while the host enqueues the
-chain, so that an honest host's own time does not count.  How long it enqueues is the solution's own word, and what
-another stream does while the device waits is not seen: the wait is bounded by what eager's host needs.
+In the extension and python formats the solution shares its process with the CUDA events that time it. It could forge
+them, or run work on a stream that they do not cover. The judge therefore computes a lower bound: one request runs a
+chain of calls on different inputs, and the judge measures the wall time from the request until it holds a copy of all
+outputs. The wall of a chain minus the wall of a single call contains no cost per request; the cost of an empty call in
+the same form, measured before untrusted code is loaded, is subtracted. While the host enqueues the chain, the device
+waits in a kernel of known length, so that the host's time does not count. The solution itself reports how long it
+enqueues, and work on another stream during the wait is not seen: the wait is therefore limited by the time that eager's
+host needs.
 
-Times far below the bound are not believed.  Stopping and continuing processes and switching between their contexts
-makes walls longer by up to some tenths of a millisecond (H200), never shorter: so the shortest of several chains
-counts, and more of them are timed before anybody is accused.  What is left of the noise a chain divides by its length:
-a lie about a time that is shorter than that is not seen here, nor what fits into the wait.
+A time far below the bound is rejected. Stopping and continuing processes and switching contexts lengthen walls by some
+tenths of a millisecond (H200) and never shorten them: the shortest of several chains counts, and more are timed before
+a time is rejected. A chain divides the remaining noise by its length: the check misses a false time that is below this
+noise, and work that fits into the wait.
 """
 
 import math
@@ -23,21 +24,25 @@ LONGEST_CHAIN = 8
 _SHORTEST, _ENOUGH, _LONGEST = 4, 16, 1250  # in units: 64 us, 256 us and 20 ms
 _EMPTY_DELAY = 64  # units: longer than a host takes to enqueue the longest empty chain
 _ROUNDS, _MOST_ROUNDS = 3, 12  # the latter when in doubt
-CALLS = _ROUNDS * (1 + LONGEST_CHAIN)  # of a candidate that nobody doubts, at most, each on inputs of its own
-_LONG_ENOUGH = 5e-3  # seconds of calls that a chain needs at most
-_SLACK = 3e-4  # seconds that the shortest walls of two kinds of request may differ by, beside the device's time
+CALLS = _ROUNDS * (1 + LONGEST_CHAIN)  # most calls of a candidate that passes at once, each on different inputs
+_LONG_ENOUGH = 5e-3  # seconds: a chain needs no more calls than this
+_SLACK = 3e-4  # seconds by which the shortest walls of two kinds of request may differ, device time aside
 _SHARE = 0.8
 
 
 def longest(host: float) -> float:
-    """Seconds of the longest wait for a call that eager's host enqueues in ``host`` seconds."""
+    """Returns the longest wait in seconds for a call that eager's host enqueues in ``host`` seconds."""
     return 2 * host
 
 
 class CrossCheck:
     def __init__(self, slots: int, empty: Callable[[int, int], float], host: float) -> None:
-        """``empty``: wall seconds of a chain of so many empty calls, with a delay of so many units.  ``slots``: the
-        longest chain, at least 2.  ``host``: seconds in which eager's host enqueues a call."""
+        """Sets the bounds for one candidate.
+
+        Args:
+            slots: Longest chain, at least 2.
+            empty: Returns the wall seconds of a chain of that many empty calls with a delay of that many units.
+            host: Seconds in which eager's host enqueues a call."""
         self.delay = _SHORTEST
         self._allowed = longest(host)
         self._enqueues = 0.0
@@ -48,13 +53,14 @@ class CrossCheck:
         self._empty = max(0.0, walls.slope())
 
     def heard(self, host: float) -> None:
-        """For how long the host of one call enqueued it, as it says: the next call's delay covers that."""
+        """Records the host's reported seconds to enqueue one call; the delay of the next call covers them."""
         self._enqueues = min(1.5 * host, self._allowed)
         self.delay = max(_units(self._enqueues), min(_units(1.5 * host), _ENOUGH))
 
     def believe(self, told: float, chain: Callable[[int, int], tuple[float, float]]) -> tuple[float, str]:
-        """The time to report for a ``told`` median, and what is wrong with it (empty: nothing).  ``chain``: seconds of
-        so many calls with a delay of so many units: of the judge's wall, and of the host while it enqueued."""
+        """Returns the time to report for the median ``told``, and why it is rejected (empty: it is not). ``chain`` runs
+        so many calls with a delay of so many units; it returns wall seconds of the judge and enqueueing seconds of the
+        host."""
         count = min(max(2, math.ceil(_LONG_ENOUGH / max(told, 1e-6))), self._slots)
         delay = _units(count * self._enqueues)
         late: list[float] = []
@@ -71,7 +77,7 @@ class CrossCheck:
             if number + 1 >= _ROUNDS and told >= _SHARE * bound - _SLACK / (count - 1):
                 return told, ""
         if min(late) > 0:
-            return bound, ""  # the host takes longer than any delay: it is the host's time that counts
+            return bound, ""  # the host takes longer than any delay, so its time counts
         return bound, f"the device's clock says {told * 1e6:.0f} us of calls that take at least {bound * 1e6:.0f} us"
 
 
@@ -80,7 +86,7 @@ def _units(seconds: float) -> int:
 
 
 class _Walls:
-    """The shortest walls of chains of one call and of ``count``."""
+    """The shortest wall seconds of chains of one call and of ``count`` calls."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -91,5 +97,5 @@ class _Walls:
         self._long = min(self._long, wall(self._count))
 
     def slope(self) -> float:
-        """Seconds of one more call."""
+        """Returns the seconds of one more call."""
         return (self._long - self._short) / (self._count - 1)

@@ -1,10 +1,10 @@
-"""Memory and comparisons on the GPU: the counterpart of ``host`` (``buffers`` and ``check``), in the judge's context.
+"""Buffers and comparisons on the GPU, in the judge's CUDA context; ``host`` is the counterpart on the CPU.
 
-Areas are made here and exported by descriptor; a worker maps inputs and weights read-only, so that a write to them
-faults the worker alone, and this context and its data stay intact.  What a worker wrote is copied to memory of the
-judge's own before it is looked at.  Comparisons run on the device (``check.cu``), with the rules of ``check``.
+The judge allocates the areas and exports them by file descriptor. A worker maps inputs and weights read-only: a write
+to them faults the worker alone and leaves the judge's context intact. Outputs are copied to the judge's memory before
+they are compared. Comparisons run on the device (``check.cu``) by the rules of ``check``.
 
-``open_judge`` comes first.  One device, one thread.
+Call ``open_judge`` first. One device, one thread.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ _REAL = {
     "complex64": ("float32", 2),
     "complex128": ("float64", 2),
     "bool": ("uint8", 1),
-}  # compared as so many of these
+}  # compared as this many values of this type
 _NUMBERS = {
     "float32": "f", "float64": "d", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b", "uint8": "B",
 }  # fmt: skip
@@ -46,8 +46,8 @@ __all__ = [
 
 
 class Array:
-    """Bytes of the judge's own device memory.  Freed memory is kept for the next array of the same size: the driver's
-    own allocation waits for the device."""
+    """A buffer in the judge's device memory. Freed memory is reused for the next array of the same size, because an
+    allocation by the driver waits for the device."""
 
     _idle: ClassVar[dict[int, list[int]]] = {}
 
@@ -67,7 +67,7 @@ def _copied(address: int, size: int) -> Array:
 
 
 class Buffers(Layout):
-    """Both areas of one worker, as ``buffers.Buffers``."""
+    """The input and output area of one worker, as ``buffers.Buffers``."""
 
     def __init__(self, spec: TaskSpec, slots: int, values: bool = False, fixed: bool = False) -> None:
         super().__init__(spec, slots, values, fixed)
@@ -83,7 +83,7 @@ class Buffers(Layout):
         return [self._inputs.descriptor, self._outputs.descriptor]
 
     def fill(self, slot: int, inputs: Sequence[Array]) -> None:
-        """New values for the inputs, poison in the outputs; done when it returns."""
+        """Copies new values into the inputs and poison into the outputs; returns when both are done."""
         for offset, tensor, values in zip(self.slots[slot].inputs, self.spec.inputs, inputs, strict=True):
             driver.copy(self._inputs.address + offset, values.address, byte_count(tensor))
         word = int.from_bytes(bytes(0x60 + secrets.randbelow(16) for _ in range(4)), "little")
@@ -92,7 +92,7 @@ class Buffers(Layout):
         driver.synchronize()
 
     def outputs(self, slot: int) -> list[Array]:
-        """A copy of what the worker wrote."""
+        """Returns a copy of the outputs that the worker wrote."""
         return self.values(self.slots[slot].outputs, self.spec.outputs)
 
     def set_weights(self, weights: Sequence[Array]) -> None:
@@ -111,7 +111,7 @@ class Buffers(Layout):
 
 
 class _Judge:
-    """The kernels, where results are written, and what flushes the cache."""
+    """The comparison kernels, the memory for their results, and the memory that flushes the cache."""
 
     def __init__(self, image: bytes) -> None:
         self.module = driver.Module(image)
@@ -137,7 +137,10 @@ _judge: _Judge | None = None
 
 
 def open_judge(kernels: Path) -> None:
-    """Open the device in this process and load the built ``check.cu``.  ``driver.NoDevice`` when there is none."""
+    """Opens the device in this process and loads the built ``check.cu``.
+
+    Raises:
+        driver.NoDevice: The machine has no GPU."""
     global _judge
     driver.open_device()
     _judge = _Judge(kernels.read_bytes())
@@ -149,19 +152,19 @@ def _ours() -> _Judge:
 
 
 def pool_bytes() -> int:
-    """Most memory for one task's pool of inputs."""
+    """Returns the most bytes for one task's pool of inputs."""
     return min(_POOL_BYTES, driver.memory_bytes() // 16)
 
 
 def flush() -> None:
-    """Rewrite twice the L2 cache, kept lines and all: what the next call reads comes from memory."""
+    """Overwrites the L2 cache twice, persisting lines included: the next call reads from memory."""
     driver.forget_persisting_lines()
     driver.fill_bytes(_ours().flushed, secrets.randbelow(256), _ours().flush_bytes)
     driver.synchronize()
 
 
 def healthy() -> bool:
-    """Whether a comparison with a known answer comes out right: memory, a launch and a copy back."""
+    """Returns whether a comparison with a known answer is right: this tests memory, a launch and a copy back."""
     ones, twos, tensors = Array(4096), Array(4096), [Tensor((1024,), "float32")]
     for array, word in ((ones, 0x3F800000), (twos, 0x40000000)):
         driver.fill_words(array.address, word, 1024)
@@ -172,7 +175,7 @@ def healthy() -> bool:
 def mismatch(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> tuple[str, float]:
-    """What is wrong with ``actual`` (empty: nothing), and the largest absolute difference among finite values."""
+    """Returns how ``actual`` differs from ``expected`` (empty: equal), and the largest finite absolute difference."""
     largest = 0.0
     for index, (want, have, tensor) in enumerate(zip(expected, actual, tensors, strict=True)):
         message, difference = _compare(want, have, tensor, tolerance, cap)
@@ -216,7 +219,7 @@ def _number(array: Array, dtype: str, index: int) -> float:
 
 
 def same(first: Sequence[Array], second: Sequence[Array]) -> bool:
-    """Bit for bit."""
+    """Returns whether two lists of arrays are equal bit for bit."""
     for one, other in zip(first, second, strict=True):
         judge, n = _ours(), ctypes.c_longlong(one.size)
         if not one.size:
@@ -231,7 +234,7 @@ def same(first: Sequence[Array], second: Sequence[Array]) -> bool:
 
 
 def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
-    """Sums of squares: of the difference, and of the exact values (float64).  Nothing for other than floating types."""
+    """Returns sums of squares of the difference and of the exact values (float64); 0 for non-floating types."""
     if not tensor.dtype.startswith(("float", "bfloat")) or not have.size:
         return 0.0, 0.0
     judge, (dtype, count) = _ours(), _real(tensor)
@@ -243,7 +246,7 @@ def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
 
 
 def constant(values: Array, tensor: Tensor) -> bool:
-    """One value only (outputs of one number are not judged by this), or nothing finite."""
+    """Returns whether an output of several values holds only one distinct value, or no finite one."""
     judge, (dtype, count) = _ours(), _real(tensor)
     if not count:
         return False

@@ -1,4 +1,4 @@
-"""Memory and comparisons on the CPU: what ``device`` is on the GPU."""
+"""Buffers and comparisons on the CPU; ``device`` is the counterpart on the GPU."""
 
 import numpy
 
@@ -10,16 +10,16 @@ __all__ = ["Array", "Buffers", "constant", "distance", "flush", "healthy", "mism
 
 
 def pool_bytes() -> int:
-    """Most memory for one task's pool of inputs."""
+    """Returns the most bytes for one task's pool of inputs."""
     return 48 << 20
 
 
 def flush() -> None:
-    """Nothing: the judge's own filling and comparing leave little of a call in a processor's caches."""
+    """Does nothing: the judge's own fills and comparisons evict a call's data from the CPU's caches."""
 
 
 def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
-    """Sums of squares: of the difference, and of the exact values (float64).  Nothing for other than floating types."""
+    """Returns sums of squares of the difference and of the exact values (float64); 0 for non-floating types."""
     if not tensor.dtype.startswith(("float", "bfloat")):
         return 0.0, 0.0
     off = real(have, tensor.dtype).astype(numpy.float64).ravel() - exact.ravel()
@@ -27,13 +27,13 @@ def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
 
 
 def healthy() -> bool:
-    """Whether a comparison with a known answer comes out right."""
+    """Returns whether a comparison with a known answer is right."""
     ones, tensors = numpy.ones(1024, numpy.float32), [Tensor((1024,), "float32")]
     return not mismatch([ones], [ones], tensors, 0.1)[0] and bool(mismatch([ones], [2 * ones], tensors, 0.1)[0])
 
 
 def constant(values: Array, tensor: Tensor) -> bool:
-    """One value only (outputs of one number are not judged by this), or nothing finite."""
+    """Returns whether an output of several values holds only one distinct value, or no finite one."""
     flat = real(values, tensor.dtype).ravel()
     if flat.dtype.kind == "f" and flat.size and not numpy.isfinite(flat).any():
         return True

@@ -1,9 +1,9 @@
-"""Whose work a result is: what ran in one call, sorted into own kernels, library calls and torch, and what that says.
+"""Classifies the kernels that ran in one call as the solution's own, a library's or torch's, and derives advice.
 
-A plan's launcher is ours, so its list is exact; in the other formats the candidate's own process tells what ran
-(``observe``), which makes all of it advice.  Names are compared with the built library and the sources: a solution that
-wants to can call a kernel like one of cuBLAS, or the other way around.  Not covered: whether a library's kernel is a
-matrix product, a convolution or something else.
+Our launcher runs a plan, so its list is exact. In the other formats the candidate's own process reports what ran
+(``observe``), so the result is advice only. Names are compared with the built library and the sources: a solution can
+give its kernel a cuBLAS name, or the reverse. Not covered: whether a library kernel is a matrix product, a convolution
+or another operator.
 """
 
 import math
@@ -22,13 +22,13 @@ _LIBRARY = re.compile(
     r"|winograd\w*|nchwToNhwc\w*|nhwcToNchw\w*|fft2d\w*|convolve\w*_sgemm\w*|fmha\w*)\b",
 )  # fmt: skip
 _KINDS = ("own", "library", "torch", "memset", "unknown")
-_MOST, _LONGEST, _READ = 64, 120, 1000  # records; characters of a name that are kept, and looked at
+_MOST, _LONGEST, _READ = 64, 120, 1000  # most records; characters of a name that are kept, and that are read
 _SHOWN = 4
 
 
 def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran]:
-    """What the launcher of a plan runs in one call.  ``seconds``: of each node, as its worker told; nonsense counts as
-    not known."""
+    """Returns the kernels that the launcher of a plan runs in one call. ``seconds``: time of each node, as the worker
+    reports it; invalid values count as unknown."""
     rows: list[tuple[str, RanKind]] = []
     for node in nodes:
         if "memset" in node:
@@ -45,8 +45,9 @@ def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran
 
 
 def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes = b"") -> list[Ran]:
-    """What a worker told of a call, in one list or several (``observe.told``); a kernel without a kind gets one by its
-    name.  Nonsense is left out.  ``sources``: of the solution; ``library``: the content of what was built of them."""
+    """Returns the kernels that a worker reports for a call, in one list or several (``observe.told``). A kernel without
+    a kind is classified by its name; invalid records are dropped. ``sources``: the solution's; ``library``: bytes of
+    the library that was built from them."""
     text = "\n".join(sources)
     rows: list[tuple[str, RanKind, int, float | None]] = []
     for item in [item for part in told if isinstance(part, list) for item in part[:_MOST]]:
@@ -60,10 +61,10 @@ def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes 
 
 
 def kind_of(name: str, sources: str = "", library: bytes = b"") -> RanKind:
-    """Whose kernel a (demangled) name is.  The built library decides first; names in sources come last, because a
-    comment may hold any name."""
+    """Classifies a kernel by its (demangled) name. The built library decides first; names in sources come last, because
+    a comment may contain any name."""
     base = base_name(name)
-    plain = base.encode(errors="replace")  # half a character may be told, too
+    plain = base.encode(errors="replace")  # the worker may report half a character
     if base and (b"%d%b" % (len(plain), plain) in library or b"\0%b\0" % plain in library):  # C++ mangles; C does not
         return "own"
     if _TORCH.search(name):
@@ -89,7 +90,7 @@ def base_name(name: str) -> str:
 
 
 def short(name: str) -> str:
-    """A name that fits on a line: without the return type and the parameters."""
+    """Shortens a name to one line: without return type and parameters."""
     name = printable(name)
     cut = name.replace("(anonymous namespace)::", "").removeprefix("void ")
     depth = 0
@@ -102,8 +103,8 @@ def short(name: str) -> str:
 
 
 def advice(ran: Sequence[Ran], own_work: str) -> list[str]:
-    """What the kinds say: whether the result is the solution's own work.  ``own_work``: what a call must be seen to
-    run (``FormatTraits``)."""
+    """Returns advice on whether the work is the solution's own.  ``own_work``: what a call must run
+    (``FormatTraits``)."""
     if not ran:
         return []
     by_kind = {kind: [r for r in ran if r.kind == kind] for kind in _KINDS}
@@ -130,7 +131,7 @@ def _is_time(value: object) -> bool:
 
 
 def _merged(rows: Iterable[tuple[str, RanKind, int, float | None]]) -> list[Ran]:
-    """One record a name and kind, those with the largest share first."""
+    """Merges rows to one record per name and kind, largest share first."""
     found: dict[tuple[str, RanKind], Ran] = {}
     for name, kind, calls, share in rows:
         old = found.get((name, kind))

@@ -1,13 +1,13 @@
-"""What the device could do at best, and so which times cannot be: its peaks, and the floor of a time.
+"""Peak rates of a device, and the lower bound of a call's time that follows from them.
 
-The peak of a GPU's memory comes from the driver (memory clock, bus width), the arithmetic peaks from its generation,
-its processors and its clock.  A CPU has neither in a form that can be trusted in a virtual machine: there a copy is
-measured once and kept beside the baselines, and no arithmetic peak is known.
+The memory bandwidth of a GPU comes from the driver (memory clock, bus width); its arithmetic peaks come from compute
+capability, number of multiprocessors and clock. A virtual machine reports neither reliably for a CPU: there a memory
+copy is measured once and stored beside the baselines, and the arithmetic peak is unknown.
 
-The floor counts outputs only.  They are all written, because they are poisoned before each call and checked after it;
-how much of an input must be read depends on its values (an index, a mask) and on algebra (a diagonal), and nobody can
-say it of a task in general.  What may still lie in the last cache when the call ends is not counted either.  Not
-covered: a floor of arithmetic, which algebra lowers as well.
+The bound counts outputs only. Every output is written, because it is poisoned before each call and checked after it.
+How much of an input must be read depends on its values (an index, a mask) and on algebra (a diagonal), so inputs do not
+count. Output that may still lie in the last-level cache when the call ends does not count either. Not covered: a bound
+from arithmetic, which algebra can lower too.
 """
 
 import json
@@ -25,11 +25,11 @@ import numpy
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.wire import TaskSpec
 
-_MAJOR, _MINOR, _PROCESSORS = 75, 76, 16  # attributes of a device, as the driver numbers them
+_MAJOR, _MINOR, _PROCESSORS = 75, 76, 16  # numbers of the driver's device attributes
 _CLOCK_RATE, _MEMORY_CLOCK, _BUS_WIDTH = 13, 36, 37  # kHz, kHz, bits
 _PER_CYCLE = 2  # transfers of a memory clock: all of NVIDIA's memories are double data rate in this count
-# Dense operations of one processor in a cycle, by compute capability: those of its tensor cores where it has some for
-# the type.  Of capability 8.9, data-centre boards; GeForce has half of that.
+# Dense operations of one multiprocessor per cycle, by compute capability: those of its tensor cores where they support
+# the type.  For capability 8.9: data-centre boards; GeForce has half as many.
 _OPERATIONS: dict[tuple[int, int], dict[str, int]] = {
     (7, 0): {"float64": 64, "float32": 128, "float16": 1024},
     (7, 5): {"float32": 128, "float16": 1024},
@@ -39,7 +39,7 @@ _OPERATIONS: dict[tuple[int, int], dict[str, int]] = {
     (9, 0): {"float64": 256, "float32": 256, "tf32": 2048, "float16": 4096, "bfloat16": 4096},
     (10, 0): {"float64": 128, "float32": 256, "tf32": 4096, "float16": 8192, "bfloat16": 8192},
 }
-_GPU_SLACK = 1.05  # memory is never faster than its clock; for the clock's own error
+_GPU_SLACK = 1.05  # memory is never faster than its clock; this allows for an error of the clock
 _CPU_SLACK = 2.0  # a measured copy is no bound: reading alone is faster, and the machine may have been busy
 _COPY_ROUNDS, _COPY_BYTES = 5, (64 << 20, 256 << 20)
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
@@ -47,8 +47,8 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Peaks:
-    """Of one device.  ``operations``: a second, by type (``float32``, ``tf32``, ...).  ``cache_bytes``: of the last
-    cache, ``None`` where unknown.  ``slack``: how many times the peak a time may claim."""
+    """Peak rates of one device. ``operations``: per second by type (``float32``, ``tf32``, ...). ``cache_bytes``: size
+    of the last-level cache, ``None`` where unknown. ``slack``: the factor by which a time may beat the peak."""
 
     bytes_per_second: float | None = None
     cache_bytes: int | None = None
@@ -56,14 +56,14 @@ class Peaks:
     operations: dict[str, float] = field(default_factory=dict)
 
     def floor(self, written: int) -> float:
-        """Seconds that a call which writes so many bytes takes at least; 0 where nothing can be said."""
+        """Returns the least seconds of a call that writes ``written`` bytes; 0 where no bound is known."""
         if not self.bytes_per_second or self.cache_bytes is None:
             return 0.0
         return max(0, written - self.cache_bytes) / (self.bytes_per_second * self.slack)
 
     def operations_for(self, spec: TaskSpec, precision: str = "") -> float | None:
-        """Operations a second in the arithmetic of a task, or in that which a solution's error shows (``precision`` of
-        strict mode)."""
+        """Returns the operations per second at the precision of a task, or at ``precision``, which strict mode infers
+        from a solution's error."""
         types = [t.dtype for t in (*spec.inputs, *spec.weights.values(), *spec.outputs) if t.dtype in _FLOATING]
         kind = types[0] if types else ""
         if kind == "float32":
@@ -72,8 +72,8 @@ class Peaks:
 
 
 def below_physical_floor(seconds: float, eager: float, written: int, peaks: Peaks) -> str:
-    """What is wrong with a time that is shorter than writing the outputs takes (empty: nothing).  Where eager is as
-    fast, it is the floor that is wrong."""
+    """Returns why a time is impossible because it is shorter than writing the outputs takes (empty: it is possible).
+    Where eager is as fast, the floor is wrong and the time stands."""
     floor = peaks.floor(written)
     if not seconds < floor <= eager:
         return ""
@@ -84,7 +84,7 @@ def below_physical_floor(seconds: float, eager: float, written: int, peaks: Peak
 
 
 def of_gpu() -> Peaks:
-    """Of the device that is open in this process; what the driver does not tell is not known."""
+    """Returns the peaks of the device that is open in this process; rates missing from the driver are unknown."""
     major, minor, processors = (driver.attribute(which) for which in (_MAJOR, _MINOR, _PROCESSORS))
     clock = driver.attribute(_CLOCK_RATE) * 1e3
     memory = _PER_CYCLE * driver.attribute(_MEMORY_CLOCK) * 1e3 * driver.attribute(_BUS_WIDTH) / 8
@@ -94,8 +94,8 @@ def of_gpu() -> Peaks:
 
 
 def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[None]], again: bool = False) -> Peaks:
-    """From ``file``, or measured while ``quiet()`` holds and kept there.  ``again``: measured in any case; the best of
-    both is kept, because other programs only ever make a copy slower."""
+    """Returns the CPU's peaks from ``file``; without it, measures them while ``quiet()`` holds and writes the file.
+    ``again``: measures anyway and keeps the best, because other programs only ever slow a copy down."""
     known = 0.0
     with suppress(OSError, ValueError, TypeError):
         kept = Peaks(**json.loads(file.read_text()))
@@ -105,7 +105,7 @@ def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[
     cache = cache_bytes(Path("/sys/devices/system/cpu"), sorted(os.sched_getaffinity(0)))
     with quiet():
         peaks = Peaks(max(known, copy_bytes_per_second(threads, cache or 0)), cache, _CPU_SLACK)
-    with suppress(OSError):  # a full disk, say: it is measured again then
+    with suppress(OSError):  # for example a full disk: the next call measures again
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
             json.dump(asdict(peaks), new)
@@ -114,7 +114,7 @@ def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[
 
 
 def copy_bytes_per_second(threads: int, cache: int = 0) -> float:
-    """Bytes read and written a second by so many threads that copy more than ``cache`` holds: the best of a few."""
+    """Returns bytes read and written per second by ``threads`` that copy more than ``cache`` bytes: best of a few."""
     least, most = _COPY_BYTES
     count = min(max(4 * cache, least), most) // threads
     areas = [(numpy.ones(count, numpy.uint8), numpy.zeros(count, numpy.uint8)) for _ in range(threads)]
@@ -131,7 +131,7 @@ def copy_bytes_per_second(threads: int, cache: int = 0) -> float:
 
 
 def cache_bytes(folder: Path, processors: Sequence[int]) -> int | None:
-    """All of the largest caches of these processors, each counted once; ``None`` where the system does not say."""
+    """Returns the bytes of these processors' last-level caches, each counted once; ``None`` where unknown."""
     found: dict[tuple[int, str], int] = {}
     for processor in processors:
         for index in folder.glob(f"cpu{processor}/cache/index*"):

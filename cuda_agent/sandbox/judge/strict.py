@@ -1,11 +1,11 @@
-"""Strict mode: a number for people, where quick mode is a training reward.
+"""Strict mode measures a solution for a report; quick mode measures it for a training reward.
 
-A solution is checked on inputs of many kinds, and its error against the model in double precision is set beside
-eager's own; it is timed until the speed-up's interval is narrow; and its time is set beside eager and ``torch.compile``
-at every precision, so that a gain that is only a rougher arithmetic shows as one.
+Strict mode checks a solution on inputs of many kinds and compares its error against the float64 model with eager's own
+error. It times the solution until the confidence interval of the speed-up is narrow, and reports eager and
+``torch.compile`` at every precision, so that a gain that comes from lower precision alone is visible.
 
-The yardstick of a task (baselines, eager's errors) is measured once and kept with its baselines.  Not covered: inputs
-that are not contiguous (no format ever sees any), training mode, gradients.
+The references of a task (baseline times, eager's errors) are measured once and stored with its baselines. Not covered:
+non-contiguous inputs (no format ever receives one), training mode, gradients.
 """
 
 import itertools
@@ -22,19 +22,19 @@ from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
 from cuda_agent.sandbox.wire import KINDS, baseline
 
-_INPUTS = 10  # at least so many; normal ones fill up where kinds are not possible
+_INPUTS = 10  # fewest inputs; normal ones replace the kinds that a task does not allow
 _PRECISIONS = {"cpu": ("fp32",), "cuda": ("fp32", "tf32", "bf16")}
 _MODES = {"compile": "", "max_autotune": "max-autotune-no-cudagraphs"}
 _TIMED = ("fp32", "tf32")  # precisions for which compiled baselines are measured
-_AS_GOOD = 4.0  # times eager's own error that a solution may have where that is more than the tolerance allows
-_PAIRS, _SECONDS = (12, 400), 5.0  # of timed calls: at least, at most, and for how long
+_AS_GOOD = 4.0  # error allowed as a multiple of eager's, where eager itself exceeds the tolerance
+_PAIRS, _SECONDS = (12, 400), 5.0  # fewest and most timed pairs of calls, and seconds for all
 _NARROW = 0.02  # width of the speed-up's interval, relative
 _RESAMPLES = 400
 
 
 def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
-    """Of a task: ``seconds`` of every baseline, relative ``errors`` of eager by precision, ``failed`` baselines.  Made
-    when the cache does not have it."""
+    """Returns ``seconds`` of every baseline, relative ``errors`` of eager by precision, and the ``failed`` baselines of
+    a task. They are measured when the cache lacks them."""
     if not prepared.baselines.strict:
         prepared.baselines.strict = _measure(prepared)
         prepared.save()
@@ -51,7 +51,7 @@ def _measure(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
         if entry.exact is not None:
             found["errors"][precision] = error(prepared, oracle.outputs(entry.inputs), entry.exact)
             if precision != "fp32" and found["errors"][precision] == found["errors"]["fp32"]:
-                del found["errors"][precision]  # nothing in this task depends on it
+                del found["errors"][precision]  # the task does not depend on the precision
                 continue
         eager = baseline("eager", precision)
         found["seconds"][eager] = prepared.medians(oracle, careful=True)[0]
@@ -69,7 +69,7 @@ def _measure(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
 
 
 def error(prepared: PreparedTask, have: Sequence[Any], exact: Sequence[Any]) -> float:
-    """Relative error in the 2-norm, over all floating outputs."""
+    """Returns the relative error in the 2-norm, over all floating outputs."""
     squares = [prepared.memory.distance(h, e, t) for h, e, t in zip(have, exact, prepared.spec.outputs, strict=True)]
     off, norm = sum(s[0] for s in squares), sum(s[1] for s in squares)
     return math.sqrt(off / norm) if norm > 0 else math.sqrt(off)
@@ -78,8 +78,8 @@ def error(prepared: PreparedTask, have: Sequence[Any], exact: Sequence[Any]) -> 
 def check(
     prepared: PreparedTask, call: Callable[[Any, str], list[Any]], tolerance: float
 ) -> tuple[dict[str, Any], str]:
-    """Check a candidate (``call`` runs it) on inputs of every kind.  Gives what there is to say, and what is wrong
-    (empty: nothing)."""
+    """Checks a candidate, which ``call`` runs, on inputs of every kind. Returns the facts for the report, and the
+    reason for a refusal (empty: none)."""
     said: dict[str, Any] = {"kinds": {}, "skipped": [], "error": 0.0, "eager_error": 0.0, "repeatable": True}
     count = 0
     for number, kind in enumerate(itertools.chain(KINDS, itertools.repeat("normal"))):
@@ -107,9 +107,9 @@ def check(
 
 
 def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, mine: float) -> bool:
-    """Whether ``mine``, the candidate's error against the exact outputs, is at most ``_AS_GOOD`` times eager's own at
-    one of the precisions in ``_TIMED``.  On some inputs the result nearly cancels out, and eager's rounding alone is
-    beyond the tolerance."""
+    """Returns whether ``mine``, the candidate's error against the exact outputs, is at most ``_AS_GOOD`` times eager's
+    error at one of the precisions in ``_TIMED``. On inputs whose result nearly cancels out, eager's rounding error
+    alone exceeds the tolerance."""
     for precision in _PRECISIONS[prepared.settings.device]:
         if precision in _TIMED:
             eagers = error(prepared, prepared.outputs_at(entry.inputs, precision), entry.exact or [])
@@ -119,7 +119,7 @@ def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, mine: float) -> 
 
 
 def precision_of(own: float, errors: dict[str, float]) -> str:
-    """The most exact arithmetic that explains a relative error on normal inputs; empty when nothing was measured."""
+    """Returns the most exact precision that explains a relative error on normal inputs; empty without measurements."""
     if not errors:
         return ""
     for name, eagers in errors.items():  # from the most exact one
@@ -129,7 +129,8 @@ def precision_of(own: float, errors: dict[str, float]) -> str:
 
 
 def time_pairs(candidate: Callable[[], float], eager: Callable[[], float]) -> tuple[list[float], list[float]]:
-    """Seconds of the candidate and of eager, in turn, until the interval of their ratio is narrow or time is up."""
+    """Returns seconds of the candidate and of eager, timed in turn until their ratio's interval is narrow or time is
+    up."""
     mine: list[float] = []
     anchors: list[float] = []
     end = time.monotonic() + _SECONDS
@@ -144,7 +145,7 @@ def time_pairs(candidate: Callable[[], float], eager: Callable[[], float]) -> tu
 
 
 def interval(mine: Sequence[float], eager: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the ratio of medians, by resampling the pairs."""
+    """Returns the 95 % confidence interval of the ratio of medians, by resampling the pairs."""
     generator = numpy.random.default_rng(0)
     rows = numpy.array([mine, eager])
     picks = generator.integers(0, rows.shape[1], (_RESAMPLES, rows.shape[1]))

@@ -1,9 +1,9 @@
-"""One trial: a candidate's worker, checked on secret inputs and then timed, and what ends it.
+"""One trial runs a candidate's worker: it checks the candidate on secret inputs, times it, and ends it.
 
-A candidate is checked on fresh secret inputs first; then it is timed by this process's own clock, from the request to
-the answer and minus the empty call (measured before the candidate is loaded), interleaved with an eager anchor.  Every
-call, timed or not, has inputs of its own and its outputs checked: there is no call that a candidate could recognise
-and leave out.  Only here, in ``decisions`` and in ``judge`` is a status decided.
+The checks use fresh secret inputs and come first. The judge's own clock then times each call from request to answer,
+minus the empty call (measured before the candidate is loaded), interleaved with an eager anchor. Every call, timed or
+not, has different inputs and its outputs are checked: a candidate cannot recognise a call that it may skip. A status is
+decided only here, in ``decisions`` and in ``judge``.
 """
 
 import contextlib
@@ -30,20 +30,20 @@ from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 from cuda_agent.sandbox.messages import CandidateBuffers, EvaluateRequest, WorkerOperation
 from cuda_agent.sandbox.wire import FormatTraits, Verdict, baseline
 
-_SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # three slots for what is smaller, two for the rest
-_NULL_CALLS = (7, 2)  # of the first worker of a task and format, and of a later one
-_FEWEST_TIMED = {"cpu": 4, "cuda": 20}  # calls on a GPU cost little beside the start of its worker
+_SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # a task up to this size gets three slots, a larger one two
+_NULL_CALLS = (7, 2)  # empty calls of the first worker of a task and format, and of later ones
+_FEWEST_TIMED = {"cpu": 4, "cuda": 20}  # GPU calls are cheap compared with the worker's start
 _ENOUGH_SECONDS = 0.2
 _OBSERVE_SECONDS = 5.0  # for one observed call, the profiler's start included
-_AUDIT = 2  # times the tolerance: who was right in every check is not to stumble over one value among many calls
-_DRIFT = 0.01  # of the eager anchor: beyond it the baseline is measured anew
-_FINDING_SECONDS = 30.0  # more for a solution that compiled: torch.compile traces it again to find what it made
-_ALONE_CALLS, _BESIDE = 3, 1.03  # of eager without the candidate, and how much longer it may take beside it
-_FILES = ("runtime", "library", "image")  # of what is loaded
+_AUDIT = 2  # multiple of the tolerance in timed calls: one value among many calls must not fail a correct solution
+_DRIFT = 0.01  # relative drift of the eager anchor above which the baseline is measured again
+_FINDING_SECONDS = 30.0  # added for a solution that compiled: torch.compile traces again to find its result
+_ALONE_CALLS, _BESIDE = 3, 1.03  # eager calls without the candidate; allowed slowdown beside it
+_FILES = ("runtime", "library", "image")  # files of a load request
 
 
 class Trial:
-    """One candidate worker, from start to the last timed call."""
+    """One candidate worker, from its start to the last timed call."""
 
     def __init__(self, workers: WorkerPool, prepared: PreparedTask, request: EvaluateRequest, verdict: Verdict) -> None:
         self._settings = workers.settings
@@ -72,8 +72,8 @@ class Trial:
         self._seen: list[list[Any]] = []  # outputs of earlier calls: a later call must not give them again
 
     def run(self, timed: bool) -> None:
-        """Start, check and, if ``timed``, time.  Raises ``CandidateRefused`` where the candidate fails, ``TaskError``
-        where the reference does."""
+        """Starts and checks the candidate and, if ``timed``, times it. Raises ``CandidateRefused`` where the candidate
+        fails, ``TaskError`` where the reference fails."""
         strictly = self._verdict.mode == "strict"
         self.start()
         if strictly:
@@ -96,7 +96,7 @@ class Trial:
             self.eager_alone()
 
     def start(self) -> None:
-        """Fork, time the empty call, load."""
+        """Forks the worker, times the empty call, and loads the solution."""
         begin = time.perf_counter()
         request = self._request
         with self._lease.working(), self._judged():
@@ -121,7 +121,7 @@ class Trial:
         self._verdict.phases["start"] = time.perf_counter() - begin
 
     def _open(self, profiler: bool = False) -> None:
-        """A worker, and its buffers, before anything of the solution's."""
+        """Starts a worker and allocates its buffers, before the solution is loaded."""
         request, buffers = self._request, self._buffers
         place, workers = request["load"].get("place"), self._workers
         self._worker = worker = workers.locked(place, profiler) if place else workers.candidate(profiler)
@@ -154,7 +154,7 @@ class Trial:
         self._verdict.phases["check"] = time.perf_counter() - begin
 
     def strict(self) -> None:
-        """Check on inputs of many kinds, with errors against double precision."""
+        """Checks on inputs of many kinds and measures errors against float64."""
         begin = time.perf_counter()
         prepared, verdict = self._prepared, self._verdict
 
@@ -169,7 +169,7 @@ class Trial:
         verdict.phases["check"] = time.perf_counter() - begin
 
     def strict_time(self) -> None:
-        """Time in turn with eager, in single precision, until the speed-up's interval is narrow."""
+        """Times the candidate and eager in turn, in single precision, until the interval of the speed-up is narrow."""
         prepared, verdict = self._prepared, self._verdict
         yard = strict.strict_baselines(prepared)
         begin = time.perf_counter()
@@ -216,8 +216,8 @@ class Trial:
         verdict.phases["time"] = time.perf_counter() - begin
 
     def _believed(self, told: float) -> float:
-        """The median ``told``, if the judge's own clock and the device's bandwidth allow it; raises
-        ``CandidateRefused`` else.  The caller holds the lease."""
+        """Returns the median ``told`` if the judge's clock and the device's bandwidth allow it, else raises
+        ``CandidateRefused``. The caller holds the lease."""
         seconds, doubt = told, ""
         if self._cross:
             with self._judged("in a timed call"):
@@ -229,8 +229,8 @@ class Trial:
         return seconds
 
     def observe(self) -> None:
-        """Fill in what ran, by one more call or two after all that counts: a failure changes nothing else.  Quick mode
-        asks for it where the static rules found something."""
+        """Records which kernels ran, in one or two calls after all others: a failure here changes no result. Quick mode
+        calls it where the static rules found something."""
         request, verdict = self._request, self._verdict
         plan, strict_mode = self._traits.host_is_ours, verdict.mode == "strict"
         nodes = request["load"]["nodes"] if plan else []
@@ -251,7 +251,7 @@ class Trial:
             if strict_mode and self._settings.device == "cuda" and not missing:
                 kernels, missing = self._profiled()
             ran = legality.of_call([kernels, told], request["files"].values(), library)
-            if self._fixed:  # a share is a time, and so is their order
+            if self._fixed:  # shares are times, and their order follows from times
                 ran = sorted((replace(r, share=None) for r in ran), key=lambda r: (r.name, r.kind))
             verdict.ran = ran
             verdict.advice += legality.advice(verdict.ran, self._traits.own_work)
@@ -260,7 +260,7 @@ class Trial:
         verdict.phases["observe"] = time.perf_counter() - begin
 
     def _profiled(self) -> tuple[Any, str]:
-        """The kernels of one call, in a worker of its own: torch's profiler must be ready before the walls close."""
+        """Returns the kernels of one call in a new worker: torch's profiler must start before the worker locks."""
         self.end()
         try:
             with self._lease.working():
@@ -272,7 +272,7 @@ class Trial:
         return (None, missing) if missing else self._observed(WorkerOperation.OBSERVE_KERNELS)
 
     def _observed(self, operation: WorkerOperation, first: bool = False) -> tuple[Any, str]:
-        """What the worker tells of one more call, and why it tells nothing.  ``first``: it still prepares things."""
+        """Returns the worker's report on one more call, or why there is none. ``first``: the call prepares state."""
         worker = self._worker
         if worker is None or not worker.alive:
             return None, "the solution has ended"
@@ -299,7 +299,7 @@ class Trial:
         return cost.extension(spec, request["files"], threads)
 
     def time(self) -> None:
-        """Time as few calls as tell whether the candidate is 5 % faster, against an interleaved eager anchor."""
+        """Times the fewest calls that show whether the candidate is 5 % faster, against an interleaved eager anchor."""
         begin = time.perf_counter()
         prepared, verdict = self._prepared, self._verdict
         fewest = _FEWEST_TIMED[self._settings.device]
@@ -341,8 +341,8 @@ class Trial:
         verdict.phases["time"] = time.perf_counter() - begin
 
     def eager_alone(self) -> None:
-        """On a GPU, where eager's time beside the candidate counts: eager again once the candidate is gone, and with it
-        whatever it left running, since a stopped process does not stop its kernels.  The last step."""
+        """Times eager again after the candidate has ended, on a GPU where eager's time beside it counts: kernels of a
+        stopped process keep running. This is the last step."""
         if self._settings.device == "cpu" or self._anchor is None:
             return
         self.end()
@@ -365,7 +365,7 @@ class Trial:
     # ------------------------------------------------------------------------------------------------------------ calls
 
     def _take(self, timing: bool = False) -> PoolEntry:
-        """The next inputs that this candidate has not seen.  ``timing``: the lease is held already."""
+        """Returns the next inputs that this candidate has not seen. ``timing``: the caller holds the lease."""
         entry = self._prepared.entry(self._next, timing)
         self._next += 1
         return entry
@@ -385,7 +385,7 @@ class Trial:
         return seconds_of_call(self._settings.device, wall, told), outputs
 
     def _chain(self, count: int, delay: int) -> tuple[float, float]:
-        """A chain of calls on inputs of their own, each one checked: seconds of the wall and of the host."""
+        """Runs a chain of calls on different inputs and checks each. Returns wall seconds and the host's seconds."""
         entries = [self._take(timing=True) for _ in range(count)]
         assert self._worker
         self._worker.stop()
@@ -397,13 +397,13 @@ class Trial:
         return wall, host
 
     def _chained(self, operation: WorkerOperation, count: int, delay: int) -> tuple[float, float, list[list[Any]]]:
-        """Seconds from the request until the outputs are copied, of the host while it enqueued; and the outputs."""
+        """Returns seconds from request to copied outputs, seconds of the host's enqueueing, and the outputs."""
         assert self._worker
         self._worker.stop()
         self._memory.flush()
         begin = time.perf_counter()
         wall, told = self._worker.timed(operation, count, delay)
-        seconds_of_call(self._settings.device, wall, told)  # no nonsense
+        seconds_of_call(self._settings.device, wall, told)  # refuses invalid numbers
         outputs = [self._buffers.outputs(slot) for slot in range(count)]
         return time.perf_counter() - begin, told[1], outputs
 
@@ -413,10 +413,10 @@ class Trial:
 
     @contextlib.contextmanager
     def _judged(self, when: str = "") -> Iterator[None]:
-        """Turn the death or error of the worker into a refusal.
+        """Turns the death or error of the worker into a refusal.
 
         Raises:
-            CandidateRefused: the worker died, or the solution raised.
+            CandidateRefused: The worker died, or the solution raised.
         """
         try:
             yield

@@ -1,6 +1,6 @@
-"""Starts the jailed workers of one judge, and keeps one candidate's worker started in advance.
+"""Starts the jailed workers of one judge, and keeps one candidate worker started in advance.
 
-Not covered: what a worker is asked (``trial``, ``reference_client``), and its watchdog (``jail.processes``).
+Not covered: requests to workers (``trial``, ``reference_client``), and their watchdog (``jail.processes``).
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def get_init_inputs():
 
 
 class WorkerPool:
-    """Starts jailed workers: keeps the warm parents and the private folders."""
+    """Starts jailed workers; owns their warm parents and private folders."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -49,7 +49,7 @@ class WorkerPool:
         self._compiling: WarmParent | None = None
         self._ready = False
         self._spare: JailedProcess | None = None
-        self.areas = buffers.Spare()  # on a processor
+        self.areas = buffers.Spare()  # on the CPU
 
     @property
     def torch(self) -> str:
@@ -59,13 +59,13 @@ class WorkerPool:
         return self._plain.torch
 
     def candidate(self, profiler: bool = False) -> JailedProcess:
-        """A single-use worker that reads its own folder and writes nothing but the outputs it is given later.
+        """Starts a single-use worker that reads its private folder and writes only its output area.
 
         Args:
-            profiler: whether torch's profiler watches its kernels; such a worker must not be timed.
+            profiler: Whether torch's profiler records its kernels; such a worker must not be timed.
 
         Raises:
-            NotStarted: it ended before its walls were closed.
+            NotStarted: It ended before it was locked.
         """
         spare, self._spare = (None, self._spare) if profiler else (self._spare, None)
         if spare is not None and spare.alive:
@@ -77,7 +77,7 @@ class WorkerPool:
         return worker
 
     def start_spare(self) -> None:
-        """Begin to start the next candidate's worker; does not wait for it."""
+        """Begins to start the next candidate's worker and returns at once."""
         if self._spare is None or not self._spare.alive:
             self._spare = self._start_candidate()
 
@@ -92,7 +92,7 @@ class WorkerPool:
         return int(self.settings.run_seconds * self.settings.threads * 4) + 60
 
     def reference(self) -> JailedProcess:
-        """A worker for one task, with a small private folder: libraries make their cache folders when imported."""
+        """Starts a worker for one task, with a small private folder: libraries create cache folders on import."""
         assert self.torch
         home = self._home()
         worker = self._start(self._plain, "reference", jail.JailPolicy(write=(str(home),), file_mb=16), home)
@@ -100,13 +100,13 @@ class WorkerPool:
         return worker
 
     def compiler(self) -> tuple[JailedProcess, str]:
-        """A reference worker that may run the C++ compiler, and the folder of what the warm-up found out."""
+        """Starts a reference worker that may run the C++ compiler; returns it and the warm-up's folder."""
         self._parent_that_compiles()
         known = str(self._known())
         return self._start_compiler(self._home(), (known,)), known
 
     def locked(self, place: dict[str, Any], profiler: bool = False) -> JailedProcess:
-        """A candidate's worker that also reads what the solution's first pass left.  It starts no program either."""
+        """Starts a candidate worker that also reads its first pass's folder; it may start no program either."""
         parent, home = self._parent_that_compiles(), self._home()
         policy = jail.JailPolicy(read=(str(home), place["folder"]), file_mb=0)
         where = {"folder": place["folder"], "environment": place["environment"]}
@@ -146,7 +146,7 @@ class WorkerPool:
         policy = replace(
             policy,
             read=(*jail.SYSTEM_READ, *jail.PYTHON, *policy.read),
-            # Virtual (what is really used is the watchdog's business); the CUDA driver maps more than any limit.
+            # Virtual memory (the watchdog limits resident memory); the CUDA driver maps more than any limit.
             memory_mb=2 * settings.memory_mb if settings.device == "cpu" else 0,
             cpu_seconds=cpu_seconds,
             read_any=True,
@@ -163,19 +163,19 @@ class WorkerPool:
         return JailedProcess(parent, options, policy, settings.memory_mb, home, self._groups)
 
     def _known(self) -> Path:
-        """What compiling workers share, made by a trusted warm-up when this machine's cache has none."""
+        """Returns the folder that compiling workers share; a trusted warm-up fills it once per machine."""
         key = hashlib.sha256(f"{self.torch}|{processor()}|{sys.version}".encode()).hexdigest()[:32]
         known = Path(self.settings.cache) / "inductor" / key
         if known.exists():
             return known
         known.parent.mkdir(parents=True, exist_ok=True)
         with open(known.parent / f"{key}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two judges start at the same time; one of them does it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of two judges that start at the same time, one does it
             if known.exists():
                 return known
             home = self._home()
             oracle = ReferenceClient(self._start_compiler(home), _WARM_UP, 0, self.settings)
-            with contextlib.suppress(WorkerError, WorkerDied):  # compiling fails here: then it will for the task
+            with contextlib.suppress(WorkerError, WorkerDied):  # a compiler that fails here fails for the task too
                 oracle.compile(oracle.inputs(0) or [], "")
             staged = Path(tempfile.mkdtemp(dir=known.parent))
             if (home / "headers").exists():
