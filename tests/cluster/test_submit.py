@@ -106,7 +106,7 @@ def test_a_name_that_is_taken_changes_nothing(as_user):
     before = place.get("Workflow", "taken")["metadata"]["uid"]
     with pytest.raises(ClusterError, match="already exists") as refused:
         send(place, "taken")
-    assert refused.value.code == 78 and place.get("Workflow", "taken")["metadata"]["uid"] == before
+    assert refused.value.exit_code == 78 and place.get("Workflow", "taken")["metadata"]["uid"] == before
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def test_a_pool_that_does_not_become_ready_says_why(plane, as_user, monkeypatch)
     monkeypatch.setattr(run_pools, "POOL_SECONDS", 0.0)
     with pytest.raises(ClusterError, match="No server of starved-workspace became ready") as error:
         run_pools.make_pools(as_user("admin"), base_pools(), "starved", smoke())
-    assert error.value.code == 75 and "it has no pods" in str(error.value)
+    assert error.value.exit_code == 75 and "it has no pods" in str(error.value)
     run_pools.remove_pools(as_user("admin"), "starved")
 
 

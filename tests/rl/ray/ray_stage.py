@@ -23,7 +23,7 @@ def main(folder: Path, inputs: Path, settings: str) -> int:
         warmup.run(ctx)
     except StageError as error:
         print(error)
-        return error.code
+        return error.exit_code
     return 0
 
 
