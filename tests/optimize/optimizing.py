@@ -1,18 +1,24 @@
 """A problem, solutions of it, and runs of `optimize` against a scripted server, for the tests of its parts."""
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from chat_server import Script, Served, call, serve
 
 from cuda_agent.agent.progress import Event
 from cuda_agent.config import SandboxConfig
+from cuda_agent.optimize import search
 from cuda_agent.optimize.attempt import Terms
 from cuda_agent.optimize.folder import SearchOrder
 from cuda_agent.optimize.search import SearchOutcome, optimize
+from cuda_agent.sandbox.client import open_sandbox
+from cuda_agent.sandbox.local import LocalSandbox
 
 MODEL = """import torch
 
@@ -50,11 +56,36 @@ SANDBOX = SandboxConfig(clock="model", memory_mb=600)
 TERMS = Terms(turns=12, context=20_000, answer_tokens=2000, target=1.01)
 
 
+class SharedSandbox:
+    """One sandbox for many runs: its processes import torch once.  A search that is stopped kills its judges; the next
+    run then gets a new sandbox."""
+
+    def __init__(self, cache: Path) -> None:
+        self.cache, self.runner, self.opened = cache, asyncio.Runner(), contextlib.AsyncExitStack()
+        self.sandbox: LocalSandbox | None = None
+
+    @contextlib.asynccontextmanager
+    async def open(self, settings: SandboxConfig, cache: Path) -> AsyncIterator[LocalSandbox]:
+        assert cache == self.cache
+        killed = self.sandbox and any(judge._killed for judge in self.sandbox._judges)
+        if self.sandbox is None or killed or self.sandbox.config != settings:
+            await self.opened.aclose()
+            self.sandbox = await self.opened.enter_async_context(open_sandbox(settings, cache))
+        yield self.sandbox
+
+    def close(self) -> None:
+        self.runner.run(self.opened.aclose())
+        self.runner.close()
+
+
 class Run:
     """One run in ``folder``, and what it told."""
 
-    def __init__(self, folder: Path, cache: Path, sandbox: SandboxConfig = SANDBOX) -> None:
+    def __init__(
+        self, folder: Path, cache: Path, sandbox: SandboxConfig = SANDBOX, shared: SharedSandbox | None = None
+    ) -> None:
         self.folder, self.cache, self.sandbox, self.events = folder, cache, sandbox, list[Event]()
+        self.shared = shared
         self.served: Served | None = None
 
     def __call__(self, script: Script, *, resume: bool = False, stop_at: Any = None, **changes: Any) -> SearchOutcome:
@@ -77,8 +108,11 @@ class Run:
             order = SearchOrder(**({"base_url": url, "model": "scripted", "terms": replace(TERMS, **terms)} | rest))
             return await optimize(order, self.sandbox, self.cache, source, self.folder / "out", resume, watch, stop)
 
-        with serve(script) as self.served:
-            return asyncio.run(work(self.served.url))
+        with serve(script) as self.served, pytest.MonkeyPatch.context() as patch:
+            if self.shared is None:
+                return asyncio.run(work(self.served.url))
+            patch.setattr(search, "open_sandbox", self.shared.open)
+            return self.shared.runner.run(work(self.served.url))
 
     def kinds(self, kind: str) -> list[Event]:
         return [event for event in self.events if event["kind"] == kind]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from chat_server import call, said, serve, turn_of
-from optimizing import DONE, KERNEL, MODEL, PROFILE, WRITE, Run, plan
+from optimizing import DONE, KERNEL, MODEL, PROFILE, WRITE, Run, SharedSandbox, plan
 
 from cuda_agent.agent.progress import read_events, replayed
 from cuda_agent.errors import TaskError
@@ -26,9 +26,16 @@ def cache(tmp_path_factory):
     return made_once.share(tmp_path_factory.mktemp("optimize") / "cache")
 
 
+@pytest.fixture(scope="session")
+def shared(cache):
+    shared = SharedSandbox(cache)
+    yield shared
+    shared.close()
+
+
 @pytest.fixture
-def run(tmp_path, cache):
-    return Run(tmp_path, cache)
+def run(tmp_path, cache, shared):
+    return Run(tmp_path, cache, shared=shared)
 
 
 def test_a_model_that_works_gets_a_folder_with_everything(run):
