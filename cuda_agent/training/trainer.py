@@ -68,7 +68,7 @@ class Trainer:
         self.device, self.lease = torch.device(device), lease
         self.precision = fast_precision(self.device) if precision == "auto" else precision
         self.step = 0  # optimizer steps taken
-        self.seconds = 0.0  # spent in steps; a schedule by time resumes from here
+        self.seconds = 0.0  # spent in steps of imitation; a schedule by time resumes from here
         trunk = self.trunk
         _without_dropout(trunk)
         model.train(gradient_checkpointing)
@@ -195,9 +195,9 @@ class Trainer:
             for parameter, gradient in zip(self.parameters, gradients, strict=False):
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-            metrics = _merged(metrics, {name: float(value) for name, value in measured.items()})
+            metrics = losses.added(metrics, {name: float(value) for name, value in measured.items()})
         if self._root is not None:
-            metrics = functools.reduce(_merged, sharding.from_all(metrics))
+            metrics = functools.reduce(losses.added, sharding.from_all(metrics))
         with self.working():
             norm = float(sharding.whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)))
             if math.isfinite(norm):
@@ -260,14 +260,6 @@ class Trainer:
         checkpoint.restore(table, self.trained(), self.optimizers)
         torch.set_rng_state(random)
         self.step, self.seconds = int(step), float(seconds)
-
-
-def _merged(known: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    """Returns the sum of two parts of a step's metrics; the maximum for metrics named ``*_max``."""
-    return {
-        name: max(known.get(name, 0.0), value) if name.endswith("_max") else known.get(name, 0.0) + value
-        for name, value in more.items()
-    }
 
 
 def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:

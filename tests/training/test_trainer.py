@@ -430,14 +430,6 @@ def test_a_model_that_caps_its_logits_is_refused():
         Trainer(model, row_tokens=256)
 
 
-def test_the_rate_rises_then_falls_with_the_share_of_the_training_that_is_done():
-    for schedule in ("linear", "cosine"):
-        rates = [recipes.learning_rate(step / 100, 1.0, schedule, warmup=0.1) for step in range(101)]
-        assert rates[10] == 1.0 and rates[100] == pytest.approx(0)
-        assert rates[:11] == sorted(rates[:11]) and rates[10:] == sorted(rates[10:], reverse=True)
-    assert recipes.learning_rate(0.9, 1.0, "constant") == 1.0
-
-
 def test_time_ends_imitation_as_steps_do():
     trainer = policy()
     trainer.seconds = 10.0

@@ -9,12 +9,12 @@ hold after loading.
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 from cuda_agent.config import Ppo
 from cuda_agent.context import WorkerContext
@@ -32,6 +32,8 @@ from cuda_agent.rl.trainers import shared_training
 from cuda_agent.sandbox.jail.scratch import make_folder, remove
 from cuda_agent.training.ranks import Ranks
 
+Result = TypeVar("Result")
+
 
 class RolloutWorker:
     """Plays episodes.  ``context`` names the stage's cache, which is used if this machine has it; folders of ``inputs``
@@ -40,7 +42,7 @@ class RolloutWorker:
     def __init__(self, context: WorkerContext, budget: EpisodeBudget, inputs: Mapping[str, Files]) -> None:
         die_with_parent()  # Ray's workers run on for seconds after a killed raylet
         self._stack = AsyncExitStack()
-        self._context = _with_private_folders(context, inputs, self._stack)
+        self._context = _unpacked(context, inputs, _private_folder(self._stack))
         self._budget = budget
         self._rollouts: Rollouts | None = None
         self._playing: dict[int, asyncio.Task[Any]] = {}
@@ -91,18 +93,49 @@ class RolloutWorker:
         await self._stack.aclose()
 
 
-class TrainerActor:
+class _CheckpointActor:
+    """An actor with a private folder: ``save`` writes what ``saved`` yields, ``keep`` takes what ``load`` reads."""
+
+    def __init__(self) -> None:
+        die_with_parent()
+        self._stack = ExitStack()
+        self._home = _private_folder(self._stack)
+        self._coming, self._going = self._home / "coming", self._home / "going"
+
+    def _save(self, save: Callable[[Path], None]) -> None:
+        shutil.rmtree(self._going, ignore_errors=True)
+        self._going.mkdir()
+        save(self._going)
+
+    def saved(self) -> Iterator[Part]:
+        """Yields the parts of the saved checkpoint, once."""
+        yield from parts(self._going)
+        shutil.rmtree(self._going)
+
+    def keep(self, part: Part) -> None:
+        """Takes one part of the checkpoint for ``load``."""
+        keep(part, self._coming)
+
+    def _load(self, load: Callable[[Path], Result]) -> Result:
+        try:
+            return load(self._coming)
+        finally:
+            shutil.rmtree(self._coming, ignore_errors=True)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class TrainerActor(_CheckpointActor):
     """The trainer.  ``make_critic`` is called with the unpacked ``inputs``; None without a critic.  ``hosts``: the
     ``RankHost`` actors that it leads, none if its processes are on its own machine."""
 
     def __init__(
         self, context: WorkerContext, settings: Ppo, inputs: Mapping[str, Files], make_critic: Any, hosts: Any
     ) -> None:
-        die_with_parent()
-        self._stack = ExitStack()
-        self._context = _with_private_folders(context, inputs, self._stack)
+        super().__init__()
+        self._context = _unpacked(context, inputs, self._home)
         self._settings, self._make_critic, self._hosts = settings, make_critic, hosts
-        self._coming = self._context.work / "checkpoint"
         self._learner: Any = None
 
     def open(self) -> None:
@@ -125,80 +158,44 @@ class TrainerActor:
     def critic(self) -> Weights:
         return weights_of(self._learner.critic.model)
 
-    def save(self) -> Iterator[Part]:
-        with TemporaryDirectory(dir=self._coming.parent) as folder:
-            self._learner.save(Path(folder))
-            yield from parts(Path(folder))
-
-    def keep(self, part: Part) -> None:
-        """Takes one part of the checkpoint for ``load``."""
-        keep(part, self._coming)
+    def save(self) -> None:
+        self._save(self._learner.save)
 
     def load(self) -> None:
-        try:
-            self._learner.load(self._coming)
-        finally:
-            shutil.rmtree(self._coming, ignore_errors=True)
-
-    def close(self) -> None:
-        self._stack.close()
+        self._load(self._learner.load)
 
 
-class RankHost:
+class RankHost(_CheckpointActor):
     """The trainer's processes on one machine; see ``training.ranks.Ranks``."""
-
-    def __init__(self) -> None:
-        die_with_parent()
-        self._home = make_folder("actor")
-        self._home.chmod(0o700)
-        self._coming, self._going = self._home / "coming", self._home / "going"
-        self._ranks: Any = None
 
     def start(self, count: int, settings: Mapping[str, Any]) -> None:
         if settings["device"] == "cuda" and (here := gpus()) < count:
             raise BadConfiguration(f"training.num_processes: {count} on GPUs of each machine, and one has {here}")
-        self._ranks = Ranks(count, **settings)
+        self._ranks = self._stack.enter_context(Ranks(count, **settings))
 
     def place(self, name: str, model: Any, options: dict[str, Any]) -> None:
         self._ranks.place(name, model, options)
 
-    def call(self, method: str, arguments: Sequence[Any]) -> Any:
-        return self._ranks.call(method, *arguments)
+    def call(self, message: bytes) -> Any:
+        return self._ranks.send(message)
 
-    def save(self, trainer: Any) -> None:
-        """Writes this machine's part of a checkpoint, which ``saved`` yields."""
-        shutil.rmtree(self._going, ignore_errors=True)
-        self._going.mkdir()
-        self._ranks.save(trainer, self._going)
-
-    def saved(self) -> Iterator[Part]:
-        yield from parts(self._going)
-        shutil.rmtree(self._going)
-
-    def keep(self, part: Part) -> None:
-        """Takes one part of the checkpoint for ``load``."""
-        keep(part, self._coming)
+    def save(self, name: str) -> None:
+        self._save(partial(self._ranks.save, name))
 
     def load(self, name: str) -> tuple[int, float]:
-        try:
-            found: tuple[int, float] = self._ranks.load(name, self._coming)
-            return found
-        finally:
-            shutil.rmtree(self._coming, ignore_errors=True)
-
-    def close(self) -> None:
-        if self._ranks is not None:
-            self._ranks.close()
-        remove(self._home)
+        return self._load(partial(self._ranks.load, name))
 
 
-def _with_private_folders(
-    context: WorkerContext, inputs: Mapping[str, Files], stack: ExitStack | AsyncExitStack
-) -> WorkerContext:
-    """``context`` with private folders of this process, which are removed when ``stack`` is closed."""
+def _private_folder(stack: ExitStack | AsyncExitStack) -> Path:
+    """A folder of this process, which is removed when ``stack`` is closed."""
     home = make_folder("actor")
     home.chmod(0o700)
     stack.callback(remove, home)
+    return home
+
+
+def _unpacked(context: WorkerContext, inputs: Mapping[str, Files], home: Path) -> WorkerContext:
+    """``context`` with its folders in ``home``."""
     for name, files in inputs.items():
         unpack(files, home / name)
     (home / "work").mkdir()

@@ -94,7 +94,8 @@ class TrainerHandle:
             self._ctx.checkpoints.save(step, lambda folder: _move(whole, folder))
 
     async def _receive(self, folder: Path) -> None:
-        async for reference in self.actor.save.options(**STREAM).remote():
+        await self.actor.save.remote()
+        async for reference in self.actor.saved.options(**STREAM).remote():
             keep(await reference, folder)
 
     async def restore(self) -> int:
