@@ -20,7 +20,6 @@ from cuda_agent.rl.trainers import make_trainer, shared_training
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.recipes import ppo_update
-from cuda_agent.training.trainer import Trainer
 
 MakeCritic = Callable[[Mapping[str, Path]], Critic]  # from the folders of the stage's inputs
 Result = TypeVar("Result")
@@ -32,17 +31,11 @@ class LearnerLost(TryAgain):
 
 @dataclass
 class RolloutBatch:
-    """The episodes of one step.
+    """The episodes of one step."""
 
-    Attributes:
-        episodes: In the order of their jobs: the samples of a group stand together.
-        seconds: Wall-clock time that playing them took.
-        metrics: Of the runtime, for the step's log.
-    """
-
-    episodes: list[Episode]
-    seconds: float
-    metrics: dict[str, float]
+    episodes: list[Episode]  # in the order of their jobs: the samples of a group stand together
+    seconds: float  # of wall-clock time that playing them took
+    metrics: dict[str, float]  # of the runtime, for the step's log
 
 
 class Runtime(Protocol):
@@ -80,38 +73,29 @@ class Runtime(Protocol):
 class ActorCritic:
     """The trainers of one stage: of the policy (actor) and, where the advantage needs one, of a critic."""
 
-    def __init__(self, site: WorkerContext, settings: Ppo, model: Any, critic: Critic | None) -> None:
-        """
-        Args:
-            site: Where they compute, and the configuration.
-            settings: Of the stage.
-            model: The policy, a causal language model.
-            critic: None where nothing is to be valued.
-        """
-        sizes: dict[str, Any] = {
-            "longest": settings.context,
-            "max_grad_norm": settings.max_grad_norm,
-        }
-        self._site, self._settings = site, settings
-        self.actor = make_trainer(site, model, **sizes)
-        self.critic = None if critic is None else make_trainer(site, critic, **sizes)
+    def __init__(self, ctx: WorkerContext, settings: Ppo, model: Any, critic: Critic | None) -> None:
+        """``model``: the policy, a causal language model.  ``critic``: None where the advantage needs none."""
+        self._ctx, self._settings = ctx, settings
+        make = partial(make_trainer, ctx, longest=settings.context, max_grad_norm=settings.max_grad_norm)
+        self.actor = make(model)
+        self.critic = None if critic is None else make(critic)
+        self._trainers = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     def update(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
         """One batch of ``recipes.ppo_update``.  In the first ``critic_warmup`` steps the critic alone is trained."""
-        config, settings = self._site.config, self._settings
         return ppo_update(
             self.actor,
             self.critic,
             episodes,
-            settings,
-            seed=seed_of(config.seed, f"{self._site.name}/{step}") % 2**31,
-            train_actor=self.critic is None or step >= settings.critic_warmup,
-            temperature=config.agent.temperature,
+            self._settings,
+            seed=seed_of(self._ctx.config.seed, f"{self._ctx.name}/{step}") % 2**31,
+            train_actor=self.critic is None or step >= self._settings.critic_warmup,
+            temperature=self._ctx.config.agent.temperature,
         )
 
     def save(self, folder: Path) -> None:
         """Writes a sub-folder ``actor`` and, with a critic, ``critic`` into ``folder``, which exists."""
-        for name, trainer in self._trainers():
+        for name, trainer in self._trainers.items():
             (folder / name).mkdir()
             trainer.save(folder / name)
 
@@ -121,11 +105,8 @@ class ActorCritic:
         Raises:
             CorruptCheckpoint: The checkpoint is damaged or of another model.
         """
-        for name, trainer in self._trainers():
+        for name, trainer in self._trainers.items():
             trainer.load(folder / name)
-
-    def _trainers(self) -> list[tuple[str, Trainer]]:
-        return [("actor", self.actor), *([] if self.critic is None else [("critic", self.critic)])]
 
 
 class LocalRuntime:

@@ -49,14 +49,15 @@ class Shape:
         """Returns the number of parameters, without the norms of single heads."""
         return self.layers * self.layer_parameters + self.end_parameters + self.hidden
 
+    @property
+    def wide(self) -> int:
+        """Returns the width of the widest part of a layer."""
+        return self.intermediate * max(self.active, 1)
+
     def adapter_parameters(self, rank: int) -> int:
         """Returns the number of parameters of adapters on all seven linear layers of every layer."""
         h, a, k, i = self.hidden, self.heads * self.head, self.kv_heads * self.head, self.intermediate
         return self.layers * rank * ((h + a) * 2 + (h + k) * 2 + (h + i) * 3)
-
-
-QWEN3_4B = Shape(36, 2560, 32, 8, 128, 9728, 151_936, True)
-QWEN3_30B_A3B = Shape(48, 2048, 32, 4, 128, 768, 151_936, False, experts=128, active=8)
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,13 @@ def peak(
     trained = shape.adapter_parameters(lora_rank) if lora_rank else every
     gathered = 0
     if ranks > 1:  # the current layer and the prefetched one, their gradients, and both ends throughout
-        own = 0 if lora_rank else 1
-        gathered = 4 * (2 * layer + ends) + own * 8 * (layer + ends)
+        gathered = 4 * (2 * layer + ends) + (0 if lora_rank else 8 * (layer + ends))
     copies = 0
     if low:  # bfloat16 copies of all weights that the backward pass needs
         copies = 2 * (layer if checkpointing else every - ends)
     count = tokens if sampled is None else sampled
     h, per_layer = shape.hidden, _kept(shape, low, device, min(segment or tokens, tokens), lora_rank)
-    inside = 8 * _wide(shape) // (2 if low else 1)  # gradients in the widest part of a layer
+    inside = 8 * shape.wide // (2 if low else 1)  # gradients in the widest part of a layer
     if checkpointing:
         kept, layer_again = 4 * h * (shape.layers + 1), per_layer + inside + 4 * h
     else:
@@ -132,10 +132,6 @@ def peak(
     )
 
 
-def _wide(shape: Shape) -> int:
-    return shape.intermediate * max(shape.active, 1)
-
-
 def _kept(shape: Shape, low: bool, device: str, segment: int, lora_rank: int) -> int:
     """Returns the bytes per token that one layer keeps for its backward pass.
 
@@ -146,9 +142,9 @@ def _kept(shape: Shape, low: bool, device: str, segment: int, lora_rank: int) ->
     normalised input; an adapter keeps its inner product."""
     h, queries, keys = shape.hidden, shape.heads * shape.head, shape.kv_heads * shape.head
     if low:
-        kept = 26 * h + 12 * queries + 10 * keys + 8 * _wide(shape)
+        kept = 26 * h + 12 * queries + 10 * keys + 8 * shape.wide
     else:
-        kept = 24 * h + 20 * queries + 16 * keys + 16 * _wide(shape)
+        kept = 24 * h + 20 * queries + 16 * keys + 16 * shape.wide
     if lora_rank:
         kept += (2 if low else 4) * (7 * lora_rank - queries - keys) - 8 * h
     kept += 16 * shape.heads  # sums of the attention's exponentials, and of the norms of single heads

@@ -2,9 +2,6 @@
 
 When a worker or its engine is lost, its episodes are played again by others with the same seeds, and a new worker
 replaces it, which gets the newest weights before it plays.
-
-What it does not cover: the source of new weights (``runtime``), the worker itself (``actors``), and Ray's processes
-(``cluster``).
 """
 
 import asyncio
@@ -16,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from cuda_agent import machine
 from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.errors import BadConfiguration, TryAgain
 from cuda_agent.policy.engines.engine import EngineError
@@ -107,8 +105,6 @@ class RayPlayers:
         self._served: ServedPolicy | None = None
         self._lost = 0  # workers lost since the last completed round
 
-    # ---------------------------------------------------------------------------------------------------------- playing
-
     async def play(
         self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = lambda episode: None
     ) -> list[Episode]:
@@ -147,30 +143,24 @@ class RayPlayers:
             except (TimeoutError, WorkerLost) as error:
                 self._lose(worker, actor, error)
                 await dispatch(left)
-            if collector.full:
-                everything.set()
 
         async def dispatch(jobs: Sequence[Job]) -> None:
             if jobs:
                 workers = await self._able()
                 for number, worker in enumerate(workers):
                     if share := jobs[number :: len(workers)]:
-                        followers.append(asyncio.create_task(follow(worker, worker.actor, share)))
+                        followers.add(asyncio.create_task(follow(worker, worker.actor, share)))
 
-        followers: list[asyncio.Task[Any]] = []
-        everything = asyncio.Event()
-        if collector.full:
-            everything.set()
-        watching: asyncio.Task[Any] = asyncio.create_task(everything.wait())
+        followers: set[asyncio.Task[None]] = set()
         try:
             await dispatch(jobs)
-            while not everything.is_set():
-                done, _ = await asyncio.wait([watching, *followers], return_when=asyncio.FIRST_COMPLETED)
-                for task in done - {watching}:
-                    followers.remove(task)
+            while not collector.full:
+                done, _ = await asyncio.wait(followers, return_when=asyncio.FIRST_COMPLETED)
+                followers -= done
+                for task in done:
                     task.result()
         finally:
-            for task in [watching, *followers]:
+            for task in followers:
                 task.cancel()
         if collector.cut:
             await self._of_all(lambda worker, actor: actor.stop.remote())
@@ -184,8 +174,6 @@ class RayPlayers:
         if self._ctx.config.sandbox.clock == "model":
             return None  # lockstep has no deadline
         return math.ceil(episodes / agent.concurrency) * agent.deadline_seconds + GRACE_SECONDS
-
-    # ---------------------------------------------------------------------------------------------------------- workers
 
     @property
     def living(self) -> list[WorkerSlot]:
@@ -275,8 +263,6 @@ class RayPlayers:
             raise_if_init_failed(error)
             raise WorkerLost(f"{type(error).__name__} {error}") from error
 
-    # --------------------------------------------------------------------------------------------------- begin and end
-
     async def open(self) -> None:
         """Opens all workers at once; returns when they can play."""
         for worker in self.workers:
@@ -321,7 +307,7 @@ async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterato
     bundles += [{"CPU": settings.worker_cpus, "GPU": settings.worker_gpus}] * settings.workers
     bundles = [{name: count for name, count in bundle.items() if count} or {"CPU": 0.01} for bundle in bundles]
     gpus = math.ceil(sum(bundle.get("GPU", 0.0) for bundle in bundles))
-    if settings.address is None and gpus > (here := _gpus()):
+    if settings.address is None and gpus > (here := machine.gpus()):
         asked = "ray.worker_gpus and ray.trainer_gpus add" if trainers else "ray.worker_gpus adds"
         raise BadConfiguration(f"{asked} up to {gpus}, and this machine has {here}")
     cpus = sum(bundle.get("CPU", 0.0) for bundle in bundles)
@@ -357,9 +343,3 @@ def _share(context: WorkerContext, worker: int) -> WorkerContext:
     vllm = config.policy.vllm.model_copy(update={"servers": config.policy.vllm.servers[worker :: config.ray.workers]})
     policy = config.policy.model_copy(update={"vllm": vllm})
     return replace(context, config=config.model_copy(update={"policy": policy}))
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
