@@ -1,8 +1,5 @@
 """Rollouts: opens a policy's engine and its sandbox, and plays batches of episodes.  Seeds depend on the configuration
 alone.
-
-What it does not cover: training (``ppo``), scoring (``scores``), the episode itself (``agent.loop``), and rollouts in
-Ray's actors (``ray.players``).
 """
 
 import hashlib
@@ -10,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -36,16 +33,6 @@ from cuda_agent.tasks.task import Task
 Kind = Literal["single", "agent"]
 Style = Literal["compact", "full"]
 Job = tuple[Task, str]  # a task, and the id of the episode, which determines its seed
-
-
-@dataclass(frozen=True)
-class EpisodeBudget:
-    """The limits of an episode; ``context`` in tokens."""
-
-    turns: int
-    context: int
-    temperature: float
-    reward: str = "ladder"  # a name in ``agent.reward.REWARDS``
 
 
 class Players(Protocol):
@@ -101,7 +88,7 @@ def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
 
 
 @asynccontextmanager
-async def open_rollouts(ctx: WorkerContext, policy: Path, budget: EpisodeBudget) -> AsyncIterator[Rollouts]:
+async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSettings) -> AsyncIterator[Rollouts]:
     """Opens the policy in folder ``policy`` with its engine, and the sandbox.
 
     Raises:
@@ -119,9 +106,7 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, budget: EpisodeBudget)
         if not gpus():
             raise BadConfiguration("policy.device is cuda, and this machine has no GPU that PyTorch can use")
         model.to("cuda")  # else the engine copies it there for every update
-    style: Style = "compact" if config.policy.base is None else "full"
-    settings = episode_settings(config, style, **asdict(budget))
-    chat = Chat(tokenizer, style)
+    chat = Chat(tokenizer, settings.style)
     async with open_sandbox(config.sandbox, ctx.cache) as sandbox, _open_engine(ctx, policy, model, chat) as engine:
         yield Rollouts(
             model, tokenizer, engine, chat, sandbox, settings, config.seed, config.agent.concurrency, lockstep
@@ -166,9 +151,10 @@ async def _open_engine(ctx: WorkerContext, folder: Path, model: Any, chat: Chat)
 
 
 def episode_settings(
-    config: Config, style: Style, *, turns: int, context: int, temperature: float, reward: str = "ladder"
+    config: Config, *, turns: int, context: int, temperature: float, reward: str = "ladder", style: Style | None = None
 ) -> EpisodeSettings:
-    """The settings of the agent loop, from the configuration."""
+    """The settings of the agent loop, from the configuration; by default the style is that of the policy."""
+    style = style or ("compact" if config.policy.base is None else "full")
     return EpisodeSettings(
         format=config.sandbox.format,
         style=style,

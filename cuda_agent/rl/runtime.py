@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from cuda_agent.agent.loop import EpisodeSettings
 from cuda_agent.config import Ppo
 from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import Episode
-from cuda_agent.rl.rollouts import EpisodeBudget, Kind, Rollouts, episodes_of, open_rollouts, seed_of
+from cuda_agent.rl.rollouts import Kind, Rollouts, episode_settings, episodes_of, open_rollouts, seed_of
 from cuda_agent.rl.trainers import make_trainer, shared_training
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic
@@ -41,33 +42,27 @@ class RolloutBatch:
 class Runtime(Protocol):
     """Plays and trains.  A step's number is also the version of the weights that it begins with.
 
-    ``learn``, ``serve``, ``save``, ``restore`` and ``result`` are called one after the other.  Each raises
-    ``LearnerLost`` where the trainer runs in other processes and these are gone.
+    The methods other than ``play`` are called one after the other.  Each raises ``LearnerLost`` where the trainer runs
+    in other processes and these are gone.
     """
 
     async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         """Plays ``samples_per_prompt`` episodes of each of ``tasks``."""
-        ...
 
     async def learn(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
         """Takes one update on ``episodes`` and returns its metrics."""
-        ...
 
     async def serve(self, version: int) -> None:
         """Episodes are played with the trainer's weights from now on; turns under way finish on the old ones."""
-        ...
 
     async def save(self, step: int) -> None:
         """Checkpoints the trainer under ``step``."""
-        ...
 
     async def restore(self) -> int:
         """Loads the newest checkpoint and returns its step, 0 where there is none."""
-        ...
 
     async def result(self) -> tuple[Any, Any, Critic | None]:
         """Returns (model, tokenizer, critic) in this process; the critic is None where none is trained."""
-        ...
 
 
 class ActorCritic:
@@ -139,10 +134,12 @@ class LocalRuntime:
         return self._rollouts.model, self._rollouts.tokenizer, None if critic is None else critic.model
 
 
-def budget_of(ctx: WorkerContext, settings: Ppo) -> EpisodeBudget:
-    """The budget of the stage's episodes, and the form of their reward."""
-    agent = ctx.config.agent
-    return EpisodeBudget(agent.turns, settings.context, agent.temperature, settings.reward)
+def settings_of(ctx: WorkerContext, settings: Ppo) -> EpisodeSettings:
+    """The settings of the stage's episodes."""
+    turns, temperature = ctx.config.agent.turns, ctx.config.agent.temperature
+    return episode_settings(
+        ctx.config, turns=turns, context=settings.context, temperature=temperature, reward=settings.reward
+    )
 
 
 @asynccontextmanager
@@ -151,7 +148,7 @@ async def open_local(
 ) -> AsyncIterator[LocalRuntime]:
     """Opens engine, sandbox and trainers in this process.  Without ``make_critic`` there is no critic."""
     with shared_training(ctx) as ctx:
-        async with open_rollouts(ctx, ctx.inputs["policy"], budget_of(ctx, settings)) as rollouts:
+        async with open_rollouts(ctx, ctx.inputs["policy"], settings_of(ctx, settings)) as rollouts:
 
             def make() -> ActorCritic:
                 critic = None if make_critic is None else make_critic(ctx.inputs)

@@ -2,10 +2,8 @@
 
 The table holds the trained parameters and the optimizers' state of them (``exp_avg/model.norm.weight``).  A single
 process writes it as ``state.safetensors``; ranks that share the weights write their parts with torch's distributed
-checkpoint.  Any number of ranks can read either: the sharding of the parameters that it is restored into decides how it
-is cut.  ``seal`` writes ``checkpoint.json`` last, with the digests of all files.  Not covered: where the folder goes
-(``pipeline.checkpoints``), and how the parts of ranks on several machines are collected in one folder
-(``ranks.Group``).
+checkpoint.  Any number of ranks can read either.  ``seal`` writes ``checkpoint.json`` last, with the digests of all
+files.
 """
 
 import hashlib
@@ -59,14 +57,12 @@ def restore(table: Table, trained: Iterable[tuple[str, Tensor]], optimizers: Ite
     names = {id(parameter): name for name, parameter in trained}
     for optimizer in optimizers:
         optimizer.state.clear()
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = known.get(names[id(parameter)], {})
-                if state:
-                    optimizer.state[parameter] = {
-                        key: _like(value, parameter) if value.ndim else value.to(parameter.device)
-                        for key, value in state.items()
-                    }
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if state := known.get(names[id(parameter)]):
+                optimizer.state[parameter] = {
+                    key: _like(value, parameter) if value.ndim else value.to(parameter.device)
+                    for key, value in state.items()
+                }
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
@@ -101,9 +97,11 @@ def read(folder: Path, like: Iterable[tuple[str, Tensor]]) -> Table:
 
     Raises:
         CorruptCheckpoint: The checkpoint is incomplete or damaged; all ranks raise alike."""
-    problem = _damage(folder) if not dist.is_initialized() or dist.get_rank() == 0 else None
-    if problem := _together(problem):
-        raise CorruptCheckpoint(problem)
+    problem = [_damage(folder) if not dist.is_initialized() or dist.get_rank() == 0 else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(problem, 0)
+    if problem[0]:
+        raise CorruptCheckpoint(problem[0])
     try:
         if (folder / WHOLE).exists():
             return load_file(folder / WHOLE)
@@ -124,12 +122,12 @@ def _read_parts(folder: Path, like: Table) -> Table:
         if not isinstance(facts, TensorStorageMetadata):
             raise CorruptCheckpoint(f"{folder}: {name} is no tensor")
         shape = facts.size
-        if name.startswith("weight/") and (parameter is None or parameter.shape != shape):
-            raise CorruptCheckpoint("it is of another model: names or shapes of what is trained differ")
-        if parameter is None or parameter.shape != shape:
-            table[name] = torch.zeros(shape, dtype=facts.properties.dtype)
-        else:
+        if parameter is not None and parameter.shape == shape:
             table[name] = torch.zeros_like(parameter)
+        elif name.startswith("weight/"):
+            raise CorruptCheckpoint("it is of another model: names or shapes of what is trained differ")
+        else:
+            table[name] = torch.zeros(shape, dtype=facts.properties.dtype)
     dcp.load(table, checkpoint_id=folder)
     return table
 
@@ -144,15 +142,6 @@ def _damage(folder: Path) -> str | None:
     except (OSError, ValueError, AttributeError) as error:
         return f"{folder} is no checkpoint: {error}"
     return None if digests else f"{folder} is no checkpoint: it lists no files"
-
-
-def _together(said: str | None) -> str | None:
-    """Returns the first rank's value on every rank."""
-    if not dist.is_initialized():
-        return said
-    box = [said]
-    dist.broadcast_object_list(box, 0)
-    return box[0]
 
 
 def _digest(path: Path) -> str:

@@ -28,23 +28,17 @@ class TrainerLost(RuntimeError):
 
 
 class RankGroup(Protocol):
-    """All ranks, on any machine."""
+    """All ranks, on any machine.
 
-    def place(self, name: str, model: Any, options: dict[str, Any]) -> None:
-        """Makes a trainer called ``name`` on every rank from a model, which the ranks own from then on."""
-        ...
+    ``place`` makes a trainer called ``name`` on every rank from a model, which the ranks own from then on.  ``call``
+    calls a method of every ``Rank`` and returns the first rank's result.  ``save`` writes every rank's part of a
+    checkpoint into a folder of this process's machine; ``load`` loads one on every rank, and returns step and
+    seconds."""
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of every ``Rank`` and returns the first rank's result."""
-        ...
-
-    def save(self, name: str, folder: Path) -> None:
-        """Writes every rank's part of a checkpoint into ``folder`` on this process's machine."""
-        ...
-
-    def load(self, name: str, folder: Path) -> tuple[int, float]:
-        """Loads the checkpoint in ``folder`` on every rank; returns its step and seconds."""
-        ...
+    def place(self, name: str, model: Any, options: dict[str, Any]) -> None: ...
+    def call(self, method: str, *arguments: Any) -> Any: ...
+    def save(self, name: str, folder: Path) -> None: ...
+    def load(self, name: str, folder: Path) -> tuple[int, float]: ...
 
 
 def joint_results(calls: Sequence[Future[R]], gone: type[Exception] = TrainerLost) -> list[R]:

@@ -1,9 +1,9 @@
 """Estimates the peak memory of a training step from the model's shape and the length of a row.
 
 The tensors that a layer keeps for the backward pass are counted one by one, for the layers of Llama, Qwen2 and Qwen3 in
-transformers.  Tests compare the estimate with measured steps.  Mixtures of experts are estimated the same way, without
-a measurement.  Pure arithmetic, without PyTorch, so that a command line can print it at once.  Not covered: memory that
-the allocator holds unused, the context of a GPU (0.5 GB), an engine in the same process.
+transformers; tests compare the estimate with measured steps.  Mixtures of experts are estimated without a measurement.
+Without PyTorch, so that a command line can print it at once.  Not covered: memory that the allocator holds unused, the
+context of a GPU (0.5 GB), an engine in the same process.
 """
 
 from dataclasses import dataclass

@@ -1,15 +1,13 @@
 """The training algorithms: imitation, value pretraining, and policy optimization with PPO's clipped loss.
 
-Recipes take trainers, sequences or episodes, and settings, and return metrics.  The caller decides where data comes
-from, when to checkpoint and when to stop.  Recipes marked ``over_ranks`` run on all ranks of a trainer.  Learning rates
-follow ``learning_rate``; all randomness is a function of (seed, epoch or step).
+The caller decides where data comes from, when to checkpoint and when to stop.  Recipes marked ``over_ranks`` run on all
+ranks of a trainer.  All randomness is a function of (seed, epoch or step).
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,16 +65,17 @@ def sft(
 ) -> Iterator[dict[str, float]]:
     """Supervised training on the masked tokens of ``sequences`` (paper, section 3.3, stage 2).
 
-    A restored trainer resumes at its step: earlier batches are skipped.  Yields the metrics of each optimizer step.
+    Yields the metrics of each optimizer step, of at most ``tokens_per_step``, in an order that ``seed`` decides.  A
+    restored trainer resumes at its step: earlier batches are skipped.
 
     Args:
         trainer: Trainer of a causal language model.
         sequences: Sequences to imitate.
         tokens_per_step: Most tokens of one optimizer step.
         lr: Peak learning rate.
-        seed: Decides the order of the sequences.
-        steps: Optimizer steps.  Give either ``steps`` or ``epochs``.
-        epochs: Passes over the sequences.
+        seed: Of the order.
+        steps: Optimizer steps.  Give either ``steps`` or ``epochs``, passes over the sequences.
+        epochs: See ``steps``.
         max_seconds: Limit of ``trainer.seconds``.  Training ends at the first limit reached, and the rate follows
             the used fraction of that limit.
 
@@ -145,22 +144,12 @@ def value_epoch(
     seed: int,
     epoch: int,
 ) -> dict[str, float]:
-    """Runs one pass of value pretraining, gamma 1 (paper, section 3.3, stage 3).  ``seed`` and ``epoch`` decide the
-    order.
+    """Runs one pass of value pretraining, gamma 1 (paper, section 3.3, stage 3), on the ``episodes`` with a reward, in
+    steps of at most ``tokens_per_step``; ``seed`` and ``epoch`` decide their order.
 
-    Args:
-        critic: Trainer of a ``Critic``.
-        episodes: Those without a reward are dropped.
-        lr: Learning rate.
-        tokens_per_step: Most tokens of one optimizer step.
-        gae_lambda: 1: the targets are the episodes' rewards.  Below 1: V + advantage, with the values V of the critic
-            when the epoch begins.
-        seed: Of the order.
-        epoch: Number of the pass.
-
-    Returns:
-        Metrics; ``explained_variance`` is that of the predictions before each step.
-    """
+    With ``gae_lambda`` 1 the targets are the episodes' rewards; below 1 they are V + advantage, with the values V of
+    the critic when the epoch begins.  Returns metrics; ``explained_variance`` is that of the predictions before each
+    step."""
     start = time.monotonic()
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
     goals = targets(batch, None if gae_lambda == 1 else critic.flat(batch, critic.values), 1.0, gae_lambda)
@@ -207,7 +196,7 @@ def ppo_update(
     Args:
         actor: Trainer of the policy.
         critic: Trainer of a ``Critic``; None if ``settings.advantage`` needs none.
-        episodes: The episodes of one step; their ids name their groups.
+        episodes: The episodes of one step, whole groups.
         settings: Settings of the stage.
         seed: Decides how episodes are shuffled into minibatches.
         train_actor: False trains the critic alone.
@@ -227,8 +216,7 @@ def ppo_update(
     batch = batch_of(tokens_of_episode(episode) for episode in kept)
     values = None if critic is None else critic.flat(batch, critic.values)
     advantages, goals = estimate(batch, values, settings)
-    how: dict[str, Any] = {"seed": seed, "train_actor": train_actor, "temperature": temperature}
-    learnt = update(actor, critic, batch, advantages, values, goals, settings, **how)
+    learnt = update(actor, critic, batch, advantages, values, goals, settings, seed, train_actor, temperature)
     if values is not None:
         learnt["explained_variance"] = explained_variance(values, _returns(batch, settings.gamma))
         learnt["value_mean"] = float(values.mean())
@@ -260,7 +248,6 @@ def update(
     values: Tensor | None,
     goals: Tensor | None,
     settings: Ppo,
-    *,
     seed: int,
     train_actor: bool,
     temperature: float,

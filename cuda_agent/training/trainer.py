@@ -1,13 +1,10 @@
 """One trainer for imitation, value pretraining and PPO: a model, its optimizer, and rows of packed sequences.
 
-A ``Trainer`` wraps one model (a causal language model or a ``Critic``); it takes optimizer steps and saves and restores
-its state.  Its callers (``recipes``) define the losses.  Master weights are float32; ``precision="bf16"`` computes only
-the trunk in bfloat16 (``auto``: where the processor has bfloat16 instructions; for imitation, but not where
-log-probabilities must agree with a float32 engine's).  Only the states before sampled tokens are projected to the
-vocabulary, a chunk at a time.  The same seed, threads and data give the same weights.  Frozen parameters stay frozen
-and are not in checkpoints: a model with adapters (``policy.lora``) saves only these.  With a ``mesh`` the same trainer
-runs on each rank: ranks get the same batches, share weights and rows (``sharding``) or the tokens of every row
-(``attention``), and return the same results.  Not covered: models with routers or special caches.
+Callers (``recipes``) define the losses.  Master weights are float32; ``precision="bf16"`` computes only the trunk in
+bfloat16 (``auto``: where the processor has bfloat16 instructions; not where log-probabilities must agree with a float32
+engine's).  The same seed, threads and data give the same weights.  Frozen parameters stay frozen and are not in
+checkpoints.  With a ``mesh`` the same trainer runs on each rank: ranks get the same batches, share weights and rows
+(``sharding``) or the tokens of every row (``attention``), and return the same results.
 """
 
 import functools
@@ -50,7 +47,6 @@ class Trainer:
         row_tokens: int = 4096,
         max_grad_norm: float = 1.0,
         weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.95),
         optimizer: Literal["adamw", "muon"] = "adamw",
         device: str = "cpu",
         precision: Literal["fp32", "bf16", "auto"] = "fp32",
@@ -79,7 +75,7 @@ class Trainer:
                 layer.compile()
         self._root = None if mesh is None else sharding.shard(model, trunk, mesh)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizers = _optimizers(model, optimizer, weight_decay, betas)
+        self.optimizers = _optimizers(model, optimizer, weight_decay)
         small = self.device.type == "cpu" and sum(parameter.numel() for parameter in model.parameters()) <= SMALL
         self.workers = torch.get_num_threads() if small and mesh is None else 1
         attention.register(compile)
@@ -270,9 +266,7 @@ def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:
     return "bf16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"
 
 
-def _optimizers(
-    model: Any, name: Literal["adamw", "muon"], weight_decay: float, betas: tuple[float, float]
-) -> list[torch.optim.Optimizer]:
+def _optimizers(model: Any, name: Literal["adamw", "muon"], weight_decay: float) -> list[torch.optim.Optimizer]:
     """Makes AdamW for all parameters, or Muon (orthogonalised momentum, scaled to AdamW's step size so that one rate
     serves both) for the matrices between the embeddings and AdamW for the rest.  Weight decay applies to matrices
     only."""
@@ -285,7 +279,7 @@ def _optimizers(
         {"params": matrices, "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)]
     if inner:
         optimizers.append(torch.optim.Muon(inner, lr=0.0, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
     return optimizers

@@ -1,9 +1,8 @@
 """The classes of Ray's actors: a rollout worker, which plays episodes with its own engine and sandbox; the trainer; and
 the trainer's processes on one machine.  Plain classes, of which ``players`` and ``trainer`` make actors.
 
-Arguments and results travel as bytes, lines and arrays, so that actors and stage need no common folder: inputs as
-{path: bytes}, checkpoints part by part, episodes in their wire form, weights as {name: array} with a digest that must
-hold after loading.
+Arguments and results travel as bytes, lines and arrays, so that actors and stage need no common folder: inputs and
+checkpoints in parts, episodes in their wire form, weights as arrays with a digest that must hold after loading.
 """
 
 import asyncio
@@ -16,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cuda_agent.agent.loop import EpisodeSettings
 from cuda_agent.config import Ppo
 from cuda_agent.context import WorkerContext
 from cuda_agent.errors import BadConfiguration
@@ -25,8 +25,8 @@ from cuda_agent.policy.episode import from_line, to_line
 from cuda_agent.policy.lora import merged_parameters
 from cuda_agent.policy.model import load_model
 from cuda_agent.rl.ray.ranks import SpreadRanks
-from cuda_agent.rl.ray.transfer import Files, Part, Weights, keep, load_weights, parts, unpack, weights_of
-from cuda_agent.rl.rollouts import EpisodeBudget, Job, Kind, Rollouts, open_rollouts
+from cuda_agent.rl.ray.transfer import Part, Weights, keep, load_weights, parts, weights_of
+from cuda_agent.rl.rollouts import Job, Kind, Rollouts, open_rollouts
 from cuda_agent.rl.runtime import ActorCritic
 from cuda_agent.rl.trainers import shared_training
 from cuda_agent.sandbox.jail.scratch import make_folder, remove
@@ -39,18 +39,18 @@ class RolloutWorker:
     """Plays episodes.  ``context`` names the stage's cache, which is used if this machine has it; folders of ``inputs``
     are unpacked here."""
 
-    def __init__(self, context: WorkerContext, budget: EpisodeBudget, inputs: Mapping[str, Files]) -> None:
+    def __init__(self, context: WorkerContext, episodes: EpisodeSettings, inputs: Mapping[str, Sequence[Part]]) -> None:
         die_with_parent()  # Ray's workers run on for seconds after a killed raylet
         self._stack = AsyncExitStack()
         self._context = _unpacked(context, inputs, _private_folder(self._stack))
-        self._budget = budget
+        self._episodes = episodes
         self._rollouts: Rollouts | None = None
         self._playing: dict[int, asyncio.Task[Any]] = {}
 
     async def open(self) -> int:
         """Opens engine and sandbox.  Returns the process id."""
         self._rollouts = await self._stack.enter_async_context(
-            open_rollouts(self._context, self._context.inputs["policy"], self._budget)
+            open_rollouts(self._context, self._context.inputs["policy"], self._episodes)
         )
         return os.getpid()
 
@@ -131,7 +131,7 @@ class TrainerActor(_CheckpointActor):
     ``RankHost`` actors that it leads, none if its processes are on its own machine."""
 
     def __init__(
-        self, context: WorkerContext, settings: Ppo, inputs: Mapping[str, Files], make_critic: Any, hosts: Any
+        self, context: WorkerContext, settings: Ppo, inputs: Mapping[str, Sequence[Part]], make_critic: Any, hosts: Any
     ) -> None:
         super().__init__()
         self._context = _unpacked(context, inputs, self._home)
@@ -194,9 +194,10 @@ def _private_folder(stack: ExitStack | AsyncExitStack) -> Path:
     return home
 
 
-def _unpacked(context: WorkerContext, inputs: Mapping[str, Files], home: Path) -> WorkerContext:
+def _unpacked(context: WorkerContext, inputs: Mapping[str, Sequence[Part]], home: Path) -> WorkerContext:
     """``context`` with its folders in ``home``."""
-    for name, files in inputs.items():
-        unpack(files, home / name)
+    for name, content in inputs.items():
+        for part in content:
+            keep(part, home / name)
     (home / "work").mkdir()
     return replace(context, inputs={name: home / name for name in inputs}, work=home / "work")

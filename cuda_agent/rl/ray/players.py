@@ -7,21 +7,22 @@ replaces it, which gets the newest weights before it plays.
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from cuda_agent import machine
+from cuda_agent.agent.loop import EpisodeSettings
 from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.errors import BadConfiguration, TryAgain
 from cuda_agent.policy.engines.engine import EngineError
 from cuda_agent.policy.episode import Episode, from_line, group_of
 from cuda_agent.rl.ray.actors import RolloutWorker
 from cuda_agent.rl.ray.cluster import on_bundle, open_ray, raise_if_init_failed
-from cuda_agent.rl.ray.transfer import pack
-from cuda_agent.rl.rollouts import EpisodeBudget, Job, Kind
+from cuda_agent.rl.ray.transfer import parts
+from cuda_agent.rl.rollouts import Job, Kind
 
 LOSSES = 3  # losses per worker in one round before the stage gives up
 PLACING_SECONDS = 900.0  # a cluster may have to add nodes
@@ -91,16 +92,16 @@ class RayPlayers:
     """The rollout workers of one stage.  They play the policy that they were opened with until ``serve`` gives them
     another."""
 
-    def __init__(self, ctx: StageContext, budget: EpisodeBudget, group: Any, first: int) -> None:
+    def __init__(self, ctx: StageContext, episodes: EpisodeSettings, group: Any, first: int) -> None:
         """Places the workers on the bundles of ``group`` from number ``first`` on."""
         import ray
 
         self._ray = ray
-        self._ctx, self._budget = ctx, budget
+        self._ctx, self._episodes = ctx, episodes
         self._group, self._first = group, first
         self._settings = ctx.config.ray
         self._context = WorkerContext(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
-        self._inputs = ray.put({name: pack(ctx.inputs[name]) for name in ("policy", "tasks")})
+        self._inputs = ray.put({name: list(parts(ctx.inputs[name])) for name in ("policy", "tasks")})
         self.workers = [WorkerSlot(number) for number in range(self._settings.workers)]
         self._served: ServedPolicy | None = None
         self._lost = 0  # workers lost since the last completed round
@@ -128,19 +129,17 @@ class RayPlayers:
         async def follow(worker: WorkerSlot, actor: Any, share: Sequence[Job]) -> None:
             left = list(share)
             try:
-                async with asyncio.timeout(self._patience(len(share))):
-                    with self._losses():
-                        stream = actor.play.options(num_returns="streaming").remote(share, kind)
-                        async for reference in stream:
-                            episode = from_line(await reference)
-                            left.remove(next(job for job in left if job[1] == episode.id))
-                            collector.add(episode)
-                            on_done(episode)
-                            if collector.full:
-                                break
+                async with self._losses(self._patience(len(share))):
+                    async for reference in actor.play.options(num_returns="streaming").remote(share, kind):
+                        episode = from_line(await reference)
+                        left.remove(next(job for job in left if job[1] == episode.id))
+                        collector.add(episode)
+                        on_done(episode)
+                        if collector.full:
+                            break
                 if left and not collector.full:
                     raise WorkerLost("it stopped playing")
-            except (TimeoutError, WorkerLost) as error:
+            except WorkerLost as error:
                 self._lose(worker, actor, error)
                 await dispatch(left)
 
@@ -195,15 +194,14 @@ class RayPlayers:
 
         async def one(worker: WorkerSlot, actor: Any) -> None:
             try:
-                async with asyncio.timeout(OPENING_SECONDS):
-                    with self._losses():
-                        await call(worker, actor)
-            except (TimeoutError, WorkerLost) as error:
+                async with self._losses(OPENING_SECONDS):
+                    await call(worker, actor)
+            except WorkerLost as error:
                 self._lose(worker, actor, error)
 
         await asyncio.gather(*(one(worker, worker.actor) for worker in self.living))
 
-    def _lose(self, worker: WorkerSlot, actor: Any, error: TimeoutError | WorkerLost) -> None:
+    def _lose(self, worker: WorkerSlot, actor: Any, error: WorkerLost) -> None:
         """Replaces the worker's actor, in the background.
 
         Raises:
@@ -214,8 +212,7 @@ class RayPlayers:
         worker.actor = None
         self._ray.kill(actor)
         self._lost += 1
-        why = str(error).splitlines()[0] if str(error) else "it took too long"
-        self._ctx.tracker.note(f"rollout worker {worker.number} was lost: {why[:200]}")
+        self._ctx.tracker.note(f"rollout worker {worker.number} was lost: {str(error).splitlines()[0][:200]}")
         if self._lost > LOSSES * len(self.workers):
             raise TryAgain(f"{self._lost} rollout workers were lost one after the other, the last one: {error}")
         worker.opening = asyncio.create_task(self._open(worker))
@@ -225,16 +222,14 @@ class RayPlayers:
         settings, worker.has = self._settings, None
         options = on_bundle(self._group, self._first + worker.number, settings.worker_cpus, settings.worker_gpus)
         made = self._ray.remote(cast(Any, RolloutWorker)).options(**options)
-        actor = made.remote(_share(self._context, worker.number), self._budget, self._inputs)
+        actor = made.remote(_share(self._context, worker.number), self._episodes, self._inputs)
         try:
-            async with asyncio.timeout(OPENING_SECONDS):
-                with self._losses():
-                    await actor.open.remote()
+            async with self._losses(OPENING_SECONDS):
+                await actor.open.remote()
             while self._served is not None and worker.has is not self._served:
-                async with asyncio.timeout(OPENING_SECONDS):
-                    with self._losses():
-                        await self._give(worker, actor, self._served)
-        except (TimeoutError, WorkerLost) as error:
+                async with self._losses(OPENING_SECONDS):
+                    await self._give(worker, actor, self._served)
+        except WorkerLost as error:
             worker.actor, worker.opening = actor, None
             self._lose(worker, actor, error)
             await worker.opening  # type: ignore[misc]
@@ -250,11 +245,15 @@ class RayPlayers:
         await actor.serve.remote(served.version, served.weights, served.digest)
         worker.has = served
 
-    @contextmanager
-    def _losses(self) -> Iterator[None]:
-        """Turns errors that a new worker may avoid into ``WorkerLost``; raises an actor's own errors unchanged."""
+    @asynccontextmanager
+    async def _losses(self, seconds: float | None) -> AsyncIterator[None]:
+        """Turns errors that a new worker may avoid, and the end of ``seconds``, into ``WorkerLost``; raises an actor's
+        own errors unchanged."""
         try:
-            yield
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError:
+            raise WorkerLost("it took too long") from None
         except self._ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, (EngineError, TryAgain)):
                 raise WorkerLost(str(error.cause)) from error
@@ -326,10 +325,10 @@ async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterato
 
 
 @asynccontextmanager
-async def open_players(ctx: StageContext, budget: EpisodeBudget) -> AsyncIterator[RayPlayers]:
+async def open_players(ctx: StageContext, episodes: EpisodeSettings) -> AsyncIterator[RayPlayers]:
     """Rollout workers for a policy that is not trained.  Raises as ``open_placement_group`` does."""
     async with open_placement_group(ctx, 0) as group:
-        players = RayPlayers(ctx, budget, group, 0)
+        players = RayPlayers(ctx, episodes, group, 0)
         try:
             await players.open()
             yield players

@@ -3,8 +3,6 @@
 All processes are one torch process group, whose rendezvous is at an address of the leader.  Checkpoints travel in
 parts, so that no process holds more than a few of them in memory: from each machine into the leader's folder, and from
 there to every machine.
-
-What it does not cover: creating the actors (``trainer``), their class (``actors``), and the training (``training``).
 """
 
 import pickle

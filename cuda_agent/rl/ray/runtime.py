@@ -22,9 +22,9 @@ from cuda_agent.rl.ray.actors import RankHost, TrainerActor
 from cuda_agent.rl.ray.cluster import on_bundle, raise_if_init_failed
 from cuda_agent.rl.ray.players import EpisodeCollector, RayPlayers, ServedPolicy, end_actors, open_placement_group
 from cuda_agent.rl.ray.ranks import STREAM
-from cuda_agent.rl.ray.transfer import keep, load_weights, pack, parts
+from cuda_agent.rl.ray.transfer import keep, load_weights, parts
 from cuda_agent.rl.rollouts import Kind, episodes_of
-from cuda_agent.rl.runtime import LearnerLost, MakeCritic, RolloutBatch, budget_of
+from cuda_agent.rl.runtime import LearnerLost, MakeCritic, RolloutBatch, settings_of
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.distributed import TrainerLost
@@ -45,10 +45,10 @@ class RayRuntime:
         self._ctx, self._settings, self._kind, self._make_critic = ctx, settings, kind, make_critic
         self._group, self._resources = group, ctx.config.ray
         needed = ("policy",) if make_critic is None else ("policy", "critic")
-        self._inputs = ray.put({name: pack(ctx.inputs[name]) for name in needed if name in ctx.inputs})
+        self._inputs = ray.put({name: list(parts(ctx.inputs[name])) for name in needed if name in ctx.inputs})
         self._trainer: Any = None
         self._hosts: list[Any] = []  # the trainer's actors that hold its processes, if there are several machines
-        self._players = RayPlayers(ctx, budget_of(ctx, settings), group, ctx.config.ray.trainers)
+        self._players = RayPlayers(ctx, settings_of(ctx, settings), group, ctx.config.ray.trainers)
 
     async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         began = time.monotonic()

@@ -1,5 +1,5 @@
-"""Messages between Ray's actors: folders, whole for small inputs, and in parts for checkpoints, so that memory holds a
-few parts only; and a model's weights as arrays."""
+"""Messages between Ray's actors: folders in parts, so that memory holds a few parts of a checkpoint only, and a model's
+weights as arrays."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,7 +9,6 @@ from cuda_agent.policy.engines.engine import EngineError
 from cuda_agent.policy.engines.vllm_plugin import digest
 from cuda_agent.policy.lora import merged_parameters
 
-Files = dict[str, bytes]  # path in a folder -> content
 Part = tuple[str, bytes]  # path of a file in the folder, and the next bytes of its content
 Weights = dict[str, Any]  # arrays by name
 PART_BYTES = 64 << 20
@@ -32,15 +31,6 @@ def keep(part: Part, folder: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
         file.write(content)
-
-
-def pack(folder: Path) -> Files:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def unpack(files: Files, folder: Path) -> None:
-    for part in files.items():
-        keep(part, folder)
 
 
 def weights_of(model: Any) -> Weights:

@@ -8,7 +8,7 @@ import pytest
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import Episode, to_line
 from cuda_agent.rl.ray.players import EpisodeCollector, RayPlayers, ServedPolicy, WorkerLost
-from cuda_agent.rl.rollouts import EpisodeBudget, episodes_of
+from cuda_agent.rl.rollouts import episode_settings, episodes_of
 from cuda_agent.tasks.task import Task
 from tests.rl.ray.ray_cases import config, context
 
@@ -63,7 +63,8 @@ def players(tmp_path, monkeypatch, inputs):
         monkeypatch.setattr(ray, "kill", lambda actor: None)
         monkeypatch.setattr(ray, "remote", lambda kind: Method(lambda *arguments: next(left)))
         ctx = context(tmp_path, config(runtime="ray"), inputs)
-        return RayPlayers(ctx, EpisodeBudget(1, 64, 1.0), None, 0), ctx
+        episodes = episode_settings(ctx.config, turns=1, context=64, temperature=1.0)
+        return RayPlayers(ctx, episodes, None, 0), ctx
 
     return make
 
