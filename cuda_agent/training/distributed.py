@@ -13,7 +13,6 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
-from cuda_agent.training.checkpoint import seal
 from cuda_agent.training.trainer import Trainer
 
 P = ParamSpec("P")
@@ -91,7 +90,6 @@ class DistributedTrainer:
 
     def save(self, folder: Path) -> None:
         self.ranks.save(self.name, folder)
-        seal(folder)
 
     def load(self, folder: Path) -> None:
         self.step, self.seconds = self.ranks.load(self.name, folder)
