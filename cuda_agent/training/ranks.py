@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cuda_agent.lease import Lease
 from cuda_agent.machine import die_with_parent
@@ -43,26 +43,28 @@ def open_store(host: str) -> tuple[Any, str]:
 
 class Rank:
     """One rank, in its own process.  The constructor joins torch's process group of ``world`` ranks, which meet at the
-    store at ``address`` (host:port)."""
+    store at ``address`` (host:port); a single rank has no group, and its trainers are those of one process."""
 
     def __init__(self, rank: int, world: int, address: str, device: str, threads: int, lease: Path | None) -> None:
-        host, _, port = address.rpartition(":")
-        if host == "127.0.0.1":  # a machine's hostname may not resolve to itself
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._device = f"cuda:{rank % torch.cuda.device_count()}" if device == "cuda" else "cpu"
         if device == "cuda":
             torch.cuda.set_device(self._device)
         torch.set_num_threads(threads)
-        limit = timedelta(seconds=MEETING_SECONDS)
-        store = dist.PrefixStore("trainer", dist.TCPStore(host, int(port), None, False, timeout=limit))
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "cpu:gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-        self._mesh = init_device_mesh(device, (world,))
+        self._mesh: DeviceMesh | None = None
+        if world > 1:
+            host, _, port = address.rpartition(":")
+            if host == "127.0.0.1":  # a machine's hostname may not resolve to itself
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            limit = timedelta(seconds=MEETING_SECONDS)
+            store = dist.PrefixStore("trainer", dist.TCPStore(host, int(port), None, False, timeout=limit))
+            backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "cpu:gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+            self._mesh = init_device_mesh(device, (world,))
         self._lease = Lease(lease) if lease is not None and rank == 0 else None
 
     def open(self, name: str, path: str, options: dict[str, Any]) -> None:
         """Makes a trainer called ``name`` of the model that torch saved in the file."""
-        model = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+        model = torch.load(path, map_location="cpu", weights_only=False, mmap=self._mesh is not None)
         TRAINERS[name] = Trainer(model, device=self._device, lease=self._lease, mesh=self._mesh, **options)
 
     def run(self, recipe: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:

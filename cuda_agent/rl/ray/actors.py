@@ -1,5 +1,5 @@
-"""The classes of Ray's actors: a rollout worker, which plays episodes with its own engine and sandbox; the trainer; and
-the trainer's processes on one machine.  Plain classes, of which ``players`` and ``trainer`` make actors.
+"""The classes of Ray's actors: a rollout worker, which plays episodes with its own engine and sandbox, and a host of
+trainer processes.  Plain classes, of which ``players`` and ``runtime`` make actors.
 
 Arguments and results travel as bytes, lines and arrays, so that actors and stage need no common folder: inputs and
 checkpoints in parts, episodes in their wire form, weights as arrays with a digest that must hold after loading.
@@ -8,31 +8,21 @@ checkpoints in parts, episodes in their wire form, weights as arrays with a dige
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from cuda_agent.agent.loop import EpisodeSettings
-from cuda_agent.config import Ppo
 from cuda_agent.context import WorkerContext
 from cuda_agent.errors import BadConfiguration
 from cuda_agent.machine import die_with_parent, gpus
-from cuda_agent.policy.engines.vllm_plugin import digest
-from cuda_agent.policy.episode import from_line, to_line
-from cuda_agent.policy.lora import merged_parameters
-from cuda_agent.policy.model import load_model
-from cuda_agent.rl.ray.ranks import SpreadRanks
-from cuda_agent.rl.ray.transfer import Part, Weights, keep, load_weights, parts, weights_of
+from cuda_agent.policy.episode import to_line
+from cuda_agent.rl.ray.transfer import Part, Weights, keep, load_weights, parts
 from cuda_agent.rl.rollouts import Job, Kind, Rollouts, open_rollouts
-from cuda_agent.rl.runtime import ActorCritic
-from cuda_agent.rl.trainers import shared_training
 from cuda_agent.sandbox.jail.scratch import make_folder, remove
-from cuda_agent.training.ranks import Ranks
-
-Result = TypeVar("Result")
+from cuda_agent.training.ranks import Ranks, open_store
 
 
 class RolloutWorker:
@@ -42,7 +32,12 @@ class RolloutWorker:
     def __init__(self, context: WorkerContext, episodes: EpisodeSettings, inputs: Mapping[str, Sequence[Part]]) -> None:
         die_with_parent()  # Ray's workers run on for seconds after a killed raylet
         self._stack = AsyncExitStack()
-        self._context = _unpacked(context, inputs, _private_folder(self._stack))
+        home = _private_folder(self._stack)
+        for name, content in inputs.items():
+            for part in content:
+                keep(part, home / name)
+        (home / "work").mkdir()
+        self._context = replace(context, inputs={name: home / name for name in inputs}, work=home / "work")
         self._episodes = episodes
         self._rollouts: Rollouts | None = None
         self._playing: dict[int, asyncio.Task[Any]] = {}
@@ -93,80 +88,21 @@ class RolloutWorker:
         await self._stack.aclose()
 
 
-class _CheckpointActor:
-    """An actor with a private folder: ``save`` writes what ``saved`` yields, ``keep`` takes what ``load`` reads."""
+class RankHost:
+    """The trainer's processes on one machine; see ``training.ranks.Ranks``."""
 
     def __init__(self) -> None:
         die_with_parent()
         self._stack = ExitStack()
-        self._home = _private_folder(self._stack)
-        self._coming, self._going = self._home / "coming", self._home / "going"
+        home = _private_folder(self._stack)
+        self._coming, self._going = home / "coming", home / "going"
 
-    def _save(self, save: Callable[[Path], None]) -> None:
-        shutil.rmtree(self._going, ignore_errors=True)
-        self._going.mkdir()
-        save(self._going)
+    def meet(self) -> str:
+        """Opens the store where all ranks meet, on this machine.  Returns its address."""
+        import ray
 
-    def saved(self) -> Iterator[Part]:
-        """Yields the parts of the saved checkpoint, once."""
-        yield from parts(self._going)
-        shutil.rmtree(self._going)
-
-    def keep(self, part: Part) -> None:
-        """Takes one part of the checkpoint for ``load``."""
-        keep(part, self._coming)
-
-    def _load(self, load: Callable[[Path], Result]) -> Result:
-        try:
-            return load(self._coming)
-        finally:
-            shutil.rmtree(self._coming, ignore_errors=True)
-
-    def close(self) -> None:
-        self._stack.close()
-
-
-class TrainerActor(_CheckpointActor):
-    """The trainer.  ``make_critic`` is called with the unpacked ``inputs``; None without a critic.  ``hosts``: the
-    ``RankHost`` actors that it leads, none if its processes are on its own machine."""
-
-    def __init__(
-        self, context: WorkerContext, settings: Ppo, inputs: Mapping[str, Sequence[Part]], make_critic: Any, hosts: Any
-    ) -> None:
-        super().__init__()
-        self._context = _unpacked(context, inputs, self._home)
-        self._settings, self._make_critic, self._hosts = settings, make_critic, hosts
-        self._learner: Any = None
-
-    def open(self) -> None:
-        if self._hosts:
-            context = replace(self._context, ranks=SpreadRanks(self._hosts, self._context))
-        else:
-            context = self._stack.enter_context(shared_training(self._context))
-        critic = None if self._make_critic is None else self._make_critic(context.inputs)
-        self._learner = ActorCritic(context, self._settings, load_model(context.inputs["policy"]), critic)
-
-    def update(self, step: int, lines: Sequence[str]) -> dict[str, float]:
-        metrics: dict[str, float] = self._learner.update(step, [from_line(line) for line in lines])
-        return metrics
-
-    def weights(self) -> tuple[str, Weights]:
-        """The policy's weights and their digest, as two results."""
-        model = self._learner.actor.model
-        return digest(merged_parameters(model)), weights_of(model)
-
-    def critic(self) -> Weights:
-        return weights_of(self._learner.critic.model)
-
-    def save(self) -> None:
-        self._save(self._learner.save)
-
-    def load(self) -> None:
-        self._load(self._learner.load)
-
-
-class RankHost(_CheckpointActor):
-    """The trainer's processes on one machine; see ``training.ranks.Ranks``."""
+        self._store, address = open_store(ray.util.get_node_ip_address())
+        return address
 
     def start(self, count: int, settings: Mapping[str, Any]) -> None:
         if settings["device"] == "cuda" and (here := gpus()) < count:
@@ -180,10 +116,27 @@ class RankHost(_CheckpointActor):
         return self._ranks.send(message)
 
     def save(self, name: str) -> None:
-        self._save(partial(self._ranks.save, name))
+        """Writes this machine's part of a checkpoint, which ``saved`` yields."""
+        shutil.rmtree(self._going, ignore_errors=True)
+        self._going.mkdir()
+        self._ranks.save(name, self._going)
+
+    def saved(self) -> Iterator[Part]:
+        yield from parts(self._going)
+        shutil.rmtree(self._going)
+
+    def keep(self, part: Part) -> None:
+        """Takes one part of the checkpoint for ``load``."""
+        keep(part, self._coming)
 
     def load(self, name: str) -> tuple[int, float]:
-        return self._load(partial(self._ranks.load, name))
+        try:
+            return self._ranks.load(name, self._coming)
+        finally:
+            shutil.rmtree(self._coming, ignore_errors=True)
+
+    def close(self) -> None:
+        self._stack.close()
 
 
 def _private_folder(stack: ExitStack | AsyncExitStack) -> Path:
@@ -192,12 +145,3 @@ def _private_folder(stack: ExitStack | AsyncExitStack) -> Path:
     home.chmod(0o700)
     stack.callback(remove, home)
     return home
-
-
-def _unpacked(context: WorkerContext, inputs: Mapping[str, Sequence[Part]], home: Path) -> WorkerContext:
-    """``context`` with its folders in ``home``."""
-    for name, content in inputs.items():
-        for part in content:
-            keep(part, home / name)
-    (home / "work").mkdir()
-    return replace(context, inputs={name: home / name for name in inputs}, work=home / "work")

@@ -100,7 +100,7 @@ def on_bundle(group: Any, bundle: int, cpus: float, gpus: float) -> dict[str, An
     return {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": strategy}
 
 
-def raise_if_init_failed(error: Exception) -> None:
+def raise_if_init_failed(error: BaseException | None) -> None:
     """Raises the actor's own error if its constructor failed: a new actor would fail in the same way."""
     if getattr(error, "actor_init_failed", False):
         raise RuntimeError(f"an actor could not be made: {error}") from error

@@ -1,8 +1,7 @@
-"""The trainer's process group over several machines: one actor holds the processes of a machine, led from here.
+"""The trainer's process group on Ray: one actor holds the processes of a machine, led from the stage's process.
 
-All processes are one torch process group, whose rendezvous is at an address of the leader.  Checkpoints travel in
-parts, so that no process holds more than a few of them in memory: from each machine into the leader's folder, and from
-there to every machine.
+Checkpoints travel in parts, so that no process holds more than a few of them in memory: from each machine into the
+stage's folder, and from there to every machine.
 """
 
 import pickle
@@ -11,9 +10,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from cuda_agent.context import WorkerContext
+from cuda_agent.rl.ray.cluster import raise_if_init_failed
 from cuda_agent.rl.ray.transfer import keep, parts
 from cuda_agent.training.distributed import TrainerLost, joint_results
-from cuda_agent.training.ranks import open_store
 
 STREAM = {"num_returns": "streaming", "_generator_backpressure_num_objects": 4}  # parts produced ahead
 
@@ -26,12 +25,12 @@ class SpreadRanks:
         import ray
 
         self._ray, self._hosts = ray, list(hosts)
-        self._store, address = open_store(ray.util.get_node_ip_address())
+        (address,) = self._all([hosts[0].meet.remote()])
         training, each = context.config.training, context.config.training.num_processes // len(hosts)
         settings = {
             "device": training.device,
             "threads": max(1, context.config.policy.threads // each),
-            "lease": context.cache / "lease",
+            "lease": context.cache.absolute() / "lease",
             "world": training.num_processes,
             "address": address,
         }
@@ -67,3 +66,6 @@ class SpreadRanks:
             return joint_results([call.future() for call in calls], self._ray.exceptions.RayActorError)
         except self._ray.exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, Exception) else error) from error
+        except TrainerLost as error:
+            raise_if_init_failed(error.__cause__)
+            raise

@@ -32,7 +32,7 @@ def peace(tmp_path_factory, inputs):
 
 
 def test_a_trainer_killed_while_it_learns_comes_back_from_the_newest_checkpoint(tmp_path, inputs, peace):
-    killer = Killer("TrainerActor.update", when=step_done(tmp_path, 1))
+    killer = Killer("RankHost.call", when=step_done(tmp_path, 1))
     ctx = context(tmp_path, config(runtime="ray", **STEPS), inputs)
     warmup.run(ctx)
     assert killer.killed and learnt(tmp_path) == peace
@@ -41,7 +41,7 @@ def test_a_trainer_killed_while_it_learns_comes_back_from_the_newest_checkpoint(
 
 
 def test_a_trainer_killed_before_any_checkpoint_begins_anew(tmp_path, inputs, peace):
-    killer = Killer("TrainerActor.update")
+    killer = Killer("RankHost.call")
     warmup.run(context(tmp_path, config(runtime="ray", **STEPS), inputs))
     assert killer.killed and learnt(tmp_path) == peace
 
