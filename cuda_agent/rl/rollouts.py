@@ -54,9 +54,7 @@ class Rollouts:
     chat: Chat
     sandbox: Sandbox
     settings: EpisodeSettings
-    seed: int
-    concurrency: int
-    lockstep: bool
+    config: Config
 
     async def play(
         self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = lambda episode: None
@@ -65,12 +63,13 @@ class Rollouts:
         run = run_single if kind == "single" else run_episode
 
         async def play_one(task: Task, name: str) -> Episode:
-            seed = seed_of(self.seed, name)
+            seed = seed_of(self.config.seed, name)
             episode = await run(task, self.engine, self.chat, self.sandbox, self.settings, seed, name)
             on_done(episode)
             return episode
 
-        return await run_many([partial(play_one, *job) for job in jobs], self.concurrency, lockstep=self.lockstep)
+        plays, lockstep = [partial(play_one, *job) for job in jobs], self.config.sandbox.clock == "model"
+        return await run_many(plays, self.config.agent.concurrency, lockstep=lockstep)
 
 
 def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
@@ -100,7 +99,6 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
 
     config = ctx.config
     torch.set_num_threads(1)  # this thread computes little: see ``LocalEngine.compute``
-    lockstep = config.sandbox.clock == "model"
     model, tokenizer = load_policy(policy)
     if config.policy.engine == "local" and config.policy.device == "cuda":
         if not gpus():
@@ -108,9 +106,7 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
         model.to("cuda")  # else the engine copies it there for every update
     chat = Chat(tokenizer, settings.style)
     async with open_sandbox(config.sandbox, ctx.cache) as sandbox, _open_engine(ctx, policy, model, chat) as engine:
-        yield Rollouts(
-            model, tokenizer, engine, chat, sandbox, settings, config.seed, config.agent.concurrency, lockstep
-        )
+        yield Rollouts(model, tokenizer, engine, chat, sandbox, settings, config)
 
 
 @asynccontextmanager

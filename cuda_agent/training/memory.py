@@ -90,7 +90,6 @@ def peak(
     ranks: int = 1,
     lora_rank: int = 0,
     segment: int | None = None,
-    sampled: int | None = None,
     device: Literal["cpu", "cuda"] = "cuda",
     at_once: int = 1,
     parallelism: Literal["data", "context"] = "data",
@@ -98,7 +97,7 @@ def peak(
     """Estimates the memory of a row of ``tokens``, with AdamW, master weights in float32 and ``ranks`` that share
     weights and rows.
 
-    ``segment``: tokens of its longest sequence, ``sampled``: tokens that are trained on; by default all tokens.
+    ``segment``: tokens of its longest sequence, by default all.  All tokens count as trained on.
     ``at_once``: rows computed side by side.  ``parallelism``: whether ranks compute rows or parts of each."""
     low = precision == "bf16"
     every, layer, ends = shape.parameters, shape.layer_parameters, shape.end_parameters
@@ -109,7 +108,6 @@ def peak(
     copies = 0
     if low:  # bfloat16 copies of all weights that the backward pass needs
         copies = 2 * (layer if checkpointing else every - ends)
-    count = tokens if sampled is None else sampled
     h, per_layer = shape.hidden, _kept(shape, low, device, min(segment or tokens, tokens), lora_rank)
     inside = 8 * shape.wide // (2 if low else 1)  # gradients in the widest part of a layer
     if checkpointing:
@@ -119,9 +117,9 @@ def peak(
     if ranks > 1 and parallelism == "context":  # keys and values of the whole row, and their gradients
         gathered_keys = shape.kv_heads * shape.head * tokens * (12 if low else 20)
         kept += 0 if checkpointing else shape.layers * shape.kv_heads * shape.head * (4 if low else 8) * ranks
-        tokens, count = -(-tokens // ranks), -(-count // ranks)
+        tokens = -(-tokens // ranks)
         layer_again += gathered_keys // tokens
-    head = 8 * h * count + _HEAD_COPIES * 4 * min(LOGITS[device], count * shape.vocab)
+    head = 8 * h * tokens + _HEAD_COPIES * 4 * min(LOGITS[device], tokens * shape.vocab)
     return Peak(
         weights=4 * every // ranks,
         gradients=at_once * 4 * trained // ranks,

@@ -155,22 +155,19 @@ class Ranks:
         self.close()
 
     def place(self, name: str, model: Any, options: dict[str, Any]) -> None:
-        """See ``RankGroup``."""
         path = Path(self._folder.name) / f"{name}.pt"
         torch.save(model, path)
         self.call("open", name, str(path), options)
         path.unlink()
 
     def save(self, name: str, folder: Path) -> None:
-        """See ``RankGroup``."""
         self.call("save", name, folder)
 
     def load(self, name: str, folder: Path) -> tuple[int, float]:
-        """See ``RankGroup``."""
         return cast(tuple[int, float], self.call("load", name, folder))
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """See ``RankGroup``.
+        """See ``RankGroup``, as for the methods above.
 
         Raises:
             TrainerLost: A rank is gone; the others are ended, because they would wait forever.

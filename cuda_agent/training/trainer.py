@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,7 +29,6 @@ from cuda_agent.training.losses import Metrics
 from cuda_agent.training.memory import LOGITS, SMALL
 from cuda_agent.training.packing import Batch, PackedRow, batch_of, before_sampled, tokens_of
 
-__all__ = ["CorruptCheckpoint", "Trainer", "fast_precision"]
 Result = TypeVar("Result")
 
 
@@ -120,16 +120,10 @@ class Trainer:
         """Returns the states before the row's sampled tokens, [n, hidden].  Call it inside ``working`` and ``within``;
         the row is on the trainer's device."""
         extra = {"segments": attention.Segments(row.lengths, row.part)} if self._packed else {}
-        with torch.autocast(
-            self.device.type,
-            torch.bfloat16,
-            enabled=self.precision == "bf16",
-            cache_enabled=self.workers == self.ranks == 1,
-        ):
-            hidden = self.trunk(
-                input_ids=row.ids[None], position_ids=row.positions[None], use_cache=False, **extra
-            ).last_hidden_state
-        return before_sampled(hidden[0], row).float()
+        low, alone = self.precision == "bf16", self.workers == self.ranks == 1
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=low, cache_enabled=alone):
+            out = self.trunk(input_ids=row.ids[None], position_ids=row.positions[None], use_cache=False, **extra)
+        return before_sampled(out.last_hidden_state[0], row).float()
 
     def logprobs(self, row: PackedRow, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Returns the log-probabilities of the row's sampled tokens and the entropies there, float32 [n]."""
@@ -156,7 +150,9 @@ class Trainer:
 
     def summed(self, flat: Tensor) -> Tensor:
         """Sums a tensor over the ranks, each of which filled the entries of its rows; every rank gets the result."""
-        return flat if self._root is None else sharding.added_up(flat)
+        if self._root is not None:
+            dist.all_reduce(flat)
+        return flat
 
     def _own_rows(self, batch: Batch, chosen: Sequence[int] | None) -> list[PackedRow]:
         if self._parallelism == "context" and self._root is not None:
@@ -193,7 +189,9 @@ class Trainer:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             metrics = losses.added(metrics, {name: float(value) for name, value in measured.items()})
         if self._root is not None:
-            metrics = functools.reduce(losses.added, sharding.from_all(metrics))
+            parts: list[Any] = [None] * self.ranks
+            dist.all_gather_object(parts, metrics)
+            metrics = functools.reduce(losses.added, parts)
         with self.working():
             norm = float(sharding.whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)))
             if math.isfinite(norm):
@@ -237,12 +235,8 @@ class Trainer:
         """Writes parameters, optimizer, random state and step into the existing ``folder``; each rank writes its
         part."""
         table = checkpoint.table_of(list(self.trained()), self.optimizers)
-        table |= {
-            "random": torch.get_rng_state(),
-            "step": torch.tensor(self.step),
-            "seconds": torch.tensor(self.seconds, dtype=torch.float64),
-        }
-        checkpoint.write(table, folder)
+        table |= {"random": torch.get_rng_state(), "step": torch.tensor(self.step)}
+        checkpoint.write(table | {"seconds": torch.tensor(self.seconds, dtype=torch.float64)}, folder)
 
     def load(self, folder: Path) -> None:
         """Restores a state that ``save`` wrote, with any number of ranks.
@@ -306,25 +300,23 @@ def _check_rows(trainer: Trainer) -> None:
     batch = batch_of([tokens_of(ids, [1] * len(ids)) for ids in pair])
     (together,) = batch.rows(12)
     apart = [batch.rows(12, [number])[0] for number in (0, 1)]
+    tolerance = 0.1 if trainer.precision == "bf16" else 1e-2
+    rows = [row.to(trainer.device) for row in (together, *apart)]
     with torch.no_grad(), trainer.working():
-        packed, *single = trainer.within(
-            lambda: [trainer.states(row.to(trainer.device)).cpu() for row in (together, *apart)]
-        )
+        packed, *single = trainer.within(lambda: [trainer.states(row).cpu() for row in rows])
     by_token = torch.empty_like(packed)
     by_token[together.tokens] = packed
-    size = packed.square().mean().sqrt()
-    worst = (by_token - torch.cat(single)).abs().max() / size
-    if worst > (0.1 if trainer.precision == "bf16" else 1e-2):
+    worst = (by_token - torch.cat(single)).abs().max() / packed.square().mean().sqrt()
+    if worst > tolerance:
         raise ValueError(f"sequences packed into one row see each other in this model (states differ by {worst:.2g})")
     if isinstance(trainer.model, Critic):
         return
 
     def both() -> tuple[Tensor, Tensor]:
-        row = apart[0].ids[None].to(trainer.device)
-        logits = trainer.model(input_ids=row, use_cache=False).logits[0, :-1].float().cpu()
+        logits = trainer.model(input_ids=rows[1].ids[None], use_cache=False).logits[0, :-1].float().cpu()
         return logits, trainer.model.get_output_embeddings()(single[0].to(trainer.device)).float().cpu()
 
     with torch.no_grad():
         logits, ours = trainer.within(both)
-    if (logits - ours).abs().max() > (0.1 if trainer.precision == "bf16" else 1e-2) * logits.square().mean().sqrt():
+    if (logits - ours).abs().max() > tolerance * logits.square().mean().sqrt():
         raise ValueError("this model does more to its logits than its output layer (scaling or capping): not supported")

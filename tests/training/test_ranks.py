@@ -13,12 +13,13 @@ from cuda_agent.lease import Lease
 from cuda_agent.policy.lora import attach
 from cuda_agent.training import recipes
 from cuda_agent.training.attention import part_of
+from cuda_agent.training.checkpoint import CorruptCheckpoint
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.distributed import DistributedTrainer, TrainerLost
 from cuda_agent.training.packing import batch_of, tokens_of, tokens_of_episode
 from cuda_agent.training.ranks import Ranks
 from cuda_agent.training.sharding import rows_of_rank
-from cuda_agent.training.trainer import CorruptCheckpoint, Trainer
+from cuda_agent.training.trainer import Trainer
 
 TOKENS = 64  # of a row: several rows a step
 NAMES = (f"trainer-{number}" for number in itertools.count())

@@ -9,9 +9,10 @@ from training_cases import VOCAB, random_episode, tiny_policy
 from cuda_agent.config import Ppo
 from cuda_agent.lease import Lease
 from cuda_agent.training import recipes
+from cuda_agent.training.checkpoint import CorruptCheckpoint
 from cuda_agent.training.critic import Critic, critic_from_policy, load_critic, save_critic
 from cuda_agent.training.packing import PackedRow, batch_of, tokens_of, tokens_of_episode
-from cuda_agent.training.trainer import CorruptCheckpoint, Trainer
+from cuda_agent.training.trainer import Trainer
 
 
 def policy(**options) -> Trainer:

@@ -6,7 +6,6 @@ checkpoints in parts, episodes in their wire form, weights as arrays with a dige
 """
 
 import asyncio
-import os
 import shutil
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
@@ -40,14 +39,13 @@ class RolloutWorker:
         self._context = replace(context, inputs={name: home / name for name in inputs}, work=home / "work")
         self._episodes = episodes
         self._rollouts: Rollouts | None = None
-        self._playing: dict[int, asyncio.Task[Any]] = {}
+        self._playing: set[asyncio.Task[Any]] = set()
 
-    async def open(self) -> int:
-        """Opens engine and sandbox.  Returns the process id."""
+    async def open(self) -> None:
+        """Opens engine and sandbox."""
         self._rollouts = await self._stack.enter_async_context(
             open_rollouts(self._context, self._context.inputs["policy"], self._episodes)
         )
-        return os.getpid()
 
     async def play(self, jobs: Sequence[Job], kind: Kind) -> AsyncIterator[str]:
         """Yields the episodes of ``jobs`` as they finish, until ``stop``."""
@@ -57,7 +55,7 @@ class RolloutWorker:
             self._rollouts.play(jobs, kind, lambda episode: finished.put_nowait(to_line(episode)))
         )
         playing.add_done_callback(lambda task: finished.put_nowait(None))
-        self._playing[id(playing)] = playing
+        self._playing.add(playing)
         try:
             while (line := await finished.get()) is not None:
                 yield line
@@ -65,11 +63,11 @@ class RolloutWorker:
                 playing.result()  # raises its error
         finally:
             playing.cancel()
-            del self._playing[id(playing)]
+            self._playing.discard(playing)
 
     async def stop(self) -> None:
         """Cancels all running episodes."""
-        for playing in self._playing.values():
+        for playing in self._playing:
             playing.cancel()
 
     async def serve(self, version: int, weights: Weights, expected: str) -> None:

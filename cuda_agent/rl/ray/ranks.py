@@ -47,11 +47,8 @@ class SpreadRanks:
     def save(self, name: str, folder: Path) -> None:
         self._all([host.save.remote(name) for host in self._hosts])
         for host in self._hosts:
-            try:
-                for reference in host.saved.options(**STREAM).remote():
-                    keep(self._ray.get(reference), folder)
-            except self._ray.exceptions.RayActorError as error:
-                raise TrainerLost("a machine of the trainer's ranks is gone, in save") from error
+            for reference in host.saved.options(**STREAM).remote():
+                keep(self._all([reference])[0], folder)
 
     def load(self, name: str, folder: Path) -> tuple[int, float]:
         for part in parts(folder):
