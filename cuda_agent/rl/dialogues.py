@@ -2,9 +2,8 @@
 
 Prompts and tool results come from ``agent``, so that no text is defined twice.  Results are written, not measured: a
 corpus of thousands needs no compiler.  The verdicts are those that the sandbox would give (tests and ``bootstrap``
-check a sample).  The two ratios of ``profile`` are drawn from measured distributions for each kind of design
-(``_ratios``), so that they are right on average only.  The agent's action after a ratio is drawn independently of it:
-acting on ratios is left to reinforcement learning.
+check a sample).  The agent's action after a ratio of ``profile`` is drawn independently of it: acting on ratios is left
+to reinforcement learning.
 """
 
 import random

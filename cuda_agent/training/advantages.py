@@ -37,16 +37,9 @@ class Estimator:
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: Tensor | float) -> Tensor:
     """Generalised advantage estimation (arXiv 1506.02438) over the tokens where ``mask`` is true; zero elsewhere.
 
-    After the last sampled token the value is 0.  At a masked-out token the next value and the running sum pass through
-    unchanged, as if the token were not there.
-
-    Args:
-        rewards: float [sequences, length], the reward of each token.
-        values: float [sequences, length], the value of the state before each token.
-        mask: bool [sequences, length].
-        gamma: Discount per sampled token.
-        lam: A number, or float [sequences].
-    """
+    All are [sequences, length]: the reward of each token and the value of the state before it; ``lam`` may be
+    [sequences].  After the last sampled token the value is 0.  At a masked-out token the next value and the running sum
+    pass through unchanged, as if the token were not there."""
     next_value = torch.zeros_like(values[:, 0])
     running = torch.zeros_like(next_value)
     advantages = torch.zeros_like(values)

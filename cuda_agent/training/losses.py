@@ -28,13 +28,9 @@ def token_logprobs(
     """Computes log-probabilities of tokens (natural) and the entropies of the distributions that they came from (nats,
     without gradient), both float32 [n].
 
-    Args:
-        states: float [n, hidden], the states before the tokens (``packing.before_sampled``).
-        ids: int64 [n], the tokens.
-        project: Maps states [m, hidden] to logits [m, vocabulary].
-        chunk: Most rows of logits that exist at a time; with more than one chunk the backward pass recomputes them.
-        temperature: Divides the logits.
-    """
+    ``states``, float [n, hidden], are those before the tokens ``ids``, int64 [n] (``packing.before_sampled``);
+    ``project`` maps states to logits [m, vocabulary].  At most ``chunk`` rows of logits exist at a time; with more than
+    one chunk the backward pass recomputes them."""
 
     def one(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = project(states).float()
@@ -78,8 +74,8 @@ def ppo_loss(
         engine: float32 [n], of the engine that sampled the tokens.
         advantages: float32 [n].
         total: Sampled tokens of the minibatch.
-        clip_low: The ratio counts down to 1 - ``clip_low``.
-        clip_high: The ratio counts up to 1 + ``clip_high``.
+        clip_low: The ratio counts from 1 - ``clip_low`` to 1 + ``clip_high``.
+        clip_high: See ``clip_low``.
         tis_cap: Largest importance weight.
     """
     ratio = (logprobs - old).clamp(-20, 20).exp()  # a token that became e^20 times likelier must not overflow

@@ -78,11 +78,6 @@ class PackedRow:
     tokens: Tensor  # int64 [n], their entries in the batch's flat tensors
     part: PackedPart | None = None  # set when the row is one rank's part of a row with these ``lengths``
 
-    @property
-    def sampled(self) -> Tensor:
-        """Returns int64 [n], the positions of the sampled tokens in a whole row."""
-        return self.before + 1
-
     def to(self, device: torch.device | str) -> "PackedRow":
         names = ("ids", "positions", "before", "targets", "tokens")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})

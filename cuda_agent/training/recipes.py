@@ -66,18 +66,9 @@ def sft(
     """Supervised training on the masked tokens of ``sequences`` (paper, section 3.3, stage 2).
 
     Yields the metrics of each optimizer step, of at most ``tokens_per_step``, in an order that ``seed`` decides.  A
-    restored trainer resumes at its step: earlier batches are skipped.
-
-    Args:
-        trainer: Trainer of a causal language model.
-        sequences: Sequences to imitate.
-        tokens_per_step: Most tokens of one optimizer step.
-        lr: Peak learning rate.
-        seed: Of the order.
-        steps: Optimizer steps.  Give either ``steps`` or ``epochs``, passes over the sequences.
-        epochs: See ``steps``.
-        max_seconds: Limit of ``trainer.seconds``.  Training ends at the first limit reached, and the rate follows
-            the used fraction of that limit.
+    restored trainer resumes at its step: earlier batches are skipped.  Give either ``steps`` or ``epochs``.  With
+    ``max_seconds``, a limit of ``trainer.seconds``, training ends at the first limit reached.  The learning rate, at
+    most ``lr``, follows the used fraction of that limit.
 
     Raises:
         ValueError: Both or neither of ``steps`` and ``epochs`` are given, or there are no sequences.
@@ -191,7 +182,8 @@ def ppo_update(
 ) -> dict[str, float]:
     """Estimates the advantages of one batch, then takes the optimizer steps (paper, section 3.3).
 
-    Episodes without a reward or without sampled tokens are dropped; if none is left, nothing is trained.
+    Episodes without a reward or without sampled tokens are dropped; if none is left, nothing is trained.  Returns
+    metrics of the episodes and means over the optimizer steps (the maximum for ``*_max``).
 
     Args:
         actor: Trainer of the policy.
@@ -201,9 +193,6 @@ def ppo_update(
         seed: Decides how episodes are shuffled into minibatches.
         train_actor: False trains the critic alone.
         temperature: Sampling temperature of the episodes.
-
-    Returns:
-        Metrics of the episodes and means over the optimizer steps (the maximum for ``*_max``).
 
     Raises:
         ValueError: ``settings.advantage`` needs a critic and there is none.

@@ -129,7 +129,7 @@ def test_no_gradient_reaches_a_state_that_predicts_a_tool_or_prompt_token():
     batch = batch_of(tokens_of_episode(random_episode(seed)) for seed in range(5))
     gradient, row = states_gradient(actor, batch)
     predicting = torch.zeros(len(row.ids), dtype=torch.bool)
-    predicting[row.sampled - 1] = True
+    predicting[row.before] = True
     assert (gradient[~predicting] == 0).all()
     assert (gradient[predicting].abs().sum(-1) > 0).all()
 
