@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from cuda_agent.agent.loop import EpisodeSettings, Sandbox, run_episode, run_many, run_single
+from cuda_agent.agent.loop import EpisodeSettings, Sandbox, Style, run_episode, run_many, run_single
 from cuda_agent.config import Config
 from cuda_agent.context import WorkerContext
 from cuda_agent.errors import BadConfiguration, TryAgain
@@ -31,7 +31,6 @@ from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 
 Kind = Literal["single", "agent"]
-Style = Literal["compact", "full"]
 Job = tuple[Task, str]  # a task, and the id of the episode, which determines its seed
 
 

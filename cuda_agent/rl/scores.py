@@ -8,6 +8,7 @@ The intervals cover the choice of tasks, neither timing noise nor the seed of a 
 """
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -122,11 +123,7 @@ class Difference:
 
 
 def score(
-    policy: str,
-    episodes: Iterable[Episode],
-    tasks: Sequence[Task],
-    clock: Literal["real", "model"],
-    seed: int = 0,
+    policy: str, episodes: Iterable[Episode], tasks: Sequence[Task], clock: Literal["real", "model"], seed: int = 0
 ) -> Scores:
     """The scores of ``policy``.
 
@@ -316,11 +313,8 @@ def _means(column: NDArray[np.float64], draws: NDArray[np.int64], geometric: boo
     """The mean of every resample, float64 [resamples]; nan for a resample without a known value."""
     if not len(column):
         return np.full(len(draws), np.nan)
-    values = column[draws]
-    known = ~np.isnan(values)
-    counts = known.sum(axis=1)
-    sums = np.where(known, values, 0.0).sum(axis=1)
-    means = np.divide(sums, counts, out=np.full(len(draws), np.nan), where=counts > 0)
+    with warnings.catch_warnings(action="ignore"):  # of resamples without a known value
+        means = np.nanmean(column[draws], axis=1)
     return np.exp(means) if geometric else means
 
 

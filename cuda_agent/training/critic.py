@@ -28,11 +28,6 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    @property
-    def config(self) -> Any:
-        """Returns the trunk's configuration."""
-        return self.trunk.config
-
     def get_input_embeddings(self) -> nn.Module:
         return self.trunk.get_input_embeddings()
 

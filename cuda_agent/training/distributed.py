@@ -48,13 +48,10 @@ def joint_results(calls: Sequence[Future[R]], gone: type[Exception] = TrainerLos
         Exception: All ranks failed; the error of the first one.
     """
     wait(calls, return_when=FIRST_EXCEPTION)
-
-    def errors() -> list[BaseException]:
-        return [error for call in calls if call.done() and (error := call.exception()) is not None]
-
-    if errors() and not any(isinstance(error, gone | TrainerLost) for error in errors()):
+    failed = _errors(calls)
+    if not any(isinstance(error, gone | TrainerLost) for error in failed):
         wait(calls, GRACE_SECONDS)
-    failed = errors()
+        failed = _errors(calls)
     for error in failed:
         if isinstance(error, gone | TrainerLost):
             raise TrainerLost(str(error)) from error
@@ -63,6 +60,10 @@ def joint_results(calls: Sequence[Future[R]], gone: type[Exception] = TrainerLos
     if failed:
         raise TrainerLost(f"ranks of the trainer do not follow the others: {failed[0]}") from failed[0]
     return [call.result() for call in calls]
+
+
+def _errors(calls: Sequence[Future[Any]]) -> list[BaseException]:
+    return [error for call in calls if call.done() and (error := call.exception()) is not None]
 
 
 class DistributedTrainer:

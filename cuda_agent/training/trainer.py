@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cuda_agent.lease import Lease
 from cuda_agent.training import attention, checkpoint, losses, sharding
-from cuda_agent.training.attention import part_of
 from cuda_agent.training.checkpoint import CorruptCheckpoint
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.losses import Metrics
@@ -156,7 +155,7 @@ class Trainer:
 
     def _own_rows(self, batch: Batch, chosen: Sequence[int] | None) -> list[PackedRow]:
         if self._parallelism == "context" and self._root is not None:
-            return [part_of(row, self.ranks, self.rank) for row in batch.rows(self.row_tokens, chosen)]
+            return [attention.part_of(row, self.ranks, self.rank) for row in batch.rows(self.row_tokens, chosen)]
         rows = batch.rows(self.row_tokens, chosen, multiple=self.workers * self.ranks)
         return rows if self._root is None else sharding.rows_of_rank(rows, self.ranks, self.rank)
 

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -43,14 +43,14 @@ class WorkerLost(Exception):
     """An actor or its engine is gone."""
 
 
+@dataclass
 class WorkerSlot:
     """The slot of a rollout worker, and the actor in it."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.actor: Any = None  # None: lost, or not opened yet
-        self.opening: asyncio.Task[None] | None = None
-        self.has: ServedPolicy | None = None
+    number: int
+    actor: Any = None  # None: lost, or not opened yet
+    opening: asyncio.Task[None] | None = None
+    has: ServedPolicy | None = None
 
 
 class EpisodeCollector:
@@ -100,7 +100,6 @@ class RayPlayers:
         self._ctx, self._episodes = ctx, episodes
         self._group, self._first = group, first
         self._settings = ctx.config.ray
-        self._context = WorkerContext(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
         self._inputs = ray.put({name: list(parts(ctx.inputs[name])) for name in ("policy", "tasks")})
         self.workers = [WorkerSlot(number) for number in range(self._settings.workers)]
         self._served: ServedPolicy | None = None
@@ -222,7 +221,7 @@ class RayPlayers:
         settings, worker.has = self._settings, None
         options = on_bundle(self._group, self._first + worker.number, settings.worker_cpus, settings.worker_gpus)
         made = self._ray.remote(cast(Any, RolloutWorker)).options(**options)
-        actor = made.remote(_share(self._context, worker.number), self._episodes, self._inputs)
+        actor = made.remote(_context(self._ctx, worker.number), self._episodes, self._inputs)
         try:
             async with self._losses(OPENING_SECONDS):
                 await actor.open.remote()
@@ -336,9 +335,9 @@ async def open_players(ctx: StageContext, episodes: EpisodeSettings) -> AsyncIte
             await players.close()
 
 
-def _share(context: WorkerContext, worker: int) -> WorkerContext:
-    """The context with this worker's share of external vLLM servers, whose weights it alone changes."""
-    config = context.config
-    vllm = config.policy.vllm.model_copy(update={"servers": config.policy.vllm.servers[worker :: config.ray.workers]})
-    policy = config.policy.model_copy(update={"vllm": vllm})
-    return replace(context, config=config.model_copy(update={"policy": policy}))
+def _context(ctx: StageContext, worker: int) -> WorkerContext:
+    """The context of a worker, with its share of external vLLM servers, whose weights it alone changes."""
+    vllm = ctx.config.policy.vllm
+    vllm = vllm.model_copy(update={"servers": vllm.servers[worker :: ctx.config.ray.workers]})
+    config = ctx.config.model_copy(update={"policy": ctx.config.policy.model_copy(update={"vllm": vllm})})
+    return WorkerContext(ctx.name, config, {}, Path(), ctx.cache.absolute())
