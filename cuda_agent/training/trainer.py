@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cuda_agent.lease import Lease
 from cuda_agent.training import attention, checkpoint, losses, sharding
-from cuda_agent.training.checkpoint import CorruptCheckpoint
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.losses import Metrics
 from cuda_agent.training.memory import LOGITS, SMALL
@@ -32,12 +31,10 @@ Result = TypeVar("Result")
 
 
 class Trainer:
-    """Trains one model.  ``row_tokens`` bounds one forward and backward pass (on a CPU 2,048 to 4,096 is fastest for
-    every batch size); every sequence must fit into it.
+    """Trains one model.  ``row_tokens`` bounds one forward and backward pass; every sequence must fit into it.
 
     On a CPU a small model computes as many rows side by side as torch had threads when the trainer was made, with one
-    thread each, so that no core idles at the end of a small operation.  Gradients are summed in row order.
-    """
+    thread each, so that no core idles at the end of a small operation.  Gradients are summed in row order."""
 
     def __init__(
         self,
@@ -243,8 +240,6 @@ class Trainer:
         Raises:
             CorruptCheckpoint: The checkpoint does not fit or is damaged; nothing was changed."""
         table = checkpoint.read(folder, self.trained())
-        if missing := [name for name in ("random", "step", "seconds") if name not in table]:
-            raise CorruptCheckpoint(f"{folder} has no {', '.join(missing)}")
         random, step, seconds = (table.pop(name) for name in ("random", "step", "seconds"))
         checkpoint.restore(table, self.trained(), self.optimizers)
         torch.set_rng_state(random)
