@@ -65,9 +65,11 @@ class RayRuntime:
         return await self._of(lambda: self._learner.update(step, episodes))
 
     async def serve(self, version: int) -> None:
-        model = await self._of(lambda: self._learner.actor.model)
-        weights = self._ray.put(weights_of(model))
-        await self._players.serve(ServedPolicy(version, digest(merged_parameters(model)), weights))
+        def served() -> ServedPolicy:
+            model = self._learner.actor.model
+            return ServedPolicy(version, digest(merged_parameters(model)), self._ray.put(weights_of(model)))
+
+        await self._players.serve(await self._of(served))
 
     async def save(self, step: int) -> None:
         with tempfile.TemporaryDirectory(dir=self._ctx.work) as name:
@@ -120,7 +122,7 @@ class RayRuntime:
             for host in self._hosts:
                 self._ray.kill(host)
             self._learner, self._hosts = None, []
-            raise LearnerLost(f"the trainer was lost ({error})") from error
+            raise LearnerLost(f"the trainer was lost: {str(error).splitlines()[0][:200]}") from error
 
 
 @asynccontextmanager
