@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cuda_agent.config import PolicyConfig
-from cuda_agent.training.memory import QWEN3_4B, QWEN3_30B_A3B, Shape, peak, shape_of_policy
+from cuda_agent.training.memory import Shape, peak, shape_of_policy
 
+QWEN3_4B = Shape(36, 2560, 32, 8, 128, 9728, 151_936, True)
+QWEN3_30B_A3B = Shape(48, 2048, 32, 4, 128, 768, 151_936, False, experts=128, active=8)
 LENGTHS = (4096, 16_384, 32_768, 65_536, 131_072)
 
 

@@ -241,7 +241,8 @@ def _settings(config: Config, style: Literal["compact", "full"]) -> Any:
     from cuda_agent.rl.rollouts import episode_settings
 
     how = config.evaluate
-    return episode_settings(config, style, turns=how.turns, context=config.policy.context, temperature=how.temperature)
+    context, temperature = config.policy.context, how.temperature
+    return episode_settings(config, turns=how.turns, context=context, temperature=temperature, style=style)
 
 
 def score_lines(scores: Any) -> list[str]:

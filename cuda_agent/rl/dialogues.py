@@ -1,12 +1,9 @@
 """The corpus of ``bootstrap``: the teacher's solutions as conversations, in exactly the form of the policy's episodes.
 
-Prompts come from ``agent.prompt`` and tool results from ``agent.tools.describe`` (compact style), so that no text is
-defined twice.  Results are written, not measured: a corpus of thousands needs no compiler.  The verdicts are those that
-the sandbox would give (tests and ``bootstrap`` check a sample).  The two ratios of ``profile`` are drawn from measured
-distributions for each kind of design (``_ratios``), so that they are right on average only.  The agent's action after a
-ratio is drawn independently of it: acting on ratios is left to reinforcement learning.
-
-What it does not cover: training (``bootstrap``), and policies other than the small one trained from scratch.
+Prompts and tool results come from ``agent``, so that no text is defined twice.  Results are written, not measured: a
+corpus of thousands needs no compiler.  The verdicts are those that the sandbox would give (tests and ``bootstrap``
+check a sample).  The agent's action after a ratio of ``profile`` is drawn independently of it: acting on ratios is left
+to reinforcement learning.
 """
 
 import random

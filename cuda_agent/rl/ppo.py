@@ -41,14 +41,13 @@ async def train_ppo(
 ) -> tuple[Any, Any, Critic | None]:
     """Trains the policy in ``ctx.inputs`` for ``settings.steps`` steps, from the newest checkpoint on.
 
+    Returns (model, tokenizer, critic); the critic is None where none was trained.
+
     Args:
         ctx: Of the stage; inputs ``policy`` and ``tasks``, and those that ``make_critic`` reads.
         settings: The stage's section of the configuration.
         kind: Episodes of one answer ("single"), or with tools ("agent").
         make_critic: Makes the critic to start from.  Called only if ``settings.advantage`` needs a critic.
-
-    Returns:
-        (model, tokenizer, critic); the critic is None where none was trained.
 
     Raises:
         TryAgain: The stage was told to stop, or the trainer was lost too often.
@@ -60,9 +59,8 @@ async def train_ppo(
     async with _open_runtime(ctx, settings, kind, needed) as runtime:
 
         async def play(step: int) -> RolloutBatch:
-            return await runtime.play(
-                step, draw(tasks, settings.episodes_per_step // settings.samples_per_prompt, config.seed, step)
-            )
+            count = settings.episodes_per_step // settings.samples_per_prompt
+            return await runtime.play(step, draw(tasks, count, config.seed, step))
 
         async def learn(step: int, played: RolloutBatch, began: float) -> None:
             episodes = [episode for episode in played.episodes if oldest(episode) >= step - max_off_policy_steps]
@@ -97,14 +95,9 @@ async def prefetch(
 ) -> AsyncGenerator[tuple[int, RolloutBatch], None]:
     """Yields (step, its batch) in order, and plays ahead.
 
-    While the caller learns from one batch, the next ``max_off_policy_steps`` are played, one after the other.  None
-    begins before the caller has learnt from the step that lies ``max_off_policy_steps`` + 1 before it.
-
-    Args:
-        play: Plays the batch of a step.
-        steps: Of the training.
-        max_off_policy_steps: 0 plays and learns in turns.
-    """
+    While the caller learns from one batch, the next ``max_off_policy_steps`` are played, one after the other; with 0,
+    playing and learning take turns.  None begins before the caller has learnt from the step that lies
+    ``max_off_policy_steps`` + 1 before it."""
     under_way: deque[asyncio.Task[RolloutBatch]] = deque()
 
     async def play_after(before: asyncio.Task[RolloutBatch] | None, step: int) -> RolloutBatch:

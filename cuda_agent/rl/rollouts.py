@@ -1,8 +1,5 @@
 """Rollouts: opens a policy's engine and its sandbox, and plays batches of episodes.  Seeds depend on the configuration
 alone.
-
-What it does not cover: training (``ppo``), scoring (``scores``), the episode itself (``agent.loop``), and rollouts in
-Ray's actors (``ray.players``).
 """
 
 import hashlib
@@ -10,12 +7,12 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from cuda_agent.agent.loop import EpisodeSettings, Sandbox, run_episode, run_many, run_single
+from cuda_agent.agent.loop import EpisodeSettings, Sandbox, Style, run_episode, run_many, run_single
 from cuda_agent.config import Config
 from cuda_agent.context import WorkerContext
 from cuda_agent.errors import BadConfiguration, TryAgain
@@ -34,18 +31,7 @@ from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 
 Kind = Literal["single", "agent"]
-Style = Literal["compact", "full"]
 Job = tuple[Task, str]  # a task, and the id of the episode, which determines its seed
-
-
-@dataclass(frozen=True)
-class EpisodeBudget:
-    """The limits of an episode; ``context`` in tokens."""
-
-    turns: int
-    context: int
-    temperature: float
-    reward: str = "ladder"  # a name in ``agent.reward.REWARDS``
 
 
 class Players(Protocol):
@@ -67,9 +53,7 @@ class Rollouts:
     chat: Chat
     sandbox: Sandbox
     settings: EpisodeSettings
-    seed: int
-    concurrency: int
-    lockstep: bool
+    config: Config
 
     async def play(
         self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = lambda episode: None
@@ -78,12 +62,13 @@ class Rollouts:
         run = run_single if kind == "single" else run_episode
 
         async def play_one(task: Task, name: str) -> Episode:
-            seed = seed_of(self.seed, name)
+            seed = seed_of(self.config.seed, name)
             episode = await run(task, self.engine, self.chat, self.sandbox, self.settings, seed, name)
             on_done(episode)
             return episode
 
-        return await run_many([partial(play_one, *job) for job in jobs], self.concurrency, lockstep=self.lockstep)
+        plays, lockstep = [partial(play_one, *job) for job in jobs], self.config.sandbox.clock == "model"
+        return await run_many(plays, self.config.agent.concurrency, lockstep=lockstep)
 
 
 def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
@@ -101,7 +86,7 @@ def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
 
 
 @asynccontextmanager
-async def open_rollouts(ctx: WorkerContext, policy: Path, budget: EpisodeBudget) -> AsyncIterator[Rollouts]:
+async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSettings) -> AsyncIterator[Rollouts]:
     """Opens the policy in folder ``policy`` with its engine, and the sandbox.
 
     Raises:
@@ -113,19 +98,14 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, budget: EpisodeBudget)
 
     config = ctx.config
     torch.set_num_threads(1)  # this thread computes little: see ``LocalEngine.compute``
-    lockstep = config.sandbox.clock == "model"
     model, tokenizer = load_policy(policy)
     if config.policy.engine == "local" and config.policy.device == "cuda":
         if not gpus():
             raise BadConfiguration("policy.device is cuda, and this machine has no GPU that PyTorch can use")
-        model.to("cuda")  # broadcasts send it from there
-    style: Style = "compact" if config.policy.base is None else "full"
-    settings = episode_settings(config, style, **asdict(budget))
-    chat = Chat(tokenizer, style)
+        model.to("cuda")  # else the engine copies it there for every update
+    chat = Chat(tokenizer, settings.style)
     async with open_sandbox(config.sandbox, ctx.cache) as sandbox, _open_engine(ctx, policy, model, chat) as engine:
-        yield Rollouts(
-            model, tokenizer, engine, chat, sandbox, settings, config.seed, config.agent.concurrency, lockstep
-        )
+        yield Rollouts(model, tokenizer, engine, chat, sandbox, settings, config)
 
 
 @asynccontextmanager
@@ -166,9 +146,10 @@ async def _open_engine(ctx: WorkerContext, folder: Path, model: Any, chat: Chat)
 
 
 def episode_settings(
-    config: Config, style: Style, *, turns: int, context: int, temperature: float, reward: str = "ladder"
+    config: Config, *, turns: int, context: int, temperature: float, reward: str = "ladder", style: Style | None = None
 ) -> EpisodeSettings:
-    """The settings of the agent loop, from the configuration."""
+    """The settings of the agent loop, from the configuration; by default the style is that of the policy."""
+    style = style or ("compact" if config.policy.base is None else "full")
     return EpisodeSettings(
         format=config.sandbox.format,
         style=style,

@@ -5,21 +5,22 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Literal
 
+from cuda_agent.agent.loop import EpisodeSettings
 from cuda_agent.context import StageContext
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import EPISODES, Episode, read_episodes, write_episodes
-from cuda_agent.rl.rollouts import EpisodeBudget, Kind, Players, episodes_of, open_rollouts
+from cuda_agent.rl.rollouts import Kind, Players, episode_settings, episodes_of, open_rollouts
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.recipes import episode_metrics
 
 
-def _open_players(ctx: StageContext, budget: EpisodeBudget) -> AbstractAsyncContextManager[Players]:
+def _open_players(ctx: StageContext, settings: EpisodeSettings) -> AbstractAsyncContextManager[Players]:
     if ctx.config.runtime == "local":
-        return open_rollouts(ctx, ctx.inputs["policy"], budget)
+        return open_rollouts(ctx, ctx.inputs["policy"], settings)
     from cuda_agent.rl.ray.players import open_players
 
-    return open_players(ctx, budget)
+    return open_players(ctx, settings)
 
 
 async def play_rounds(
@@ -47,7 +48,8 @@ async def play_rounds(
         done += 1
         ctx.tracker.progress(done, rounds * len(tasks), unit="episodes")
 
-    async with _open_players(ctx, EpisodeBudget(turns, ctx.config.policy.context, temperature)) as players:
+    settings = episode_settings(ctx.config, turns=turns, context=ctx.config.policy.context, temperature=temperature)
+    async with _open_players(ctx, settings) as players:
         for number in range(start, rounds):
             began = time.monotonic()
             played = await players.play(episodes_of(tasks, 1, f"{split}/{number}"), kind, show)

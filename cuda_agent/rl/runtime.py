@@ -11,16 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from cuda_agent.agent.loop import EpisodeSettings
 from cuda_agent.config import Ppo
 from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import Episode
-from cuda_agent.rl.rollouts import EpisodeBudget, Kind, Rollouts, episodes_of, open_rollouts, seed_of
+from cuda_agent.rl.rollouts import Kind, Rollouts, episode_settings, episodes_of, open_rollouts, seed_of
 from cuda_agent.rl.trainers import make_trainer, shared_training
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.recipes import ppo_update
-from cuda_agent.training.trainer import Trainer
 
 MakeCritic = Callable[[Mapping[str, Path]], Critic]  # from the folders of the stage's inputs
 Result = TypeVar("Result")
@@ -32,86 +32,65 @@ class LearnerLost(TryAgain):
 
 @dataclass
 class RolloutBatch:
-    """The episodes of one step.
+    """The episodes of one step."""
 
-    Attributes:
-        episodes: In the order of their jobs: the samples of a group stand together.
-        seconds: Wall-clock time that playing them took.
-        metrics: Of the runtime, for the step's log.
-    """
-
-    episodes: list[Episode]
-    seconds: float
-    metrics: dict[str, float]
+    episodes: list[Episode]  # in the order of their jobs: the samples of a group stand together
+    seconds: float  # of wall-clock time that playing them took
+    metrics: dict[str, float]  # of the runtime, for the step's log
 
 
 class Runtime(Protocol):
     """Plays and trains.  A step's number is also the version of the weights that it begins with.
 
-    ``learn``, ``serve``, ``save``, ``restore`` and ``result`` are called one after the other.  Each raises
-    ``LearnerLost`` where the trainer runs in other processes and these are gone.
+    The methods other than ``play`` are called one after the other.  Each raises ``LearnerLost`` where the trainer runs
+    in other processes and these are gone.
     """
 
     async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         """Plays ``samples_per_prompt`` episodes of each of ``tasks``."""
-        ...
 
     async def learn(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
         """Takes one update on ``episodes`` and returns its metrics."""
-        ...
 
     async def serve(self, version: int) -> None:
         """Episodes are played with the trainer's weights from now on; turns under way finish on the old ones."""
-        ...
 
     async def save(self, step: int) -> None:
         """Checkpoints the trainer under ``step``."""
-        ...
 
     async def restore(self) -> int:
         """Loads the newest checkpoint and returns its step, 0 where there is none."""
-        ...
 
     async def result(self) -> tuple[Any, Any, Critic | None]:
         """Returns (model, tokenizer, critic) in this process; the critic is None where none is trained."""
-        ...
 
 
 class ActorCritic:
     """The trainers of one stage: of the policy (actor) and, where the advantage needs one, of a critic."""
 
-    def __init__(self, site: WorkerContext, settings: Ppo, model: Any, critic: Critic | None) -> None:
-        """
-        Args:
-            site: Where they compute, and the configuration.
-            settings: Of the stage.
-            model: The policy, a causal language model.
-            critic: None where nothing is to be valued.
-        """
-        sizes: dict[str, Any] = {
-            "longest": settings.context,
-            "max_grad_norm": settings.max_grad_norm,
-        }
-        self._site, self._settings = site, settings
-        self.actor = make_trainer(site, model, **sizes)
-        self.critic = None if critic is None else make_trainer(site, critic, **sizes)
+    def __init__(self, ctx: WorkerContext, settings: Ppo, model: Any, critic: Critic | None) -> None:
+        """``model``: the policy, a causal language model.  ``critic``: None where the advantage needs none."""
+        self._ctx, self._settings = ctx, settings
+        make = partial(make_trainer, ctx, longest=settings.context, max_grad_norm=settings.max_grad_norm)
+        self.actor = make(model)
+        self.critic = None if critic is None else make(critic)
+        self._trainers = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     def update(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
         """One batch of ``recipes.ppo_update``.  In the first ``critic_warmup`` steps the critic alone is trained."""
-        config, settings = self._site.config, self._settings
         return ppo_update(
             self.actor,
             self.critic,
             episodes,
-            settings,
-            seed=seed_of(config.seed, f"{self._site.name}/{step}") % 2**31,
-            train_actor=self.critic is None or step >= settings.critic_warmup,
-            temperature=config.agent.temperature,
+            self._settings,
+            seed=seed_of(self._ctx.config.seed, f"{self._ctx.name}/{step}") % 2**31,
+            train_actor=self.critic is None or step >= self._settings.critic_warmup,
+            temperature=self._ctx.config.agent.temperature,
         )
 
     def save(self, folder: Path) -> None:
         """Writes a sub-folder ``actor`` and, with a critic, ``critic`` into ``folder``, which exists."""
-        for name, trainer in self._trainers():
+        for name, trainer in self._trainers.items():
             (folder / name).mkdir()
             trainer.save(folder / name)
 
@@ -121,11 +100,8 @@ class ActorCritic:
         Raises:
             CorruptCheckpoint: The checkpoint is damaged or of another model.
         """
-        for name, trainer in self._trainers():
+        for name, trainer in self._trainers.items():
             trainer.load(folder / name)
-
-    def _trainers(self) -> list[tuple[str, Trainer]]:
-        return [("actor", self.actor), *([] if self.critic is None else [("critic", self.critic)])]
 
 
 class LocalRuntime:
@@ -158,10 +134,12 @@ class LocalRuntime:
         return self._rollouts.model, self._rollouts.tokenizer, None if critic is None else critic.model
 
 
-def budget_of(ctx: WorkerContext, settings: Ppo) -> EpisodeBudget:
-    """The budget of the stage's episodes, and the form of their reward."""
-    agent = ctx.config.agent
-    return EpisodeBudget(agent.turns, settings.context, agent.temperature, settings.reward)
+def settings_of(ctx: WorkerContext, settings: Ppo) -> EpisodeSettings:
+    """The settings of the stage's episodes."""
+    turns, temperature = ctx.config.agent.turns, ctx.config.agent.temperature
+    return episode_settings(
+        ctx.config, turns=turns, context=settings.context, temperature=temperature, reward=settings.reward
+    )
 
 
 @asynccontextmanager
@@ -170,7 +148,7 @@ async def open_local(
 ) -> AsyncIterator[LocalRuntime]:
     """Opens engine, sandbox and trainers in this process.  Without ``make_critic`` there is no critic."""
     with shared_training(ctx) as ctx:
-        async with open_rollouts(ctx, ctx.inputs["policy"], budget_of(ctx, settings)) as rollouts:
+        async with open_rollouts(ctx, ctx.inputs["policy"], settings_of(ctx, settings)) as rollouts:
 
             def make() -> ActorCritic:
                 critic = None if make_critic is None else make_critic(ctx.inputs)

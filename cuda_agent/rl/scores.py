@@ -1,15 +1,14 @@
 """Scores: from episodes with their verdicts to the numbers of the paper's table, with intervals.
 
-Metrics: pass rate, share faster than eager, share faster than ``torch.compile`` (correct, by any margin), geometric
-mean speed-ups over correct solutions; each for the final answer and for the best state of the trajectory; overall, per
-family (or level) and per operator; seeded bootstrap intervals over tasks, and paired differences between two policies
-on their common tasks.  Episodes lost by infrastructure faults are counted apart and never scored.
+Each metric is given for the final answer and for the best state of the trajectory; overall, per family (or level) and
+per operator; with seeded bootstrap intervals over tasks, and with paired differences between two policies on their
+common tasks.  Episodes lost by infrastructure faults are counted apart and never scored.
 
-What it does not cover: running and judging (the sandbox), and whether a difference matters.  The intervals cover the
-choice of tasks, neither timing noise nor the seed of a training run.
+The intervals cover the choice of tasks, neither timing noise nor the seed of a training run.
 """
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from cuda_agent.policy.episode import Episode
 from cuda_agent.sandbox.wire import Verdict
@@ -106,20 +106,6 @@ class Scores:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Scores":
-        """The inverse of ``to_json``.
-
-        Raises:
-            TypeError: The data is not of this form.
-            KeyError: The data is not of this form.
-        """
-        outcomes = [
-            EpisodeScore(**(o | {"final": Result(**o["final"]), "best": Result(**o["best"])})) for o in data["outcomes"]
-        ]
-        tables = {k: _table_from_json(data[k]) for k in ("final", "best")}
-        return cls(**(data | tables | {"outcomes": outcomes}))
-
 
 @dataclass
 class Difference:
@@ -137,12 +123,7 @@ class Difference:
 
 
 def score(
-    policy: str,
-    episodes: Iterable[Episode],
-    tasks: Sequence[Task],
-    clock: Literal["real", "model"],
-    seed: int = 0,
-    resamples: int = RESAMPLES,
+    policy: str, episodes: Iterable[Episode], tasks: Sequence[Task], clock: Literal["real", "model"], seed: int = 0
 ) -> Scores:
     """The scores of ``policy``.
 
@@ -162,7 +143,7 @@ def score(
         for verdict in (final, best):
             if verdict and verdict.clock != clock:
                 raise ValueError(f"episode {episode.id}: verdict under the {verdict.clock} clock, expected {clock}")
-        if _lost(episode, final):
+        if episode.reward is None or (final is not None and final.status == "infra"):
             infra += 1
             continue
         task = by_name[episode.task]
@@ -187,15 +168,15 @@ def score(
         unscored=sorted(set(by_name) - scored),
         episodes=len(outcomes),
         infra=infra,
-        final=_table(outcomes, "final", seed, resamples),
-        best=_table(outcomes, "best", seed, resamples),
+        final=_table(outcomes, "final", seed),
+        best=_table(outcomes, "best", seed),
         statuses=dict(sorted(Counter(outcome.final.status for outcome in outcomes).items())),
         ended=dict(sorted(ended.items())),
         mean_turns=float(np.mean([o.turns for o in outcomes])) if outcomes else None,
         mean_tokens=float(np.mean([o.tokens for o in outcomes])) if outcomes else None,
         outcomes=outcomes,
         seed=seed,
-        resamples=resamples,
+        resamples=RESAMPLES,
     )
 
 
@@ -214,28 +195,17 @@ def compare(
         of_family = {o.task for o in after.outcomes if o.family == family}
         common = [task for task in common if task in of_family]
     a, b = (_per_task(scores.outcomes, which, common) for scores in (before, after))
-    draws = _draws(len(common), seed, RESAMPLES)
+    draws = _draws(len(common), seed)
     found = []
     for metric in METRICS:
         ratio = metric in SPEEDUPS
-        values = [_mean(x[metric], ratio) for x in (a, b)]
+        old, new = (_mean(x[metric], ratio) for x in (a, b))
         sampled = [_means(x[metric], draws, ratio) for x in (a, b)]
-        change = None
-        if values[0] is not None and values[1] is not None:
-            change = values[1] / values[0] if ratio else values[1] - values[0]
+        change = None if old is None or new is None else new / old if ratio else new - old
         changes = sampled[1] / sampled[0] if ratio else sampled[1] - sampled[0]
         agree = np.array_equal(a[metric], b[metric], equal_nan=True)
-        found.append(
-            Difference(
-                group=family or "overall",
-                metric=metric,
-                tasks=len(common),
-                before=values[0],
-                after=values[1],
-                change=change,
-                interval=None if change is None or agree or len(common) < FEWEST_TASKS else _percentiles(changes),
-            )
-        )
+        interval = None if change is None or agree or len(common) < FEWEST_TASKS else _percentiles(changes)
+        found.append(Difference(family or "overall", metric, len(common), old, new, change, interval))
     return found
 
 
@@ -244,19 +214,17 @@ def write_scores(path: Path, scores: Scores) -> None:
 
 
 def read_scores(path: Path) -> Scores:
-    return Scores.from_json(json.loads(path.read_text()))
+    """Reads what ``write_scores`` wrote.
 
-
-def _lost(episode: Episode, final: Verdict | None) -> bool:
-    """Whether an infrastructure fault cut the episode or kept it from being judged: its reward is None."""
-    return episode.reward is None or (final is not None and final.status == "infra")
+    Raises:
+        ValueError: The data is not of this form.
+    """
+    return TypeAdapter(Scores).validate_python(json.loads(path.read_text()))
 
 
 def _result(verdict: Verdict | None) -> Result:
-    if verdict is None:
-        return Result("no_answer")
-    if verdict.status != "ok":
-        return Result(verdict.status)
+    if verdict is None or verdict.status != "ok":
+        return Result("no_answer" if verdict is None else verdict.status)
     return Result("ok", verdict.speedup_eager, verdict.speedup_compile)
 
 
@@ -270,9 +238,9 @@ def _better(final: Result, best: Result) -> Result:
     return max(final, best, key=rank)
 
 
-def _table(outcomes: Sequence[EpisodeScore], which: str, seed: int, resamples: int) -> Table:
+def _table(outcomes: Sequence[EpisodeScore], which: str, seed: int) -> Table:
     def row(group: str, members: Sequence[EpisodeScore]) -> ScoreRow:
-        return _row(group, members, which, seed, resamples)
+        return _row(group, members, which, seed)
 
     families = sorted({outcome.family for outcome in outcomes})
     operators = Counter(op for outcome in outcomes for op in set(outcome.ops))
@@ -286,10 +254,10 @@ def _table(outcomes: Sequence[EpisodeScore], which: str, seed: int, resamples: i
     )
 
 
-def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int, resamples: int) -> ScoreRow:
+def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int) -> ScoreRow:
     names = sorted({outcome.task for outcome in outcomes})
     columns = _per_task(outcomes, which, names)
-    draws = _draws(len(names), seed, resamples)
+    draws = _draws(len(names), seed)
     values = {metric: _mean(columns[metric], metric in SPEEDUPS) for metric in METRICS}
     intervals: dict[str, tuple[float, float] | None] = {}
     for metric in METRICS:
@@ -328,9 +296,9 @@ def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]
     }
 
 
-def _draws(n: int, seed: int, resamples: int) -> NDArray[np.int64]:
+def _draws(n: int, seed: int) -> NDArray[np.int64]:
     """The tasks of each resample, int64 [resamples, n]; the same for every metric and both policies of a pair."""
-    return np.random.default_rng(seed).integers(0, max(n, 1), size=(resamples, n))
+    return np.random.default_rng(seed).integers(0, max(n, 1), size=(RESAMPLES, n))
 
 
 def _mean(column: NDArray[np.float64], geometric: bool) -> float | None:
@@ -345,11 +313,8 @@ def _means(column: NDArray[np.float64], draws: NDArray[np.int64], geometric: boo
     """The mean of every resample, float64 [resamples]; nan for a resample without a known value."""
     if not len(column):
         return np.full(len(draws), np.nan)
-    values = column[draws]
-    known = ~np.isnan(values)
-    counts = known.sum(axis=1)
-    sums = np.where(known, values, 0.0).sum(axis=1)
-    means = np.divide(sums, counts, out=np.full(len(draws), np.nan), where=counts > 0)
+    with warnings.catch_warnings(action="ignore"):  # of resamples without a known value
+        means = np.nanmean(column[draws], axis=1)
     return np.exp(means) if geometric else means
 
 
@@ -367,11 +332,3 @@ def _unanimous(share: float, n: int) -> tuple[float, float]:
     (0 of 24 solved is compatible with a rate of up to 12 %)."""
     reach = 1 - (1 - COVERAGE) ** (1 / n)
     return (0.0, reach) if share == 0 else (1 - reach, 1.0)
-
-
-def _table_from_json(data: dict[str, Any]) -> Table:
-    def row(fields: dict[str, Any]) -> ScoreRow:
-        intervals = {k: (v[0], v[1]) if v else None for k, v in fields["intervals"].items()}
-        return ScoreRow(**(fields | {"intervals": intervals}))
-
-    return Table(row(data["overall"]), [row(r) for r in data["families"]], [row(r) for r in data["operators"]])

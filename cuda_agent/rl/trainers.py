@@ -1,7 +1,4 @@
-"""Trainers as the configuration asks for them, and imitation with checkpoints: what every stage that trains shares.
-
-Imports neither the sandbox nor Ray.  Not covered: the algorithms (``training``) and reinforcement learning (``ppo``).
-"""
+"""Trainers as the configuration asks for them, and imitation with checkpoints.  Imports neither the sandbox nor Ray."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -88,8 +85,8 @@ def shared_training(ctx: Place) -> Iterator[Place]:
 
 
 def imitate(ctx: StageContext, trainer: Trainer, sequences: Sequence[Tokens], **settings: Any) -> None:
-    """Supervised training on ``sequences`` from the newest checkpoint on (``settings`` are
-    those of ``training.recipes.sft``): logs, shows progress, checkpoints, stops when asked."""
+    """Supervised training on ``sequences`` from the newest checkpoint on, with the ``settings`` of
+    ``training.recipes.sft``: logs, shows progress, checkpoints, stops when asked."""
     ctx.checkpoints.load(trainer.load)
     saved = time.monotonic()
     cost = 0.0

@@ -7,6 +7,7 @@ optimizers.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,33 +27,19 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class Estimator:
-    """A row of the table.
-
-    Attributes:
-        estimate: Returns the advantages of the sampled tokens, float [mask.sum()], sequence after sequence.
-        critic: Whether ``estimate`` reads ``values``; if so, a critic is trained beside the policy.
-    """
+    """A row of the table.  ``estimate`` returns the advantages of the sampled tokens, float [mask.sum()], sequence
+    after sequence; ``critic`` says whether it reads ``values``, so that a critic is trained beside the policy."""
 
     estimate: Callable[[AdvantageInputs], Tensor]
     critic: bool
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: Tensor | float) -> Tensor:
-    """Generalised advantage estimation (arXiv 1506.02438) over the tokens where ``mask`` is true.
+    """Generalised advantage estimation (arXiv 1506.02438) over the tokens where ``mask`` is true; zero elsewhere.
 
-    After the last sampled token the value is 0.  At a masked-out token the next value and the running sum pass through
-    unchanged, as if the token were not there.
-
-    Args:
-        rewards: float [sequences, length], the reward of each token.
-        values: float [sequences, length], the value of the state before each token.
-        mask: bool [sequences, length].
-        gamma: Discount per sampled token.
-        lam: A number, or float [sequences].
-
-    Returns:
-        float [sequences, length], zero where the mask is false.
-    """
+    All are [sequences, length]: the reward of each token and the value of the state before it; ``lam`` may be
+    [sequences].  After the last sampled token the value is 0.  At a masked-out token the next value and the running sum
+    pass through unchanged, as if the token were not there."""
     next_value = torch.zeros_like(values[:, 0])
     running = torch.zeros_like(next_value)
     advantages = torch.zeros_like(values)
@@ -66,98 +53,54 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: Tensor
 
 
 def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Puts the reward of each sequence on its last sampled token.
-
-    Args:
-        rewards: float [sequences].
-        mask: bool [sequences, length].
-
-    Returns:
-        float [sequences, length], zero elsewhere (everywhere in a sequence without sampled tokens).
-    """
+    """Puts the reward of each sequence on its last sampled token, if it has one: float [sequences], bool [sequences,
+    length] -> float [sequences, length]."""
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     return rewards[:, None] * last
 
 
 def adaptive_lambda(counts: Tensor, alpha: float = 0.05) -> Tensor:
-    """Returns the length-adaptive lambda 1 - 1/(alpha n), at least 0 (VAPO, arXiv 2504.05118).
+    """Returns the length-adaptive lambda 1 - 1/(alpha n), at least 0 (VAPO, arXiv 2504.05118), float32 [sequences].
 
-    The longer the sequence, the further a terminal reward reaches back.
-
-    Args:
-        counts: int64 [sequences], sampled tokens n of each.
-        alpha: The weight of a reward decays over alpha n sampled tokens.
-
-    Returns:
-        float32 [sequences].
-    """
+    The longer the sequence, the further a terminal reward reaches back: its weight decays over alpha n sampled tokens,
+    with ``counts`` n, int64 [sequences]."""
     return (1 - 1 / (alpha * counts.clamp(min=1))).clamp(min=0.0)
 
 
 def whiten(advantages: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """Shifts and scales the advantages of a whole batch to mean 0 and (biased) standard deviation 1.
+    """Shifts and scales the advantages of a whole batch, float [sampled tokens], to mean 0 and (biased) standard
+    deviation 1.
 
     Equal advantages become zeros.  Sums are in double precision: in single precision the rounding of the mean would
-    become the advantage.
-
-    Args:
-        advantages: float [sampled tokens of the whole batch].
-        epsilon: Added to the standard deviation.
-
-    Returns:
-        The same shape and dtype.
-    """
+    become the advantage."""
     wide = advantages.double()
     centred = wide - wide.mean()
     return (centred / (centred.square().mean().sqrt() + epsilon)).to(advantages.dtype)
 
 
 def explained_variance(values: Tensor, targets: Tensor) -> float:
-    """Returns 1 - Var(targets - values) / Var(targets): 1 for perfect values, 0 for a constant.
-
-    Args:
-        values: float [n].
-        targets: float [n].
-
-    Returns:
-        A number of at most 1; 0 where the targets do not vary.
-    """
+    """Returns 1 - Var(targets - values) / Var(targets): 1 for perfect values, 0 for a constant, and 0 where the targets
+    do not vary; both float [n]."""
     spread = targets.var(correction=0)
     return 0.0 if spread == 0 else float(1 - (targets - values).var(correction=0) / spread)
 
 
 def group(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """Normalises rewards within their group: GRPO (arXiv 2402.03300).
+    """Normalises rewards within their group: GRPO (arXiv 2402.03300); float, int64 [sequences] -> float [sequences].
 
-    (reward - mean of the group) / ((biased) standard deviation of the group + epsilon).  With two possible rewards,
-    this scales the expected gradient of a task by a positive factor. In groups of more than two the factor grows as the
-    success rate of the task approaches 0 or 1.
-
-    Args:
-        rewards: float [sequences].
-        groups: int64 [sequences], equal for the sequences of one group.
-        epsilon: Added to the standard deviation.
-
-    Returns:
-        float [sequences]; 0 in a group of one or of equal rewards.
-    """
+    (reward - mean of the group) / ((biased) standard deviation of the group + epsilon); 0 in a group of one.  With two
+    possible rewards, this scales the expected gradient of a task by a positive factor.  In groups of more than two the
+    factor grows as the success rate of the task approaches 0 or 1."""
     centred, sizes = _centred(rewards, groups)
     spread = (_group_sums(centred.square(), groups) / sizes).sqrt()
     return (centred / (spread + epsilon)).to(rewards.dtype)
 
 
 def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Subtracts the mean reward of the others in the group: REINFORCE leave-one-out (arXiv 2402.14740).
+    """Subtracts the mean reward of the others in the group, 0 in a group of one: REINFORCE leave-one-out (arXiv
+    2402.14740); float, int64 [sequences] -> float [sequences].
 
-    The baseline of a sequence does not depend on that sequence, so the gradient estimate is unbiased.
-
-    Args:
-        rewards: float [sequences].
-        groups: int64 [sequences], equal for the sequences of one group.
-
-    Returns:
-        float [sequences]; 0 in a group of one, which has no others.
-    """
+    The baseline of a sequence does not depend on that sequence, so the gradient estimate is unbiased."""
     centred, sizes = _centred(rewards, groups)
     return (centred * sizes / (sizes - 1).clamp(min=1)).to(rewards.dtype)
 
@@ -175,9 +118,9 @@ def _group_sums(numbers: Tensor, groups: Tensor) -> Tensor:
     return torch.zeros_like(numbers).index_add(0, members, numbers)[members]
 
 
-def _on_all_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Copies each sequence's advantage to all of its sampled tokens: float [sequences] -> float [mask.sum()]."""
-    return advantages[:, None].expand(mask.shape)[mask]
+def _on_all_tokens(of_groups: Callable[[Tensor, Tensor], Tensor], given: AdvantageInputs) -> Tensor:
+    """Copies each sequence's advantage to all of its sampled tokens: float [mask.sum()]."""
+    return of_groups(given.rewards, given.groups)[:, None].expand(given.mask.shape)[given.mask]
 
 
 def _whitened_gae(inputs: AdvantageInputs) -> Tensor:
@@ -189,6 +132,6 @@ def _whitened_gae(inputs: AdvantageInputs) -> Tensor:
 
 ADVANTAGES = {
     "gae": Estimator(_whitened_gae, critic=True),  # PPO (paper, section 3.3)
-    "group": Estimator(lambda given: _on_all_tokens(group(given.rewards, given.groups), given.mask), critic=False),
-    "rloo": Estimator(lambda given: _on_all_tokens(rloo(given.rewards, given.groups), given.mask), critic=False),
+    "group": Estimator(partial(_on_all_tokens, group), critic=False),
+    "rloo": Estimator(partial(_on_all_tokens, rloo), critic=False),
 }

@@ -1,20 +1,14 @@
 """Causal attention inside packed rows: every sequence attends only to itself, and no mask is built.
 
-``register`` adds it to transformers under ``NAME``; any model that uses the attention interface of transformers can
-then run it (``model.set_attn_implementation(NAME)``), given ``segments`` with the forward call.  On a CPU, short
-segments use blocked matrix products that skip the part above the diagonal and share the keys between the query heads of
-a group; they keep their probabilities (half of length squared per head) for the backward pass.  On a GPU in half
-precision, one variable-length flash attention computes the whole row.  All other segments go through
-``scaled_dot_product_attention``, one call per segment, in memory linear in the length.
+``register`` adds it to transformers under ``NAME`` for models that ``supports`` accepts; ``segments`` come with the
+forward call.  On a CPU, short segments use blocked matrix products, which keep their probabilities (half of length
+squared per head) for the backward pass.  On a GPU in half precision, one variable-length flash attention computes the
+whole row.  All other segments go through ``scaled_dot_product_attention``, in memory linear in the length.
 
-Rows that one rank cannot hold are cut over ranks (``training.parallelism=context``): every rank computes some tokens of
-each row.  A row is cut into twice as many blocks as there are ranks; rank r takes the r-th from the front and the r-th
-from the back, because later tokens attend to more keys.  Attention gathers the keys and values of all ranks (smaller
-than the queries, which stay) and returns their gradients.  On a CPU, attention to earlier blocks builds masks of a
-quarter of the length squared over all ranks: use it there for tests only.
-
-Not covered: sliding windows, soft-capping, sinks, dropout, key-value caches (``supports`` says which models need none
-of these); keys that one rank cannot hold, which would need a ring.
+Rows that one rank cannot hold are cut over ranks (``training.parallelism=context``): a row is cut into twice as many
+blocks as there are ranks; rank r takes the r-th from the front and the r-th from the back, because later tokens attend
+to more keys.  Attention gathers the keys and values of all ranks and returns their gradients.  On a CPU it then builds
+masks of a quarter of the length squared over all ranks: use it there for tests only.
 """
 
 import functools
@@ -105,8 +99,7 @@ def _packed_attention(
 
 
 def _whole_row(query: Tensor, key: Tensor, value: Tensor, scale: float, segments: Segments) -> Tensor:
-    """Attends, in half precision: query [heads, tokens, size], key, value [kv_heads, tokens, size] -> [tokens, heads,
-    size]."""
+    """Half precision: query [heads, tokens, size], key, value [kv_heads, tokens, size] -> [tokens, heads, size]."""
     from torch.nn.attention.varlen import varlen_attn
 
     groups, ends, longest = query.shape[0] // key.shape[0], segments.ends, max(segments.lengths)
@@ -204,7 +197,7 @@ def _shared_attention(
     part: PackedPart,
 ) -> Tensor:
     """Computes causal attention in the whole row's segments for this rank's queries: [1, heads, tokens, size]."""
-    keys, values = _gather(key, part.ranks), _gather(value, part.ranks)
+    keys, values = (cast(Tensor, _Gathered.apply(tensor, part.ranks)) for tensor in (key, value))  # type: ignore[no-untyped-call]
     shared = query.shape[1] != keys.shape[1]
     size = query.shape[2] // 2
     done = []
@@ -222,13 +215,9 @@ def _shared_attention(
     return torch.cat(done, dim=2)
 
 
-def _gather(tensor: Tensor, ranks: int) -> Tensor:
-    """Gathers [1, heads, tokens of this rank, size] -> [1, heads, tokens of the row, size]."""
-    gathered: Tensor = _Gathered.apply(tensor, ranks)  # type: ignore[no-untyped-call]
-    return gathered
-
-
 class _Gathered(torch.autograd.Function):
+    """Gathers [1, heads, tokens of this rank, size] -> [1, heads, tokens of the row, size]."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks

@@ -2,16 +2,13 @@
 
 The table holds the trained parameters and the optimizers' state of them (``exp_avg/model.norm.weight``).  A single
 process writes it as ``state.safetensors``; ranks that share the weights write their parts with torch's distributed
-checkpoint.  Any number of ranks can read either: the sharding of the parameters that it is restored into decides how it
-is cut.  ``seal`` writes ``checkpoint.json`` last, with the digests of all files.  Not covered: where the folder goes
-(``pipeline.checkpoints``), and how the parts of ranks on several machines are collected in one folder
-(``ranks.Group``).
+checkpoint.  Any number of ranks can read either.  Not covered: the files' digests, which the store checks
+(``pipeline.checkpoints``).
 """
 
-import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -21,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-DIGESTS, WHOLE = "checkpoint.json", "state.safetensors"
+WHOLE = "state.safetensors"
 Table = dict[str, Tensor]
 
 
@@ -59,14 +56,12 @@ def restore(table: Table, trained: Iterable[tuple[str, Tensor]], optimizers: Ite
     names = {id(parameter): name for name, parameter in trained}
     for optimizer in optimizers:
         optimizer.state.clear()
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = known.get(names[id(parameter)], {})
-                if state:
-                    optimizer.state[parameter] = {
-                        key: _like(value, parameter) if value.ndim else value.to(parameter.device)
-                        for key, value in state.items()
-                    }
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if state := known.get(names[id(parameter)]):
+                optimizer.state[parameter] = {
+                    key: _like(value, parameter) if value.ndim else value.to(parameter.device)
+                    for key, value in state.items()
+                }
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
@@ -79,38 +74,26 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 def write(table: Table, folder: Path) -> None:
     """Writes the table into ``folder``, which exists and is empty.  All ranks call it, each with a folder that it may
-    share with others; the driver collects their files and seals them."""
+    share with others; the driver collects their files."""
     if dist.is_initialized():
         import torch.distributed.checkpoint as dcp
 
         dcp.save(table, checkpoint_id=folder)
     else:
         save_file({name: tensor.cpu().contiguous() for name, tensor in table.items()}, folder / WHOLE)
-        seal(folder)
-
-
-def seal(folder: Path) -> None:
-    """Writes the digests of all files of a complete checkpoint."""
-    files = sorted(path for path in folder.iterdir() if path.name != DIGESTS)
-    (folder / DIGESTS).write_text(json.dumps({path.name: _digest(path) for path in files}, indent=1))
 
 
 def read(folder: Path, like: Iterable[tuple[str, Tensor]]) -> Table:
-    """Reads a sealed checkpoint with any number of ranks, each of which sees all files.  ``like``: the parameters to
-    restore; the state is read in their sharding.
+    """Reads a checkpoint with any number of ranks, each of which sees all files.  ``like``: the parameters to restore;
+    the state is read in their sharding.
 
     Raises:
         CorruptCheckpoint: The checkpoint is incomplete or damaged; all ranks raise alike."""
-    problem = _damage(folder) if not dist.is_initialized() or dist.get_rank() == 0 else None
-    if problem := _together(problem):
-        raise CorruptCheckpoint(problem)
     try:
-        if (folder / WHOLE).exists():
-            return load_file(folder / WHOLE)
-        return _read_parts(folder, dict(like))
+        return load_file(folder / WHOLE) if (folder / WHOLE).exists() else _read_parts(folder, dict(like))
     except CorruptCheckpoint:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, EOFError, ValueError, KeyError, RuntimeError, UnpicklingError, SafetensorError) as error:
         raise CorruptCheckpoint(f"{folder} cannot be read: {error}") from error
 
 
@@ -124,37 +107,14 @@ def _read_parts(folder: Path, like: Table) -> Table:
         if not isinstance(facts, TensorStorageMetadata):
             raise CorruptCheckpoint(f"{folder}: {name} is no tensor")
         shape = facts.size
-        if name.startswith("weight/") and (parameter is None or parameter.shape != shape):
-            raise CorruptCheckpoint("it is of another model: names or shapes of what is trained differ")
-        if parameter is None or parameter.shape != shape:
-            table[name] = torch.zeros(shape, dtype=facts.properties.dtype)
-        else:
+        if parameter is not None and parameter.shape == shape:
             table[name] = torch.zeros_like(parameter)
-    dcp.load(table, checkpoint_id=folder)
-    return table
-
-
-def _damage(folder: Path) -> str | None:
-    """Returns how the files differ from those that were sealed; None when they are intact."""
+        elif name.startswith("weight/"):
+            raise CorruptCheckpoint("it is of another model: names or shapes of what is trained differ")
+        else:
+            table[name] = torch.zeros(shape, dtype=facts.properties.dtype)
     try:
-        digests = json.loads((folder / DIGESTS).read_text())
-        for name, digest in digests.items():
-            if _digest(folder / name) != digest:
-                return f"{folder / name} is damaged: its digest is not the one noted when it was saved"
-    except (OSError, ValueError, AttributeError) as error:
-        return f"{folder} is no checkpoint: {error}"
-    return None if digests else f"{folder} is no checkpoint: it lists no files"
-
-
-def _together(said: str | None) -> str | None:
-    """Returns the first rank's value on every rank."""
-    if not dist.is_initialized():
-        return said
-    box = [said]
-    dist.broadcast_object_list(box, 0)
-    return box[0]
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        dcp.load(table, checkpoint_id=folder)
+    except dcp.CheckpointException as error:  # a BaseException
+        raise CorruptCheckpoint(f"{folder} cannot be read: {error}") from error
+    return table

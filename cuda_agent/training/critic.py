@@ -21,20 +21,12 @@ class Critic(nn.Module):
     """A transformer trunk with a linear value head, which is zero at first."""
 
     def __init__(self, trunk: Any) -> None:
-        """
-        Args:
-            trunk: A Hugging Face model without a language-model head.
-        """
+        """``trunk``: a Hugging Face model without a language-model head."""
         super().__init__()
         self.trunk = trunk
         self.head = nn.Linear(trunk.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-
-    @property
-    def config(self) -> Any:
-        """Returns the trunk's configuration."""
-        return self.trunk.config
 
     def get_input_embeddings(self) -> nn.Module:
         return self.trunk.get_input_embeddings()
@@ -43,14 +35,7 @@ class Critic(nn.Module):
         return None
 
     def values(self, states: Tensor) -> Tensor:
-        """Computes values of states.
-
-        Args:
-            states: float [n, hidden], last hidden states.
-
-        Returns:
-            float32 [n].
-        """
+        """Computes values of states, last hidden states, float [n, hidden]: float32 [n]."""
         return self.head(states.float())[:, 0]
 
 

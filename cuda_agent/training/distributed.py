@@ -2,65 +2,86 @@
 
 A ``DistributedTrainer`` has the interface of a ``Trainer``: recipes that are ``over_ranks`` run on all ranks at once
 with the same arguments and return the first rank's result.  A ``RankGroup`` reaches the ranks (``ranks`` on this
-machine, ``rl.ray.ranks`` on several).  Not covered: a rank's computation (``rank``, ``sharding``), starting ranks.
+machine, ``rl.ray.ranks`` on several).  Not covered: a rank's computation (``ranks``, ``sharding``), starting ranks.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
+import torch
+
+from cuda_agent.training.trainer import Trainer
+
 P = ParamSpec("P")
 R = TypeVar("R")
+
+GRACE_SECONDS = 10.0  # seconds from the first rank's failure until the others have failed or count as lost
+TRAINERS: dict[str, Trainer] = {}  # of this process, if it is a rank
 
 
 class TrainerLost(RuntimeError):
     """A rank died.  Training since the last checkpoint is lost; new ranks may resume from there."""
 
 
-@dataclass(frozen=True)
-class TrainerRef:
-    """A reference to a trainer of the ranks, inside the arguments of a recipe."""
-
-    name: str
-    seconds: float
-
-
 class RankGroup(Protocol):
-    """All ranks, on any machine."""
+    """All ranks, on any machine.
 
-    def place(self, name: str, model: Any, options: dict[str, Any]) -> None:
-        """Makes a trainer called ``name`` on every rank from a model, which the ranks own from then on."""
-        ...
+    ``place`` makes a trainer called ``name`` on every rank from a model, which the ranks own from then on.  ``call``
+    calls a method of every ``Rank`` and returns the first rank's result.  ``save`` writes every rank's part of a
+    checkpoint into a folder of this process's machine; ``load`` loads one on every rank, and returns step and
+    seconds."""
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of every ``TrainerRank`` and returns the first rank's result."""
-        ...
+    def place(self, name: str, model: Any, options: dict[str, Any]) -> None: ...
+    def call(self, method: str, *arguments: Any) -> Any: ...
+    def save(self, name: str, folder: Path) -> None: ...
+    def load(self, name: str, folder: Path) -> tuple[int, float]: ...
 
-    def save(self, trainer: TrainerRef, folder: Path) -> None:
-        """Writes every rank's part of a checkpoint into ``folder`` on this process's machine."""
-        ...
 
-    def load(self, name: str, folder: Path) -> tuple[int, float]:
-        """Loads the checkpoint in ``folder`` on every rank; returns its step and seconds."""
-        ...
+def joint_results(calls: Sequence[Future[R]], gone: type[Exception] = TrainerLost) -> list[R]:
+    """Waits for a call that all ranks received, and returns their results.
+
+    Raises:
+        TrainerLost: A rank is ``gone``, or some failed and the others did not.
+        Exception: All ranks failed; the error of the first one.
+    """
+    wait(calls, return_when=FIRST_EXCEPTION)
+    failed = _errors(calls)
+    if not any(isinstance(error, gone | TrainerLost) for error in failed):
+        wait(calls, GRACE_SECONDS)
+        failed = _errors(calls)
+    for error in failed:
+        if isinstance(error, gone | TrainerLost):
+            raise TrainerLost(str(error)) from error
+    if len(failed) == len(calls):
+        raise failed[0]
+    if failed:
+        raise TrainerLost(f"ranks of the trainer do not follow the others: {failed[0]}") from failed[0]
+    return [call.result() for call in calls]
+
+
+def _errors(calls: Sequence[Future[Any]]) -> list[BaseException]:
+    return [error for call in calls if call.done() and (error := call.exception()) is not None]
 
 
 class DistributedTrainer:
-    """A ``Trainer`` on ranks.  ``model`` is this process's copy; reading it fetches the current weights."""
+    """A ``Trainer`` on ranks.  ``model`` is this process's copy; reading it fetches the current weights.  In a message
+    to a rank it stands for that rank's trainer."""
 
     def __init__(self, ranks: RankGroup, name: str, model: Any, **options: Any) -> None:
         self.step, self.seconds = 0, 0.0
-        self._ranks, self._name, self._model, self._stale = ranks, name, model, False
+        self.ranks, self.name, self._model, self._stale = ranks, name, model, False
         ranks.place(name, model, options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _of_rank, (self.name,)
 
     @property
     def model(self) -> Any:
-        import torch
-
         if self._stale:
-            weights = self._ranks.call("weights", self._name)
+            weights = self.ranks.call("weights", self.name)
             with torch.no_grad():
                 for name, parameter in self._model.named_parameters():
                     if name in weights:
@@ -69,27 +90,20 @@ class DistributedTrainer:
         return self._model
 
     def save(self, folder: Path) -> None:
-        from cuda_agent.training.checkpoint import seal
-
-        self._ranks.save(self._named(), folder)
-        seal(folder)
+        self.ranks.save(self.name, folder)
 
     def load(self, folder: Path) -> None:
-        self.step, self.seconds = self._ranks.load(self._name, folder)
+        self.step, self.seconds = self.ranks.load(self.name, folder)
         self._stale = True
 
-    def run(self, recipe: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        """Runs a recipe over this trainer and others of the same ranks."""
-        trainers = [thing for thing in arguments if isinstance(thing, DistributedTrainer)]
-        passed = [thing._named() if isinstance(thing, DistributedTrainer) else thing for thing in arguments]
-        result, facts = self._ranks.call("run", recipe, passed, keywords)
-        for trainer in trainers:
-            step, trainer.seconds = facts[trainer._name]
-            trainer._stale, trainer.step = trainer._stale or step != trainer.step, step
-        return result
+    def follow(self, step: int, seconds: float) -> None:
+        """Notes what the ranks have done."""
+        self._stale = self._stale or step != self.step
+        self.step, self.seconds = step, seconds
 
-    def _named(self) -> TrainerRef:
-        return TrainerRef(self._name, self.seconds)
+
+def _of_rank(name: str) -> Trainer:
+    return TRAINERS[name]
 
 
 def over_ranks(recipe: Callable[P, R]) -> Callable[P, R]:
@@ -97,9 +111,12 @@ def over_ranks(recipe: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(recipe)
     def spread(*args: P.args, **kwargs: P.kwargs) -> R:
-        for thing in args:
-            if isinstance(thing, DistributedTrainer):
-                return cast(R, thing.run(recipe.__name__, args, kwargs))
-        return recipe(*args, **kwargs)
+        trainers = [thing for thing in args if isinstance(thing, DistributedTrainer)]
+        if not trainers:
+            return recipe(*args, **kwargs)
+        result, states = trainers[0].ranks.call("run", spread, args, kwargs)
+        for trainer in trainers:
+            trainer.follow(*states[trainer.name])
+        return cast(R, result)
 
     return spread

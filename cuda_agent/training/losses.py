@@ -2,8 +2,7 @@
 
 Every loss takes flat tensors (one entry per sampled token of one row) and ``total``, the number of sampled tokens of
 the whole minibatch.  The losses of a minibatch's rows add up to the mean over its tokens, for any packing of sequences
-into rows.  Metrics returned beside a loss add up in the same way, except ``*_max``, which are combined by maximum.
-Pure functions on tensors.
+into rows; metrics beside a loss add up in the same way (``added``).
 """
 
 from collections.abc import Callable
@@ -15,21 +14,23 @@ from torch.utils.checkpoint import checkpoint
 Metrics = dict[str, Tensor]
 
 
+def added(known: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+    """Returns the sum of two parts of metrics; the maximum for those named ``*_max``."""
+    return {
+        name: max(known.get(name, 0.0), value) if name.endswith("_max") else known.get(name, 0.0) + value
+        for name, value in more.items()
+    }
+
+
 def token_logprobs(
     states: Tensor, ids: Tensor, project: Callable[[Tensor], Tensor], chunk: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Computes log-probabilities of tokens, and the entropies of the distributions that they came from.
+    """Computes log-probabilities of tokens (natural) and the entropies of the distributions that they came from (nats,
+    without gradient), both float32 [n].
 
-    Args:
-        states: float [n, hidden], the states before the tokens (``packing.before_sampled``).
-        ids: int64 [n], the tokens.
-        project: Maps states [m, hidden] to logits [m, vocabulary].
-        chunk: Most rows of logits that exist at a time; with more than one chunk the backward pass recomputes them.
-        temperature: Divides the logits.
-
-    Returns:
-        (natural log-probabilities, entropies in nats), both float32 [n]; the entropies carry no gradient.
-    """
+    ``states``, float [n, hidden], are those before the tokens ``ids``, int64 [n] (``packing.before_sampled``);
+    ``project`` maps states to logits [m, vocabulary].  At most ``chunk`` rows of logits exist at a time; with more than
+    one chunk the backward pass recomputes them."""
 
     def one(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = project(states).float()
@@ -62,7 +63,7 @@ def ppo_loss(
     tis_cap: float,
 ) -> tuple[Tensor, Metrics]:
     """Computes the clipped surrogate of PPO with an asymmetric range, mean over tokens (paper, section 3.3; arXiv
-    1707.06347).
+    1707.06347), and its metrics.
 
     Where ``old`` is not ``engine``, each token is weighted by min(old / engine, ``tis_cap``), without gradient:
     truncated importance sampling corrects for the engine's slightly different probabilities.
@@ -73,12 +74,9 @@ def ppo_loss(
         engine: float32 [n], of the engine that sampled the tokens.
         advantages: float32 [n].
         total: Sampled tokens of the minibatch.
-        clip_low: The ratio counts down to 1 - ``clip_low``.
-        clip_high: The ratio counts up to 1 + ``clip_high``.
+        clip_low: The ratio counts from 1 - ``clip_low`` to 1 + ``clip_high``.
+        clip_high: See ``clip_low``.
         tis_cap: Largest importance weight.
-
-    Returns:
-        (loss, metrics), parts that add up over the rows of the minibatch.
     """
     ratio = (logprobs - old).clamp(-20, 20).exp()  # a token that became e^20 times likelier must not overflow
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
@@ -101,15 +99,10 @@ def ppo_loss(
 def value_loss(
     values: Tensor, targets: Tensor, total: int, old: Tensor | None = None, clip: float | None = None
 ) -> Tensor:
-    """Computes half the mean squared error of values, optionally clipped as in PPO.
+    """Computes half the mean squared error of values (float32 [n], with gradient), optionally clipped as in PPO.
 
-    Args:
-        values: float32 [n], carries the gradient.
-        targets: float32 [n].
-        total: Sampled tokens of the minibatch.
-        old: float32 [n], the values before the update.
-        clip: With it, the error of a token is the larger of two: that of its value, and that of its value limited to
-            within ``clip`` of ``old``.
+    With ``clip``, the error of a token is the larger of two: that of its value, and that of its value limited to within
+    ``clip`` of ``old``, its value before the update.
 
     Raises:
         ValueError: ``clip`` is given without ``old``.

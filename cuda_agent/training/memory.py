@@ -1,9 +1,9 @@
 """Estimates the peak memory of a training step from the model's shape and the length of a row.
 
 The tensors that a layer keeps for the backward pass are counted one by one, for the layers of Llama, Qwen2 and Qwen3 in
-transformers.  Tests compare the estimate with measured steps.  Mixtures of experts are estimated the same way, without
-a measurement.  Pure arithmetic, without PyTorch, so that a command line can print it at once.  Not covered: memory that
-the allocator holds unused, the context of a GPU (0.5 GB), an engine in the same process.
+transformers; tests compare the estimate with measured steps.  Mixtures of experts are estimated without a measurement.
+Without PyTorch, so that a command line can print it at once.  Not covered: memory that the allocator holds unused, the
+context of a GPU (0.5 GB), an engine in the same process.
 """
 
 from dataclasses import dataclass
@@ -49,14 +49,15 @@ class Shape:
         """Returns the number of parameters, without the norms of single heads."""
         return self.layers * self.layer_parameters + self.end_parameters + self.hidden
 
+    @property
+    def wide(self) -> int:
+        """Returns the width of the widest part of a layer."""
+        return self.intermediate * max(self.active, 1)
+
     def adapter_parameters(self, rank: int) -> int:
         """Returns the number of parameters of adapters on all seven linear layers of every layer."""
         h, a, k, i = self.hidden, self.heads * self.head, self.kv_heads * self.head, self.intermediate
         return self.layers * rank * ((h + a) * 2 + (h + k) * 2 + (h + i) * 3)
-
-
-QWEN3_4B = Shape(36, 2560, 32, 8, 128, 9728, 151_936, True)
-QWEN3_30B_A3B = Shape(48, 2048, 32, 4, 128, 768, 151_936, False, experts=128, active=8)
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,6 @@ def peak(
     ranks: int = 1,
     lora_rank: int = 0,
     segment: int | None = None,
-    sampled: int | None = None,
     device: Literal["cpu", "cuda"] = "cuda",
     at_once: int = 1,
     parallelism: Literal["data", "context"] = "data",
@@ -97,21 +97,19 @@ def peak(
     """Estimates the memory of a row of ``tokens``, with AdamW, master weights in float32 and ``ranks`` that share
     weights and rows.
 
-    ``segment``: tokens of its longest sequence, ``sampled``: tokens that are trained on; by default all tokens.
+    ``segment``: tokens of its longest sequence, by default all.  All tokens count as trained on.
     ``at_once``: rows computed side by side.  ``parallelism``: whether ranks compute rows or parts of each."""
     low = precision == "bf16"
     every, layer, ends = shape.parameters, shape.layer_parameters, shape.end_parameters
     trained = shape.adapter_parameters(lora_rank) if lora_rank else every
     gathered = 0
     if ranks > 1:  # the current layer and the prefetched one, their gradients, and both ends throughout
-        own = 0 if lora_rank else 1
-        gathered = 4 * (2 * layer + ends) + own * 8 * (layer + ends)
+        gathered = 4 * (2 * layer + ends) + (0 if lora_rank else 8 * (layer + ends))
     copies = 0
     if low:  # bfloat16 copies of all weights that the backward pass needs
         copies = 2 * (layer if checkpointing else every - ends)
-    count = tokens if sampled is None else sampled
     h, per_layer = shape.hidden, _kept(shape, low, device, min(segment or tokens, tokens), lora_rank)
-    inside = 8 * _wide(shape) // (2 if low else 1)  # gradients in the widest part of a layer
+    inside = 8 * shape.wide // (2 if low else 1)  # gradients in the widest part of a layer
     if checkpointing:
         kept, layer_again = 4 * h * (shape.layers + 1), per_layer + inside + 4 * h
     else:
@@ -119,9 +117,9 @@ def peak(
     if ranks > 1 and parallelism == "context":  # keys and values of the whole row, and their gradients
         gathered_keys = shape.kv_heads * shape.head * tokens * (12 if low else 20)
         kept += 0 if checkpointing else shape.layers * shape.kv_heads * shape.head * (4 if low else 8) * ranks
-        tokens, count = -(-tokens // ranks), -(-count // ranks)
+        tokens = -(-tokens // ranks)
         layer_again += gathered_keys // tokens
-    head = 8 * h * count + _HEAD_COPIES * 4 * min(LOGITS[device], count * shape.vocab)
+    head = 8 * h * tokens + _HEAD_COPIES * 4 * min(LOGITS[device], tokens * shape.vocab)
     return Peak(
         weights=4 * every // ranks,
         gradients=at_once * 4 * trained // ranks,
@@ -130,10 +128,6 @@ def peak(
         activations=at_once * kept * tokens,
         working=at_once * max(head, layer_again * tokens),
     )
-
-
-def _wide(shape: Shape) -> int:
-    return shape.intermediate * max(shape.active, 1)
 
 
 def _kept(shape: Shape, low: bool, device: str, segment: int, lora_rank: int) -> int:
@@ -146,9 +140,9 @@ def _kept(shape: Shape, low: bool, device: str, segment: int, lora_rank: int) ->
     normalised input; an adapter keeps its inner product."""
     h, queries, keys = shape.hidden, shape.heads * shape.head, shape.kv_heads * shape.head
     if low:
-        kept = 26 * h + 12 * queries + 10 * keys + 8 * _wide(shape)
+        kept = 26 * h + 12 * queries + 10 * keys + 8 * shape.wide
     else:
-        kept = 24 * h + 20 * queries + 16 * keys + 16 * _wide(shape)
+        kept = 24 * h + 20 * queries + 16 * keys + 16 * shape.wide
     if lora_rank:
         kept += (2 if low else 4) * (7 * lora_rank - queries - keys) - 8 * h
     kept += 16 * shape.heads  # sums of the attention's exponentials, and of the norms of single heads

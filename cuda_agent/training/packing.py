@@ -3,8 +3,7 @@
 A ``Batch`` holds the data of sampled tokens (log-probabilities, and later advantages and values) in flat tensors,
 sequence after sequence.  A ``PackedRow`` knows its entries of these (``tokens``), the sampled tokens (``targets``) and
 where the states before them are (``before``).  Together with ``before_sampled``, it is the only place that encodes "the
-token at t is predicted from the state at t - 1": log-probabilities and values both come from it.  Pure functions
-without a model or I/O.  Not covered: which episodes are trained on, beyond ``trainable``.
+token at t is predicted from the state at t - 1": log-probabilities and values both come from it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -78,11 +77,6 @@ class PackedRow:
     targets: Tensor  # int64 [n], the sampled tokens
     tokens: Tensor  # int64 [n], their entries in the batch's flat tensors
     part: PackedPart | None = None  # set when the row is one rank's part of a row with these ``lengths``
-
-    @property
-    def sampled(self) -> Tensor:
-        """Returns int64 [n], the positions of the sampled tokens in a whole row."""
-        return self.before + 1
 
     def to(self, device: torch.device | str) -> "PackedRow":
         names = ("ids", "positions", "before", "targets", "tokens")

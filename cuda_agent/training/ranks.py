@@ -1,25 +1,115 @@
-"""Driver of the trainer's processes on one machine: starts ranks, sends calls, detects dead ones.
+"""The trainer's processes on one machine: a rank with its shards, and the driver that starts ranks and sends calls.
 
-Each rank is a ``TrainerRank`` (``rank``) at the end of a pipe.  Not covered: a rank's computation (``rank``,
-``sharding``), ranks on other machines (``rl.ray.ranks``), replacing a dead rank.
+All ranks must receive the same calls in the same order.  Not covered: a rank's computation (``sharding``,
+``attention``), ranks on other machines (``rl.ray.ranks``), replacing a dead rank.
 """
 
 import contextlib
-import math
 import multiprocessing
+import os
 import pickle
+import socket
 import tempfile
-import time
-from multiprocessing.connection import Connection, wait
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
-from cuda_agent.training.distributed import TrainerLost, TrainerRef
-from cuda_agent.training.rank import rank_main
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-GRACE_SECONDS = 10.0  # seconds from the first rank's failure until the others have failed or are killed
+from cuda_agent.lease import Lease
+from cuda_agent.machine import die_with_parent
+from cuda_agent.training.distributed import TRAINERS, TrainerLost, joint_results
+from cuda_agent.training.trainer import Trainer
+
 CLOSE_SECONDS = 10.0
-PRELOAD = ["cuda_agent.training.rank", "transformers", "transformers.models.qwen3.modeling_qwen3"]
+MEETING_SECONDS = 600.0  # seconds until all ranks have joined; also the longest wait for another rank in a step
+PRELOAD = ["cuda_agent.training.ranks", "transformers", "transformers.models.qwen3.modeling_qwen3"]
+
+
+def open_store(host: str) -> tuple[Any, str]:
+    """Opens the store where ranks meet, which listens at this address of the machine alone.  Returns it with its
+    host:port."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, f"{host}:{port}"
+
+
+class Rank:
+    """One rank, in its own process.  The constructor joins torch's process group of ``world`` ranks, which meet at the
+    store at ``address`` (host:port); a single rank has no group, and its trainers are those of one process."""
+
+    def __init__(self, rank: int, world: int, address: str, device: str, threads: int, lease: Path | None) -> None:
+        self._device = f"cuda:{rank % torch.cuda.device_count()}" if device == "cuda" else "cpu"
+        if device == "cuda":
+            torch.cuda.set_device(self._device)
+        torch.set_num_threads(threads)
+        self._mesh: DeviceMesh | None = None
+        if world > 1:
+            host, _, port = address.rpartition(":")
+            if host == "127.0.0.1":  # a machine's hostname may not resolve to itself
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            limit = timedelta(seconds=MEETING_SECONDS)
+            store = dist.PrefixStore("trainer", dist.TCPStore(host, int(port), None, False, timeout=limit))
+            backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "cpu:gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+            self._mesh = init_device_mesh(device, (world,))
+        self._lease = Lease(lease) if lease is not None and rank == 0 else None
+
+    def open(self, name: str, path: str, options: dict[str, Any]) -> None:
+        """Makes a trainer called ``name`` of the model that torch saved in the file."""
+        model = torch.load(path, map_location="cpu", weights_only=False, mmap=self._mesh is not None)
+        TRAINERS[name] = Trainer(model, device=self._device, lease=self._lease, mesh=self._mesh, **options)
+
+    def run(self, recipe: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        """Runs a recipe; returns its result, and steps and seconds of all trainers by name."""
+        result = recipe(*arguments, **keywords)
+        return result, {name: (trainer.step, trainer.seconds) for name, trainer in TRAINERS.items()}
+
+    def weights(self, name: str) -> dict[str, Any]:
+        return TRAINERS[name].weights()
+
+    def save(self, name: str, folder: Path) -> None:
+        TRAINERS[name].save(folder)
+
+    def load(self, name: str, folder: Path) -> tuple[int, float]:
+        """Loads a checkpoint; returns its step and seconds."""
+        TRAINERS[name].load(folder)
+        return TRAINERS[name].step, TRAINERS[name].seconds
+
+
+def _rank_main(connection: Connection, number: int, *arguments: Any) -> None:
+    """Answers (method, arguments) with (None, the first rank's result) or (the exception, None), until an empty
+    message.  The process ends with its parent, also in the middle of a step."""
+    die_with_parent()
+    rank: Rank | None = None
+    while message := connection.recv_bytes():
+        try:
+            rank = rank or Rank(number, *arguments)
+            method, given = pickle.loads(message)
+            value = getattr(rank, method)(*given)
+            answer = pickle.dumps((None, value if number == 0 else None))
+        except Exception as error:
+            traceback.print_exc()
+            answer = _failure(error)
+        connection.send_bytes(answer)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _failure(error: Exception) -> bytes:
+    try:
+        answer = pickle.dumps((error, None))
+        pickle.loads(answer)
+        return answer
+    except Exception:  # some exceptions cannot be pickled
+        return pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), None))
 
 
 class Ranks:
@@ -42,23 +132,20 @@ class Ranks:
         address: str | None = None,
     ) -> None:
         if address is None:
-            import torch.distributed as dist
-
-            self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-            address = f"127.0.0.1:{self._store.port}"
+            self._store, address = open_store("127.0.0.1")
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._first = first
-        self._pipes: list[Connection] = []
+        self._threads = ThreadPoolExecutor(count)  # one waits for each rank
+        self._pipes: dict[int, Connection] = {}  # by rank
         self.processes: list[Any] = []
         context = multiprocessing.get_context("forkserver")  # imports run once and serve later ranks too
         context.set_forkserver_preload(PRELOAD)
         for rank in range(first, first + count):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, world or count, address, device, threads, None if lease is None else str(lease))
-            process = context.Process(target=rank_main, args=arguments, name=f"rank {rank}", daemon=True)
+            arguments = (theirs, rank, world or count, address, device, threads, lease)
+            process = context.Process(target=_rank_main, args=arguments, name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()
-            self._pipes.append(cast(Connection, ours))
+            self._pipes[rank] = cast(Connection, ours)
             self.processes.append(process)
 
     def __enter__(self) -> "Ranks":
@@ -68,74 +155,60 @@ class Ranks:
         self.close()
 
     def place(self, name: str, model: Any, options: dict[str, Any]) -> None:
-        import torch
-
         path = Path(self._folder.name) / f"{name}.pt"
         torch.save(model, path)
         self.call("open", name, str(path), options)
         path.unlink()
 
-    def save(self, trainer: TrainerRef, folder: Path) -> None:
-        self.call("save", trainer, str(folder))
+    def save(self, name: str, folder: Path) -> None:
+        self.call("save", name, folder)
 
     def load(self, name: str, folder: Path) -> tuple[int, float]:
-        return cast(tuple[int, float], self.call("load", name, str(folder)))
+        return cast(tuple[int, float], self.call("load", name, folder))
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method on every rank and returns the first rank's result.  Raises the ranks' exception, or
-        ``TrainerLost`` when a rank has died."""
+        """See ``RankGroup``, as for the methods above.
+
+        Raises:
+            TrainerLost: A rank is gone; the others are ended, because they would wait forever.
+        """
+        return self.send(pickle.dumps((method, arguments)))
+
+    def send(self, message: bytes) -> Any:
+        """As ``call``, of which ``message`` is the pickled form."""
         if not self._pipes:
             raise TrainerLost("the ranks are closed")
-        message = pickle.dumps((method, arguments))
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # a dead rank is detected below
-                pipe.send_bytes(message)
-        answers = self._answers()
-        gone = [self._first + index for index, (kind, _) in answers.items() if kind == "gone"]
-        failures = [value for kind, value in answers.values() if kind == "failed"]
-        if gone or len(answers) < len(self._pipes) or 0 < len(failures) < len(answers):
-            self.close()  # the others would wait forever
-        if gone:
-            raise TrainerLost(f"rank {', '.join(map(str, gone))} of the trainer is gone, in {method}")
-        if failures:
-            raise failures[0]
-        return answers[0][1]
+        try:
+            return joint_results([self._threads.submit(self._ask, rank, message) for rank in self._pipes])[0]
+        except TrainerLost:
+            self._end(0.0)
+            raise
 
-    def _answers(self) -> dict[int, tuple[str, Any]]:
-        """Returns the answers by rank, without dead ranks and those too late after the first failure."""
-        answers: dict[int, tuple[str, Any]] = {}
-        deadline = math.inf
-        while len(answers) < len(self._pipes):
-            missing = [rank for rank in range(len(self._pipes)) if rank not in answers]
-            pipes = [self._pipes[rank] for rank in missing]
-            ends = [self.processes[rank].sentinel for rank in missing]
-            ready = wait([*pipes, *ends], None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return answers
-            for rank, pipe, end in zip(missing, pipes, ends, strict=True):
-                try:
-                    if pipe in ready:
-                        answers[rank] = pickle.loads(pipe.recv_bytes())
-                    elif end in ready and not pipe.poll():
-                        answers[rank] = ("gone", None)
-                except (EOFError, OSError):
-                    answers[rank] = ("gone", None)
-            if any(kind == "gone" for kind, _ in answers.values()):
-                return answers
-            if any(kind == "failed" for kind, _ in answers.values()):
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        return answers
+    def _ask(self, rank: int, message: bytes) -> Any:
+        try:
+            self._pipes[rank].send_bytes(message)
+            error, value = pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, OSError):
+            raise TrainerLost(f"rank {rank} of the trainer is gone") from None
+        if error is not None:
+            raise error
+        return value
 
     def close(self) -> None:
-        """Ends the ranks; those that are stuck in a step are killed."""
-        broken = any(process.exitcode is not None for process in self.processes)
-        for pipe in self._pipes:
-            pipe.close()
-        self._pipes = []
+        """Ends the ranks; those that do not end in time are killed."""
+        self._end(CLOSE_SECONDS)
+
+    def _end(self, seconds: float) -> None:
+        pipes, self._pipes = self._pipes, {}
+        for pipe in pipes.values():
+            with contextlib.suppress(OSError):  # it is dead
+                pipe.send_bytes(b"")
         for process in self.processes:
-            if not broken:
-                process.join(CLOSE_SECONDS)
+            process.join(seconds)
             if process.exitcode is None:
                 process.kill()
                 process.join()
+        self._threads.shutdown()
+        for pipe in pipes.values():
+            pipe.close()
         self._folder.cleanup()

@@ -1,16 +1,13 @@
 """The training algorithms: imitation, value pretraining, and policy optimization with PPO's clipped loss.
 
-Recipes take trainers, sequences or episodes, and settings, and return metrics.  The caller decides where data comes
-from, when to checkpoint and when to stop.  Recipes marked ``over_ranks`` run on all ranks of a trainer.  Learning rates
-follow ``learning_rate``; all randomness is a function of (seed, epoch or step).
+The caller decides where data comes from, when to checkpoint and when to stop.  Recipes marked ``over_ranks`` run on all
+ranks of a trainer.  All randomness is a function of (seed, epoch or step).
 """
 
-import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import reduce
 from itertools import islice
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,48 +23,27 @@ from cuda_agent.training.advantages import (
     terminal_rewards,
 )
 from cuda_agent.training.distributed import over_ranks
-from cuda_agent.training.losses import Metrics, ppo_loss, sft_loss, value_loss
+from cuda_agent.training.losses import Metrics, added, ppo_loss, sft_loss, value_loss
 from cuda_agent.training.packing import Batch, PackedRow, Tokens, batch_of, split_evenly, tokens_of_episode, trainable
 from cuda_agent.training.trainer import Trainer
 
-Schedule = Literal["cosine", "linear", "constant"]
+WARMUP = 0.02  # fraction of the training during which the learning rate rises
 
 
-def learning_rate(
-    fraction: float, peak: float, schedule: Schedule = "linear", warmup: float = 0.02, floor: float = 0.0
-) -> float:
-    """Returns the learning rate at a fraction of the training: a linear rise, then a fall (none for ``constant``).
-
-    Args:
-        fraction: Fraction of the training that is done, 0 to 1.
-        peak: The highest rate.
-        schedule: Shape of the fall.
-        warmup: Fraction of the training during which the rate rises.
-        floor: The last rate, as a fraction of ``peak``.
-    """
-    if fraction < warmup:
-        return peak * max(fraction / warmup, 0.01)
-    left = 1 - min(1.0, (fraction - warmup) / (1 - warmup))
-    shape = {"linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2, "constant": 1.0}[schedule]
-    return peak * (floor + (1 - floor) * shape)
+def learning_rate(fraction: float, peak: float) -> float:
+    """Returns the learning rate at a fraction of the training: a linear rise to ``peak``, then a linear fall to 0."""
+    if fraction < WARMUP:
+        return peak * max(fraction / WARMUP, 0.01)
+    return peak * (1 - min(1.0, (fraction - WARMUP) / (1 - WARMUP)))
 
 
 def sft_batches(lengths: Sequence[int], tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:
-    """Splits an epoch into optimizer steps.
+    """Splits an epoch into optimizer steps of at most ``tokens_per_step``; a longer sequence is a step by itself.
 
-    Args:
-        lengths: Tokens of each sequence.
-        tokens_per_step: Most tokens of a step; a longer sequence is a step by itself.
-        seed: With ``epoch``, decides the order.
-        epoch: Number of the pass over the sequences.
-
-    Returns:
-        For each step the indices of its sequences, shuffled.
-    """
-    order = _shuffled(len(lengths), seed, epoch)
+    Returns the indices of each step's sequences, in an order that ``seed`` and ``epoch`` decide."""
     batches: list[list[int]] = []
     room = 0
-    for index in order:
+    for index in _shuffled(len(lengths), seed, epoch):
         if lengths[index] > room or not batches:
             batches.append([])
             room = tokens_per_step
@@ -86,26 +62,13 @@ def sft(
     steps: int | None = None,
     epochs: int | None = None,
     max_seconds: float | None = None,
-    schedule: Schedule = "linear",
-    warmup: float = 0.02,
 ) -> Iterator[dict[str, float]]:
     """Supervised training on the masked tokens of ``sequences`` (paper, section 3.3, stage 2).
 
-    A restored trainer resumes at its step: earlier batches are skipped.
-
-    Args:
-        trainer: Trainer of a causal language model.
-        sequences: Sequences to imitate.
-        tokens_per_step: Most tokens of one optimizer step.
-        lr: Peak learning rate; ``schedule`` and ``warmup`` as in ``learning_rate``.
-        seed: Decides the order of the sequences.
-        steps: Optimizer steps.  Give either ``steps`` or ``epochs``.
-        epochs: Passes over the sequences.
-        max_seconds: Limit of ``trainer.seconds``.  Training ends at the first limit reached, and the rate follows
-            the used fraction of that limit.
-
-    Yields:
-        The metrics of each optimizer step, after it.
+    Yields the metrics of each optimizer step, of at most ``tokens_per_step``, in an order that ``seed`` decides.  A
+    restored trainer resumes at its step: earlier batches are skipped.  Give either ``steps`` or ``epochs``.  With
+    ``max_seconds``, a limit of ``trainer.seconds``, training ends at the first limit reached.  The learning rate, at
+    most ``lr``, follows the used fraction of that limit.
 
     Raises:
         ValueError: Both or neither of ``steps`` and ``epochs`` are given, or there are no sequences.
@@ -118,16 +81,14 @@ def sft(
     batches = islice(_endless(lengths, tokens_per_step, seed, epochs), steps)
     total = steps if steps is not None else sum(1 for _ in _endless(lengths, tokens_per_step, seed, epochs))
     for chosen in islice(batches, trainer.step, None):
-        start = time.monotonic()
         fraction = max((trainer.step + 1) / (total + 1), trainer.seconds / max_seconds if max_seconds else 0.0)
         if fraction >= 1:
             return
         batch = batch_of(sequences[index] for index in chosen)
-        rate = learning_rate(fraction, lr, schedule, warmup)
+        rate = learning_rate(fraction, lr)
+        began = trainer.seconds
         metrics = sft_step(trainer, batch, rate)
-        elapsed = time.monotonic() - start
-        trainer.seconds += elapsed
-        tokens = sum(lengths[index] for index in chosen)
+        tokens, elapsed = sum(lengths[index] for index in chosen), trainer.seconds - began
         yield metrics | {"lr": rate, "progress": fraction, "tokens": tokens, "tokens_per_second": tokens / elapsed}
 
 
@@ -144,13 +105,17 @@ def _endless(lengths: Sequence[int], tokens_per_step: int, seed: int, epochs: in
 
 @over_ranks
 def sft_step(trainer: Trainer, batch: Batch, lr: float) -> dict[str, float]:
-    """Takes one optimizer step on the mean negative log-likelihood of a batch's masked tokens."""
+    """Takes one optimizer step on the mean negative log-likelihood of a batch's masked tokens, and counts its
+    seconds."""
+    start = time.monotonic()
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
         logprobs, entropy = trainer.logprobs(row)
         return sft_loss(logprobs, len(batch)), {"entropy": entropy.sum() / len(batch)}
 
-    return trainer.update(batch, None, lr, loss_of)
+    metrics = trainer.update(batch, None, lr, loss_of)
+    trainer.seconds += time.monotonic() - start
+    return metrics
 
 
 @over_ranks
@@ -170,33 +135,21 @@ def value_epoch(
     seed: int,
     epoch: int,
 ) -> dict[str, float]:
-    """Runs one pass of value pretraining, gamma 1 (paper, section 3.3, stage 3).
+    """Runs one pass of value pretraining, gamma 1 (paper, section 3.3, stage 3), on the ``episodes`` with a reward, in
+    steps of at most ``tokens_per_step``; ``seed`` and ``epoch`` decide their order.
 
-    Args:
-        critic: Trainer of a ``Critic``.
-        episodes: Those without a reward are dropped.
-        lr: Learning rate.
-        tokens_per_step: Most tokens of one optimizer step.
-        gae_lambda: 1: the targets are the episodes' rewards.  Below 1: V + advantage, with the values V of the critic
-            when the epoch begins.
-        seed: With ``epoch``, decides the order of the episodes.
-        epoch: Number of the pass.
-
-    Returns:
-        Metrics; ``explained_variance`` is that of the predictions before each step.
-    """
+    With ``gae_lambda`` 1 the targets are the episodes' rewards; below 1 they are V + advantage, with the values V of
+    the critic when the epoch begins.  Returns metrics; ``explained_variance`` is that of the predictions before each
+    step."""
     start = time.monotonic()
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
     goals = targets(batch, None if gae_lambda == 1 else critic.flat(batch, critic.values), 1.0, gae_lambda)
     seen = torch.zeros(len(batch))
-    losses = []
     lengths = [len(sequence) for sequence in batch.sequences]
-    for chosen in sft_batches(lengths, tokens_per_step, seed, epoch):
-        loss = _value_step(critic, batch, chosen, goals, lr, seen)["loss"]
-        losses.append(loss)
+    batches = sft_batches(lengths, tokens_per_step, seed, epoch)
+    losses = [_value_step(critic, batch, chosen, goals, lr, seen)["loss"] for chosen in batches]
     seen = critic.summed(seen)
     elapsed = time.monotonic() - start
-    critic.seconds += elapsed
     return {
         "value_loss": sum(losses) / len(losses),
         "explained_variance": explained_variance(seen, _returns(batch)),
@@ -207,10 +160,7 @@ def value_epoch(
 
 @over_ranks
 def value_quality(critic: Trainer, episodes: Sequence[Episode]) -> dict[str, float]:
-    """Returns explained variance and loss against the rewards of held-out episodes.
-
-    Episodes without a reward are dropped.
-    """
+    """Returns explained variance and loss against the rewards of held-out episodes."""
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
     values, returns = critic.flat(batch, critic.values), _returns(batch)
     return {
@@ -232,19 +182,17 @@ def ppo_update(
 ) -> dict[str, float]:
     """Estimates the advantages of one batch, then takes the optimizer steps (paper, section 3.3).
 
-    Episodes without a reward or without sampled tokens are dropped; if none is left, nothing is trained.
+    Episodes without a reward or without sampled tokens are dropped; if none is left, nothing is trained.  Returns
+    metrics of the episodes and means over the optimizer steps (the maximum for ``*_max``).
 
     Args:
         actor: Trainer of the policy.
         critic: Trainer of a ``Critic``; None if ``settings.advantage`` needs none.
-        episodes: The episodes of one step; their ids name their groups.
+        episodes: The episodes of one step, whole groups.
         settings: Settings of the stage.
         seed: Decides how episodes are shuffled into minibatches.
         train_actor: False trains the critic alone.
         temperature: Sampling temperature of the episodes.
-
-    Returns:
-        Metrics of the episodes and means over the optimizer steps (the maximum for ``*_max``).
 
     Raises:
         ValueError: ``settings.advantage`` needs a critic and there is none.
@@ -256,41 +204,19 @@ def ppo_update(
         return summary
     batch = batch_of(tokens_of_episode(episode) for episode in kept)
     values = None if critic is None else critic.flat(batch, critic.values)
-    estimated = estimate(batch, values, settings)
-    learnt = update(
-        actor, critic, batch, estimated, settings, seed=seed, train_actor=train_actor, temperature=temperature
-    )
+    advantages, goals = estimate(batch, values, settings)
+    learnt = update(actor, critic, batch, advantages, values, goals, settings, seed, train_actor, temperature)
     if values is not None:
         learnt["explained_variance"] = explained_variance(values, _returns(batch, settings.gamma))
         learnt["value_mean"] = float(values.mean())
     elapsed = time.monotonic() - start
-    actor.seconds += elapsed
     passes = settings.epochs * sum(len(sequence) for sequence in batch.sequences)
     return summary | learnt | {"train_seconds": elapsed, "tokens_per_second": passes / elapsed}
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """The training targets of a batch; flat tensors, float32 [sampled tokens], sequence after sequence.
-
-    Attributes:
-        advantages: Weights of the policy's log-probabilities.
-        values: The critic's values before the update; None without a critic.
-        targets: The critic's targets; None without a critic.
-    """
-
-    advantages: Tensor
-    values: Tensor | None
-    targets: Tensor | None
-
-
-def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> Estimate:
-    """Estimates advantages and value targets of a batch with the estimator that ``settings.advantage`` names.
-
-    Args:
-        batch: The sequences of one step, whole groups.
-        values: float32 [sampled tokens], of the states before them; None without a critic.
-        settings: Estimator, gamma and lambdas.
+def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor, Tensor | None]:
+    """Returns the advantages of a batch, of whole groups, by the estimator that ``settings.advantage`` names, and the
+    critic's targets (None without ``values``); all float32 [sampled tokens].
 
     Raises:
         ValueError: The estimator needs values and there are none.
@@ -299,29 +225,26 @@ def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> Estimate:
     lam = adaptive_lambda(counts) if settings.actor_lambda is None else settings.actor_lambda
     padded, mask = batch.padded(torch.zeros(len(batch)) if values is None else values)
     inputs = AdvantageInputs(batch.rewards, mask, batch.groups, None if values is None else padded, settings.gamma, lam)
-    advantages = ADVANTAGES[settings.advantage].estimate(inputs)
     goals = None if values is None else targets(batch, values, settings.gamma, settings.critic_lambda)
-    return Estimate(advantages, values, goals)
+    return ADVANTAGES[settings.advantage].estimate(inputs), goals
 
 
 def update(
     actor: Trainer,
     critic: Trainer | None,
     batch: Batch,
-    estimated: Estimate,
+    advantages: Tensor,
+    values: Tensor | None,
+    goals: Tensor | None,
     settings: Ppo,
-    *,
     seed: int,
-    train_actor: bool = True,
-    temperature: float = 1.0,
+    train_actor: bool,
+    temperature: float,
 ) -> dict[str, float]:
     """Trains ``settings.epochs`` passes of ``settings.minibatches`` optimizer steps each, critic before actor.
 
-    Arguments are those of ``ppo_update``; ``estimated`` belongs to ``batch``.
-
-    Returns:
-        Means of the steps' metrics; the critic's are named ``critic_*``.
-    """
+    ``advantages``, ``values`` (before the update) and ``goals`` are of ``batch`` (``estimate``); other arguments are
+    those of ``ppo_update``.  Returns means of the steps' metrics; the critic's are named ``critic_*``."""
     old = batch.logprobs
     if settings.behavior_logprobs == "trainer" and train_actor:
         old = actor.flat(batch, lambda row: actor.logprobs(row, temperature)[0])
@@ -329,13 +252,11 @@ def update(
     critic_steps, actor_steps = [], []
     for epoch in range(settings.epochs):
         for chosen in split_evenly(_shuffled(len(batch.sequences), seed, epoch), settings.minibatches):
-            if critic is not None and estimated.targets is not None:
-                goals, rate = estimated.targets, settings.critic_lr
-                critic_steps.append(
-                    _value_step(critic, batch, chosen, goals, rate, seen, estimated.values, settings.value_clip)
-                )
+            if critic is not None and goals is not None:
+                rate, clip = settings.critic_lr, settings.value_clip
+                critic_steps.append(_value_step(critic, batch, chosen, goals, rate, seen, values, clip))
             if train_actor:
-                actor_steps.append(_actor_step(actor, batch, chosen, old, estimated.advantages, settings, temperature))
+                actor_steps.append(_actor_step(actor, batch, chosen, old, advantages, settings, temperature))
     return (
         _merged(actor_steps)
         | {f"critic_{name}": value for name, value in _merged(critic_steps).items()}
@@ -344,11 +265,9 @@ def update(
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Computes the metrics of episodes before training on them.
+    """Computes the metrics of episodes before training on them; rates are over the episodes with a reward.
 
-    Rates are over the episodes with a reward.  Rates of speed follow the grade of the verdict (-1, 1, 2, 3; Eq. 1) for
-    every kind of reward.
-    """
+    Rates of speed follow the grade of the verdict (-1, 1, 2, 3; Eq. 1) for every kind of reward."""
     kept = trainable(episodes)
     metrics = {"episodes": float(len(kept)), "dropped": float(len(episodes) - len(kept))}
     if not kept:
@@ -371,17 +290,9 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def targets(batch: Batch, values: Tensor | None, gamma: float, lam: float) -> Tensor:
-    """Returns the value targets of a batch: V + advantage, by GAE.
+    """Returns the value targets of a batch, V + advantage by GAE: float32 [sampled tokens].
 
-    Args:
-        batch: Sequences with rewards.
-        values: float32 [sampled tokens], V; may be None when ``lam`` is 1, where they cancel out.
-        gamma: Discount per sampled token.
-        lam: Lambda of the critic.
-
-    Returns:
-        float32 [sampled tokens].
-    """
+    ``values``, V, float32 [sampled tokens], may be None when ``lam`` is 1, where they cancel out."""
     known = torch.zeros(len(batch)) if values is None or lam == 1 else values
     padded, mask = batch.padded(known)
     return known + gae(terminal_rewards(batch.rewards, mask), padded, mask, gamma, lam)[mask]
@@ -440,11 +351,5 @@ def _actor_step(
 
 def _merged(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     """Returns the mean over optimizer steps; the maximum for metrics named ``*_max``."""
-    if not steps:
-        return {}
-    return {
-        name: max(step[name] for step in steps)
-        if name.endswith("_max")
-        else sum(step[name] for step in steps) / len(steps)
-        for name in steps[0]
-    }
+    total: dict[str, float] = reduce(added, steps, {})
+    return {name: value if name.endswith("_max") else value / len(steps) for name, value in total.items()}

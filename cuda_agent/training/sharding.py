@@ -2,13 +2,11 @@
 
 Each rank keeps a part of every parameter, of its gradient and of the optimizer's state; a layer's weights are gathered
 when it computes.  All code that reads weights runs inside ``FsdpRoot``, the root whose hooks gather the first and last
-layers.  Gradients are summed over ranks, not averaged: losses are already parts of the global batch's mean.  The mesh
-is all ranks of the process group, over Gloo on CPUs and NCCL on GPUs.  Not covered: rows cut across ranks (every rank
-computes whole rows), replicated meshes, weights offloaded to the CPU.
+layers.  Gradients are summed over ranks, not averaged: losses are already parts of the global batch's mean.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,19 +55,6 @@ def rows_of_rank(rows: Sequence[PackedRow], ranks: int, rank: int) -> list[Packe
         place = start + (rank if turn % 2 == 0 else ranks - 1 - rank)
         mine.append(rows[order[place]] if place < len(order) else empty_row())
     return mine
-
-
-def added_up(flat: Tensor) -> Tensor:
-    """Returns the sum over ranks of a CPU tensor, on every rank."""
-    dist.all_reduce(flat)
-    return flat
-
-
-def from_all(thing: Any) -> list[Any]:
-    """Returns the values of all ranks, in rank order, on every rank."""
-    box: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(box, thing)
-    return box
 
 
 def whole(tensor: Tensor) -> Tensor:

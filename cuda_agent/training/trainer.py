@@ -1,13 +1,10 @@
 """One trainer for imitation, value pretraining and PPO: a model, its optimizer, and rows of packed sequences.
 
-A ``Trainer`` wraps one model (a causal language model or a ``Critic``); it takes optimizer steps and saves and restores
-its state.  Its callers (``recipes``) define the losses.  Master weights are float32; ``precision="bf16"`` computes only
-the trunk in bfloat16 (``auto``: where the processor has bfloat16 instructions; for imitation, but not where
-log-probabilities must agree with a float32 engine's).  Only the states before sampled tokens are projected to the
-vocabulary, a chunk at a time.  The same seed, threads and data give the same weights.  Frozen parameters stay frozen
-and are not in checkpoints: a model with adapters (``policy.lora``) saves only these.  With a ``mesh`` the same trainer
-runs on each rank: ranks get the same batches, share weights and rows (``sharding``) or the tokens of every row
-(``attention``), and return the same results.  Not covered: models with routers or special caches.
+Callers (``recipes``) define the losses.  Master weights are float32; ``precision="bf16"`` computes only the trunk in
+bfloat16 (``auto``: where the processor has bfloat16 instructions; not where log-probabilities must agree with a float32
+engine's).  The same seed, threads and data give the same weights.  Frozen parameters stay frozen and are not in
+checkpoints.  With a ``mesh`` the same trainer runs on each rank: ranks get the same batches, share weights and rows
+(``sharding``) or the tokens of every row (``attention``), and return the same results.
 """
 
 import functools
@@ -19,29 +16,25 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cuda_agent.lease import Lease
 from cuda_agent.training import attention, checkpoint, losses, sharding
-from cuda_agent.training.attention import part_of
-from cuda_agent.training.checkpoint import CorruptCheckpoint
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.losses import Metrics
 from cuda_agent.training.memory import LOGITS, SMALL
 from cuda_agent.training.packing import Batch, PackedRow, batch_of, before_sampled, tokens_of
 
-__all__ = ["CorruptCheckpoint", "Trainer", "fast_precision"]
 Result = TypeVar("Result")
 
 
 class Trainer:
-    """Trains one model.  ``row_tokens`` bounds one forward and backward pass (on a CPU 2,048 to 4,096 is fastest for
-    every batch size); every sequence must fit into it.
+    """Trains one model.  ``row_tokens`` bounds one forward and backward pass; every sequence must fit into it.
 
     On a CPU a small model computes as many rows side by side as torch had threads when the trainer was made, with one
-    thread each, so that no core idles at the end of a small operation.  Gradients are summed in row order.
-    """
+    thread each, so that no core idles at the end of a small operation.  Gradients are summed in row order."""
 
     def __init__(
         self,
@@ -50,7 +43,6 @@ class Trainer:
         row_tokens: int = 4096,
         max_grad_norm: float = 1.0,
         weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.95),
         optimizer: Literal["adamw", "muon"] = "adamw",
         device: str = "cpu",
         precision: Literal["fp32", "bf16", "auto"] = "fp32",
@@ -68,7 +60,7 @@ class Trainer:
         self.device, self.lease = torch.device(device), lease
         self.precision = fast_precision(self.device) if precision == "auto" else precision
         self.step = 0  # optimizer steps taken
-        self.seconds = 0.0  # spent in steps; a schedule by time resumes from here
+        self.seconds = 0.0  # spent in steps of imitation; a schedule by time resumes from here
         trunk = self.trunk
         _without_dropout(trunk)
         model.train(gradient_checkpointing)
@@ -79,7 +71,7 @@ class Trainer:
                 layer.compile()
         self._root = None if mesh is None else sharding.shard(model, trunk, mesh)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizers = _optimizers(model, optimizer, weight_decay, betas)
+        self.optimizers = _optimizers(model, optimizer, weight_decay)
         small = self.device.type == "cpu" and sum(parameter.numel() for parameter in model.parameters()) <= SMALL
         self.workers = torch.get_num_threads() if small and mesh is None else 1
         attention.register(compile)
@@ -124,16 +116,10 @@ class Trainer:
         """Returns the states before the row's sampled tokens, [n, hidden].  Call it inside ``working`` and ``within``;
         the row is on the trainer's device."""
         extra = {"segments": attention.Segments(row.lengths, row.part)} if self._packed else {}
-        with torch.autocast(
-            self.device.type,
-            torch.bfloat16,
-            enabled=self.precision == "bf16",
-            cache_enabled=self.workers == self.ranks == 1,
-        ):
-            hidden = self.trunk(
-                input_ids=row.ids[None], position_ids=row.positions[None], use_cache=False, **extra
-            ).last_hidden_state
-        return before_sampled(hidden[0], row).float()
+        low, alone = self.precision == "bf16", self.workers == self.ranks == 1
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=low, cache_enabled=alone):
+            out = self.trunk(input_ids=row.ids[None], position_ids=row.positions[None], use_cache=False, **extra)
+        return before_sampled(out.last_hidden_state[0], row).float()
 
     def logprobs(self, row: PackedRow, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Returns the log-probabilities of the row's sampled tokens and the entropies there, float32 [n]."""
@@ -160,11 +146,13 @@ class Trainer:
 
     def summed(self, flat: Tensor) -> Tensor:
         """Sums a tensor over the ranks, each of which filled the entries of its rows; every rank gets the result."""
-        return flat if self._root is None else sharding.added_up(flat)
+        if self._root is not None:
+            dist.all_reduce(flat)
+        return flat
 
     def _own_rows(self, batch: Batch, chosen: Sequence[int] | None) -> list[PackedRow]:
         if self._parallelism == "context" and self._root is not None:
-            return [part_of(row, self.ranks, self.rank) for row in batch.rows(self.row_tokens, chosen)]
+            return [attention.part_of(row, self.ranks, self.rank) for row in batch.rows(self.row_tokens, chosen)]
         rows = batch.rows(self.row_tokens, chosen, multiple=self.workers * self.ranks)
         return rows if self._root is None else sharding.rows_of_rank(rows, self.ranks, self.rank)
 
@@ -195,9 +183,11 @@ class Trainer:
             for parameter, gradient in zip(self.parameters, gradients, strict=False):
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-            metrics = _merged(metrics, {name: float(value) for name, value in measured.items()})
+            metrics = losses.added(metrics, {name: float(value) for name, value in measured.items()})
         if self._root is not None:
-            metrics = functools.reduce(_merged, sharding.from_all(metrics))
+            parts: list[Any] = [None] * self.ranks
+            dist.all_gather_object(parts, metrics)
+            metrics = functools.reduce(losses.added, parts)
         with self.working():
             norm = float(sharding.whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)))
             if math.isfinite(norm):
@@ -241,12 +231,8 @@ class Trainer:
         """Writes parameters, optimizer, random state and step into the existing ``folder``; each rank writes its
         part."""
         table = checkpoint.table_of(list(self.trained()), self.optimizers)
-        table |= {
-            "random": torch.get_rng_state(),
-            "step": torch.tensor(self.step),
-            "seconds": torch.tensor(self.seconds, dtype=torch.float64),
-        }
-        checkpoint.write(table, folder)
+        table |= {"random": torch.get_rng_state(), "step": torch.tensor(self.step)}
+        checkpoint.write(table | {"seconds": torch.tensor(self.seconds, dtype=torch.float64)}, folder)
 
     def load(self, folder: Path) -> None:
         """Restores a state that ``save`` wrote, with any number of ranks.
@@ -254,20 +240,10 @@ class Trainer:
         Raises:
             CorruptCheckpoint: The checkpoint does not fit or is damaged; nothing was changed."""
         table = checkpoint.read(folder, self.trained())
-        if missing := [name for name in ("random", "step", "seconds") if name not in table]:
-            raise CorruptCheckpoint(f"{folder} has no {', '.join(missing)}")
         random, step, seconds = (table.pop(name) for name in ("random", "step", "seconds"))
         checkpoint.restore(table, self.trained(), self.optimizers)
         torch.set_rng_state(random)
         self.step, self.seconds = int(step), float(seconds)
-
-
-def _merged(known: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    """Returns the sum of two parts of a step's metrics; the maximum for metrics named ``*_max``."""
-    return {
-        name: max(known.get(name, 0.0), value) if name.endswith("_max") else known.get(name, 0.0) + value
-        for name, value in more.items()
-    }
 
 
 def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:
@@ -278,9 +254,7 @@ def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:
     return "bf16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"
 
 
-def _optimizers(
-    model: Any, name: Literal["adamw", "muon"], weight_decay: float, betas: tuple[float, float]
-) -> list[torch.optim.Optimizer]:
+def _optimizers(model: Any, name: Literal["adamw", "muon"], weight_decay: float) -> list[torch.optim.Optimizer]:
     """Makes AdamW for all parameters, or Muon (orthogonalised momentum, scaled to AdamW's step size so that one rate
     serves both) for the matrices between the embeddings and AdamW for the rest.  Weight decay applies to matrices
     only."""
@@ -293,7 +267,7 @@ def _optimizers(
         {"params": matrices, "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)]
     if inner:
         optimizers.append(torch.optim.Muon(inner, lr=0.0, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
     return optimizers
@@ -320,25 +294,23 @@ def _check_rows(trainer: Trainer) -> None:
     batch = batch_of([tokens_of(ids, [1] * len(ids)) for ids in pair])
     (together,) = batch.rows(12)
     apart = [batch.rows(12, [number])[0] for number in (0, 1)]
+    tolerance = 0.1 if trainer.precision == "bf16" else 1e-2
+    rows = [row.to(trainer.device) for row in (together, *apart)]
     with torch.no_grad(), trainer.working():
-        packed, *single = trainer.within(
-            lambda: [trainer.states(row.to(trainer.device)).cpu() for row in (together, *apart)]
-        )
+        packed, *single = trainer.within(lambda: [trainer.states(row).cpu() for row in rows])
     by_token = torch.empty_like(packed)
     by_token[together.tokens] = packed
-    size = packed.square().mean().sqrt()
-    worst = (by_token - torch.cat(single)).abs().max() / size
-    if worst > (0.1 if trainer.precision == "bf16" else 1e-2):
+    worst = (by_token - torch.cat(single)).abs().max() / packed.square().mean().sqrt()
+    if worst > tolerance:
         raise ValueError(f"sequences packed into one row see each other in this model (states differ by {worst:.2g})")
     if isinstance(trainer.model, Critic):
         return
 
     def both() -> tuple[Tensor, Tensor]:
-        row = apart[0].ids[None].to(trainer.device)
-        logits = trainer.model(input_ids=row, use_cache=False).logits[0, :-1].float().cpu()
+        logits = trainer.model(input_ids=rows[1].ids[None], use_cache=False).logits[0, :-1].float().cpu()
         return logits, trainer.model.get_output_embeddings()(single[0].to(trainer.device)).float().cpu()
 
     with torch.no_grad():
         logits, ours = trainer.within(both)
-    if (logits - ours).abs().max() > (0.1 if trainer.precision == "bf16" else 1e-2) * logits.square().mean().sqrt():
+    if (logits - ours).abs().max() > tolerance * logits.square().mean().sqrt():
         raise ValueError("this model does more to its logits than its output layer (scaling or capping): not supported")

@@ -9,7 +9,7 @@ from cuda_agent.config import Config, Ppo
 from cuda_agent.context import WorkerContext
 from cuda_agent.policy.episode import Episode
 from cuda_agent.policy.model import new_policy, train_tokenizer
-from cuda_agent.rl.runtime import ActorCritic, budget_of
+from cuda_agent.rl.runtime import ActorCritic, settings_of
 from cuda_agent.training.critic import Critic
 
 POLICY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 32, "vocab": 320, "threads": 1}
@@ -77,4 +77,4 @@ def test_with_a_critic_both_are_saved_and_the_first_steps_are_the_critics(tmp_pa
 
 def test_the_form_of_the_reward_is_part_of_what_episodes_are_played_with(tmp_path):
     site = WorkerContext("agentic", Config(), {}, tmp_path, tmp_path)
-    assert [budget_of(site, Ppo(reward=form)).reward for form in ("ladder", "speedup")] == ["ladder", "speedup"]
+    assert [settings_of(site, Ppo(reward=form)).reward for form in ("ladder", "speedup")] == ["ladder", "speedup"]

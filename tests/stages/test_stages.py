@@ -16,7 +16,7 @@ from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.episode import Episode, write_episodes
 from cuda_agent.policy.lora import ADAPTER, merge_adapter
 from cuda_agent.policy.model import load_model, load_policy, new_policy, save_policy, train_tokenizer
-from cuda_agent.rl.rollouts import EpisodeBudget, draw, open_rollouts, seed_of
+from cuda_agent.rl.rollouts import draw, episode_settings, open_rollouts, seed_of
 from cuda_agent.stages import bootstrap, critic, rft
 from cuda_agent.storage import open_store
 from cuda_agent.tasks.task import Task
@@ -136,7 +136,7 @@ def test_a_stage_whose_engines_are_gone_is_tried_again(tmp_path, policy):
         ctx = context(tmp_path / "stage", "collect", settings, {"policy": policy})
 
         async def script():
-            async with open_rollouts(ctx, policy, EpisodeBudget(turns=1, context=64, temperature=1.0)):
+            async with open_rollouts(ctx, policy, episode_settings(settings, turns=1, context=64, temperature=1.0)):
                 pass
 
         with pytest.raises(TryAgain, match="does not answer"):

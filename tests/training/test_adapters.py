@@ -9,9 +9,10 @@ from cuda_agent.config import Ppo
 from cuda_agent.policy.engines.local import LocalEngine
 from cuda_agent.policy.lora import attach, merged_parameters
 from cuda_agent.training import recipes
+from cuda_agent.training.checkpoint import CorruptCheckpoint
 from cuda_agent.training.critic import Critic, load_critic, save_critic
 from cuda_agent.training.packing import batch_of, tokens_of, tokens_of_episode
-from cuda_agent.training.trainer import CorruptCheckpoint, Trainer
+from cuda_agent.training.trainer import Trainer
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -10,11 +10,13 @@ from live_memory import LiveMemory
 
 from cuda_agent.config import PolicyConfig
 from cuda_agent.training import losses, memory, recipes
-from cuda_agent.training.memory import QWEN3_4B, QWEN3_30B_A3B, Shape, peak, shape_of, shape_of_policy
+from cuda_agent.training.memory import Shape, peak, shape_of, shape_of_policy
 from cuda_agent.training.packing import batch_of, tokens_of
 from cuda_agent.training.trainer import Trainer
 
 TOLERANCE = 0.1
+QWEN3_4B = Shape(36, 2560, 32, 8, 128, 9728, 151_936, True)
+QWEN3_30B_A3B = Shape(48, 2048, 32, 4, 128, 768, 151_936, False, experts=128, active=8)
 SMALL = Shape(3, 64, 4, 2, 16, 192, 320, True)
 SHAPES = {
     "small": SMALL,

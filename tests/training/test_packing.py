@@ -84,8 +84,8 @@ def test_rows_hold_the_tokens_of_their_sequences_and_know_where_these_belong(see
     seen = []
     for row in batch.rows(budget):
         assert row.positions.tolist() == [position for length in row.lengths for position in range(length)]
-        assert row.ids[row.sampled].tolist() == [sampled[index][0] for index in row.tokens]
-        assert (row.positions[row.sampled] > 0).all()
+        assert row.ids[row.before + 1].tolist() == [sampled[index][0] for index in row.tokens]
+        assert (row.positions[row.before + 1] > 0).all()
         seen += row.tokens.tolist()
     assert sorted(seen) == list(range(len(sampled)))
 
@@ -95,7 +95,7 @@ def test_the_state_before_a_sampled_token_is_that_of_the_token_left_of_it():
     (row,) = batch.rows(7)
     states = row.ids[:, None].float().requires_grad_()
     before = before_sampled(states, row)
-    assert row.ids[row.sampled].tolist() == [7, 8, 2]
+    assert row.ids[row.before + 1].tolist() == [7, 8, 2]
     assert before[:, 0].tolist() == [6, 7, 1]
     before.sum().backward()
     assert states.grad[:, 0].tolist() == [0, 1, 1, 0, 1, 0, 0]

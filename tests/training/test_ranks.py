@@ -1,7 +1,6 @@
 """Ranks against one process: the same losses and weights, checkpoints that fit any number of them, and their death."""
 
 import itertools
-import json
 import threading
 import time
 
@@ -14,12 +13,13 @@ from cuda_agent.lease import Lease
 from cuda_agent.policy.lora import attach
 from cuda_agent.training import recipes
 from cuda_agent.training.attention import part_of
+from cuda_agent.training.checkpoint import CorruptCheckpoint
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.distributed import DistributedTrainer, TrainerLost
 from cuda_agent.training.packing import batch_of, tokens_of, tokens_of_episode
 from cuda_agent.training.ranks import Ranks
 from cuda_agent.training.sharding import rows_of_rank
-from cuda_agent.training.trainer import CorruptCheckpoint, Trainer
+from cuda_agent.training.trainer import Trainer
 
 TOKENS = 64  # of a row: several rows a step
 NAMES = (f"trainer-{number}" for number in itertools.count())
@@ -164,21 +164,18 @@ def test_a_run_goes_on_with_other_numbers_of_ranks_as_if_it_had_not_been_cut(gro
     assert_same_weights(whole, learner)
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
-@pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata", "checkpoint.json"])
+@pytest.mark.parametrize("damage", ["cut", "lose"])
+@pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata"])
 def test_a_damaged_checkpoint_is_refused_by_all_ranks_and_changes_nothing(groups, tmp_path, file, damage):
     saved = trainer(groups(2), tiny_policy())
     memorise(saved, 0, 1)
     saved.save(tmp_path)
     path = tmp_path / file
-    content = bytearray(path.read_bytes())
+    content = path.read_bytes()
     if damage == "lose":
         path.unlink()
-    elif damage == "cut":
-        path.write_bytes(content[: len(content) // 2])
     else:
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+        path.write_bytes(content[: len(content) // 2])
     fresh = trainer(groups(2), tiny_policy())
     with pytest.raises(CorruptCheckpoint):
         fresh.load(tmp_path)
@@ -187,9 +184,6 @@ def test_a_damaged_checkpoint_is_refused_by_all_ranks_and_changes_nothing(groups
 
 def test_a_checkpoint_of_another_model_is_refused(groups, tmp_path):
     trainer(groups(2), tiny_policy()).save(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} - {"checkpoint.json"} == set(
-        json.loads((tmp_path / "checkpoint.json").read_text())
-    )
     for group in (groups(2), None):
         with pytest.raises(CorruptCheckpoint, match="another model"):
             trainer(group, tiny_policy(layers=1)).load(tmp_path)

@@ -1,59 +1,51 @@
-"""The classes of Ray's actors: a rollout worker, which plays episodes with its own engine and sandbox; the trainer; and
-the trainer's processes on one machine.  Plain classes, of which ``players`` and ``trainer`` make actors.
+"""The classes of Ray's actors: a rollout worker, which plays episodes with its own engine and sandbox, and a host of
+trainer processes.  Plain classes, of which ``players`` and ``runtime`` make actors.
 
-Arguments and results travel as bytes, lines and arrays, so that actors and stage need no common folder: inputs as
-{path: bytes}, checkpoints part by part, episodes in their wire form, weights as {name: array} or broadcast, with a
-digest that must hold after loading.
+Arguments and results travel as bytes, lines and arrays, so that actors and stage need no common folder: inputs and
+checkpoints in parts, episodes in their wire form, weights as arrays with a digest that must hold after loading.
 """
 
 import asyncio
-import os
 import shutil
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from cuda_agent.config import Ppo
+from cuda_agent.agent.loop import EpisodeSettings
 from cuda_agent.context import WorkerContext
 from cuda_agent.errors import BadConfiguration
 from cuda_agent.machine import die_with_parent, gpus
-from cuda_agent.policy.engines.broadcast import Form, Member, Weights, forms_of, load_weights, place, weights_of
-from cuda_agent.policy.engines.vllm_plugin import digest
-from cuda_agent.policy.episode import from_line, to_line
-from cuda_agent.policy.lora import merged_parameters
-from cuda_agent.policy.model import load_model
-from cuda_agent.rl.ray.ranks import SpreadRanks
-from cuda_agent.rl.ray.transfer import Files, Part, keep, parts, unpack
-from cuda_agent.rl.rollouts import EpisodeBudget, Job, Kind, Rollouts, open_rollouts
-from cuda_agent.rl.runtime import ActorCritic
-from cuda_agent.rl.trainers import shared_training
+from cuda_agent.policy.episode import to_line
+from cuda_agent.rl.ray.transfer import Part, Weights, keep, load_weights, parts
+from cuda_agent.rl.rollouts import Job, Kind, Rollouts, open_rollouts
 from cuda_agent.sandbox.jail.scratch import make_folder, remove
-from cuda_agent.training.ranks import Ranks
+from cuda_agent.training.ranks import Ranks, open_store
 
 
 class RolloutWorker:
     """Plays episodes.  ``context`` names the stage's cache, which is used if this machine has it; folders of ``inputs``
     are unpacked here."""
 
-    def __init__(self, context: WorkerContext, budget: EpisodeBudget, inputs: Mapping[str, Files]) -> None:
+    def __init__(self, context: WorkerContext, episodes: EpisodeSettings, inputs: Mapping[str, Sequence[Part]]) -> None:
         die_with_parent()  # Ray's workers run on for seconds after a killed raylet
         self._stack = AsyncExitStack()
-        self._context = _with_private_folders(context, inputs, self._stack)
-        self._budget = budget
+        home = _private_folder(self._stack)
+        for name, content in inputs.items():
+            for part in content:
+                keep(part, home / name)
+        (home / "work").mkdir()
+        self._context = replace(context, inputs={name: home / name for name in inputs}, work=home / "work")
+        self._episodes = episodes
         self._rollouts: Rollouts | None = None
-        self._playing: dict[int, asyncio.Task[Any]] = {}
-        self._member: Member | None = None
-        self._received: Weights | None = None  # received, not served yet
+        self._playing: set[asyncio.Task[Any]] = set()
 
-    async def open(self) -> int:
-        """Opens engine and sandbox.  Returns the process id."""
+    async def open(self) -> None:
+        """Opens engine and sandbox."""
         self._rollouts = await self._stack.enter_async_context(
-            open_rollouts(self._context, self._context.inputs["policy"], self._budget)
+            open_rollouts(self._context, self._context.inputs["policy"], self._episodes)
         )
-        return os.getpid()
 
     async def play(self, jobs: Sequence[Job], kind: Kind) -> AsyncIterator[str]:
         """Yields the episodes of ``jobs`` as they finish, until ``stop``."""
@@ -63,7 +55,7 @@ class RolloutWorker:
             self._rollouts.play(jobs, kind, lambda episode: finished.put_nowait(to_line(episode)))
         )
         playing.add_done_callback(lambda task: finished.put_nowait(None))
-        self._playing[id(playing)] = playing
+        self._playing.add(playing)
         try:
             while (line := await finished.get()) is not None:
                 yield line
@@ -71,47 +63,22 @@ class RolloutWorker:
                 playing.result()  # raises its error
         finally:
             playing.cancel()
-            del self._playing[id(playing)]
+            self._playing.discard(playing)
 
     async def stop(self) -> None:
         """Cancels all running episodes."""
-        for playing in self._playing.values():
+        for playing in self._playing:
             playing.cancel()
 
-    def place(self) -> str:
-        assert self._rollouts is not None, "open comes first"
-        return place(self._rollouts.model.device)
-
-    async def join(self, host: str, port: int, rank: int, size: int, device: str) -> None:
-        """Joins a broadcast group.
-
-        Raises:
-            TransferError: The group is gone.
-        """
-        if self._member is not None:
-            self._member.leave()
-        self._member = await asyncio.to_thread(Member, host, port, rank, size, device)
-
-    async def receive(self, forms: Sequence[Form]) -> None:
-        """Receives broadcast weights and keeps them beside the served ones.
-
-        Raises:
-            TransferError: The group is gone.
-        """
-        assert self._member is not None, "join comes first"
-        self._received = await asyncio.to_thread(self._member.receive, forms)
-
-    async def serve(self, version: int, weights: Weights | None, expected: str) -> None:
-        """Serves these weights, or the received ones, from now on; turns that are being sampled finish on the old ones.
+    async def serve(self, version: int, weights: Weights, expected: str) -> None:
+        """Serves these weights from now on; turns that are being sampled finish on the old ones.
 
         Raises:
             EngineError: The loaded model's digest differs from the trainer's.
         """
         assert self._rollouts is not None, "open comes first"
         rollouts = self._rollouts
-        given, self._received = weights or self._received, None
-        assert given is not None, "receive comes first"
-        await rollouts.engine.compute(lambda: load_weights(rollouts.model, given, expected))
+        await rollouts.engine.compute(lambda: load_weights(rollouts.model, weights, expected))
         await rollouts.engine.update_from(rollouts.model, version)
 
     async def close(self) -> None:
@@ -119,117 +86,38 @@ class RolloutWorker:
         await self._stack.aclose()
 
 
-class TrainerActor:
-    """The trainer.  ``make_critic`` is called with the unpacked ``inputs``; None without a critic.  ``hosts``: the
-    ``RankHost`` actors that it leads, none if its processes are on its own machine."""
-
-    def __init__(
-        self, context: WorkerContext, settings: Ppo, inputs: Mapping[str, Files], make_critic: Any, hosts: Any
-    ) -> None:
-        die_with_parent()
-        self._stack = ExitStack()
-        self._context = _with_private_folders(context, inputs, self._stack)
-        self._settings, self._make_critic, self._hosts = settings, make_critic, hosts
-        self._coming = self._context.work / "checkpoint"
-        self._learner: Any = None
-        self._member: Member | None = None
-
-    def open(self) -> None:
-        if self._hosts:
-            context = replace(self._context, ranks=SpreadRanks(self._hosts, self._context))
-        else:
-            context = self._stack.enter_context(shared_training(self._context))
-        critic = None if self._make_critic is None else self._make_critic(context.inputs)
-        self._learner = ActorCritic(context, self._settings, load_model(context.inputs["policy"]), critic)
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def update(self, step: int, lines: Sequence[str]) -> dict[str, float]:
-        metrics: dict[str, float] = self._learner.update(step, [from_line(line) for line in lines])
-        return metrics
-
-    def weights(self, expected: str | None = None) -> Weights | None:
-        """The weights; None if they have changed since ``expected`` was taken."""
-        model = self._learner.actor.model
-        if expected is not None and digest(merged_parameters(model)) != expected:
-            return None
-        return weights_of(model)
-
-    def digest(self) -> str:
-        return digest(merged_parameters(self._learner.actor.model))
-
-    def forms(self) -> list[Form]:
-        return forms_of(self._learner.actor.model)
-
-    def place(self) -> str:
-        """The device that its weights are sent from: its GPU, if it has one."""
-        import torch
-
-        return place(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-    def join(self, host: str, port: int, rank: int, size: int, device: str) -> None:
-        """Joins a broadcast group as the sender.
-
-        Raises:
-            TransferError: The group is gone.
-        """
-        if self._member is not None:
-            self._member.leave()
-        self._member = Member(host, port, rank, size, device)
-
-    def send(self) -> None:
-        assert self._member is not None, "join comes first"
-        self._member.send(merged_parameters(self._learner.actor.model))
-
-    def critic(self) -> Weights:
-        return weights_of(self._learner.critic.model)
-
-    def save(self) -> Iterator[Part]:
-        with TemporaryDirectory(dir=self._coming.parent) as folder:
-            self._learner.save(Path(folder))
-            yield from parts(Path(folder))
-
-    def keep(self, part: Part) -> None:
-        """Takes one part of the checkpoint for ``load``."""
-        keep(part, self._coming)
-
-    def load(self) -> None:
-        try:
-            self._learner.load(self._coming)
-        finally:
-            shutil.rmtree(self._coming, ignore_errors=True)
-
-    def close(self) -> None:
-        self._stack.close()
-
-
 class RankHost:
     """The trainer's processes on one machine; see ``training.ranks.Ranks``."""
 
     def __init__(self) -> None:
         die_with_parent()
-        self._home = make_folder("actor")
-        self._home.chmod(0o700)
-        self._coming, self._going = self._home / "coming", self._home / "going"
-        self._ranks: Any = None
+        self._stack = ExitStack()
+        home = _private_folder(self._stack)
+        self._coming, self._going = home / "coming", home / "going"
+
+    def meet(self) -> str:
+        """Opens the store where all ranks meet, on this machine.  Returns its address."""
+        import ray
+
+        self._store, address = open_store(ray.util.get_node_ip_address())
+        return address
 
     def start(self, count: int, settings: Mapping[str, Any]) -> None:
         if settings["device"] == "cuda" and (here := gpus()) < count:
             raise BadConfiguration(f"training.num_processes: {count} on GPUs of each machine, and one has {here}")
-        self._ranks = Ranks(count, **settings)
+        self._ranks = self._stack.enter_context(Ranks(count, **settings))
 
     def place(self, name: str, model: Any, options: dict[str, Any]) -> None:
         self._ranks.place(name, model, options)
 
-    def call(self, method: str, arguments: Sequence[Any]) -> Any:
-        return self._ranks.call(method, *arguments)
+    def call(self, message: bytes) -> Any:
+        return self._ranks.send(message)
 
-    def save(self, trainer: Any) -> None:
+    def save(self, name: str) -> None:
         """Writes this machine's part of a checkpoint, which ``saved`` yields."""
         shutil.rmtree(self._going, ignore_errors=True)
         self._going.mkdir()
-        self._ranks.save(trainer, self._going)
+        self._ranks.save(name, self._going)
 
     def saved(self) -> Iterator[Part]:
         yield from parts(self._going)
@@ -241,25 +129,17 @@ class RankHost:
 
     def load(self, name: str) -> tuple[int, float]:
         try:
-            found: tuple[int, float] = self._ranks.load(name, self._coming)
-            return found
+            return self._ranks.load(name, self._coming)
         finally:
             shutil.rmtree(self._coming, ignore_errors=True)
 
     def close(self) -> None:
-        if self._ranks is not None:
-            self._ranks.close()
-        remove(self._home)
+        self._stack.close()
 
 
-def _with_private_folders(
-    context: WorkerContext, inputs: Mapping[str, Files], stack: ExitStack | AsyncExitStack
-) -> WorkerContext:
-    """``context`` with private folders of this process, which are removed when ``stack`` is closed."""
+def _private_folder(stack: ExitStack | AsyncExitStack) -> Path:
+    """A folder of this process, which is removed when ``stack`` is closed."""
     home = make_folder("actor")
     home.chmod(0o700)
     stack.callback(remove, home)
-    for name, files in inputs.items():
-        unpack(files, home / name)
-    (home / "work").mkdir()
-    return replace(context, inputs={name: home / name for name in inputs}, work=home / "work")
+    return home

@@ -3,9 +3,6 @@
 A new Ray listens on 127.0.0.1 only, under a secret token, keeps its files in a private folder, and has no dashboard.
 However the stage ends, the kernel ends most of Ray's processes with it; a watcher (``watch``) ends the others and
 removes the folder.
-
-What it does not cover: the actors (``players``, ``runtime``, ``actors``), and the walls around a Ray of others
-(docs/cluster.md).
 """
 
 import os
@@ -26,7 +23,6 @@ from cuda_agent.sandbox.jail.scratch import make_folder, sweep
 
 STORE_BYTES = 128 << 20  # smallest size of Ray's object store; Ray spills the rest to disk
 STARTS = 3
-_HERE = "127.0.0.1"
 _TOKEN = secrets.token_hex(32)  # one per process: Ray reads it once
 
 
@@ -42,12 +38,14 @@ def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> I
     if find_spec("ray") is None:
         raise BadConfiguration("runtime=ray needs Ray: pip install '.[ray]'")
     signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    folder = make_folder("ray") if address is None else None
     settings = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # an actor without a GPU from Ray sees those of this process
     }
-    if folder is not None:
+    where: dict[str, Any] = {"address": address}
+    watcher: subprocess.Popen[bytes] | None = None
+    if address is None:
+        folder = make_folder("ray")
         folder.chmod(0o700)
         (folder / "token").write_text(_TOKEN)
         settings |= {
@@ -55,24 +53,21 @@ def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> I
             "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else Ray replaces 127.0.0.1 by another address
         }
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    import ray
-
-    where: dict[str, Any] = {"address": address}
-    watcher: subprocess.Popen[bytes] | None = None
-    if folder is not None:
-        program = [sys.executable, "-I", "-S", str(Path(watch.__file__)), str(folder)]
-        watcher = subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True)
         where = {
             "address": "local",
             "num_cpus": cpus,
             "num_gpus": gpus,
             "object_store_memory": max(STORE_BYTES, store_bytes),
             "include_dashboard": False,
-            "_node_ip_address": _HERE,
+            "_node_ip_address": "127.0.0.1",
             "_temp_dir": str(folder),
         }
+        program = [sys.executable, "-I", "-S", str(Path(watch.__file__)), str(folder)]
+        watcher = subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True)
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    import ray
+
     try:
         for attempt in range(STARTS):
             try:
@@ -103,7 +98,7 @@ def on_bundle(group: Any, bundle: int, cpus: float, gpus: float) -> dict[str, An
     return {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": strategy}
 
 
-def raise_if_init_failed(error: Exception) -> None:
+def raise_if_init_failed(error: BaseException | None) -> None:
     """Raises the actor's own error if its constructor failed: a new actor would fail in the same way."""
     if getattr(error, "actor_init_failed", False):
         raise RuntimeError(f"an actor could not be made: {error}") from error

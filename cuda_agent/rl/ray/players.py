@@ -2,28 +2,27 @@
 
 When a worker or its engine is lost, its episodes are played again by others with the same seeds, and a new worker
 replaces it, which gets the newest weights before it plays.
-
-What it does not cover: the source of new weights (``runtime``), the worker itself (``actors``), and Ray's processes
-(``cluster``).
 """
 
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from cuda_agent import machine
+from cuda_agent.agent.loop import EpisodeSettings
 from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.errors import BadConfiguration, TryAgain
 from cuda_agent.policy.engines.engine import EngineError
 from cuda_agent.policy.episode import Episode, from_line, group_of
 from cuda_agent.rl.ray.actors import RolloutWorker
 from cuda_agent.rl.ray.cluster import on_bundle, open_ray, raise_if_init_failed
-from cuda_agent.rl.ray.transfer import pack
-from cuda_agent.rl.rollouts import EpisodeBudget, Job, Kind
+from cuda_agent.rl.ray.transfer import parts
+from cuda_agent.rl.rollouts import Job, Kind
 
 LOSSES = 3  # losses per worker in one round before the stage gives up
 PLACING_SECONDS = 900.0  # a cluster may have to add nodes
@@ -33,7 +32,7 @@ GRACE_SECONDS = 60.0  # beyond the deadlines of a worker's episodes
 
 
 class ServedPolicy(NamedTuple):
-    """The policy that the workers play.  ``weights``: a reference into Ray's object store, if the weights are there."""
+    """The policy that the workers play.  ``weights``: a reference into Ray's object store."""
 
     version: int
     digest: str
@@ -44,15 +43,14 @@ class WorkerLost(Exception):
     """An actor or its engine is gone."""
 
 
+@dataclass
 class WorkerSlot:
     """The slot of a rollout worker, and the actor in it."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.actor: Any = None  # None: lost, or not opened yet
-        self.opening: asyncio.Task[None] | None = None
-        self.has: tuple[int, str] | None = None  # version and digest of the served weights
-        self.received = False  # whether the newest weights were received and are not served yet
+    number: int
+    actor: Any = None  # None: lost, or not opened yet
+    opening: asyncio.Task[None] | None = None
+    has: ServedPolicy | None = None
 
 
 class EpisodeCollector:
@@ -91,35 +89,21 @@ class EpisodeCollector:
 
 
 class RayPlayers:
-    """The rollout workers of one stage.
+    """The rollout workers of one stage.  They play the policy that they were opened with until ``serve`` gives them
+    another."""
 
-    ``newest`` returns the served policy with its weights for a worker that starts late, or None if newer weights will
-    follow; without ``newest`` the workers play the policy that they were opened with."""
-
-    def __init__(
-        self,
-        ctx: StageContext,
-        budget: EpisodeBudget,
-        group: Any,
-        first: int,
-        newest: Callable[[ServedPolicy], Awaitable[ServedPolicy | None]] | None = None,
-    ) -> None:
+    def __init__(self, ctx: StageContext, episodes: EpisodeSettings, group: Any, first: int) -> None:
         """Places the workers on the bundles of ``group`` from number ``first`` on."""
         import ray
 
         self._ray = ray
-        self._ctx, self._budget = ctx, budget
+        self._ctx, self._episodes = ctx, episodes
         self._group, self._first = group, first
         self._settings = ctx.config.ray
-        self._newest = newest
-        self._context = WorkerContext(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
-        self._inputs = ray.put({name: pack(ctx.inputs[name]) for name in ("policy", "tasks")})
+        self._inputs = ray.put({name: list(parts(ctx.inputs[name])) for name in ("policy", "tasks")})
         self.workers = [WorkerSlot(number) for number in range(self._settings.workers)]
         self._served: ServedPolicy | None = None
-        self._newer = asyncio.Event()  # set when the served weights are outdated
         self._lost = 0  # workers lost since the last completed round
-
-    # ---------------------------------------------------------------------------------------------------------- playing
 
     async def play(
         self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = lambda episode: None
@@ -144,45 +128,37 @@ class RayPlayers:
         async def follow(worker: WorkerSlot, actor: Any, share: Sequence[Job]) -> None:
             left = list(share)
             try:
-                async with asyncio.timeout(self._patience(len(share))):
-                    with self._losses():
-                        stream = actor.play.options(num_returns="streaming").remote(share, kind)
-                        async for reference in stream:
-                            episode = from_line(await reference)
-                            left.remove(next(job for job in left if job[1] == episode.id))
-                            collector.add(episode)
-                            on_done(episode)
-                            if collector.full:
-                                break
+                async with self._losses(self._patience(len(share))):
+                    async for reference in actor.play.options(num_returns="streaming").remote(share, kind):
+                        episode = from_line(await reference)
+                        left.remove(next(job for job in left if job[1] == episode.id))
+                        collector.add(episode)
+                        on_done(episode)
+                        if collector.full:
+                            break
                 if left and not collector.full:
                     raise WorkerLost("it stopped playing")
-            except (TimeoutError, WorkerLost) as error:
-                self.lose(worker, actor, error)
+            except WorkerLost as error:
+                self._lose(worker, actor, error)
                 await dispatch(left)
-            if collector.full:
-                everything.set()
 
         async def dispatch(jobs: Sequence[Job]) -> None:
             if jobs:
                 workers = await self._able()
                 for number, worker in enumerate(workers):
                     if share := jobs[number :: len(workers)]:
-                        followers.append(asyncio.create_task(follow(worker, worker.actor, share)))
+                        followers.add(asyncio.create_task(follow(worker, worker.actor, share)))
 
-        followers: list[asyncio.Task[Any]] = []
-        everything = asyncio.Event()
-        if collector.full:
-            everything.set()
-        watching: asyncio.Task[Any] = asyncio.create_task(everything.wait())
+        followers: set[asyncio.Task[None]] = set()
         try:
             await dispatch(jobs)
-            while not everything.is_set():
-                done, _ = await asyncio.wait([watching, *followers], return_when=asyncio.FIRST_COMPLETED)
-                for task in done - {watching}:
-                    followers.remove(task)
+            while not collector.full:
+                done, _ = await asyncio.wait(followers, return_when=asyncio.FIRST_COMPLETED)
+                followers -= done
+                for task in done:
                     task.result()
         finally:
-            for task in [watching, *followers]:
+            for task in followers:
                 task.cancel()
         if collector.cut:
             await self._of_all(lambda worker, actor: actor.stop.remote())
@@ -196,8 +172,6 @@ class RayPlayers:
         if self._ctx.config.sandbox.clock == "model":
             return None  # lockstep has no deadline
         return math.ceil(episodes / agent.concurrency) * agent.deadline_seconds + GRACE_SECONDS
-
-    # ---------------------------------------------------------------------------------------------------------- workers
 
     @property
     def living(self) -> list[WorkerSlot]:
@@ -219,78 +193,66 @@ class RayPlayers:
 
         async def one(worker: WorkerSlot, actor: Any) -> None:
             try:
-                async with asyncio.timeout(OPENING_SECONDS):
-                    with self._losses():
-                        await call(worker, actor)
-            except (TimeoutError, WorkerLost) as error:
-                self.lose(worker, actor, error)
+                async with self._losses(OPENING_SECONDS):
+                    await call(worker, actor)
+            except WorkerLost as error:
+                self._lose(worker, actor, error)
 
         await asyncio.gather(*(one(worker, worker.actor) for worker in self.living))
 
-    def lose(self, worker: WorkerSlot, actor: Any, error: BaseException) -> None:
+    def _lose(self, worker: WorkerSlot, actor: Any, error: WorkerLost) -> None:
         """Replaces the worker's actor, in the background.
 
         Raises:
             TryAgain: Too many workers were lost.
-            Exception: The actor's own error, if a new actor would fail in the same way.
         """
         if worker.actor is not actor:
             return  # reported before
-        if not isinstance(error, TimeoutError | WorkerLost):
-            try:
-                with self._losses():
-                    raise error
-            except (TimeoutError, WorkerLost) as lost:
-                error = lost
         worker.actor = None
         self._ray.kill(actor)
         self._lost += 1
-        why = str(error).splitlines()[0] if str(error) else "it took too long"
-        self._ctx.tracker.note(f"rollout worker {worker.number} was lost: {why[:200]}")
+        self._ctx.tracker.note(f"rollout worker {worker.number} was lost: {str(error).splitlines()[0][:200]}")
         if self._lost > LOSSES * len(self.workers):
             raise TryAgain(f"{self._lost} rollout workers were lost one after the other, the last one: {error}")
         worker.opening = asyncio.create_task(self._open(worker))
 
     async def _open(self, worker: WorkerSlot) -> None:
         """Opens an actor in this slot, with the newest weights."""
-        settings, worker.has, worker.received = self._settings, None, False
+        settings, worker.has = self._settings, None
         options = on_bundle(self._group, self._first + worker.number, settings.worker_cpus, settings.worker_gpus)
         made = self._ray.remote(cast(Any, RolloutWorker)).options(**options)
-        actor = made.remote(_share(self._context, worker.number), self._budget, self._inputs)
+        actor = made.remote(_context(self._ctx, worker.number), self._episodes, self._inputs)
         try:
-            async with asyncio.timeout(OPENING_SECONDS):
-                with self._losses():
-                    await actor.open.remote()
-            while self._newest is not None and self._served is not None and worker.has != self._served[:2]:
-                newer = self._newer
-                if (served := await self._newest(self._served)) is None:
-                    await newer.wait()
-                    continue
-                async with asyncio.timeout(OPENING_SECONDS):
-                    with self._losses():
-                        await self._give(worker, actor, served)
-        except (TimeoutError, WorkerLost) as error:
+            async with self._losses(OPENING_SECONDS):
+                await actor.open.remote()
+            while self._served is not None and worker.has is not self._served:
+                async with self._losses(OPENING_SECONDS):
+                    await self._give(worker, actor, self._served)
+        except WorkerLost as error:
             worker.actor, worker.opening = actor, None
-            self.lose(worker, actor, error)
+            self._lose(worker, actor, error)
             await worker.opening  # type: ignore[misc]
             return
         worker.actor, worker.opening = actor, None
 
     async def serve(self, served: ServedPolicy) -> None:
         """All workers serve this policy from now on, except for turns that are being sampled."""
-        self._served, newer, self._newer = served, self._newer, asyncio.Event()
-        newer.set()
+        self._served = served
         await self._of_all(lambda worker, actor: self._give(worker, actor, served))
 
     async def _give(self, worker: WorkerSlot, actor: Any, served: ServedPolicy) -> None:
-        await actor.serve.remote(served.version, None if worker.received else served.weights, served.digest)
-        worker.has, worker.received = served[:2], False
+        await actor.serve.remote(served.version, served.weights, served.digest)
+        worker.has = served
 
-    @contextmanager
-    def _losses(self) -> Iterator[None]:
-        """Turns errors that a new worker may avoid into ``WorkerLost``; raises an actor's own errors unchanged."""
+    @asynccontextmanager
+    async def _losses(self, seconds: float | None) -> AsyncIterator[None]:
+        """Turns errors that a new worker may avoid, and the end of ``seconds``, into ``WorkerLost``; raises an actor's
+        own errors unchanged."""
         try:
-            yield
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError:
+            raise WorkerLost("it took too long") from None
         except self._ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, (EngineError, TryAgain)):
                 raise WorkerLost(str(error.cause)) from error
@@ -298,8 +260,6 @@ class RayPlayers:
         except self._ray.exceptions.RayError as error:
             raise_if_init_failed(error)
             raise WorkerLost(f"{type(error).__name__} {error}") from error
-
-    # --------------------------------------------------------------------------------------------------- begin and end
 
     async def open(self) -> None:
         """Opens all workers at once; returns when they can play."""
@@ -345,7 +305,7 @@ async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterato
     bundles += [{"CPU": settings.worker_cpus, "GPU": settings.worker_gpus}] * settings.workers
     bundles = [{name: count for name, count in bundle.items() if count} or {"CPU": 0.01} for bundle in bundles]
     gpus = math.ceil(sum(bundle.get("GPU", 0.0) for bundle in bundles))
-    if settings.address is None and gpus > (here := _gpus()):
+    if settings.address is None and gpus > (here := machine.gpus()):
         asked = "ray.worker_gpus and ray.trainer_gpus add" if trainers else "ray.worker_gpus adds"
         raise BadConfiguration(f"{asked} up to {gpus}, and this machine has {here}")
     cpus = sum(bundle.get("CPU", 0.0) for bundle in bundles)
@@ -364,10 +324,10 @@ async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterato
 
 
 @asynccontextmanager
-async def open_players(ctx: StageContext, budget: EpisodeBudget) -> AsyncIterator[RayPlayers]:
+async def open_players(ctx: StageContext, episodes: EpisodeSettings) -> AsyncIterator[RayPlayers]:
     """Rollout workers for a policy that is not trained.  Raises as ``open_placement_group`` does."""
     async with open_placement_group(ctx, 0) as group:
-        players = RayPlayers(ctx, budget, group, 0)
+        players = RayPlayers(ctx, episodes, group, 0)
         try:
             await players.open()
             yield players
@@ -375,15 +335,9 @@ async def open_players(ctx: StageContext, budget: EpisodeBudget) -> AsyncIterato
             await players.close()
 
 
-def _share(context: WorkerContext, worker: int) -> WorkerContext:
-    """The context with this worker's share of external vLLM servers, whose weights it alone changes."""
-    config = context.config
-    vllm = config.policy.vllm.model_copy(update={"servers": config.policy.vllm.servers[worker :: config.ray.workers]})
-    policy = config.policy.model_copy(update={"vllm": vllm})
-    return replace(context, config=config.model_copy(update={"policy": policy}))
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
+def _context(ctx: StageContext, worker: int) -> WorkerContext:
+    """The context of a worker, with its share of external vLLM servers, whose weights it alone changes."""
+    vllm = ctx.config.policy.vllm
+    vllm = vllm.model_copy(update={"servers": vllm.servers[worker :: ctx.config.ray.workers]})
+    config = ctx.config.model_copy(update={"policy": ctx.config.policy.model_copy(update={"vllm": vllm})})
+    return WorkerContext(ctx.name, config, {}, Path(), ctx.cache.absolute())

@@ -1,99 +1,68 @@
-"""The trainer's process group over several machines: one actor holds the processes of a machine, led from here.
+"""The trainer's process group on Ray: one actor holds the processes of a machine, led from the stage's process.
 
-All processes are one torch process group, whose rendezvous is at an address of the leader.  A call goes to every
-machine at once.  Checkpoints travel in parts, so that no process holds more than a few of them in memory: from each
-machine into the leader's folder, and from there to every machine.
-
-What it does not cover: creating the actors (``trainer``), their class (``actors``), and the training (``training``).
+Checkpoints travel in parts, so that no process holds more than a few of them in memory: from each machine into the
+stage's folder, and from there to every machine.
 """
 
-import time
-from collections.abc import Callable, Sequence
+import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from cuda_agent.context import WorkerContext
-from cuda_agent.policy.engines.broadcast import Rendezvous
+from cuda_agent.rl.ray.cluster import raise_if_init_failed
 from cuda_agent.rl.ray.transfer import keep, parts
-from cuda_agent.training.distributed import TrainerLost, TrainerRef
-from cuda_agent.training.ranks import GRACE_SECONDS
+from cuda_agent.training.distributed import TrainerLost, joint_results
 
 STREAM = {"num_returns": "streaming", "_generator_backpressure_num_objects": 4}  # parts produced ahead
 
 
 class SpreadRanks:
-    """See ``training.ranks.Group``.  The processes of ``training`` are distributed evenly over ``hosts``, the
+    """See ``training.distributed.RankGroup``.  The processes of ``training`` are distributed evenly over ``hosts``, the
     actors."""
 
     def __init__(self, hosts: Sequence[Any], context: WorkerContext) -> None:
         import ray
 
         self._ray, self._hosts = ray, list(hosts)
-        self._rendezvous = Rendezvous(ray.util.get_node_ip_address())
+        (address,) = self._all([hosts[0].meet.remote()])
         training, each = context.config.training, context.config.training.num_processes // len(hosts)
         settings = {
             "device": training.device,
             "threads": max(1, context.config.policy.threads // each),
-            "lease": context.cache / "lease",
+            "lease": context.cache.absolute() / "lease",
             "world": training.num_processes,
-            "address": f"{self._rendezvous.host}:{self._rendezvous.port}",
+            "address": address,
         }
-        self._all(lambda number, host: host.start.remote(each, settings | {"first": number * each}))
+        self._all([host.start.remote(each, settings | {"first": n * each}) for n, host in enumerate(hosts)])
 
     def place(self, name: str, model: Any, options: dict[str, Any]) -> None:
         given = self._ray.put(model)  # stored once for all hosts
-        self._all(lambda _, host: host.place.remote(name, given, options))
+        self._all([host.place.remote(name, given, options) for host in self._hosts])
 
     def call(self, method: str, *arguments: Any) -> Any:
-        given = self._ray.put(arguments)
-        return self._all(lambda _, host: host.call.remote(method, given))[0]
+        message = self._ray.put(pickle.dumps((method, arguments)))
+        return self._all([host.call.remote(message) for host in self._hosts])[0]
 
-    def save(self, trainer: TrainerRef, folder: Path) -> None:
-        self._all(lambda _, host: host.save.remote(trainer))
+    def save(self, name: str, folder: Path) -> None:
+        self._all([host.save.remote(name) for host in self._hosts])
         for host in self._hosts:
-            try:
-                for reference in host.saved.options(**STREAM).remote():
-                    keep(self._ray.get(reference), folder)
-            except self._ray.exceptions.RayActorError as error:
-                raise TrainerLost("a machine of the trainer's ranks is gone, in save") from error
+            for reference in host.saved.options(**STREAM).remote():
+                keep(self._all([reference])[0], folder)
 
     def load(self, name: str, folder: Path) -> tuple[int, float]:
         for part in parts(folder):
             given = self._ray.put(part)
-            self._all(lambda _, host, given=given: host.keep.remote(given))
-        return cast(tuple[int, float], self._all(lambda _, host: host.load.remote(name))[0])
+            self._all([host.keep.remote(given) for host in self._hosts])
+        return cast(tuple[int, float], self._all([host.load.remote(name) for host in self._hosts])[0])
 
-    def _all(self, call: Callable[..., Any]) -> list[Any]:
-        """The results of ``call(number, host)`` for every host.  Raises an error that all hosts share.
-
-        Raises:
-            TrainerLost: A host or one of its processes is gone, or the hosts disagree.
-        """
-        calls = [call(number, host) for number, host in enumerate(self._hosts)]
-        pending, deadline = list(calls), None
-        values: dict[Any, Any] = {}
-        errors: list[Exception] = []
-        lost: list[Exception] = []
-        while pending:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, pending = self._ray.wait(pending, num_returns=1, timeout=left)
-            if not ready:
-                break
-            try:
-                values[ready[0]] = self._ray.get(ready[0])
-                continue
-            except self._ray.exceptions.RayTaskError as error:
-                cause = error.cause if isinstance(error.cause, Exception) else error
-                (lost if isinstance(cause, TrainerLost) else errors).append(cause)
-            except self._ray.exceptions.RayActorError as error:
-                lost.append(error)
-            if lost:
-                break
-            deadline = deadline or time.monotonic() + GRACE_SECONDS
-        if lost:
-            raise TrainerLost(f"a machine of the trainer's ranks is gone: {lost[0]}") from lost[0]
-        if errors and len(errors) == len(calls):
-            raise errors[0]
-        if errors:
-            raise TrainerLost(f"ranks of the trainer do not follow the others: {errors[0]}") from errors[0]
-        return [values[reference] for reference in calls]
+    def _all(self, calls: Sequence[Any]) -> list[Any]:
+        """The results of calls of all hosts.  Raises as ``joint_results`` does, an error of the hosts as it was
+        there."""
+        try:
+            return joint_results([call.future() for call in calls], self._ray.exceptions.RayActorError)
+        except self._ray.exceptions.RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, Exception) else error) from error
+        except TrainerLost as error:
+            raise_if_init_failed(error.__cause__)
+            raise

@@ -1,37 +1,43 @@
-"""The Ray runtime of PPO: rollout workers and a trainer, placed together.
+"""The Ray runtime of PPO: rollout workers, and a trainer whose processes are on one machine or on several.
 
-A lost trainer restarts from the newest checkpoint.  Weights go from the trainer to the workers once a step, through
-Ray's object store or by a broadcast; a worker that starts late, or that a broadcast did not reach, gets the newest.
-
-What it does not cover: the loop (``ppo``), the handles of workers (``players``) and trainer (``trainer``), the actors'
-classes (``actors``), and broadcast groups (``broadcast``).
+The stage's process leads both.  A lost trainer restarts from the newest checkpoint, on the same placement.  Not
+covered: the loop (``ppo``), the workers' side (``players``), and the actors' classes (``actors``).
 """
 
 import asyncio
 import math
+import shutil
+import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from cuda_agent.config import Ppo
-from cuda_agent.context import StageContext, WorkerContext
-from cuda_agent.policy.engines.broadcast import TransferError
+from cuda_agent.context import StageContext
+from cuda_agent.policy.engines.vllm_plugin import digest
 from cuda_agent.policy.episode import Episode
-from cuda_agent.rl.ray.broadcast import WeightBroadcastGroup
+from cuda_agent.policy.lora import merged_parameters
+from cuda_agent.policy.model import load_policy
+from cuda_agent.rl.ray.actors import RankHost
+from cuda_agent.rl.ray.cluster import on_bundle
 from cuda_agent.rl.ray.players import EpisodeCollector, RayPlayers, ServedPolicy, end_actors, open_placement_group
-from cuda_agent.rl.ray.trainer import TrainerHandle
+from cuda_agent.rl.ray.ranks import SpreadRanks
+from cuda_agent.rl.ray.transfer import weights_of
 from cuda_agent.rl.rollouts import Kind, episodes_of
-from cuda_agent.rl.runtime import MakeCritic, RolloutBatch, budget_of
+from cuda_agent.rl.runtime import ActorCritic, LearnerLost, MakeCritic, RolloutBatch, settings_of
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic
+from cuda_agent.training.distributed import TrainerLost
 
-BROADCASTS = 2  # attempts to broadcast the same weights before using the object store
+Result = TypeVar("Result")
 
 
 class RayRuntime:
-    """See ``rl.runtime.Runtime``.  The methods other than ``play`` are called one after the other."""
+    """See ``rl.runtime.Runtime``.  The trainer's processes are on the first bundles of ``group``, one per machine.
+    There is no learner before ``open`` and after a loss."""
 
     def __init__(
         self, ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None, group: Any
@@ -39,16 +45,16 @@ class RayRuntime:
         import ray
 
         self._ray = ray
-        self._ctx, self._settings, self._kind = ctx, settings, kind
-        context = WorkerContext(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
-        self._trainer = TrainerHandle(ctx, context, settings, make_critic, group)
-        self._players = RayPlayers(ctx, budget_of(ctx, settings), group, ctx.config.ray.trainers, self._with_weights)
-        self._broadcasts = WeightBroadcastGroup(ray.util.get_node_ip_address())
+        self._ctx, self._settings, self._kind, self._make_critic = ctx, settings, kind, make_critic
+        self._group, self._resources = group, ctx.config.ray
+        self._learner: Any = None
+        self._hosts: list[Any] = []  # the actors that hold its processes
+        self._players = RayPlayers(ctx, settings_of(ctx, settings), group, ctx.config.ray.trainers)
 
     async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         began = time.monotonic()
         samples = self._settings.samples_per_prompt
-        extra = math.ceil(self._ctx.config.ray.oversample * samples)
+        extra = math.ceil(self._resources.oversample * samples)
         jobs = episodes_of(tasks, samples + extra, f"{self._ctx.name}/{step}")
         collector = EpisodeCollector(jobs, samples)
         lost = await self._players.collect(collector, jobs, self._kind)
@@ -56,75 +62,67 @@ class RayRuntime:
         return RolloutBatch(collector.episodes(), time.monotonic() - began, metrics)
 
     async def learn(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
-        return await self._trainer.learn(step, episodes)
-
-    async def save(self, step: int) -> None:
-        await self._trainer.save(step)
-
-    async def restore(self) -> int:
-        return await self._trainer.restore()
-
-    async def result(self) -> tuple[Any, Any, Critic | None]:
-        return await self._trainer.result()
-
-    # ---------------------------------------------------------------------------------------------------------- weights
+        return await self._of(lambda: self._learner.update(step, episodes))
 
     async def serve(self, version: int) -> None:
-        digest = await self._trainer.of(self._trainer.actor.digest.remote())
-        for worker in self._players.workers:
-            worker.received = False
-        served = ServedPolicy(version, digest, None)
-        broadcast = self._ctx.config.ray.sync == "broadcast" and await self._broadcast()
-        if not broadcast or any(not worker.received for worker in self._players.living):
-            # This process owns the reference, so that the weights outlive the trainer.
-            served = served._replace(weights=self._trainer.actor.weights.remote())
-            await self._trainer.of(self._trainer.actor.digest.remote())  # wait until the weights are stored
-        await self._players.serve(served)
+        def served() -> ServedPolicy:
+            model = self._learner.actor.model
+            return ServedPolicy(version, digest(merged_parameters(model)), self._ray.put(weights_of(model)))
 
-    async def _with_weights(self, served: ServedPolicy) -> ServedPolicy | None:
-        """``served`` with its weights; None if the trainer has trained since, or is gone, so that newer weights will
-        follow."""
-        if served.weights is not None or self._trainer.actor is None:
-            return served if served.weights is not None else None
-        weights = self._trainer.actor.weights.remote(served.digest)
-        try:
-            return None if await weights is None else served._replace(weights=weights)
-        except self._ray.exceptions.RayError:
-            return None
+        await self._players.serve(await self._of(served))
 
-    async def _broadcast(self) -> bool:
-        """Whether all workers that lived at the start received the trainer's weights; otherwise none has."""
-        forms = await self._trainer.of(self._trainer.actor.forms.remote())
-        for _ in range(BROADCASTS):
-            workers = self._players.living
-            if not workers:
-                return True
-            actors = [worker.actor for worker in workers]
-            ours, *errors = await self._broadcasts.transfer(self._trainer.actor, actors, forms)
-            for worker, actor, error in zip(workers, actors, errors, strict=True):
-                if error is not None and not isinstance(error, TransferError):
-                    self._players.lose(worker, actor, error)
-            if isinstance(ours, TimeoutError):
-                raise self._trainer.lost(ours)
-            if ours is not None and not isinstance(ours, TransferError):
-                await self._trainer.of(_raised(ours))
-            if ours is None and not any(errors):
-                for worker in workers:
-                    worker.received = True
-                return True
-            said = [str(error) for error in (ours, *errors) if error is not None]
-            self._ctx.tracker.note(f"weights could not be broadcast to {len(workers)} rollout workers: {said[0][:200]}")
-        return False
+    async def save(self, step: int) -> None:
+        with tempfile.TemporaryDirectory(dir=self._ctx.work) as name:
+            await self._of(lambda: self._learner.save(Path(name)))
+            self._ctx.checkpoints.save(step, lambda folder: _move(Path(name), folder))
 
-    # ------------------------------------------------------------------------------------------------------- both kinds
+    async def restore(self) -> int:
+        if self._learner is None:
+            await self._open_trainer()
+        with tempfile.TemporaryDirectory(dir=self._ctx.work) as name:
+            step = self._ctx.checkpoints.load(lambda folder: _move(folder, Path(name)))
+            if step is not None:
+                await self._of(lambda: self._learner.load(Path(name)))
+        return step or 0
+
+    async def result(self) -> tuple[Any, Any, Critic | None]:
+        model = await self._of(lambda: self._learner.actor.model)
+        critic = self._learner.critic and await self._of(lambda: self._learner.critic.model)
+        return model, self._tokenizer, critic
 
     async def open(self) -> None:
         """Opens all actors at once; returns when the workers can play."""
-        await asyncio.gather(self._trainer.open(), self._players.open())
+        await asyncio.gather(self._open_trainer(), self._players.open())
+
+    async def _open_trainer(self) -> None:
+        cpus, gpus, machines = self._resources.trainer_cpus, self._resources.trainer_gpus, self._resources.trainers
+        host = self._ray.remote(cast(Any, RankHost))
+        where = [on_bundle(self._group, number, cpus, gpus) for number in range(machines)]
+        self._hosts = [host.options(**options).remote() for options in where]
+        self._learner = await self._of(self._make_learner)
+
+    def _make_learner(self) -> ActorCritic:
+        ctx = replace(self._ctx, ranks=SpreadRanks(self._hosts, self._ctx))
+        model, self._tokenizer = load_policy(ctx.inputs["policy"])
+        critic = None if self._make_critic is None else self._make_critic(ctx.inputs)
+        return ActorCritic(ctx, self._settings, model, critic)
 
     async def close(self) -> None:
-        self._broadcasts.end()
-        await asyncio.gather(self._players.close(), end_actors(self._trainer.actors))
+        await asyncio.gather(self._players.close(), end_actors(self._hosts))
+
+    async def _of(self, job: Callable[[], Result]) -> Result:
+        """Runs ``job``, which waits for the trainer's processes, in a thread.
+
+        Raises:
+            LearnerLost: One of the processes is gone; the remaining ones are ended.
+        """
+        try:
+            return await asyncio.to_thread(job)
+        except TrainerLost as error:
+            for host in self._hosts:
+                self._ray.kill(host)
+            self._learner, self._hosts = None, []
+            raise LearnerLost(f"the trainer was lost: {str(error).splitlines()[0][:200]}") from error
 
 
 @asynccontextmanager
@@ -141,5 +139,6 @@ async def open_ray_runtime(
             await runtime.close()
 
 
-async def _raised(error: Exception) -> None:
-    raise error
+def _move(folder: Path, into: Path) -> None:
+    for path in folder.iterdir():
+        shutil.move(path, into / path.name)

@@ -1,11 +1,9 @@
 """Ends the remaining processes of a stage's Ray and removes its folder: ``python watch.py FOLDER`` with a pipe as
 stdin.
 
-It waits for the end of the pipe, which closes when the stage ends for any reason.  Not all of Ray's processes notice
-that end: agents of a killed node run on for minutes.  A process belongs to this Ray if it has a file of the folder
-open, as all of them have (their logs).
-
-Standard library only, nothing of ``cuda_agent``: it stays in memory as long as the stage runs.
+The pipe closes when the stage ends for any reason.  Not all of Ray's processes notice that end: agents of a killed node
+run on for minutes.  A process belongs to this Ray if it has a file of the folder open, as all of them have (their
+logs).  Standard library only: it stays in memory as long as the stage runs.
 """
 
 import contextlib
