@@ -111,7 +111,7 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
 
     async def _play(self, game: KernelEnvironment, action: KernelAction) -> KernelObservation:
         self._state.step_count += 1
-        said = await game.call(action.tool, action.arguments) if action.tool else ""
+        said = (await game.call(action.tool, action.arguments)).text if action.tool else ""
         if action.tool and self._state.step_count < self._arena.steps:
             return KernelObservation(text=said, flags=sorted(game.flags))
         verdict = await game.finish()

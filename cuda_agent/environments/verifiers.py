@@ -20,7 +20,7 @@ import verifiers.v1 as vf
 from pydantic import Field, WithJsonSchema
 
 from cuda_agent.agent.environment import KernelEnvironment
-from cuda_agent.agent.tools import TOOLS
+from cuda_agent.agent.tools import TOOLS, solution_of
 from cuda_agent.compose import compose
 from cuda_agent.config import Config
 from cuda_agent.pipeline.runs import local_home
@@ -83,9 +83,10 @@ class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
         """A function with the parameters of ``schema``, from which verifiers derives the tool's schema."""
 
         async def call(**arguments: Any) -> str:
-            said = await self.game.call(name, {key: value for key, value in arguments.items() if value is not None})
-            self.state.files, self.state.flags = await self.game.collect(), sorted(self.game.flags)
-            return said
+            given = {key: value for key, value in arguments.items() if value is not None}
+            said = await self.game.call(name, given)
+            self.state.files, self.state.flags = (await self.game.collect()).files, sorted(self.game.flags)
+            return said.text
 
         def parameter(key: str, shape: dict[str, Any]) -> inspect.Parameter:
             # Declare text explicitly: the server would parse other values as JSON, such as the content of plan.json.
@@ -110,7 +111,7 @@ class KernelTask(vf.Task[KernelData, KernelState, KernelTaskConfig]):
         """The verdict's reward: -1 not correct, 1 correct, 2 more than 5 % faster than eager, 3 also than
         torch.compile.  A fault of the sandbox raises an error, and is never a reward."""
         async with opened(self.data.task(), self.config.tools) as game:
-            verdict = await game.judge(trace.state.files)
+            verdict = await game.judge(solution_of(trace.state.files, game.format))
         trace.record_metrics(
             {
                 "correct": float(verdict.status == "ok"),

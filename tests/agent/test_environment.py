@@ -4,7 +4,7 @@ import pytest
 from agent_cases import KERNEL, PLAN, TASK
 
 from cuda_agent.agent.environment import KernelEnvironment, SandboxFault
-from cuda_agent.sandbox.wire import Verdict
+from cuda_agent.sandbox.wire import Solution, Verdict
 
 FILES = {"kernels/fused.cpp": KERNEL, "plan.json": PLAN}
 WRITES = [("Write", {"path": path, "content": text}) for path, text in FILES.items()]
@@ -12,7 +12,7 @@ WRITES = [("Write", {"path": path, "content": text}) for path, text in FILES.ite
 
 async def play(sandbox, calls, judge=True, style="compact"):
     async with KernelEnvironment(TASK, sandbox, style=style) as game:
-        said = [await game.call(name, arguments) for name, arguments in calls]
+        said = [(await game.call(name, arguments)).text for name, arguments in calls]
         verdict = await game.finish() if judge else None
     return game, said, verdict
 
@@ -58,6 +58,6 @@ def test_a_fault_of_the_sandbox_is_tried_once_more_and_then_nobodys_verdict(loop
                 return Verdict("infra", "plan", "quick", "cpu", "model", message="the judge is gone")
             return await sandbox.evaluate(task, solution, mode)
 
-    assert loop.run(KernelEnvironment(TASK, Failing(1)).judge(FILES)).status == "ok"
+    assert loop.run(KernelEnvironment(TASK, Failing(1)).judge(Solution("plan", FILES))).status == "ok"
     with pytest.raises(SandboxFault, match="the judge is gone"):
-        loop.run(KernelEnvironment(TASK, Failing(2)).judge(FILES))
+        loop.run(KernelEnvironment(TASK, Failing(2)).judge(Solution("plan", FILES)))
