@@ -28,6 +28,13 @@ Event = dict[str, Any]
 Tell = Callable[..., None]
 """(kind, attempt=, **facts)"""
 SHOWN_ONLY = frozenset({"text", "thought", "again", "wait", "form", "tool", "result", "void"})
+ENDS = {
+    "target": "the target is reached", "answer": "the model said that it is done", "turns": "all turns are used",
+    "tokens": "the token budget is used up", "minutes": "the time is up", "money": "the money is spent",
+    "stuck": "the model said the same over and over", "infra": "the sandbox failed", "deadline": "cut by the deadline",
+    "server": "the model's address was lost", "stopped": "stopped",
+}  # fmt: skip
+"""Why an attempt or an episode ended, in words."""
 
 _DIFF_LINES = 400
 _COMPARED_LINES = 2000  # per file: repeated lines take cubic time

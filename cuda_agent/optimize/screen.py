@@ -13,19 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from cuda_agent.agent.progress import Event
+from cuda_agent.agent.progress import ENDS, Event
 from cuda_agent.optimize.search import Watch
 from cuda_agent.pipeline.screen import duration
 from cuda_agent.sandbox.wire import printable
 
 _BARS = "▁▂▃▄▅▆▇█"
 _TEXT = 4000  # characters of a turn that are kept for the view
-_SPOKEN = {
-    "target": "the target is reached", "answer": "the model said that it is done", "turns": "all turns are used",
-    "tokens": "the token budget is used up", "minutes": "the time is up", "money": "the money is spent",
-    "stuck": "it said the same over and over", "infra": "the sandbox failed", "server": "the model's address was lost",
-    "stopped": "stopped",
-}  # fmt: skip
 
 
 @dataclass
@@ -110,7 +104,7 @@ class View:
             self.tokens, self.cost = event["prompt"] + event["sampled"], event["cost"]
             self.estimated = event["estimated"]
         elif kind == "ended":
-            attempt.ended = attempt.doing = ended(event["why"])
+            attempt.ended = attempt.doing = ENDS[event["why"]]
 
     def _judged(self, attempt: AttemptView, event: Event) -> None:
         self.judged += 1
@@ -130,10 +124,6 @@ def sparkline(values: list[float], width: int = 40) -> str:
     return "".join(
         _BARS[round((value - low) / (high - low) * steps)] if high > low else _BARS[0] for value in values[-width:]
     )
-
-
-def ended(why: str) -> str:
-    return _SPOKEN.get(why, why)
 
 
 def clean(text: str) -> str:

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
+from cuda_agent.pages.optimize import shares_of_peak
 from cuda_agent.sandbox.wire import BASELINES, Verdict, baseline, baseline_parts
 
 _SHOWN = 6  # records of a call that are shown
@@ -40,7 +41,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     if verdict.checks:
         error = f", largest difference from eager {verdict.max_error:.2g}" if verdict.max_error is not None else ""
         lines.append(f"{verdict.checks} checks passed{error}; reward {verdict.reward}")
-    lines += _shares_of_peak(verdict) + _ran(verdict)
+    lines += shares_of_peak(verdict) + _ran(verdict)
     return lines + [f"advice: {line}" for line in verdict.advice]
 
 
@@ -50,38 +51,6 @@ def _spread(samples: Sequence[float]) -> str:
         return ""
     low, _, high = statistics.quantiles(samples, n=4)
     return f"   half of {len(samples)} calls between {low * 1e6:.1f} and {high * 1e6:.1f}"
-
-
-def _shares_of_peak(verdict: Verdict) -> list[str]:
-    """The use of the device's peak rates in one call."""
-    if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
-        return []
-    lines = []
-    best = "the device's peak" if verdict.device == "cuda" else "a measured copy"
-    if verdict.bytes:
-        rate = verdict.bytes / verdict.seconds
-        lines.append(f"inputs and outputs of {_amount(verdict.bytes, 'B')}: {_amount(rate, 'B/s')}")
-        lines[-1] += _of_peak(rate, verdict.peak_bytes_per_second, best, "caches held a part, or not all was needed")
-    if verdict.flops:
-        rate = verdict.flops / verdict.seconds
-        lines.append(f"{_amount(verdict.flops, 'FLOP')} in the reference: {_amount(rate, 'FLOP/s')}")
-        lines[-1] += _of_peak(rate, verdict.peak_flops, "the device's peak", "rougher arithmetic, or less of it")
-    return lines
-
-
-def _of_peak(rate: float, peak: float | None, best: str, why_more: str) -> str:
-    if not peak:
-        return ""
-    if rate > peak:
-        return f", {rate / peak:.2g} times {best}: {why_more}"
-    return f", {rate / peak:.0%} of {best}"
-
-
-def _amount(value: float, unit: str) -> str:
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
 
 
 def _ran(verdict: Verdict) -> list[str]:

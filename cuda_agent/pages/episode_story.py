@@ -251,7 +251,7 @@ def _told(event: Event) -> Iterable[StoryPart]:
         said = f"correct, {ratio:.2f}×" if ratio else f"{found['status']} {found.get('message', '')}".strip()
         how = f"{event['command']} in strict mode" if found.get("mode") == "strict" else str(event["command"])
         yield StoryPart("verdict", _short(said), how, good=bool(ratio))
-    elif kind == "note":
+    elif kind in ("note", "form"):
         yield StoryPart("note", _short(event["text"]))
 
 
