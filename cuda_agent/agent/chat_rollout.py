@@ -5,6 +5,7 @@ its length, the server's token count, has a meaning.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cuda_agent.agent.compaction import cut
@@ -25,30 +26,32 @@ async def run_chat_rollout(
     Raises:
         ServedModelError: The address does not answer any more.
     """
-    player = ChatPlayer(task, sandbox, settings, seed, episode_id)
-    player.model, player.sent = model, [dict(message) for message in player.messages]
-    return await player.run()
+    return await ChatPlayer(task, sandbox, settings, seed, episode_id, model).run()
 
 
+@dataclass
 class ChatPlayer(EpisodePlayer):
     """A model whose turns are messages instead of token ids."""
 
     model: ServedModel
-    sent: list[dict[str, Any]]  # the conversation as the server gets it
-    calls: Calls = ()
+    _calls: Calls = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._sent = [dict(message) for message in self.messages]  # the conversation as the server gets it
 
     async def speak(self, turn: int) -> Calls | Ended:
         if self.room <= 0:
             return "tokens"
-        reply = await self.model.chat(self.sent, TOOLS, self.room, self.settings.temperature, self.seed + turn)
+        reply = await self.model.chat(self._sent, TOOLS, self.room, self.settings.temperature, self.seed + turn)
         self.tokens.add([0] * reply.tokens, turn, Completion([], [0.0] * reply.tokens, 0, "stop"))
-        self.sent.append(reply.message())
-        self.calls = reply.calls
+        self._sent.append(reply.message())
+        self._calls = reply.calls
         more = {"thought": reply.thought} if reply.thought else {}
         return self.said(reply.content, reply.calls, reply.cut, reply.malformed, **more)
 
     def _heard(self, texts: list[str], turn: int) -> None:
-        self.sent += answers(self.calls, texts)
+        self._sent += answers(self._calls, texts)
 
     def _cut(self, text: str) -> str:
         return cut(text, self.settings.tool_tokens * CHARACTERS)

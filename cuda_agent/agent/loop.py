@@ -124,13 +124,20 @@ async def run_single(
     return await player.run(player.answer)
 
 
+@dataclass
 class EpisodePlayer(ABC):
     """A player whose turns become an episode."""
 
-    def __init__(self, task: Task, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str) -> None:
-        self.environment = KernelEnvironment(task, sandbox, settings.format, settings.device, settings.style)
-        self.settings, self.seed, self.id = settings, seed, episode_id
-        self.tokens = Tokens()
+    task: Task
+    sandbox: Sandbox
+    settings: EpisodeSettings
+    seed: int
+    id: str
+    tokens: Tokens = field(init=False, default_factory=Tokens)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.environment = KernelEnvironment(self.task, self.sandbox, settings.format, settings.device, settings.style)
         self.messages = self.environment.messages()
 
     @property
@@ -157,7 +164,7 @@ class EpisodePlayer(ABC):
             self.messages.append({"role": "tool", "content": f"[ended by a fault of ours: {error}]"})
         return Episode(
             id=self.id,
-            task=environment.task.name,
+            task=self.task.name,
             kind="single" if answer else "agent",
             **vars(self.tokens),
             reward=REWARDS[settings.reward](verdict) if verdict else None,
@@ -201,22 +208,13 @@ class EpisodePlayer(ABC):
         """Cuts the text to about ``tool_tokens`` tokens; the middle is removed."""
 
 
+@dataclass
 class TokenPlayer(EpisodePlayer):
     """A policy: token ids in, token ids out."""
 
-    def __init__(
-        self,
-        task: Task,
-        sandbox: Sandbox,
-        settings: EpisodeSettings,
-        seed: int,
-        episode_id: str,
-        engine: Engine,
-        chat: Chat,
-    ) -> None:
-        super().__init__(task, sandbox, settings, seed, episode_id)
-        self.engine, self.chat = engine, chat
-        self._closed = True  # the last turn ended with its stop token
+    engine: Engine
+    chat: Chat
+    _closed: bool = True  # the last turn ended with its stop token
 
     async def answer(self) -> Ended:
         """Takes the one turn of an episode without tools."""

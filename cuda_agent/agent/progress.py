@@ -158,14 +158,18 @@ class State:
 
 
 class Transcript:
-    """Appends events to a file, each atomically.  ``watch`` receives every event, also those that are not kept."""
+    """Appends events to a file, each atomically.  ``watch`` receives every event, also those that are not kept;
+    ``note`` is the last note of an attempt."""
 
     def __init__(self, path: Path, clock: Callable[[], float], watch: Callable[[Event], None]) -> None:
         self._file = path.open("a", encoding="utf-8")
         self._clock, self._watch = clock, watch
+        self.note = ""
 
     def tell(self, kind: str, attempt: int = 0, **facts: Any) -> None:
         event = {"kind": kind, "attempt": attempt, "at": round(self._clock(), 3), **facts}
+        if kind == "note" and attempt:
+            self.note = facts["text"]
         if kind not in SHOWN_ONLY:
             self._file.write(json.dumps(event, ensure_ascii=False) + "\n")
             self._file.flush()
