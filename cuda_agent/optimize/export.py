@@ -1,13 +1,15 @@
 """A solution as one ``model_new.py`` that needs PyTorch and a compiler, and nothing of this package.
 
 ``model_new`` only writes text.  The task's own source stays in the file, so that ``ModelNew`` has the parameters, names
-and constructor of ``Model``; the kernels are strings in it, and the source of ``standalone_*`` runs them.  Kernels are
-built in the first call (those of an ``extension`` at import) and kept in the user's cache.
+and constructor of ``Model``; the kernels are strings in it, and the source of ``standalone_*`` runs them, with those
+definitions of the sandbox's modules that it uses.  Kernels are built in the first call (those of an ``extension`` at
+import) and kept in the user's cache.
 
 The exported file is for inference with the shapes, types and plain arguments that the task draws, and refuses others
 with a message.  Not covered: several devices, and CUDA graphs.
 """
 
+import ast
 import re
 from collections.abc import Callable
 from importlib.resources import files as package_files
@@ -79,16 +81,16 @@ def _of_plan(task_code: str, solution: Solution, spec: TaskSpec, device: str) ->
         prelude = _PRELUDE if device == "cpu" else ""
         sources = {**used, f"unit.{'cpp' if device == 'cpu' else 'cu'}": prelude + program.source}
     if device == "cpu":
-        parts, runner = ("standalone_plan.py", "standalone_cpu.py"), "_OnCpu"
+        parts, runner = (_LIBRARY, "standalone_cpu.py"), "_OnCpu"
         values |= {"flags": list(toolchain.FLAGS), "runtime": _sandbox_file("worker", "runtime.cpp")}
     else:
-        parts, runner = ("standalone_plan.py", "standalone_cuda.py"), "_OnCuda"
+        parts, runner = (_LIBRARY | _GPU, "standalone_cuda.py"), "_OnCuda"
         values |= {"expressions": program.expressions, "nvrtc": _sandbox_file("build", "nvrtc.py")}
     return _joined(
         ("The model as it was given.", task_code.rstrip()),
         ("The kernels.", f"_SOURCES = {_strings(sources)}"),
         ("The plan, with every number worked out.", f"_PROGRAM = {_value(values)}"),
-        ("What runs them.", _runtime(parts)),
+        ("What runs them.", _runtime(*parts)),
         ("", _PLAN.format(runner=runner).strip()),
     )
 
@@ -108,7 +110,7 @@ def _of_extension(task_code: str, solution: Solution, spec: TaskSpec, device: st
     start = f"_extension(_SOURCES, {units!r}, {device!r}, {flags!r}, {uses!r})"
     return _joined(
         ("The kernels and their bindings.", f"_SOURCES = {_strings(sources)}"),
-        ("What builds and calls them.", _runtime(("standalone_plan.py", "standalone_extension.py"))),
+        ("What builds and calls them.", _runtime(_BINDING, "standalone_extension.py")),
         ("The solution's own module.", f"_MODULE = {_string(code)}\n\n_with_extension({start}, _MODULE, globals())"),
     )
 
@@ -119,13 +121,58 @@ _EXPORTERS: dict[Format, Callable[[str, Solution, TaskSpec, str], str]] = {
 }
 
 
-def _runtime(parts: tuple[str, ...]) -> str:
-    """The sources, without docstrings of modules and without imports of this package."""
-    texts = []
-    for part in parts:
-        text = (package_files("cuda_agent.optimize") / part).read_text()
-        texts.append(_OURS.sub("", text.partition('"""\n\n')[2]).strip())
-    return "\n\n\n".join(texts)
+# Variable of an exported file -> module of the sandbox, and the definitions of it that are used.
+_LIBRARY = {"_library_nodes": ("worker.library_nodes", ["bind"])}
+_GPU = {"_driver": ("driver", ["Module", "Launch"]), "_gpu": ("worker.gpu", ["_arguments"])}
+_BINDING = {"_binding": ("worker.binding", ["load_module"])}
+
+
+def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
+    """The source of ``standalone_plan`` and ``part``, without docstrings of modules and imports of this package, and
+    the ``shared`` modules as strings."""
+    texts = [(package_files("cuda_agent.optimize") / name).read_text() for name in ("standalone_plan.py", part)]
+    bodies = [_OURS.sub("", text.partition('"""\n\n')[2]).strip() for text in texts]
+    modules = []
+    for variable, (module, names) in shared.items():
+        room, _, name = f"sandbox.{module}".rpartition(".")
+        source = _definitions((package_files(f"cuda_agent.{room}") / f"{name}.py").read_text(), names)
+        modules.append(f"{variable} = _module({name!r}, {_string(source)})")
+    return "\n\n\n".join([bodies[0], *modules, bodies[1]])
+
+
+def _definitions(source: str, names: list[str]) -> str:
+    """The definitions of ``names`` in a module, and those that they use, in its order; annotations are not followed."""
+    tree, lines = ast.parse(source), source.splitlines()
+    named: dict[str, list[ast.stmt]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef):
+            node.returns = None
+    for statement in tree.body:
+        for name in _named(statement):
+            named.setdefault(name, []).append(statement)
+    pending, kept = list(names), set[ast.stmt]()
+    while pending:
+        for statement in named.get(pending.pop(), []):
+            if statement not in kept:
+                kept.add(statement)
+                pending += [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    parts = ["from __future__ import annotations"]
+    for statement in sorted(kept, key=lambda item: item.lineno):
+        first = min([statement.lineno, *(item.lineno for item in getattr(statement, "decorator_list", ()))])
+        parts.append("\n".join(lines[first - 1 : statement.end_lineno]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _named(statement: ast.stmt) -> list[str]:
+    """The names that a statement of a module defines or completes."""
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return [(alias.asname or alias.name).partition(".")[0] for alias in statement.names]
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return [statement.name]
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
 
 
 def _sandbox_file(room: str, name: str) -> str:
