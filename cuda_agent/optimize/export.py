@@ -81,14 +81,14 @@ def _of_plan(task_code: str, solution: Solution, spec: TaskSpec, device: str) ->
         prelude = _PRELUDE if device == "cpu" else ""
         sources = {**used, f"unit.{'cpp' if device == 'cpu' else 'cu'}": prelude + program.source}
     if device == "cpu":
-        parts, runner = (_LIBRARY, "standalone_cpu.py"), "_OnCpu"
-        values |= {"flags": list(toolchain.FLAGS), "runtime": _sandbox_file("worker", "runtime.cpp")}
+        parts, runner = (_LIBRARY | _CPU, "standalone_cpu.py"), "_OnCpu"
+        values |= {"flags": list(toolchain.FLAGS), "runtime": _source("sandbox/worker/runtime.cpp")}
     else:
         parts, runner = (_LIBRARY | _GPU, "standalone_cuda.py"), "_OnCuda"
-        values |= {"expressions": program.expressions, "nvrtc": _sandbox_file("build", "nvrtc.py")}
+        values |= {"expressions": program.expressions, "nvrtc": _source("sandbox/build/nvrtc.py")}
     return _joined(
         ("The model as it was given.", task_code.rstrip()),
-        ("The kernels.", f"_SOURCES = {_strings(sources)}"),
+        ("The kernels.", f"_SOURCES = {_value(dict(sorted(sources.items())))}"),
         ("The plan, with every number worked out.", f"_PROGRAM = {_value(values)}"),
         ("What runs them.", _runtime(*parts)),
         ("", _PLAN.format(runner=runner).strip()),
@@ -109,8 +109,8 @@ def _of_extension(task_code: str, solution: Solution, spec: TaskSpec, device: st
     code = solution.files["model_new.py"]
     start = f"_extension(_SOURCES, {units!r}, {device!r}, {flags!r}, {uses!r})"
     return _joined(
-        ("The kernels and their bindings.", f"_SOURCES = {_strings(sources)}"),
-        ("What builds and calls them.", _runtime(_BINDING, "standalone_extension.py")),
+        ("The kernels and their bindings.", f"_SOURCES = {_value(dict(sorted(sources.items())))}"),
+        ("What builds and calls them.", _runtime(_CPU | _BINDING, "standalone_extension.py")),
         ("The solution's own module.", f"_MODULE = {_string(code)}\n\n_with_extension({start}, _MODULE, globals())"),
     )
 
@@ -121,22 +121,25 @@ _EXPORTERS: dict[Format, Callable[[str, Solution, TaskSpec, str], str]] = {
 }
 
 
-# Variable of an exported file -> module of the sandbox, and the definitions of it that are used.
-_LIBRARY = {"_library_nodes": ("worker.library_nodes", ["bind"])}
-_GPU = {"_driver": ("driver", ["Module", "Launch"]), "_gpu": ("worker.gpu", ["_arguments"])}
-_BINDING = {"_binding": ("worker.binding", ["load_module"])}
+# Variable of an exported file -> module of this package, and the definitions of it that are used.
+_LIBRARY = {"_library_nodes": ("sandbox.worker.library_nodes", ["bind"])}
+_CPU = {"_machine": ("machine", ["processor"])}
+_GPU = {"_driver": ("sandbox.driver", ["Module", "Launch"]), "_gpu": ("sandbox.worker.gpu", ["_arguments"])}
+_BINDING = {
+    "_toolchain": ("sandbox.build.toolchain", ["find_nvcc"]),
+    "_binding": ("sandbox.worker.binding", ["load_module"]),
+}
 
 
 def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
     """The source of ``standalone_plan`` and ``part``, without docstrings of modules and imports of this package, and
     the ``shared`` modules as strings."""
-    texts = [(package_files("cuda_agent.optimize") / name).read_text() for name in ("standalone_plan.py", part)]
+    texts = [_source(f"optimize/{name}") for name in ("standalone_plan.py", part)]
     bodies = [_OURS.sub("", text.partition('"""\n\n')[2]).strip() for text in texts]
     modules = []
     for variable, (module, names) in shared.items():
-        room, _, name = f"sandbox.{module}".rpartition(".")
-        source = _definitions((package_files(f"cuda_agent.{room}") / f"{name}.py").read_text(), names)
-        modules.append(f"{variable} = _module({name!r}, {_string(source)})")
+        source = _definitions(_source(f"{module.replace('.', '/')}.py"), names)
+        modules.append(f"{variable} = _module({module!r}, {_string(source)})")
     return "\n\n\n".join([bodies[0], *modules, bodies[1]])
 
 
@@ -175,8 +178,8 @@ def _named(statement: ast.stmt) -> list[str]:
     return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
 
 
-def _sandbox_file(room: str, name: str) -> str:
-    return (package_files(f"cuda_agent.sandbox.{room}") / name).read_text()
+def _source(path: str) -> str:
+    return (package_files("cuda_agent") / path).read_text()
 
 
 def _described(tensor: Tensor) -> list[Any]:
@@ -188,11 +191,6 @@ def _joined(*sections: tuple[str, str]) -> str:
     return "\n\n".join(f"{_RULE}\n# {title}\n\n{text}\n" if title else f"{text}\n" for title, text in sections)
 
 
-def _strings(texts: dict[str, str]) -> str:
-    lines = [f"    {name!r}: {_string(text)}," for name, text in sorted(texts.items())]
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
 def _string(text: str) -> str:
     """A literal that a person can read, where that is possible."""
     if "'''" not in text and not text.endswith(("'", "\\")) and all(c.isprintable() or c in "\n\t" for c in text):
@@ -201,12 +199,9 @@ def _string(text: str) -> str:
 
 
 def _value(values: dict[str, Any]) -> str:
-    lines = []
-    for key, value in values.items():
-        if isinstance(value, str):
-            lines.append(f"    {key!r}: {_string(value)},")
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            lines.append(f"    {key!r}: [\n" + "".join(f"        {item!r},\n" for item in value) + "    ],")
-        else:
-            lines.append(f"    {key!r}: {value!r},")
-    return "{\n" + "\n".join(lines) + "\n}"
+    def written(value: Any) -> str:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return "[\n" + "".join(f"        {item!r},\n" for item in value) + "    ]"
+        return _string(value) if isinstance(value, str) else repr(value)
+
+    return "{\n" + "".join(f"    {key!r}: {written(value)},\n" for key, value in values.items()) + "}"

@@ -4,16 +4,14 @@
 Kernels of such a folder go to the default stream; calls on another one wait for it and are waited for.
 """
 
-import importlib.util as _importlib_util
-import os as _os
-import shutil as _shutil
 import sys as _sys
-from pathlib import Path as _Path
 from typing import Any as _Any
 
 import torch
 
-from cuda_agent.optimize.standalone_plan import _built, _lock, _processor
+from cuda_agent import machine as _machine
+from cuda_agent.optimize.standalone_plan import _built, _lock
+from cuda_agent.sandbox.build import toolchain as _toolchain
 from cuda_agent.sandbox.worker import binding as _binding
 
 
@@ -32,9 +30,7 @@ class _Fresh:
 def _extension(files: dict[str, str], units: list[str], device: str, flags: list[str], uses: list[str]) -> _Any:
     """The module, built when this machine has not built it before."""
     command = [*_compiler(device, uses), *flags, *units, "-shared", "-o", "library.so"]
-    if device == "cuda":
-        command += [f"-Xlinker={_library(name)}" for name in uses]
-    identity = _processor() if device == "cpu" else ""
+    identity = _machine.processor() if device == "cpu" else ""
     library = str(_built(files, command, "library.so", identity) / "library.so")
     module = _binding.load_module(library, _Fresh(device))  # type: ignore[arg-type]
     for name, function in list(vars(module).items()):
@@ -43,37 +39,15 @@ def _extension(files: dict[str, str], units: list[str], device: str, flags: list
     return module
 
 
-def _packages() -> list[_Path]:
-    found = _importlib_util.find_spec("nvidia")
-    return [_Path(place) for place in (found.submodule_search_locations or [])] if found else []
-
-
 def _compiler(device: str, uses: list[str]) -> list[str]:
     if device == "cpu":
         return ["g++"]
-    homes = [home for place in _packages() for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
-    toolkit = _Path(_os.environ.get("CUDA_HOME", "/usr/local/cuda"))
     major, minor = torch.cuda.get_device_capability()
     code = f"{major}{minor}" + ("a" if major >= 9 else "")
-    for compiler in (_shutil.which("nvcc"), toolkit / "bin" / "nvcc", *(home / "bin" / "nvcc" for home in homes)):
-        if compiler and _os.access(compiler, _os.X_OK):
-            includes = [place / "cudnn" / "include" for place in _packages()]
-            places = []
-            if any(str(compiler).startswith(str(place)) for place in _packages()):
-                includes += [home / "include" for home in homes]
-                places = [home / "lib" for home in homes]
-            return [
-                str(compiler), "-gencode", f"arch=compute_{code},code=sm_{code}",
-                *(f"-I{folder}" for folder in includes if folder.is_dir()), *(f"-L{folder}" for folder in places),
-            ]  # fmt: skip
-    raise RuntimeError("no nvcc: neither on PATH, nor in CUDA_HOME, nor beside PyTorch")
-
-
-def _library(name: str) -> str:
-    for place in (*_packages(), _Path("/usr/local/cuda/lib64"), _Path("/usr/lib/x86_64-linux-gnu")):
-        if found := sorted(place.glob(f"**/lib{name}.so*")):
-            return str(found[0])
-    raise RuntimeError(f"lib{name} is not installed")
+    nvcc = _toolchain.find_nvcc()
+    folders = [*(f"-I{folder}" for folder in nvcc.includes), *(f"-L{folder}" for folder in nvcc.places)]
+    linked = [f"-Xlinker={library}" for name in uses for library in nvcc.libraries(name)]
+    return [nvcc.compiler, "-gencode", f"arch=compute_{code},code=sm_{code}", *folders, *linked]
 
 
 def _checked(function: _Any, device: str) -> _Any:

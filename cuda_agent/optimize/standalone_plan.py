@@ -10,6 +10,7 @@ import math as _math
 import os as _os
 import shutil as _shutil
 import subprocess as _subprocess
+import sys as _sys
 import tempfile as _tempfile
 import threading as _threading
 import types as _types
@@ -129,8 +130,8 @@ class _Kernels:
 
 
 def _module(name: str, source: str) -> _Any:
-    """A module of the sandbox, from the definitions of it that are used here."""
-    module = _types.ModuleType(name)
+    """A module of cuda-agent, from the definitions of it that are used here."""
+    module = _sys.modules[f"model_new {name}"] = _types.ModuleType(f"model_new {name}")  # dataclasses look it up
     exec(compile(source, f"{name}.py", "exec"), module.__dict__)
     return module
 
@@ -187,12 +188,3 @@ def _built(files: dict[str, str], command: list[str], product: str, identity: st
     finally:
         _shutil.rmtree(work, ignore_errors=True)
     return cache
-
-
-def _processor() -> str:
-    """What ``-march=native`` stands for."""
-    try:
-        lines = _Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))
