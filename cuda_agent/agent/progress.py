@@ -1,17 +1,7 @@
 """The results and costs of a search for a fast kernel: judged solutions, budget, transcript.
 
-The transcript has one JSON object per line and holds everything that ``--resume`` needs.  Kinds of events and their
-facts:
-
-- ``message``: ``message``, a part of the conversation; ``thought``, the model's reasoning before it
-- ``diff``: ``path``, ``text`` (unified), ``added`` and ``removed`` lines
-- ``files``: ``changed`` ({path: text}) and ``gone`` files of the work folder at the end of a turn
-- ``verdict``: ``command``, ``verdict`` (as JSON), ``files``, ``factor``
-- ``spent``: ``prompt``, ``sampled``, ``estimated``, ``cost``, ``seconds``
-- ``turn``: ``turn``, ``last``; ``note``: ``text``, ``passing`` while it lasts; ``ended``: ``why``, ``summary``
-
-Events that are shown but not kept: ``text``, ``thought``, ``again``, ``wait``, ``form``, ``tool``, its ``result`` with
-``error`` (empty: none), and ``void``, the reason why an answer does not count.
+The transcript has one JSON object per line and holds everything that ``--resume`` needs; docs/optimize.md lists its
+events.
 """
 
 import difflib

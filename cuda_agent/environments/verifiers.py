@@ -22,7 +22,6 @@ from pydantic import Field, WithJsonSchema
 from cuda_agent.agent.environment import KernelEnvironment
 from cuda_agent.agent.tools import TOOLS, solution_of
 from cuda_agent.compose import compose
-from cuda_agent.config import Config
 from cuda_agent.pipeline.runs import local_home
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.tasks.io import read_any
@@ -71,7 +70,8 @@ class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
     TOOL_PREFIX = None
 
     async def setup_task(self, task: KernelData) -> None:
-        self.game = await self._exit_stack.enter_async_context(playing(task.task(), self.config))
+        game = await self._exit_stack.enter_async_context(opened(task.task(), self.config))
+        self.game = await self._exit_stack.enter_async_context(game)
 
     def register(self, mcp: "MCPServer") -> None:
         for tool in TOOLS:
@@ -125,7 +125,7 @@ class KernelTask(vf.Task[KernelData, KernelState, KernelTaskConfig]):
 
 class KernelTaskset(vf.Taskset[KernelTask, KernelConfig]):
     def load(self) -> Iterator[KernelTask]:
-        config = _composed(self.config.task.tools)
+        config = compose(self.config.task.tools.overrides)
         for task in read_any(self.config.tasks):
             if self.config.split in ("", task.split):
                 system, user = KernelEnvironment(task, None, config.sandbox.format, config.sandbox.device).messages()  # type: ignore[arg-type]
@@ -138,19 +138,9 @@ class KernelTaskset(vf.Taskset[KernelTask, KernelConfig]):
 @contextlib.asynccontextmanager
 async def opened(task: Task, config: KernelToolsConfig) -> Any:
     """The environment, without a work folder, and its sandbox."""
-    composed = _composed(config)
+    composed = compose(config.overrides)
     async with open_sandbox(composed.sandbox, local_home(composed.run.store) / "cache") as sandbox:
         yield KernelEnvironment(task, sandbox, composed.sandbox.format, composed.sandbox.device)
-
-
-@contextlib.asynccontextmanager
-async def playing(task: Task, config: KernelToolsConfig) -> Any:
-    async with opened(task, config) as game, game:
-        yield game
-
-
-def _composed(config: KernelToolsConfig) -> Config:
-    return compose(config.overrides)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ async def optimize(
         transcript = Transcript(folder / "transcript.jsonl", lambda: budget.elapsed, watch)
         try:
             async with open_sandbox(settings, cache) as sandbox:
-                transcript.tell("begin", task=task.name, order=order.to_json(), device=settings.device, resumed=resume)
+                transcript.tell("begin", task=task.name, order=asdict(order), device=settings.device, resumed=resume)
                 looked = await _unless(stop, _look_at(task, sandbox, transcript), sandbox)
                 if looked is None:
                     raise KeyboardInterrupt

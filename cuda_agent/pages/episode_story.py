@@ -8,7 +8,7 @@ What it does not cover: which episodes there are (``episodes``), and how a story
 
 import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from cuda_agent.agent.compaction import cut
@@ -52,31 +52,26 @@ class Story:
     best: dict[str, Any] | None = None  # of the best state of the trajectory
 
 
-@dataclass
-class _Files:
-    """The files that are known from what was written."""
-
-    texts: dict[str, str] = field(default_factory=dict)
-
-    def take(self, call: Mapping[str, Any]) -> Event | None:
-        """The difference that a call of a writer made; None where it cannot be followed."""
-        arguments = call["arguments"]
-        path = posixpath.normpath(str(arguments.get("path", "")))
-        old = self.texts.get(path, "")
-        if call["name"] == "Write":
-            new = str(arguments.get("content", ""))
-        else:
-            edits = arguments.get("edits") if call["name"] == "MultiEdit" else [arguments]
-            if path not in self.texts or not isinstance(edits, list):
+def _change(call: Mapping[str, Any], known: dict[str, str]) -> Event | None:
+    """The difference that a call of a writer made; None where it cannot be told.  ``known``: files by path, as far as
+    they were written whole."""
+    arguments = call["arguments"]
+    path = posixpath.normpath(str(arguments.get("path", "")))
+    old = known.get(path, "")
+    if call["name"] == "Write":
+        new = str(arguments.get("content", ""))
+    else:
+        edits = arguments.get("edits") if call["name"] == "MultiEdit" else [arguments]
+        if path not in known or not isinstance(edits, list):
+            return None
+        new = old
+        for edit in edits:
+            before = str(edit.get("old_string", "")) if isinstance(edit, dict) else ""
+            if not before or before not in new:
                 return None
-            new = old
-            for edit in edits:
-                before = str(edit.get("old_string", "")) if isinstance(edit, dict) else ""
-                if not before or before not in new:
-                    return None
-                new = new.replace(before, str(edit.get("new_string", "")))
-        self.texts[path] = new
-        return difference(path, old, new)
+            new = new.replace(before, str(edit.get("new_string", "")))
+    known[path] = new
+    return difference(path, old, new)
 
 
 @dataclass(frozen=True)
@@ -113,7 +108,7 @@ def of_episode(episode: Episode, tokenizer: Any = None) -> Story:
     messages = episode.messages
     first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
     spans = _sampled(episode, tokenizer)
-    known, turns = _Files(), list[Turn]()
+    known, turns = dict[str, str](), list[Turn]()
     for message in messages[first:]:
         if message["role"] == "assistant":
             number = len(turns)
@@ -211,11 +206,11 @@ def _called(call: Mapping[str, Any]) -> StoryPart:
     return StoryPart("call", _short("\n".join(f"{key}: {value}" for key, value in arguments.items())), name)
 
 
-def _answered(call: Mapping[str, Any] | None, result: str, known: _Files) -> Iterable[StoryPart]:
+def _answered(call: Mapping[str, Any] | None, result: str, known: dict[str, str]) -> Iterable[StoryPart]:
     """What came back; before it, what the call changed."""
     bad = result.startswith("error")
     if call is not None and call.get("name") in _WRITERS and isinstance(call.get("arguments"), dict):
-        change = None if bad else known.take(call)
+        change = None if bad else _change(call, known)
         if change is not None:
             yield _changed(change)
             if result == "ok":
