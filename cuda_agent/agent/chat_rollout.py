@@ -38,13 +38,13 @@ class ChatPlayer(EpisodePlayer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._sent = [dict(message) for message in self.messages]  # the conversation as the server gets it
+        self._sent = [dict(message) for message in self.episode.messages]  # the conversation as the server gets it
 
     async def speak(self, turn: int) -> Calls | Ended:
         if self.room <= 0:
             return "tokens"
         reply = await self.model.chat(self._sent, TOOLS, self.room, self.settings.temperature, self.seed + turn)
-        self.tokens.add([0] * reply.tokens, turn, Completion([], [0.0] * reply.tokens, 0, "stop"))
+        self.add([0] * reply.tokens, turn, Completion([], [0.0] * reply.tokens, 0, "stop"))
         self._sent.append(reply.message())
         self._calls = reply.calls
         more = {"thought": reply.thought} if reply.thought else {}

@@ -15,7 +15,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, cast
 
 from cuda_agent.agent.environment import KernelEnvironment, Sandbox, SandboxFault
@@ -26,7 +26,7 @@ from cuda_agent.errors import TaskError
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.engines.engine import Completion, Engine, SamplingParams
 from cuda_agent.policy.episode import Episode
-from cuda_agent.sandbox.wire import Format, ToolResult, Verdict
+from cuda_agent.sandbox.wire import Format, ToolResult
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from cuda_agent.tasks.task import Task
 
@@ -86,31 +86,12 @@ async def within(seconds: float | None, work: Awaitable[str], late: str) -> str:
         return late
 
 
-@dataclass
-class Tokens:
-    """The per-token lists of an episode (``policy.episode``)."""
-
-    ids: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    turns: list[int] = field(default_factory=list)
-
-    def add(self, ids: Sequence[int], turn: int, sampled: Completion | None = None) -> None:
-        """Appends tokens; without ``sampled`` they are not the policy's."""
-        self.ids += ids
-        self.mask += [int(sampled is not None)] * len(ids)
-        self.logprobs += sampled.logprobs if sampled else [0.0] * len(ids)
-        self.versions += [sampled.version if sampled else -1] * len(ids)
-        self.turns += [turn] * len(ids)
-
-
 async def run_episode(
     task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
 ) -> Episode:
     """Plays one episode with tools.  ``seed`` and the number of the turn determine the sampling noise."""
     player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat)
-    player.tokens.add(chat.prompt_ids(player.messages, TOOLS), 0)
+    player.add(chat.prompt_ids(player.episode.messages, TOOLS), 0)
     return await player.run()
 
 
@@ -119,8 +100,8 @@ async def run_single(
 ) -> Episode:
     """Plays one episode without tools: the fenced files of the answer are the solution."""
     player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat)
-    player.messages = one_shot_messages(task, settings.style, settings.format, settings.device)
-    player.tokens.add(chat.prompt_ids(player.messages), 0)
+    player.episode.messages = one_shot_messages(task, settings.style, settings.format, settings.device)
+    player.add(chat.prompt_ids(player.episode.messages), 0)
     return await player.run(player.answer)
 
 
@@ -133,48 +114,47 @@ class EpisodePlayer(ABC):
     settings: EpisodeSettings
     seed: int
     id: str
-    tokens: Tokens = field(init=False, default_factory=Tokens)
 
     def __post_init__(self) -> None:
-        settings = self.settings
-        self.environment = KernelEnvironment(self.task, self.sandbox, settings.format, settings.device, settings.style)
-        self.messages = self.environment.messages()
+        how = self.settings
+        self.environment = KernelEnvironment(self.task, self.sandbox, how.format, how.device, how.style)
+        first = self.environment.messages()
+        self.episode = Episode(self.id, self.task.name, "agent", [], [], [], [], [], None, "infra", messages=first)
+
+    def add(self, ids: Sequence[int], turn: int, sampled: Completion | None = None) -> None:
+        """Appends tokens; without ``sampled`` they are not the policy's."""
+        episode = self.episode
+        episode.ids += ids
+        episode.mask += [int(sampled is not None)] * len(ids)
+        episode.logprobs += sampled.logprobs if sampled else [0.0] * len(ids)
+        episode.versions += [sampled.version if sampled else -1] * len(ids)
+        episode.turns += [turn] * len(ids)
 
     @property
     def room(self) -> int:
         """The most tokens of the next turn."""
-        return min(self.settings.turn_tokens, self.settings.context - len(self.tokens.ids))
+        return min(self.settings.turn_tokens, self.settings.context - len(self.episode.ids))
 
-    async def run(self, answer: Callable[[], Awaitable[str]] | None = None) -> Episode:
+    async def run(self, answer: Callable[[], Awaitable[Ended]] | None = None) -> Episode:
         """Plays with tools, or gives the one ``answer``; judges the files, and records why the episode ended,
         infrastructure faults included."""
-        environment, settings = self.environment, self.settings
-        verdict: Verdict | None = None
+        environment, episode = self.environment, self.episode
+        episode.kind = "single" if answer else "agent"
 
         async def whole() -> str:
-            nonlocal verdict
             ended = await (answer or self._play_in_folder)()
             verdict = await environment.judge(environment.solution)
+            episode.verdict, episode.reward = verdict.to_json(), REWARDS[self.settings.reward](verdict)
             return ended
 
         try:
-            ended = await within(None if _ROUND.get() else settings.deadline_seconds, whole(), "deadline")
+            seconds = None if _ROUND.get() else self.settings.deadline_seconds
+            episode.ended = cast(Ended, await within(seconds, whole(), "deadline"))
         except (SandboxFault, WorkspaceLost, TaskError) as error:
-            ended = "infra"
-            self.messages.append({"role": "tool", "content": f"[ended by a fault of ours: {error}]"})
-        return Episode(
-            id=self.id,
-            task=self.task.name,
-            kind="single" if answer else "agent",
-            **vars(self.tokens),
-            reward=REWARDS[settings.reward](verdict) if verdict else None,
-            ended=cast(Ended, ended),
-            verdict=verdict.to_json() if verdict else None,
-            best=environment.best.to_json() if environment.best else None,
-            files=environment.solution.files,
-            messages=self.messages,
-            flags=sorted(environment.flags),
-        )
+            episode.messages.append({"role": "tool", "content": f"[ended by a fault of ours: {error}]"})
+        episode.best = environment.best.to_json() if environment.best else None
+        episode.files, episode.flags = environment.solution.files, sorted(environment.flags)
+        return episode
 
     async def _play_in_folder(self) -> str:
         async with self.environment:
@@ -185,7 +165,7 @@ class EpisodePlayer(ABC):
     def said(self, text: str, calls: Calls, cut: bool, malformed: bool, **more: str) -> Calls | Ended:
         """Records a turn; returns its calls, or why it is the last one."""
         asked = [{"name": call["name"], "arguments": call["arguments"] or {}} for call in calls]
-        self.messages.append({"role": "assistant", "content": text, "tool_calls": asked, **more})
+        self.episode.messages.append({"role": "assistant", "content": text, "tool_calls": asked, **more})
         if malformed:
             self.environment.flags.add("malformed_call")
         if cut:
@@ -194,7 +174,7 @@ class EpisodePlayer(ABC):
 
     def hear(self, results: Sequence[ToolResult], turn: int) -> Ended | None:
         texts = [self._cut(result.text) for result in results] or [MALFORMED]
-        self.messages += [{"role": "tool", "content": text} for text in texts]
+        self.episode.messages += [{"role": "tool", "content": text} for text in texts]
         return self._heard(texts, turn)
 
     @abstractmethod
@@ -222,7 +202,7 @@ class TokenPlayer(EpisodePlayer):
         if completion is None:
             return "tokens"
         text, _, _ = self.chat.parse(completion.ids)
-        self.messages.append({"role": "assistant", "content": text})
+        self.episode.messages.append({"role": "assistant", "content": text})
         self.environment.files = parse_answer(text)
         return "answer" if completion.finish == "stop" else "tokens"
 
@@ -237,9 +217,9 @@ class TokenPlayer(EpisodePlayer):
     def _heard(self, texts: list[str], turn: int) -> Ended | None:
         if turn + 1 < self.settings.turns:
             delta = self.chat.delta_ids(texts, self._closed)
-            if len(self.tokens.ids) + len(delta) >= self.settings.context:
+            if len(self.episode.ids) + len(delta) >= self.settings.context:
                 return "tokens"
-            self.tokens.add(delta, turn + 1)
+            self.add(delta, turn + 1)
         return None
 
     async def _sample(self, turn: int) -> Completion | None:
@@ -250,12 +230,12 @@ class TokenPlayer(EpisodePlayer):
         params = SamplingParams(room, _seed(self.seed, turn), self.settings.temperature, chat.stop_ids, self.id)
         if current := _ROUND.get():
             await current[0].turn(current[1])
-        completion = await self.engine.generate(tuple(self.tokens.ids), params)
+        completion = await self.engine.generate(tuple(self.episode.ids), params)
         if not 0 < len(completion.ids) <= room or len(completion.logprobs) != len(completion.ids):
             raise ValueError(
                 f"the engine gave {len(completion.ids)} tokens and {len(completion.logprobs)} log-probabilities"
             )
-        self.tokens.add(completion.ids, turn, completion)
+        self.add(completion.ids, turn, completion)
         return completion
 
     def _cut(self, text: str) -> str:

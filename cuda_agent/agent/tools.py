@@ -145,7 +145,6 @@ TOOLS = [
         ),
     ),
 ]  # fmt: skip
-TOOL_NAMES = frozenset(tool["function"]["name"] for tool in TOOLS)
 
 # The tools of a model behind a text interface in a search.  The policies that are trained here never see the additional
 # ones: their prompts, and with them what was learned and what is cached, stay as they are.

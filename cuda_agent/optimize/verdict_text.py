@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from cuda_agent.pages.optimize import shares_of_peak
 from cuda_agent.sandbox.wire import BASELINES, Verdict, baseline, baseline_parts
@@ -70,11 +71,9 @@ def _row(name: str, seconds: float, factor: float | None = None, note: str = "")
     return f"{name:18} {seconds * 1e6:10.1f} µs{faster}{note}"
 
 
-def _strict_times(verdict: Verdict, strict: dict[str, object]) -> list[str]:
+def _strict_times(verdict: Verdict, strict: dict[str, Any]) -> list[str]:
     """Every baseline, and the arithmetic that explains the solution's error."""
-    baselines, interval, failed = strict["baselines"], strict["interval"], strict["failed"]
-    precision = strict["precision"]
-    assert isinstance(baselines, dict) and isinstance(failed, dict) and isinstance(interval, list | tuple)
+    baselines, interval, precision = strict["baselines"], strict["interval"], strict["precision"]
     lines = []
     for label, seconds in baselines.items():
         name, arithmetic = baseline_parts(label)
@@ -84,11 +83,12 @@ def _strict_times(verdict: Verdict, strict: dict[str, object]) -> list[str]:
         factor = seconds / verdict.seconds if verdict.seconds else None
         lines.append(_row(f"{BASELINES[name]} {arithmetic}", seconds, factor, note + same))
     lines += [
-        f"{BASELINES[baseline_parts(label)[0]]}: {str(why).splitlines()[0][:90]}" for label, why in failed.items()
+        f"{BASELINES[baseline_parts(label)[0]]}: {str(why).splitlines()[0][:90]}"
+        for label, why in strict["failed"].items()
     ]
     if any(arithmetic == precision != "fp32" for _, arithmetic in map(baseline_parts, baselines)):
         lines.append(f"its error is that of {precision} arithmetic: compare it with the baselines of that precision")
     elif precision and precision != "fp32":
-        rough = str(precision).removeprefix("below ")
+        rough = precision.removeprefix("below ")
         lines.append(f"its error is larger than that of {rough} arithmetic, and no baseline is as rough")
     return lines

@@ -8,7 +8,7 @@ What it does not cover: which episodes there are (``episodes``), and how a story
 
 import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from cuda_agent.agent.compaction import cut
@@ -93,9 +93,6 @@ class EpisodeRow:
     ended: str
     flags: list[str]
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class EpisodeEntry:
@@ -113,8 +110,10 @@ def of_episode(episode: Episode, tokenizer: Any = None) -> Story:
         if message["role"] == "assistant":
             number = len(turns)
             parts = _spoken(message)
-            if number in spans:
-                parts.append(_as_sampled(spans[number]))
+            if tokens := spans.get(number):
+                mean = sum(logprob for _, logprob in tokens) / len(tokens)
+                title = f"{len(tokens)} tokens as sampled, {mean:.2f} nats each"
+                parts.append(StoryPart("sampled", "", title, tokens=tuple(tokens)))
             turns.append(Turn(number + 1, parts))
             waiting = list(message.get("tool_calls") or ())
         else:
@@ -179,11 +178,6 @@ def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
     }
 
 
-def _as_sampled(tokens: list[Token]) -> StoryPart:
-    mean = sum(logprob for _, logprob in tokens) / max(1, len(tokens))
-    return StoryPart("sampled", "", f"{len(tokens)} tokens as sampled, {mean:.2f} nats each", tokens=tuple(tokens))
-
-
 def _spoken(message: Mapping[str, Any], thought: str = "") -> list[StoryPart]:
     """What an assistant's message says and asks for; writers are shown by the difference that they made."""
     content = str(message.get("content") or "")
@@ -203,23 +197,28 @@ def _called(call: Mapping[str, Any]) -> StoryPart:
         return StoryPart("call", "", f"{name} {arguments.get('path', '')}"[:200])
     if len(arguments) == 1:
         return StoryPart("call", _short(next(iter(arguments.values()))), name)
-    return StoryPart("call", _short("\n".join(f"{key}: {value}" for key, value in arguments.items())), name)
+    return _arguments(arguments, name)
+
+
+def _arguments(arguments: Mapping[str, Any], title: str) -> StoryPart:
+    return StoryPart("call", _short("\n".join(f"{key}: {value}" for key, value in arguments.items())), title)
+
+
+def _result(text: str, kind: Kind = "result") -> StoryPart:
+    return StoryPart(kind, _short(text), good=False if text.startswith("error") else None)
 
 
 def _answered(call: Mapping[str, Any] | None, result: str, known: dict[str, str]) -> Iterable[StoryPart]:
     """What came back; before it, what the call changed."""
-    bad = result.startswith("error")
     if call is not None and call.get("name") in _WRITERS and isinstance(call.get("arguments"), dict):
-        change = None if bad else _change(call, known)
+        change = None if result.startswith("error") else _change(call, known)
         if change is not None:
             yield _changed(change)
             if result == "ok":
                 return
         else:
-            yield StoryPart(
-                "call", _short("\n".join(f"{k}: {v}" for k, v in call["arguments"].items())), "its arguments"
-            )
-    yield StoryPart("result", _short(result), good=False if bad else None)
+            yield _arguments(call["arguments"], "its arguments")
+    yield _result(result)
 
 
 def _changed(event: Event) -> StoryPart:
@@ -234,11 +233,7 @@ def _told(event: Event) -> Iterable[StoryPart]:
         if message["role"] == "assistant":
             yield from _spoken(message, str(event.get("thought") or ""))
         else:
-            text = str(message.get("content") or "")
-            bad = text.startswith("error")
-            yield StoryPart(
-                "result" if message["role"] == "tool" else "note", _short(text), good=False if bad else None
-            )
+            yield _result(str(message.get("content") or ""), "result" if message["role"] == "tool" else "note")
     elif kind == "diff":
         yield _changed(event)
     elif kind == "verdict":

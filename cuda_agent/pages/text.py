@@ -21,11 +21,12 @@ _CPP = re.compile(r"[.](cpp|cc|cu|cuh|h|hpp)$")
 
 def visible(text: str) -> str:
     """With characters that change how the rest is seen, or are not seen at all, named instead."""
-    return _HIDDEN.sub(lambda found: _named(ord(found[0])), text)
 
+    def named(found: re.Match[str]) -> str:
+        code = ord(found[0])
+        return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else f"⟨U+{code:04X}⟩"
 
-def _named(code: int) -> str:
-    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else f"⟨U+{code:04X}⟩"
+    return _HIDDEN.sub(named, text)
 
 
 def safe(text: str) -> str:
@@ -40,12 +41,12 @@ def source(path: str, text: str) -> Markup:
 
 def diff_rows(text: str) -> Markup:
     """A unified diff as HTML, a line a row."""
-    return Markup("".join(_diff_row(row) for row in text.splitlines()))
 
+    def shown(row: str) -> str:
+        css = {"+": "add", "-": "del", "@": "at"}.get(row[:1])
+        return (f'<span class="{css}">{safe(row)}</span>' if css else safe(row)) + "\n"
 
-def _diff_row(row: str) -> str:
-    style, text = {"+": "add", "-": "del", "@": "at"}.get(row[:1]), safe(row)
-    return (f'<span class="{style}">{text}</span>' if style else text) + "\n"
+    return Markup("".join(map(shown, text.splitlines())))
 
 
 # Kind of token -> class; the first that fits counts.
