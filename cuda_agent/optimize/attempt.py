@@ -1,7 +1,7 @@
 """One attempt: a model behind a text interface tries to make one task fast, turn by turn, until target, budget or end.
 
-``Attempt`` is a player of ``agent.loop.play``: it says what the model is sent, within the budget and the context.
-``SearchEnvironment`` is the environment that it plays in.  The model runs on its server and every tool in the sandbox's
+``Attempt`` is a player of ``agent.loop.play``: it sends the conversation to the model, within budget and context.
+``SearchEnvironment`` is the environment in which it plays.  The model runs on its server and every tool in the sandbox's
 workspace; none of their output is executed here.  ``progress.Findings`` keeps the best correct solution, so that an
 attempt can be stopped at any time.
 
@@ -10,7 +10,7 @@ What it does not cover: training data (``agent.loop``), several attempts (``sear
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -43,7 +43,6 @@ _REOPENED = {
     "role": "user",
     "content": "[The work folder was opened again as it was. Files must be read before they are changed.]",
 }
-_DROPPED = "its calls do not count. Say less at a time."
 
 
 @dataclass(frozen=True)
@@ -156,33 +155,33 @@ class SearchEnvironment(KernelEnvironment):
             await self.judge(self.solution)
 
 
+@dataclass
 class Attempt:
     """One running attempt.  ``baselines``: a line about them for the model."""
 
-    def __init__(
-        self,
-        number: int,
-        task: Task,
-        model: ServedModel,
-        sandbox: Sandbox,
-        terms: Terms,
-        budget: SearchBudget,
-        findings: Findings,
-        tell: Tell,
-        baselines: str = "",
-        state: State | None = None,
-    ) -> None:
-        self.number, self.model, self.terms, self.budget, self.findings = number, model, terms, budget, findings
-        self.tell = partial(tell, attempt=number)
-        self.state = state or State()
+    number: int
+    task: Task
+    model: ServedModel
+    sandbox: Sandbox
+    terms: Terms
+    budget: SearchBudget
+    findings: Findings
+    watch: Tell
+    baselines: str = ""
+    state: State = field(default_factory=State)
+
+    def __post_init__(self) -> None:
+        terms = self.terms
+        self.tell = partial(self.watch, attempt=self.number)
         self.context = terms.context
         self.ratio = float(CHARACTERS)  # characters per token
         self.nudges = 0
-        self._first = first_messages(task, terms, baselines)
         self._tools = TOOLS if terms.style == "compact" else ALL_TOOLS
         self._calls: Calls = ()
         self._said = ("", 0)  # the last turn, and its repetitions in a row
-        self.environment = SearchEnvironment(task, sandbox, terms, self._tools, findings, number, self.tell)
+        self.environment = SearchEnvironment(
+            self.task, self.sandbox, terms, self._tools, self.findings, self.number, self.tell
+        )
         self.environment.files = dict(self.state.files)
 
     async def run(self) -> str:
@@ -193,7 +192,7 @@ class Attempt:
             SandboxUnready: A required wall or the compiler is missing.
         """
         state = self.state
-        for message in [_REOPENED] if state.messages else self._first:
+        for message in [_REOPENED] if state.messages else first_messages(self.task, self.terms, self.baselines):
             self._say(message)
         try:
             ended = await within(self.budget.left, self._play(), "minutes")
@@ -243,7 +242,8 @@ class Attempt:
         elif self._repeats(reply):
             ended = "stuck"
         elif reply.cut:
-            self._refuse(reply, f"[Your answer was cut after {reply.tokens} tokens; {_DROPPED}]")
+            said = f"[Your answer was cut after {reply.tokens} tokens; its calls do not count. Say less at a time.]"
+            self._refuse(reply, said)
             ended = "tokens" if terms.style == "compact" else ""
         elif reply.calls:
             self.nudges, self._calls = 0, reply.calls

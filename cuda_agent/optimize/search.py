@@ -117,7 +117,7 @@ async def optimize(
                 async with _served(order, states) as model:
                     facts = task, model, sandbox, order.terms, budget, findings, transcript.tell, _baselines(probe)
                     numbers = range(1, order.attempts + 1)
-                    attempts = [Attempt(number, *facts, states.get(number)) for number in numbers]
+                    attempts = [Attempt(number, *facts, states.get(number, State())) for number in numbers]
                     why = await _run_attempts(attempts, transcript, stop)
                 best = await _confirm(task, sandbox, findings, transcript, stop)
                 reached = best is not None and (factor(best.strict or best.quick) or 0.0) >= order.terms.target

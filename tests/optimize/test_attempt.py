@@ -75,7 +75,7 @@ def run(model, sandbox, terms=TERMS, state=None, budget=None):
     events = []
     attempt = Attempt(
         1, TASK, model, sandbox, terms, budget or SearchBudget(), Findings(),
-        lambda kind, **facts: events.append({"kind": kind} | facts), state=state,
+        lambda kind, **facts: events.append({"kind": kind} | facts), state=state or State(),
     )  # fmt: skip
     return asyncio.run(attempt.run()), attempt, events
 
