@@ -70,8 +70,8 @@ class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
     TOOL_PREFIX = None
 
     async def setup_task(self, task: KernelData) -> None:
-        game = await self._exit_stack.enter_async_context(opened(task.task(), self.config))
-        self.game = await self._exit_stack.enter_async_context(game)
+        environment = await self._exit_stack.enter_async_context(opened(task.task(), self.config))
+        self.environment = await self._exit_stack.enter_async_context(environment)
 
     def register(self, mcp: "MCPServer") -> None:
         for tool in TOOLS:
@@ -84,8 +84,11 @@ class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
 
         async def call(**arguments: Any) -> str:
             given = {key: value for key, value in arguments.items() if value is not None}
-            said = await self.game.call(name, given)
-            self.state.files, self.state.flags = (await self.game.collect()).files, sorted(self.game.flags)
+            said = await self.environment.call(name, given)
+            self.state.files, self.state.flags = (
+                (await self.environment.collect()).files,
+                sorted(self.environment.flags),
+            )
             return said.text
 
         def parameter(key: str, shape: dict[str, Any]) -> inspect.Parameter:
@@ -110,8 +113,8 @@ class KernelTask(vf.Task[KernelData, KernelState, KernelTaskConfig]):
     async def reward(self, trace: vf.Trace) -> float:
         """The verdict's reward: -1 not correct, 1 correct, 2 more than 5 % faster than eager, 3 also than
         torch.compile.  A fault of the sandbox raises an error, and is never a reward."""
-        async with opened(self.data.task(), self.config.tools) as game:
-            verdict = await game.judge(solution_of(trace.state.files, game.format))
+        async with opened(self.data.task(), self.config.tools) as environment:
+            verdict = await environment.judge(solution_of(trace.state.files, environment.format))
         trace.record_metrics(
             {
                 "correct": float(verdict.status == "ok"),

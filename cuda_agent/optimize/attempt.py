@@ -1,7 +1,7 @@
 """One attempt: a model behind a text interface tries to make one task fast, turn by turn, until target, budget or end.
 
 ``Attempt`` is a player of ``agent.loop.play``: it sends the conversation to the model, within budget and context.
-``SearchEnvironment`` is the environment in which it plays.  The model runs on its server and every tool in the sandbox's
+``SearchEnvironment`` is its environment.  The model runs on its server and every tool in the sandbox's
 workspace; none of their output is executed here.  ``progress.Findings`` keeps the best correct solution, so that an
 attempt can be stopped at any time.
 
