@@ -79,15 +79,14 @@ def line_chart(
     title: str,
     points: Points,
     *,
-    bounds: tuple[float | None, float | None] = (None, None),
+    from_zero: bool = False,
     rule: tuple[float, str] | None = None,
     percent: bool = False,
 ) -> Markup:
-    """One curve.  ``bounds`` are values the axis must include (None: fit); ``rule`` draws a dashed line with its
-    label."""
+    """One curve; its axis fits the values, or includes zero.  ``rule`` draws a dashed line with its label."""
     width, height, left, right, top, bottom = 320, 178, 44, 14, 12, 28
     end, foot = width - right, height - 9
-    shown = [v for _, v in points] + ([rule[0]] if rule else []) + [b for b in bounds if b is not None]
+    shown = [v for _, v in points] + ([rule[0]] if rule else []) + [0.0] * from_zero
     marks = ticks(min(shown), max(shown), 4)
     x_low, x_high = points[0][0], points[-1][0]
 
