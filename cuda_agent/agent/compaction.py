@@ -20,13 +20,13 @@ _TARGET = 0.6  # share of the limit to cut to: small cuts would invalidate the s
 
 def size(messages: Sequence[Mapping[str, Any]]) -> int:
     """Returns the approximate number of characters that are sent."""
-    return sum(
-        16
-        + max(
-            len(m.get("content") or "") + sum(_call_size(c) for c in m.get("tool_calls") or ()), len(m.get("raw", ""))
-        )
-        for m in messages
-    )
+
+    def one(message: Mapping[str, Any]) -> int:
+        calls = message.get("tool_calls") or ()
+        asked = sum(len(call["name"]) + len(json.dumps(call["arguments"])) + 40 for call in calls)
+        return 16 + max(len(message.get("content") or "") + asked, len(message.get("raw", "")))
+
+    return sum(map(one, messages))
 
 
 def compacted(messages: Sequence[Mapping[str, Any]], limit: int) -> list[Message]:
@@ -101,7 +101,3 @@ def _shortened(value: Any, limit: int) -> Any:
     if isinstance(value, dict):
         return {key: _shortened(item, limit) for key, item in value.items()}
     return value
-
-
-def _call_size(call: Mapping[str, Any]) -> int:
-    return len(call["name"]) + len(json.dumps(call["arguments"])) + 40

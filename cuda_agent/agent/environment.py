@@ -1,37 +1,47 @@
-"""The multi-turn tool environment of one task: work folder, tools, bad-pattern flags, final verdict.
+"""The multi-turn tool environment of one task: work folder, tools, bad-pattern flags, verdicts.
 
 ``async with KernelEnvironment(...) as environment`` opens the folder; ``call`` runs one tool call, ``finish`` judges
 the solution in the folder.  The player is separate: a policy by token ids (``loop``), a model behind a text interface
-(``chat_rollout``), or an external trainer (``environments``).
+(``chat_rollout``, ``optimize.attempt``), or an external trainer (``environments``).
 
 Not covered: budgets, tokenized prompts, and training data.
 """
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from cuda_agent.agent.prompt import agent_messages
 from cuda_agent.agent.skill import skill_text
-from cuda_agent.agent.tools import TOOL_NAMES, Style, describe, failed, solution_of
+from cuda_agent.agent.tools import TOOLS, Style, describe, failed, solution_of
 from cuda_agent.sandbox.client import Sandbox, WorkFolder
-from cuda_agent.sandbox.wire import Format, ToolResult, Verdict
+from cuda_agent.sandbox.wire import Format, Mode, Solution, ToolResult, Verdict
 from cuda_agent.tasks.task import Task
 
 _CHANGING = ("Write", "Edit", "MultiEdit")  # after one of these, a repeated verify is not a loop
-_LOOP = 3  # repetitions of the same call that count as a loop
+LOOP = 3  # repetitions of the same call that count as a loop
 
 
 class SandboxFault(Exception):
     """The sandbox failed twice; the player is not at fault."""
 
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.message)
+        self.verdict = verdict
+
 
 class KernelEnvironment:
-    """The environment of one episode.  ``files``: the solution at the last ``collect``; ``best``: the verdict of the
-    best state so far; ``flags``: bad patterns seen ("malformed_call", "unknown_tool", "loop")."""
+    """The environment of one episode.
+
+    Attributes:
+        files: the player's files, as ``collect`` found them last; a folder that is opened begins with them.
+        best: the verdict of the best state so far.
+        flags: bad patterns seen ("malformed_call", "unknown_tool", "loop").
+        repeated: how often the last call was made since the folder was last changed.
+    """
 
     def __init__(
         self,
@@ -40,12 +50,16 @@ class KernelEnvironment:
         format: Format = "plan",
         device: Literal["cpu", "cuda"] = "cpu",
         style: Style = "full",
+        tools: Sequence[Mapping[str, Any]] = TOOLS,
     ) -> None:
         self.task, self.sandbox = task, sandbox
         self.format, self.device, self.style = format, device, style
+        self.tools = [tool["function"]["name"] for tool in tools]
         self.files: dict[str, str] = {}
         self.best: Verdict | None = None
         self.flags: set[str] = set()
+        self.repeated = 0
+        self._given = {"model.py": task.code, "SKILL.md": skill_text(format, device)}
         self._seen: Counter[str] = Counter()
         self._opened: AbstractAsyncContextManager[WorkFolder] | None = None
         self._folder: WorkFolder | None = None
@@ -54,14 +68,17 @@ class KernelEnvironment:
         """Returns the first messages of the conversation: system and user."""
         return agent_messages(self.task, self.style, self.format, self.device)
 
+    @property
+    def solution(self) -> Solution:
+        return solution_of(self.files, self.format)
+
     async def __aenter__(self) -> Self:
         """Opens the work folder.
 
         Raises:
             WorkspaceLost: The work folder is lost; all methods that use it raise this too.
         """
-        files = {"model.py": self.task.code, "SKILL.md": skill_text(self.format, self.device)}
-        self._opened = self.sandbox.workspace(files, frozenset(files), self._command)
+        self._opened = self.sandbox.workspace({**self.files, **self._given}, frozenset(self._given), self.command)
         self._folder = await self._opened.__aenter__()
         return self
 
@@ -72,57 +89,59 @@ class KernelEnvironment:
         self._folder = None
         return await self._opened.__aexit__(kind, error, trace)
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Runs one tool call and returns its result.  A mistake of the player gives a result too."""
+    async def call(self, name: str, arguments: Mapping[str, Any] | None) -> ToolResult:
+        """Runs one tool call.  A mistake of the player gives a result too; ``arguments`` is None where they could not
+        be read."""
         assert self._folder is not None, "the work folder is not open"
-        if name not in TOOL_NAMES:
+        self.repeated = 0
+        if name not in self.tools:
             self.flags.add("unknown_tool")
-            return f"error: there is no tool {name[:40]!r}"
+            known = f"; there are {', '.join(self.tools)}" if self.style == "full" else ""
+            return ToolResult(f"error: there is no tool {name[:40]!r}{known}", error=True)
+        if arguments is None:
+            self.flags.add("malformed_call")
+            return ToolResult("error: the arguments are no JSON object", error=True)
         key = f"{name} {_canonical(arguments)}"
         self._seen[key] += 1
-        if self._seen[key] >= _LOOP:
+        self.repeated = self._seen[key]
+        if self.repeated >= LOOP:
             self.flags.add("loop")
         result = await self._folder.call(name, arguments)
-        if name in _CHANGING and not result.error and self._seen[key] == 1:
+        if name in _CHANGING and not result.error and self.repeated == 1:
             self._seen = Counter({k: n for k, n in self._seen.items() if k.startswith(_CHANGING)})
-        return result.text
+        return result
 
-    async def collect(self) -> dict[str, str]:
-        """Returns the files of the solution in the folder."""
+    async def collect(self) -> Solution:
+        """Reads the files in the folder and returns those of the solution."""
         assert self._folder is not None, "the work folder is not open"
-        self.files = dict(solution_of(await self._folder.files(), self.format).files)
-        return self.files
+        found = await self._folder.files()
+        self.files = {path: text for path, text in found.items() if path not in self._given}
+        return self.solution
 
     async def finish(self) -> Verdict:
-        """Judges the solution in the folder.
-
-        Raises:
-            SandboxFault: The sandbox failed twice.
-            TaskError: The task cannot be run.
-        """
+        """Judges the solution in the folder; raises what ``judge`` raises."""
         return await self.judge(await self.collect())
 
-    async def judge(self, files: Mapping[str, str]) -> Verdict:
-        """Judges the solution in ``files``, and keeps the best verdict of the trajectory.  A sandbox fault is retried
-        once.
+    async def judge(self, solution: Solution, mode: Mode = "quick") -> Verdict:
+        """Judges a solution, and keeps the best verdict of the trajectory.  A sandbox fault is retried once.
 
         Raises:
             SandboxFault: The sandbox failed twice.
             TaskError: The task cannot be run.
         """
-        solution = solution_of(files, self.format)
-        verdict = await self.sandbox.evaluate(self.task, solution, "quick")
-        if verdict.status == "infra":
-            verdict = await self.sandbox.evaluate(self.task, solution, "quick")
-        if verdict.status == "infra":
-            raise SandboxFault(verdict.message)
+        for _ in range(2):
+            verdict = await self.sandbox.evaluate(self.task, solution, mode)
+            if verdict.status != "infra":
+                break
+        else:
+            raise SandboxFault(verdict)
         if self.best is None or _merit(verdict) > _merit(self.best):
             self.best = verdict
         return verdict
 
-    async def _command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
+    async def command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
         """Runs compile, verify or profile when the workspace's shell calls it."""
-        verdict = await self.judge(files)
+        verdict = await self.judge(solution_of(files, self.format))
         return ToolResult(describe(verdict, name, self.style), failed(verdict, name))
 
 

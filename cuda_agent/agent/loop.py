@@ -1,36 +1,39 @@
-"""The agent loop: plays one policy on one task, token ids in and token ids out, and returns the episode with its
-reward.
+"""The agent loop: one player on one task, turn by turn, and the episode with its reward.
 
-``run_episode`` plays with tools in a work folder, ``run_single`` asks for one answer without tools, ``run_many`` plays
-many episodes, freely or in lockstep.  An episode is one growing list of ids: sampled ids are appended unchanged (mask
-1), prompt and tool results are encoded once (mask 0); text is never tokenized again.  An episode that has used up its
-budget (turns, tokens) ends and its workspace is judged; an infrastructure fault or the deadline leaves it without a
-reward.
+``play`` is the loop of every player: a policy by token ids (``TokenPlayer``), a model behind a text interface
+(``chat_rollout``), an attempt of a search (``optimize.attempt``).  ``run_episode`` plays a policy with tools in a work
+folder, ``run_single`` asks it for one answer without tools, ``run_many`` plays many episodes, freely or in lockstep.
+An episode is one growing list of ids: sampled ids are appended unchanged (mask 1), prompt and tool results are encoded
+once (mask 0); text is never tokenized again.  An episode that has used up its budget (turns, tokens) ends and its
+workspace is judged; an infrastructure fault or the deadline leaves it without a reward.
 
-Not covered: tools, rules and verdict (``environment``); models behind a text interface, whose episodes are not training
-data (``chat_rollout``).
+Not covered: tools, rules and verdict (``environment``).
 """
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, cast
 
 from cuda_agent.agent.environment import KernelEnvironment, Sandbox, SandboxFault
 from cuda_agent.agent.prompt import one_shot_messages, parse_answer
 from cuda_agent.agent.reward import REWARDS
-from cuda_agent.agent.tools import TOOLS, Style, solution_of
+from cuda_agent.agent.tools import TOOLS, Style
 from cuda_agent.errors import TaskError
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.engines.engine import Completion, Engine, SamplingParams
 from cuda_agent.policy.episode import Episode
-from cuda_agent.sandbox.wire import Format, Verdict
+from cuda_agent.sandbox.wire import Format, ToolResult
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from cuda_agent.tasks.task import Task
 
 Ended = Literal["answer", "turns", "tokens", "deadline", "infra"]
+Calls = Sequence[dict[str, Any]]
+"""{"name", "arguments"} of each; the arguments are None where they could not be read."""
+MALFORMED = "error: malformed tool call"
 
 
 @dataclass(frozen=True)
@@ -49,159 +52,193 @@ class EpisodeSettings:
     reward: str = "ladder"  # a name in ``agent.reward.REWARDS``
 
 
+class Player(Protocol):
+    """One side of the loop; the other one is the environment."""
+
+    async def speak(self, turn: int) -> Calls | str:
+        """Takes one turn and returns its tool calls, or why the player ends."""
+
+    def hear(self, results: Sequence[ToolResult], turn: int) -> str | None:
+        """Takes the results of the turn's calls; returns why the player ends, if it does."""
+
+
+async def play(player: Player, environment: KernelEnvironment, turns: Iterable[int]) -> str:
+    """Plays turns of ``player`` until it ends or ``turns`` are used up; returns which."""
+    for turn in turns:
+        calls = await player.speak(turn)
+        if isinstance(calls, str):
+            return calls
+        results = [await environment.call(call["name"], call["arguments"]) for call in calls]
+        if ended := player.hear(results, turn):
+            return ended
+    return "turns"
+
+
+async def within(seconds: float | None, work: Awaitable[str], late: str) -> str:
+    """Returns the result of ``work``, or ``late`` if it is cancelled after ``seconds`` (None: no limit)."""
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        return late
+
+
 async def run_episode(
     task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
 ) -> Episode:
     """Plays one episode with tools.  ``seed`` and the number of the turn determine the sampling noise."""
-    play = Rollout("agent", task, engine, chat, sandbox, settings, seed, episode_id)
-    return await play.run(play.with_tools)
+    player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat)
+    player.add(chat.prompt_ids(player.episode.messages, TOOLS), 0)
+    return await player.run()
 
 
 async def run_single(
     task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
 ) -> Episode:
     """Plays one episode without tools: the fenced files of the answer are the solution."""
-    play = Rollout("single", task, engine, chat, sandbox, settings, seed, episode_id)
-    return await play.run(play.with_one_answer)
+    player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat)
+    player.episode.messages = one_shot_messages(task, settings.style, settings.format, settings.device)
+    player.add(chat.prompt_ids(player.episode.messages), 0)
+    return await player.run(player.answer)
 
 
-class Rollout:
-    """One rollout of a policy on a task, as it runs."""
+@dataclass
+class EpisodePlayer(ABC):
+    """A player whose turns become an episode."""
 
-    def __init__(
-        self,
-        kind: Literal["single", "agent"],
-        task: Task,
-        engine: Engine,
-        chat: Chat,
-        sandbox: Sandbox,
-        settings: EpisodeSettings,
-        seed: int,
-        episode_id: str,
-    ) -> None:
-        self.kind, self.task, self.engine, self.chat = kind, task, engine, chat
-        self.settings, self.seed, self.id = settings, seed, episode_id
-        self.game = KernelEnvironment(task, sandbox, settings.format, settings.device, settings.style)
-        self.ids: list[int] = []
-        self.mask: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.turns: list[int] = []
-        self.messages: list[dict[str, Any]] = []
+    task: Task
+    sandbox: Sandbox
+    settings: EpisodeSettings
+    seed: int
+    id: str
 
-    async def run(self, game: Callable[[], Awaitable[Ended]]) -> Episode:
-        """Plays ``game``, judges the files, and records why the episode ended, infrastructure faults included."""
-        verdict: Verdict | None = None
-        limit = asyncio.timeout(None if _ROUND.get() else self.settings.deadline_seconds)
-        ended: Ended
+    def __post_init__(self) -> None:
+        how = self.settings
+        self.environment = KernelEnvironment(self.task, self.sandbox, how.format, how.device, how.style)
+        first = self.environment.messages()
+        self.episode = Episode(self.id, self.task.name, "agent", [], [], [], [], [], None, "infra", messages=first)
+
+    def add(self, ids: Sequence[int], turn: int, sampled: Completion | None = None) -> None:
+        """Appends tokens; without ``sampled`` they are not the policy's."""
+        episode = self.episode
+        episode.ids += ids
+        episode.mask += [int(sampled is not None)] * len(ids)
+        episode.logprobs += sampled.logprobs if sampled else [0.0] * len(ids)
+        episode.versions += [sampled.version if sampled else -1] * len(ids)
+        episode.turns += [turn] * len(ids)
+
+    @property
+    def room(self) -> int:
+        """The most tokens of the next turn."""
+        return min(self.settings.turn_tokens, self.settings.context - len(self.episode.ids))
+
+    async def run(self, answer: Callable[[], Awaitable[Ended]] | None = None) -> Episode:
+        """Plays with tools, or gives the one ``answer``; judges the files, and records why the episode ended,
+        infrastructure faults included."""
+        environment, episode = self.environment, self.episode
+        episode.kind = "single" if answer else "agent"
+
+        async def whole() -> str:
+            ended = await (answer or self._play_in_folder)()
+            verdict = await environment.judge(environment.solution)
+            episode.verdict, episode.reward = verdict.to_json(), REWARDS[self.settings.reward](verdict)
+            return ended
+
         try:
-            async with limit:
-                ended = await game()
-                verdict = await self.game.judge(self.game.files)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            ended = "deadline"
+            seconds = None if _ROUND.get() else self.settings.deadline_seconds
+            episode.ended = cast(Ended, await within(seconds, whole(), "deadline"))
         except (SandboxFault, WorkspaceLost, TaskError) as error:
-            ended = "infra"
-            self.messages.append({"role": "tool", "content": f"[ended by a fault of ours: {error}]"})
-        return Episode(
-            id=self.id,
-            task=self.task.name,
-            kind=self.kind,
-            ids=self.ids,
-            mask=self.mask,
-            logprobs=self.logprobs,
-            versions=self.versions,
-            turns=self.turns,
-            reward=REWARDS[self.settings.reward](verdict) if verdict else None,
-            ended=ended,
-            verdict=verdict.to_json() if verdict else None,
-            best=self.game.best.to_json() if self.game.best else None,
-            files=self.game.files,
-            messages=self.messages,
-            flags=sorted(self.game.flags),
-        )
+            episode.messages.append({"role": "tool", "content": f"[ended by a fault of ours: {error}]"})
+        episode.best = environment.best.to_json() if environment.best else None
+        episode.files, episode.flags = environment.solution.files, sorted(environment.flags)
+        return episode
 
-    # -------------------------------------------------------------------------------------------------------- the games
+    async def _play_in_folder(self) -> str:
+        async with self.environment:
+            ended = await play(self, self.environment, range(self.settings.turns))
+            await self.environment.collect()
+        return ended
 
-    async def with_one_answer(self) -> Ended:
-        settings = self.settings
-        self.messages = one_shot_messages(self.task, settings.style, settings.format, settings.device)
-        self._observe(self.chat.prompt_ids(self.messages), 0)
+    def said(self, text: str, calls: Calls, cut: bool, malformed: bool, **more: str) -> Calls | Ended:
+        """Records a turn; returns its calls, or why it is the last one."""
+        asked = [{"name": call["name"], "arguments": call["arguments"] or {}} for call in calls]
+        self.episode.messages.append({"role": "assistant", "content": text, "tool_calls": asked, **more})
+        if malformed:
+            self.environment.flags.add("malformed_call")
+        if cut:
+            return "tokens"
+        return calls if calls or malformed else "answer"
+
+    def hear(self, results: Sequence[ToolResult], turn: int) -> Ended | None:
+        texts = [self._cut(result.text) for result in results] or [MALFORMED]
+        self.episode.messages += [{"role": "tool", "content": text} for text in texts]
+        return self._heard(texts, turn)
+
+    @abstractmethod
+    async def speak(self, turn: int) -> Calls | Ended: ...
+
+    @abstractmethod
+    def _heard(self, texts: list[str], turn: int) -> Ended | None: ...
+
+    @abstractmethod
+    def _cut(self, text: str) -> str:
+        """Cuts the text to about ``tool_tokens`` tokens; the middle is removed."""
+
+
+@dataclass
+class TokenPlayer(EpisodePlayer):
+    """A policy: token ids in, token ids out."""
+
+    engine: Engine
+    chat: Chat
+    _closed: bool = True  # the last turn ended with its stop token
+
+    async def answer(self) -> Ended:
+        """Takes the one turn of an episode without tools."""
         completion = await self._sample(0)
         if completion is None:
             return "tokens"
         text, _, _ = self.chat.parse(completion.ids)
-        self.messages.append({"role": "assistant", "content": text})
-        self.game.files = dict(solution_of(parse_answer(text), settings.format).files)
+        self.episode.messages.append({"role": "assistant", "content": text})
+        self.environment.files = parse_answer(text)
         return "answer" if completion.finish == "stop" else "tokens"
 
-    async def with_tools(self) -> Ended:
-        self.messages = self.game.messages()
-        self._observe(self.chat.prompt_ids(self.messages, TOOLS), 0)
-        async with self.game:
-            ended = await self._take_turns()
-            await self.game.collect()
-        return ended
+    async def speak(self, turn: int) -> Calls | Ended:
+        completion = await self._sample(turn)
+        if completion is None:
+            return "tokens"
+        self._closed = completion.ids[-1] == self.chat.end_id
+        text, calls, malformed = self.chat.parse(completion.ids, TOOLS)
+        return self.said(text, [asdict(call) for call in calls], completion.finish == "length", malformed)
 
-    async def _take_turns(self) -> Ended:
-        for turn in range(self.settings.turns):
-            completion = await self._sample(turn)
-            if completion is None:
+    def _heard(self, texts: list[str], turn: int) -> Ended | None:
+        if turn + 1 < self.settings.turns:
+            delta = self.chat.delta_ids(texts, self._closed)
+            if len(self.episode.ids) + len(delta) >= self.settings.context:
                 return "tokens"
-            text, calls, malformed = self.chat.parse(completion.ids, TOOLS)
-            asked = [{"name": call.name, "arguments": call.arguments} for call in calls]
-            self.messages.append({"role": "assistant", "content": text, "tool_calls": asked})
-            if malformed:
-                self.game.flags.add("malformed_call")
-            if completion.finish == "length":
-                return "tokens"
-            if not calls and not malformed:
-                return "answer"
-            results = [await self._tool(call.name, call.arguments) for call in calls] or ["error: malformed tool call"]
-            self.messages += [{"role": "tool", "content": result} for result in results]
-            if turn + 1 < self.settings.turns:
-                delta = self.chat.delta_ids(results, closed=completion.ids[-1] == self.chat.end_id)
-                if len(self.ids) + len(delta) >= self.settings.context:
-                    return "tokens"
-                self._observe(delta, turn + 1)
-        return "turns"
-
-    # ----------------------------------------------------------------------------------------------------------- tokens
-
-    def _observe(self, ids: Sequence[int], turn: int) -> None:
-        """Appends tokens that the policy did not sample."""
-        self._append(ids, 0, [0.0] * len(ids), -1, turn)
+            self.add(delta, turn + 1)
+        return None
 
     async def _sample(self, turn: int) -> Completion | None:
         """Samples the policy's next turn; returns None if there is no room for a token."""
-        room = min(self.settings.turn_tokens, self.settings.context - len(self.ids))
+        room, chat = self.room, self.chat
         if room <= 0:
             return None
-        params = SamplingParams(room, _seed(self.seed, turn), self.settings.temperature, self.chat.stop_ids, self.id)
+        params = SamplingParams(room, _seed(self.seed, turn), self.settings.temperature, chat.stop_ids, self.id)
         if current := _ROUND.get():
             await current[0].turn(current[1])
-        completion = await self.engine.generate(tuple(self.ids), params)
+        completion = await self.engine.generate(tuple(self.episode.ids), params)
         if not 0 < len(completion.ids) <= room or len(completion.logprobs) != len(completion.ids):
             raise ValueError(
                 f"the engine gave {len(completion.ids)} tokens and {len(completion.logprobs)} log-probabilities"
             )
-        self._append(completion.ids, 1, completion.logprobs, completion.version, turn)
+        self.add(completion.ids, turn, completion)
         return completion
 
-    def _append(self, ids: Sequence[int], mask: int, logprobs: Sequence[float], version: int, turn: int) -> None:
-        self.ids += ids
-        self.mask += [mask] * len(ids)
-        self.logprobs += logprobs
-        self.versions += [version] * len(ids)
-        self.turns += [turn] * len(ids)
-
-    async def _tool(self, name: str, arguments: dict[str, Any]) -> str:
-        return self._cut(await self.game.call(name, arguments))
-
     def _cut(self, text: str) -> str:
-        """Cuts the text to about ``tool_tokens`` tokens; the middle is removed."""
         tokenizer, limit = self.chat.tokenizer, self.settings.tool_tokens
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) <= limit:

@@ -1,17 +1,7 @@
 """The results and costs of a search for a fast kernel: judged solutions, budget, transcript.
 
-The transcript has one JSON object per line and holds everything that ``--resume`` needs.  Kinds of events and their
-facts:
-
-- ``message``: ``message``, a part of the conversation; ``thought``, the model's reasoning before it
-- ``diff``: ``path``, ``text`` (unified), ``added`` and ``removed`` lines
-- ``files``: ``changed`` ({path: text}) and ``gone`` files of the work folder at the end of a turn
-- ``verdict``: ``command``, ``verdict`` (as JSON), ``files``, ``factor``
-- ``spent``: ``prompt``, ``sampled``, ``estimated``, ``cost``, ``seconds``
-- ``turn``: ``turn``, ``last``; ``note``: ``text``, ``passing`` while it lasts; ``ended``: ``why``, ``summary``
-
-Events that are shown but not kept: ``text``, ``thought``, ``again``, ``wait``, ``form``, ``tool``, its ``result`` with
-``error`` (empty: none), and ``void``, the reason why an answer does not count.
+The transcript has one JSON object per line and holds everything that ``--resume`` needs; docs/optimize.md lists its
+events.
 """
 
 import difflib
@@ -28,6 +18,13 @@ Event = dict[str, Any]
 Tell = Callable[..., None]
 """(kind, attempt=, **facts)"""
 SHOWN_ONLY = frozenset({"text", "thought", "again", "wait", "form", "tool", "result", "void"})
+ENDS = {
+    "target": "the target is reached", "answer": "the model said that it is done", "turns": "all turns are used",
+    "tokens": "the token budget is used up", "minutes": "the time is up", "money": "the money is spent",
+    "stuck": "the model said the same over and over", "infra": "the sandbox failed", "deadline": "cut by the deadline",
+    "server": "the model's address was lost", "stopped": "stopped",
+}  # fmt: skip
+"""Why an attempt or an episode ended, in words."""
 
 _DIFF_LINES = 400
 _COMPARED_LINES = 2000  # per file: repeated lines take cubic time
@@ -151,14 +148,18 @@ class State:
 
 
 class Transcript:
-    """Appends events to a file, each atomically.  ``watch`` receives every event, also those that are not kept."""
+    """Appends events to a file, each atomically.  ``watch`` receives every event, also those that are not kept;
+    ``note`` is the last note of an attempt."""
 
     def __init__(self, path: Path, clock: Callable[[], float], watch: Callable[[Event], None]) -> None:
         self._file = path.open("a", encoding="utf-8")
         self._clock, self._watch = clock, watch
+        self.note = ""
 
     def tell(self, kind: str, attempt: int = 0, **facts: Any) -> None:
         event = {"kind": kind, "attempt": attempt, "at": round(self._clock(), 3), **facts}
+        if kind == "note" and attempt:
+            self.note = facts["text"]
         if kind not in SHOWN_ONLY:
             self._file.write(json.dumps(event, ensure_ascii=False) + "\n")
             self._file.flush()

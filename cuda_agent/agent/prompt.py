@@ -13,12 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from cuda_agent.agent.skill import skill_text
-from cuda_agent.agent.tools import TOOLS, Style
+from cuda_agent.agent.tools import Style
 from cuda_agent.format_names import Format
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.tasks.task import Task
-
-__all__ = ["TOOLS", "agent_messages", "compact_source", "one_shot_messages", "parse_answer", "write_answer"]
 
 _FENCE = re.compile(r"^```(\w+) ([\w./-]+)\n(.*?)^```[ \t]*$", re.M | re.S)
 _ANSWER_BYTES, _ANSWER_FILES = 1 << 20, 64

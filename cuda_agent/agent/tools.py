@@ -80,7 +80,7 @@ def _ratio(value: float) -> str:
     return f"{value:.2f}" if value < 2 else f"{value:.1f}" if value < 10 else f"{value:.0f}"
 
 
-def _tool(name: str, description: str, parameters: dict[str, Any], required: list[str]) -> dict[str, Any]:
+def _tool(name: str, description: str, required: list[str], **parameters: dict[str, Any]) -> dict[str, Any]:
     schema = {"type": "object", "properties": parameters, "required": required}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
@@ -89,109 +89,81 @@ def _text(description: str) -> dict[str, str]:
     return {"type": "string", "description": description}
 
 
+def _list(required: list[str], **properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": {"type": "object", "properties": properties, "required": required}}
+
+
 _PATH = _text("path relative to the work folder")
-_EDIT = {
+_EDIT: dict[str, dict[str, Any]] = {
     "old_string": _text("text to replace; must occur exactly once unless replace_all is set"),
     "new_string": _text("text to put in its place"),
     "replace_all": {"type": "boolean", "description": "replace every occurrence"},
 }
-TOOLS: list[dict[str, Any]] = [
+_BASH = "Run a command in bash. The current folder and exported variables last from call to call; everything else that "
+_BASH_PARAMETERS: dict[str, dict[str, Any]] = {
+    "command": _text("the command"),
+    "timeout": {"type": "number", "description": "seconds before it is killed"},
+}
+TOOLS = [
     _tool(
         "Bash",
-        "Run a command in bash. The current folder and exported variables last from call to call; everything else that "
-        "the command started ends with it. There is no network. compile, verify and profile are commands here.",
-        {"command": _text("the command"), "timeout": {"type": "number", "description": "seconds before it is killed"}},
+        _BASH + "the command started ends with it. There is no network. compile, verify and profile are commands here.",
         ["command"],
+        **_BASH_PARAMETERS,
     ),
     _tool(
-        "Read",
-        "Read a text file.",
-        {
-            "path": _PATH,
-            "offset": {"type": "integer", "description": "first line, from 1"},
-            "limit": {"type": "integer", "description": "number of lines"},
-        },
-        ["path"],
+        "Read", "Read a text file.", ["path"], path=_PATH,
+        offset={"type": "integer", "description": "first line, from 1"},
+        limit={"type": "integer", "description": "number of lines"},
     ),
     _tool(
-        "Write",
-        "Write a whole file. A file that exists must have been read first.",
-        {"path": _PATH, "content": _text("the whole content")},
-        ["path", "content"],
+        "Write", "Write a whole file. A file that exists must have been read first.", ["path", "content"],
+        path=_PATH, content=_text("the whole content"),
     ),
     _tool(
-        "Edit",
-        "Replace text in a file that was read or written before.",
-        {"path": _PATH, **_EDIT},
-        ["path", "old_string", "new_string"],
+        "Edit", "Replace text in a file that was read or written before.", ["path", "old_string", "new_string"],
+        path=_PATH, **_EDIT,
     ),
     _tool(
-        "MultiEdit",
-        "Make several replacements in one file, in order: all of them or none.",
-        {
-            "path": _PATH,
-            "edits": {
-                "type": "array",
-                "items": {"type": "object", "properties": _EDIT, "required": ["old_string", "new_string"]},
-            },
-        },
-        ["path", "edits"],
+        "MultiEdit", "Make several replacements in one file, in order: all of them or none.", ["path", "edits"],
+        path=_PATH, edits=_list(["old_string", "new_string"], **_EDIT),
     ),
     _tool(
-        "Glob",
-        "List files by pattern, such as kernels/*.cpp or **/*.json.",
-        {"pattern": _text("the pattern"), "path": _text("folder to start from")},
-        ["pattern"],
+        "Glob", "List files by pattern, such as kernels/*.cpp or **/*.json.", ["pattern"],
+        pattern=_text("the pattern"), path=_text("folder to start from"),
     ),
     _tool(
-        "Grep",
-        "Search files for an extended regular expression; prints path:line:text.",
-        {"pattern": _text("the expression"), "path": _PATH, "glob": _text("only files whose name matches")},
-        ["pattern"],
+        "Grep", "Search files for an extended regular expression; prints path:line:text.", ["pattern"],
+        pattern=_text("the expression"), path=_PATH, glob=_text("only files whose name matches"),
     ),
     _tool(
-        "TodoWrite",
-        "Note what is left to do; replaces the previous list.",
-        {
-            "todos": {
-                "type": "array",
-                "items": {
-                    "type": "object",
-                    "properties": {
-                        "content": _text("what to do"),
-                        "status": {"type": "string", "enum": ["pending", "in_progress", "completed"]},
-                    },
-                    "required": ["content", "status"],
-                },
-            }
-        },
-        ["todos"],
+        "TodoWrite", "Note what is left to do; replaces the previous list.", ["todos"],
+        todos=_list(
+            ["content", "status"],
+            content=_text("what to do"),
+            status={"type": "string", "enum": ["pending", "in_progress", "completed"]},
+        ),
     ),
-]
-TOOL_NAMES = frozenset(tool["function"]["name"] for tool in TOOLS)
+]  # fmt: skip
 
-# What a model of other people's gets besides.  The policies that are trained here never see these: their prompts, and
-# with them what was learned and what is cached, stay as they are.
-_BACKGROUND = [
+# The tools of a model behind a text interface in a search.  The policies that are trained here never see the additional
+# ones: their prompts, and with them what was learned and what is cached, stay as they are.
+ALL_TOOLS = [
     _tool(
         "Bash",
-        "Run a command in bash. The current folder and exported variables last from call to call; everything else that "
-        "the command started ends with it, unless run_in_background is set: then it goes on, for some minutes at most, "
-        "and BashOutput tells what it has printed. There is no network. compile, verify and profile are commands here, "
-        "though not in the background.",
-        {
-            "command": _text("the command"),
-            "timeout": {"type": "number", "description": "seconds before it is killed"},
-            "run_in_background": {"type": "boolean", "description": "do not wait for it"},
-        },
+        _BASH + "the command started ends with it, unless run_in_background is set: then it goes on, for some minutes "
+        "at most, and BashOutput tells what it has printed. There is no network. compile, verify and profile are "
+        "commands here, though not in the background.",
         ["command"],
+        **_BASH_PARAMETERS,
+        run_in_background={"type": "boolean", "description": "do not wait for it"},
     ),
     _tool(
         "BashOutput",
         "What a background command has printed since it was asked last, and whether it still runs.",
-        {"id": _text("the id that Bash gave")},
         ["id"],
+        id=_text("the id that Bash gave"),
     ),
-    _tool("KillBash", "End a background command.", {"id": _text("the id that Bash gave")}, ["id"]),
+    _tool("KillBash", "End a background command.", ["id"], id=_text("the id that Bash gave")),
+    *TOOLS[1:],
 ]
-ALL_TOOLS: list[dict[str, Any]] = [*_BACKGROUND, *(tool for tool in TOOLS if tool["function"]["name"] != "Bash")]

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -72,7 +73,7 @@ def episodes(
             asked = ", ".join([*(f"{k} {v}" for k, v in said.items() if v is not None), f"sorted by {sort}"])
             _write(page, render(title, chosen, len(entries), asked, most))
     if as_json:
-        print(json.dumps([entry.row.to_json() for entry in chosen], indent=1))  # ASCII alone: the text is a model's
+        print(json.dumps([asdict(entry.row) for entry in chosen], indent=1))  # ASCII alone: the text is a model's
     elif page is None:
         print("\n".join(_lines(chosen, len(entries), most, nothing)))
     else:

@@ -169,10 +169,10 @@ def _as_overrides(sandbox: dict[str, Any]) -> list[str]:
 
 
 def _lines(outcome: Any) -> list[str]:
-    from cuda_agent.optimize.screen import ended
+    from cuda_agent.agent.progress import ENDS
     from cuda_agent.optimize.verdict_text import verdict_lines
 
-    lines = ["", ended(outcome.why)]
+    lines = ["", ENDS.get(outcome.why, outcome.why)]
     if outcome.best is None:
         lines.append(f"no correct solution was found; {outcome.folder}/report.html tells what was tried")
         return lines

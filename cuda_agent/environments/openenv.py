@@ -74,7 +74,7 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
         super().__init__()
         self._arena = arena
         self._state = KernelState(done=True)
-        self._game: KernelEnvironment | None = None
+        self._environment: KernelEnvironment | None = None
         self._stack = contextlib.AsyncExitStack()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -94,29 +94,31 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
         await self._stack.aclose()
         assert self._arena.sandbox is not None, "the server runs"
         settings = self._arena.settings
-        game = KernelEnvironment(chosen, self._arena.sandbox, settings.format, settings.device)
-        self._game = await self._stack.enter_async_context(game)
+        environment = KernelEnvironment(chosen, self._arena.sandbox, settings.format, settings.device)
+        self._environment = await self._stack.enter_async_context(environment)
         self._state = KernelState(episode_id=episode_id, task=chosen.name)
-        return KernelObservation(messages=game.messages(), tools=TOOLS)
+        return KernelObservation(messages=environment.messages(), tools=TOOLS)
 
     async def step_async(self, action: KernelAction, timeout_s: float | None = None, **_: Any) -> KernelObservation:
         """Runs one tool call, or judges.  After ``timeout_s`` the episode ends as an infrastructure fault."""
-        if self._game is None or self._state.done:
-            raise ValueError("the game is over: reset begins another one")
+        if self._environment is None or self._state.done:
+            raise ValueError("the episode is over: reset begins another one")
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._play(self._game, action)
+                return await self._play(self._environment, action)
         except (SandboxFault, WorkspaceLost, TaskError, TimeoutError) as error:
             return await self._end(KernelObservation(text=f"[ended by a fault of ours: {error}]", reward=None))
 
-    async def _play(self, game: KernelEnvironment, action: KernelAction) -> KernelObservation:
+    async def _play(self, environment: KernelEnvironment, action: KernelAction) -> KernelObservation:
         self._state.step_count += 1
-        said = await game.call(action.tool, action.arguments) if action.tool else ""
+        said = (await environment.call(action.tool, action.arguments)).text if action.tool else ""
         if action.tool and self._state.step_count < self._arena.steps:
-            return KernelObservation(text=said, flags=sorted(game.flags))
-        verdict = await game.finish()
+            return KernelObservation(text=said, flags=sorted(environment.flags))
+        verdict = await environment.finish()
         return await self._end(
-            KernelObservation(text=said, reward=verdict.reward, verdict=verdict.to_json(), flags=sorted(game.flags))
+            KernelObservation(
+                text=said, reward=verdict.reward, verdict=verdict.to_json(), flags=sorted(environment.flags)
+            )
         )
 
     async def _end(self, last: KernelObservation) -> KernelObservation:
@@ -167,8 +169,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as in sandbox.clock=model")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--steps", type=int, default=40, help="tool calls of one game")
-    parser.add_argument("--sessions", type=int, default=8, help="games at once")
+    parser.add_argument("--steps", type=int, default=40, help="most tool calls of an episode")
+    parser.add_argument("--sessions", type=int, default=8, help="most episodes at once")
     options = parser.parse_args()
     config = compose(options.overrides)
     app = application(

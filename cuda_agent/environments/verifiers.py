@@ -20,9 +20,8 @@ import verifiers.v1 as vf
 from pydantic import Field, WithJsonSchema
 
 from cuda_agent.agent.environment import KernelEnvironment
-from cuda_agent.agent.tools import TOOLS
+from cuda_agent.agent.tools import TOOLS, solution_of
 from cuda_agent.compose import compose
-from cuda_agent.config import Config
 from cuda_agent.pipeline.runs import local_home
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.tasks.io import read_any
@@ -71,7 +70,8 @@ class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
     TOOL_PREFIX = None
 
     async def setup_task(self, task: KernelData) -> None:
-        self.game = await self._exit_stack.enter_async_context(playing(task.task(), self.config))
+        environment = await self._exit_stack.enter_async_context(opened(task.task(), self.config))
+        self.environment = await self._exit_stack.enter_async_context(environment)
 
     def register(self, mcp: "MCPServer") -> None:
         for tool in TOOLS:
@@ -83,9 +83,13 @@ class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
         """A function with the parameters of ``schema``, from which verifiers derives the tool's schema."""
 
         async def call(**arguments: Any) -> str:
-            said = await self.game.call(name, {key: value for key, value in arguments.items() if value is not None})
-            self.state.files, self.state.flags = await self.game.collect(), sorted(self.game.flags)
-            return said
+            given = {key: value for key, value in arguments.items() if value is not None}
+            said = await self.environment.call(name, given)
+            self.state.files, self.state.flags = (
+                (await self.environment.collect()).files,
+                sorted(self.environment.flags),
+            )
+            return said.text
 
         def parameter(key: str, shape: dict[str, Any]) -> inspect.Parameter:
             # Declare text explicitly: the server would parse other values as JSON, such as the content of plan.json.
@@ -109,8 +113,8 @@ class KernelTask(vf.Task[KernelData, KernelState, KernelTaskConfig]):
     async def reward(self, trace: vf.Trace) -> float:
         """The verdict's reward: -1 not correct, 1 correct, 2 more than 5 % faster than eager, 3 also than
         torch.compile.  A fault of the sandbox raises an error, and is never a reward."""
-        async with opened(self.data.task(), self.config.tools) as game:
-            verdict = await game.judge(trace.state.files)
+        async with opened(self.data.task(), self.config.tools) as environment:
+            verdict = await environment.judge(solution_of(trace.state.files, environment.format))
         trace.record_metrics(
             {
                 "correct": float(verdict.status == "ok"),
@@ -124,7 +128,7 @@ class KernelTask(vf.Task[KernelData, KernelState, KernelTaskConfig]):
 
 class KernelTaskset(vf.Taskset[KernelTask, KernelConfig]):
     def load(self) -> Iterator[KernelTask]:
-        config = _composed(self.config.task.tools)
+        config = compose(self.config.task.tools.overrides)
         for task in read_any(self.config.tasks):
             if self.config.split in ("", task.split):
                 system, user = KernelEnvironment(task, None, config.sandbox.format, config.sandbox.device).messages()  # type: ignore[arg-type]
@@ -137,19 +141,9 @@ class KernelTaskset(vf.Taskset[KernelTask, KernelConfig]):
 @contextlib.asynccontextmanager
 async def opened(task: Task, config: KernelToolsConfig) -> Any:
     """The environment, without a work folder, and its sandbox."""
-    composed = _composed(config)
+    composed = compose(config.overrides)
     async with open_sandbox(composed.sandbox, local_home(composed.run.store) / "cache") as sandbox:
         yield KernelEnvironment(task, sandbox, composed.sandbox.format, composed.sandbox.device)
-
-
-@contextlib.asynccontextmanager
-async def playing(task: Task, config: KernelToolsConfig) -> Any:
-    async with opened(task, config) as game, game:
-        yield game
-
-
-def _composed(config: KernelToolsConfig) -> Config:
-    return compose(config.overrides)
 
 
 if __name__ == "__main__":

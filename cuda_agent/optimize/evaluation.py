@@ -7,8 +7,9 @@ import asyncio
 import shutil
 import signal
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -108,8 +109,9 @@ def read_solution(folder: Path, format: Format) -> Solution:
     Raises:
         TaskError: A file is missing; the message names it.
     """
+    wanted = f"{FORMATS[format].entry} and kernels/"
     if not folder.is_dir():
-        raise TaskError(f"{folder}: expected a folder with {_wanted(format)}")
+        raise TaskError(f"{folder}: expected a folder with {wanted}")
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
@@ -125,12 +127,8 @@ def read_solution(folder: Path, format: Format) -> Solution:
     if entry not in files:
         other = next((known.name for known in FORMATS.values() if known.entry in files), "")
         hint = f". It looks like format {other}: add sandbox.format={other}" if other else ""
-        raise TaskError(f"{folder}: no {entry}; format {format} needs {_wanted(format)}{hint}")
+        raise TaskError(f"{folder}: no {entry}; format {format} needs {wanted}{hint}")
     return Solution(format, files)
-
-
-def _wanted(format: Format) -> str:
-    return f"{FORMATS[format].entry} and kernels/"
 
 
 async def evaluate(
@@ -159,17 +157,25 @@ async def benchmark(
     config: Config, cache: Path, player: Player, tasks: Path, output: Path | None, say: Callable[[str], None]
 ) -> Any:
     """Plays every task of the set ``evaluate.samples`` times and returns the ``rl.scores.Scores``.  ``output`` gets
-    ``episodes.jsonl``, ``scores.json`` and a policy's ``tokenizer.json``."""
+    ``episodes.jsonl``, ``scores.json`` and a policy's ``tokenizer.json``.
+
+    Raises:
+        BenchmarkError: ``output`` cannot be made.
+    """
+    from cuda_agent.agent.loop import run_many
     from cuda_agent.policy.episode import write_episodes
     from cuda_agent.rl.rollouts import seed_of
     from cuda_agent.rl.scores import score, write_scores
     from cuda_agent.sandbox.client import open_sandbox
 
     chosen = read_any(tasks)
-    if output is not None:
-        _make(output)
+    try:
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchmarkError(f"--output {output}: cannot be made: {error.strerror}") from None
     done = 0
-    async with open_sandbox(config.sandbox, cache) as sandbox, _opened(config, cache, player, sandbox) as play:
+    async with open_sandbox(config.sandbox, cache) as sandbox, _playing(config, cache, player, sandbox) as play:
 
         async def job(task: Any, name: str) -> Any:
             nonlocal done
@@ -178,10 +184,8 @@ async def benchmark(
             say(f"{done}/{len(chosen) * config.evaluate.samples} {task.name}: {episode.ended}, reward {episode.reward}")
             return episode
 
-        from cuda_agent.agent.loop import run_many
-
         names = [(task, f"benchmark/{task.name}/{n}") for n in range(config.evaluate.samples) for task in chosen]
-        jobs = [lambda task=task, name=name: job(task, name) for task, name in names]
+        jobs = [partial(job, task, name) for task, name in names]
         episodes = await run_many(jobs, config.agent.concurrency, lockstep=config.sandbox.clock == "model")
     scores = score(player.name, episodes, chosen, config.sandbox.clock, config.seed)
     if output is not None:
@@ -192,21 +196,25 @@ async def benchmark(
     return scores
 
 
-def _make(output: Path) -> None:
-    """Creates the folder before any episode is played.  Raises BenchmarkError."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BenchmarkError(f"--output {output}: cannot be made: {error.strerror}") from None
-
-
-def _opened(config: Config, cache: Path, player: Player, sandbox: Any) -> AbstractAsyncContextManager[Any]:
-    return _served(config, player, sandbox) if player.base_url else _policy(config, cache, player, sandbox)
-
-
 @asynccontextmanager
-async def _policy(config: Config, cache: Path, player: Player, sandbox: Any) -> Any:
+async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) -> Any:
+    """Opens the player; gives a function of task, seed and episode id that plays an episode."""
+    from cuda_agent.agent.chat_rollout import run_chat_rollout
     from cuda_agent.agent.loop import run_episode
+    from cuda_agent.policy.served import ServedModel
+    from cuda_agent.rl.rollouts import episode_settings
+
+    how, policy = config.evaluate, config.policy
+
+    def settings(style: Literal["compact", "full"]) -> Any:
+        return episode_settings(
+            config, turns=how.turns, context=policy.context, temperature=how.temperature, style=style
+        )
+
+    if player.base_url and player.model:
+        async with ServedModel(player.base_url, player.model, player.key_env) as served:
+            yield lambda task, seed, name: run_chat_rollout(task, served, sandbox, settings("full"), seed, name)
+        return
     from cuda_agent.lease import Lease
     from cuda_agent.policy.chat import Chat
     from cuda_agent.policy.engines.local import LocalEngine
@@ -214,39 +222,26 @@ async def _policy(config: Config, cache: Path, player: Player, sandbox: Any) -> 
 
     assert player.policy is not None
     model, tokenizer = load_policy(player.policy)
-    settings = _settings(config, "compact" if len(tokenizer) <= SMALL_VOCABULARY else "full")
-    chat = Chat(tokenizer, settings.style)
-    policy = config.policy
+    budgets = settings("compact" if len(tokenizer) <= SMALL_VOCABULARY else "full")
+    chat = Chat(tokenizer, budgets.style)
     engine = LocalEngine(
         model, policy.threads, policy.engine_batch, Lease(cache / "lease"), device=policy.device, dtype=policy.dtype
     )
     try:
-        yield lambda task, seed, name: run_episode(task, engine, chat, sandbox, settings, seed, name)
+        yield lambda task, seed, name: run_episode(task, engine, chat, sandbox, budgets, seed, name)
     finally:
         await engine.close()
 
 
-@asynccontextmanager
-async def _served(config: Config, player: Player, sandbox: Any) -> Any:
-    from cuda_agent.agent.chat_rollout import run_chat_rollout
-    from cuda_agent.policy.served import ServedModel
-
-    assert player.base_url is not None and player.model is not None
-    async with ServedModel(player.base_url, player.model, player.key_env) as model:
-        settings = _settings(config, "full")
-        yield lambda task, seed, name: run_chat_rollout(task, model, sandbox, settings, seed, name)
-
-
-def _settings(config: Config, style: Literal["compact", "full"]) -> Any:
-    from cuda_agent.rl.rollouts import episode_settings
-
-    how = config.evaluate
-    context, temperature = config.policy.context, how.temperature
-    return episode_settings(config, turns=how.turns, context=context, temperature=temperature, style=style)
-
-
 def score_lines(scores: Any) -> list[str]:
     """The paper's table as lines, one per group: final answer and best of the trajectory."""
+
+    def share(value: float | None) -> str:
+        return "–" if value is None else f"{value:.1%}"
+
+    def factor(value: float | None) -> str:
+        return "–" if value is None else f"{value:.2f}"
+
     lines = [
         f"{scores.policy}: {scores.episodes} episodes of {scores.tasks} tasks, {scores.infra} lost to faults of ours"
     ]
@@ -257,15 +252,7 @@ def score_lines(scores: Any) -> list[str]:
         lines += ["", title, head]
         for row in [table.overall, *table.families]:
             lines.append(
-                f"{row.group[:28]:28} {_share(row.passed):>7} {_share(row.faster_eager):>8} "
-                f"{_share(row.faster_compile):>10} {_factor(row.speedup_eager):>8} {_factor(row.speedup_compile):>10}"
+                f"{row.group[:28]:28} {share(row.passed):>7} {share(row.faster_eager):>8} "
+                f"{share(row.faster_compile):>10} {factor(row.speedup_eager):>8} {factor(row.speedup_compile):>10}"
             )
     return lines
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
-
-
-def _factor(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"

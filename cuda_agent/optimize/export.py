@@ -1,13 +1,15 @@
 """A solution as one ``model_new.py`` that needs PyTorch and a compiler, and nothing of this package.
 
 ``model_new`` only writes text.  The task's own source stays in the file, so that ``ModelNew`` has the parameters, names
-and constructor of ``Model``; the kernels are strings in it, and the source of ``standalone_*`` runs them.  Kernels are
-built in the first call (those of an ``extension`` at import) and kept in the user's cache.
+and constructor of ``Model``; the kernels are strings in it, and the source of ``standalone_*`` runs them, with those
+definitions of the sandbox's modules that it uses.  Kernels are built in the first call (those of an ``extension`` at
+import) and kept in the user's cache.
 
 The exported file is for inference with the shapes, types and plain arguments that the task draws, and refuses others
 with a message.  Not covered: several devices, and CUDA graphs.
 """
 
+import ast
 import re
 from collections.abc import Callable
 from importlib.resources import files as package_files
@@ -79,16 +81,16 @@ def _of_plan(task_code: str, solution: Solution, spec: TaskSpec, device: str) ->
         prelude = _PRELUDE if device == "cpu" else ""
         sources = {**used, f"unit.{'cpp' if device == 'cpu' else 'cu'}": prelude + program.source}
     if device == "cpu":
-        parts, runner = ("standalone_plan.py", "standalone_cpu.py"), "_OnCpu"
-        values |= {"flags": list(toolchain.FLAGS), "runtime": _sandbox_file("worker", "runtime.cpp")}
+        parts, runner = (_LIBRARY | _CPU, "standalone_cpu.py"), "_OnCpu"
+        values |= {"flags": list(toolchain.FLAGS), "runtime": _source("sandbox/worker/runtime.cpp")}
     else:
-        parts, runner = ("standalone_plan.py", "standalone_cuda.py"), "_OnCuda"
-        values |= {"expressions": program.expressions, "nvrtc": _sandbox_file("build", "nvrtc.py")}
+        parts, runner = (_LIBRARY | _GPU, "standalone_cuda.py"), "_OnCuda"
+        values |= {"expressions": program.expressions, "nvrtc": _source("sandbox/build/nvrtc.py")}
     return _joined(
         ("The model as it was given.", task_code.rstrip()),
-        ("The kernels.", f"_SOURCES = {_strings(sources)}"),
+        ("The kernels.", f"_SOURCES = {_value(dict(sorted(sources.items())))}"),
         ("The plan, with every number worked out.", f"_PROGRAM = {_value(values)}"),
-        ("What runs them.", _runtime(parts)),
+        ("What runs them.", _runtime(*parts)),
         ("", _PLAN.format(runner=runner).strip()),
     )
 
@@ -107,8 +109,8 @@ def _of_extension(task_code: str, solution: Solution, spec: TaskSpec, device: st
     code = solution.files["model_new.py"]
     start = f"_extension(_SOURCES, {units!r}, {device!r}, {flags!r}, {uses!r})"
     return _joined(
-        ("The kernels and their bindings.", f"_SOURCES = {_strings(sources)}"),
-        ("What builds and calls them.", _runtime(("standalone_plan.py", "standalone_extension.py"))),
+        ("The kernels and their bindings.", f"_SOURCES = {_value(dict(sorted(sources.items())))}"),
+        ("What builds and calls them.", _runtime(_CPU | _BINDING, "standalone_extension.py")),
         ("The solution's own module.", f"_MODULE = {_string(code)}\n\n_with_extension({start}, _MODULE, globals())"),
     )
 
@@ -119,17 +121,65 @@ _EXPORTERS: dict[Format, Callable[[str, Solution, TaskSpec, str], str]] = {
 }
 
 
-def _runtime(parts: tuple[str, ...]) -> str:
-    """The sources, without docstrings of modules and without imports of this package."""
-    texts = []
-    for part in parts:
-        text = (package_files("cuda_agent.optimize") / part).read_text()
-        texts.append(_OURS.sub("", text.partition('"""\n\n')[2]).strip())
-    return "\n\n\n".join(texts)
+# Variable of an exported file -> module of this package, and the definitions of it that are used.
+_LIBRARY = {"_library_nodes": ("sandbox.worker.library_nodes", ["bind"])}
+_CPU = {"_machine": ("machine", ["processor"])}
+_GPU = {"_driver": ("sandbox.driver", ["Module", "Launch"]), "_gpu": ("sandbox.worker.gpu", ["_arguments"])}
+_BINDING = {
+    "_toolchain": ("sandbox.build.toolchain", ["find_nvcc"]),
+    "_binding": ("sandbox.worker.binding", ["load_module"]),
+}
 
 
-def _sandbox_file(room: str, name: str) -> str:
-    return (package_files(f"cuda_agent.sandbox.{room}") / name).read_text()
+def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
+    """The source of ``standalone_plan`` and ``part``, without docstrings of modules and imports of this package, and
+    the ``shared`` modules as strings."""
+    texts = [_source(f"optimize/{name}") for name in ("standalone_plan.py", part)]
+    bodies = [_OURS.sub("", text.partition('"""\n\n')[2]).strip() for text in texts]
+    modules = []
+    for variable, (module, names) in shared.items():
+        source = _definitions(_source(f"{module.replace('.', '/')}.py"), names)
+        modules.append(f"{variable} = _module({module!r}, {_string(source)})")
+    return "\n\n\n".join([bodies[0], *modules, bodies[1]])
+
+
+def _definitions(source: str, names: list[str]) -> str:
+    """The definitions of ``names`` in a module, and those that they use, in its order; annotations are not followed."""
+    tree, lines = ast.parse(source), source.splitlines()
+    named: dict[str, list[ast.stmt]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef):
+            node.returns = None
+    for statement in tree.body:
+        for name in _named(statement):
+            named.setdefault(name, []).append(statement)
+    pending, kept = list(names), set[ast.stmt]()
+    while pending:
+        for statement in named.get(pending.pop(), []):
+            if statement not in kept:
+                kept.add(statement)
+                pending += [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    parts = ["from __future__ import annotations"]
+    for statement in sorted(kept, key=lambda item: item.lineno):
+        first = min([statement.lineno, *(item.lineno for item in getattr(statement, "decorator_list", ()))])
+        parts.append("\n".join(lines[first - 1 : statement.end_lineno]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _named(statement: ast.stmt) -> list[str]:
+    """The names that a statement of a module defines or completes."""
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return [(alias.asname or alias.name).partition(".")[0] for alias in statement.names]
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return [statement.name]
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
+
+
+def _source(path: str) -> str:
+    return (package_files("cuda_agent") / path).read_text()
 
 
 def _described(tensor: Tensor) -> list[Any]:
@@ -141,11 +191,6 @@ def _joined(*sections: tuple[str, str]) -> str:
     return "\n\n".join(f"{_RULE}\n# {title}\n\n{text}\n" if title else f"{text}\n" for title, text in sections)
 
 
-def _strings(texts: dict[str, str]) -> str:
-    lines = [f"    {name!r}: {_string(text)}," for name, text in sorted(texts.items())]
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
 def _string(text: str) -> str:
     """A literal that a person can read, where that is possible."""
     if "'''" not in text and not text.endswith(("'", "\\")) and all(c.isprintable() or c in "\n\t" for c in text):
@@ -154,12 +199,9 @@ def _string(text: str) -> str:
 
 
 def _value(values: dict[str, Any]) -> str:
-    lines = []
-    for key, value in values.items():
-        if isinstance(value, str):
-            lines.append(f"    {key!r}: {_string(value)},")
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            lines.append(f"    {key!r}: [\n" + "".join(f"        {item!r},\n" for item in value) + "    ],")
-        else:
-            lines.append(f"    {key!r}: {value!r},")
-    return "{\n" + "\n".join(lines) + "\n}"
+    def written(value: Any) -> str:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return "[\n" + "".join(f"        {item!r},\n" for item in value) + "    ]"
+        return _string(value) if isinstance(value, str) else repr(value)
+
+    return "{\n" + "".join(f"    {key!r}: {written(value)},\n" for key, value in values.items()) + "}"

@@ -53,13 +53,6 @@ class SearchOrder:
         if self.terms.context < 2 * self.terms.answer_tokens and self.terms.style == "full":
             raise OptimizeError("--context must be at least twice --answer-tokens: a conversation has to fit in, too")
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "SearchOrder":
-        return cls(**(data | {"terms": Terms(**data["terms"])}))
-
 
 def with_changes(order: SearchOrder, changes: dict[str, Any]) -> SearchOrder:
     """The order with these fields of it, or of its terms, replaced."""
@@ -78,7 +71,7 @@ def read_order(folder: Path) -> tuple[SearchOrder, dict[str, Any]]:
         raise OptimizeError(f"{folder}: nothing to go on with: it holds no run.json")
     try:
         data = json.loads((folder / "run.json").read_text())
-        return SearchOrder.from_json(data["order"]), data["sandbox"]
+        return SearchOrder(**data["order"] | {"terms": Terms(**data["order"]["terms"])}), data["sandbox"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OptimizeError(f"{folder}/run.json: nothing to go on with ({type(error).__name__}: {error})") from None
 
@@ -154,7 +147,7 @@ def _prepare_folder(order: SearchOrder, settings: SandboxConfig, task: Task, fol
         _clear(folder)
     (folder / "model.py").write_text(task.code)
     sandbox = settings.model_dump(mode="json")
-    write_whole(folder / "run.json", json.dumps({"order": order.to_json(), "sandbox": sandbox}, indent=1))
+    write_whole(folder / "run.json", json.dumps({"order": asdict(order), "sandbox": sandbox}, indent=1))
 
 
 def _unplayed(folder: Path) -> bool:

@@ -11,21 +11,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from cuda_agent.agent.progress import Event
+from cuda_agent.agent.progress import ENDS, Event
 from cuda_agent.optimize.search import Watch
+from cuda_agent.pages.charts import duration as kernel_time
 from cuda_agent.pipeline.screen import duration
 from cuda_agent.sandbox.wire import printable
 
 _BARS = "▁▂▃▄▅▆▇█"
 _TEXT = 4000  # characters of a turn that are kept for the view
-_SPOKEN = {
-    "target": "the target is reached", "answer": "the model said that it is done", "turns": "all turns are used",
-    "tokens": "the token budget is used up", "minutes": "the time is up", "money": "the money is spent",
-    "stuck": "it said the same over and over", "infra": "the sandbox failed", "server": "the model's address was lost",
-    "stopped": "stopped",
-}  # fmt: skip
 
 
 @dataclass
@@ -68,57 +64,67 @@ class View:
             self.task, self.model = event["task"], event["order"]["model"]
             self.target, self.turns = event["order"]["terms"]["target"], event["order"]["terms"]["turns"]
         elif kind == "baselines":
-            self.baselines = baselines(event["probe"])
+            self.baselines = told(event)
         if kind in ("baselines", "verdict", "outcome"):
             self.passing = ""
-        if kind == "note" and event.get("passing"):
-            self.passing = clean(event["text"])
-        elif kind in ("note", "form") and not number:
-            self.notes.append(clean(event["text"]))
+        elif kind == "note" and event.get("passing"):
+            self.passing = told(event)
+        elif kind in ("note", "form", "wait"):
+            self.notes.append((f"[{number}] " if number else "") + told(event))
         if not number:
             return
         attempt = self.attempts.setdefault(number, AttemptView())
         if kind in ("text", "thought", "tool", "diff"):
             self.focus = number
         if kind == "turn":
-            attempt.turn, attempt.text, attempt.thought, attempt.doing = (
-                event["turn"] + 1,
-                "",
-                "",
-                "waits for the model",
-            )
+            attempt.turn, attempt.text, attempt.thought = event["turn"] + 1, "", ""
+            attempt.doing = "waits for the model"
         elif kind == "thought":
             attempt.thought, attempt.doing = (attempt.thought + event["text"])[-_TEXT:], "thinks"
         elif kind == "text":
             attempt.text, attempt.doing = (attempt.text + event["text"])[-_TEXT:], "writes"
         elif kind == "again":
             attempt.text = attempt.thought = ""
-        elif kind in ("wait", "note", "form"):
-            attempt.doing = clean(event["text"])
-            self.notes.append(f"[{number}] {clean(event['text'])}")
-        elif kind == "tool":
-            attempt.doing = tool(event["name"], event["arguments"])
+        elif kind in ("wait", "note", "form", "tool", "void"):
+            attempt.doing = told(event)
         elif kind == "result" and event["error"]:
-            attempt.doing += failure(event)
-        elif kind == "void":
-            attempt.doing = clean(event["text"])
+            attempt.doing += told(event)
         elif kind == "diff":
-            attempt.diff, attempt.diff_of = event["text"].splitlines(), changed(event)
+            attempt.diff, attempt.diff_of = event["text"].splitlines(), told(event)
         elif kind == "verdict":
-            self._judged(attempt, event)
+            self.judged += 1
+            attempt.verdict, attempt.factor = told(event), event["factor"]
+            if event["factor"] and event["verdict"]["mode"] == "quick":
+                attempt.best = max(attempt.best or 0.0, event["factor"])
+                self.best = max(self.best or 0.0, event["factor"])
+                self.track.append(self.best)
         elif kind == "spent":
             self.tokens, self.cost = event["prompt"] + event["sampled"], event["cost"]
             self.estimated = event["estimated"]
         elif kind == "ended":
-            attempt.ended = attempt.doing = ended(event["why"])
+            attempt.ended = attempt.doing = told(event)
 
-    def _judged(self, attempt: AttemptView, event: Event) -> None:
-        self.judged += 1
-        attempt.verdict, attempt.factor = verdict(event), event["factor"]
-        if event["factor"] and event["verdict"]["mode"] == "quick":
-            attempt.best = max(attempt.best or 0.0, event["factor"])
-            self.best = max(self.best or 0.0, event["factor"])
-            self.track.append(self.best)
+
+def told(event: Event) -> str:
+    """What an event tells, in a line."""
+    kind = event["kind"]
+    if kind == "baselines":
+        times = {"eager": event["probe"]["eager_seconds"], "torch.compile": event["probe"]["compile_seconds"]}
+        return ", ".join(f"{name} {kernel_time(seconds)}" for name, seconds in times.items() if seconds)
+    if kind == "tool":
+        values = event["arguments"] if isinstance(event["arguments"], dict) else {}
+        what = next((values[key] for key in ("command", "path", "pattern", "id") if key in values), "")
+        return clean(f"{event['name']} {what}")[:100]
+    if kind == "result":
+        return f" → error: {clean(event['error'])}"
+    if kind == "diff":
+        return f"{clean(event['path'])} +{event['added']} −{event['removed']}"
+    if kind == "verdict":
+        found = event["verdict"]
+        if event["factor"]:
+            return f"{event['command']}{' (strict)' if found['mode'] == 'strict' else ''}: ok, {event['factor']:.2f}×"
+        return clean(f"{event['command']}: {found['status']} {''.join(found['message'].splitlines()[:1])}")
+    return ENDS[event["why"]] if kind == "ended" else clean(event["text"])
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
@@ -132,45 +138,8 @@ def sparkline(values: list[float], width: int = 40) -> str:
     )
 
 
-def ended(why: str) -> str:
-    return _SPOKEN.get(why, why)
-
-
 def clean(text: str) -> str:
     return printable(str(text)).strip()
-
-
-def baselines(probe: Event) -> str:
-    known = {"eager": probe["eager_seconds"], "torch.compile": probe["compile_seconds"]}
-    return ", ".join(f"{name} {microseconds(seconds)}" for name, seconds in known.items() if seconds)
-
-
-def microseconds(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
-
-
-def tool(name: str, arguments: Any) -> str:
-    """The call in short: ``Bash verify``, ``Edit kernels/fused.cpp``."""
-    values = arguments if isinstance(arguments, dict) else {}
-    what = next((values[key] for key in ("command", "path", "pattern", "id") if key in values), "")
-    return clean(f"{name} {what}")[:100]
-
-
-def failure(event: Event) -> str:
-    return f" → error: {clean(event['error'])}"
-
-
-def changed(event: Event) -> str:
-    return f"{clean(event['path'])} +{event['added']} −{event['removed']}"
-
-
-def verdict(event: Event) -> str:
-    found = event["verdict"]
-    if event["factor"]:
-        return f"{event['command']}{' (strict)' if found['mode'] == 'strict' else ''}: ok, {event['factor']:.2f}×"
-    return clean(
-        f"{event['command']}: {found['status']} {found['message'].splitlines()[0] if found['message'] else ''}"
-    )
 
 
 def spent(view: View) -> str:
@@ -179,22 +148,17 @@ def spent(view: View) -> str:
     return f"{about}{view.tokens:,} tokens{money}, {duration(view.seconds)}"
 
 
-# ------------------------------------------------------------------------------------------------------------ the three
-
-
 @contextmanager
 def watching(as_json: bool) -> Iterator[Watch]:
+    """Gives the watcher for programs (``as_json``), a terminal, or a pipe."""
+    write = partial(print, flush=True)  # for readers of a pipe
     if as_json:
-        yield json_lines(_line)
+        yield json_lines(write)
     elif sys.stdout.isatty():
         with _live() as live:
             yield live
     else:
-        yield plain(_line)
-
-
-def _line(text: str) -> None:
-    print(text, flush=True)  # flush for readers of a pipe
+        yield plain(write)
 
 
 def json_lines(write: Callable[[str], None]) -> Watch:
@@ -222,7 +186,7 @@ def plain(write: Callable[[str], None], width: int = 0) -> Watch:
         where = f"[{number}] " if number else ""
         line = waiting.pop(number, "")
         if kind == "result" and event["error"] and number not in judged:
-            said, why = line or f"{where} ", failure(event)
+            said, why = line or f"{where} ", told(event)
             write(cut_to(cut_to(said, max(room - len(why), room * 2 // 3)) + why, room))
         elif line:
             write(line)
@@ -231,19 +195,16 @@ def plain(write: Callable[[str], None], width: int = 0) -> Watch:
             write(f"{view.task} with {view.model}, target {view.target:g}×")
         elif kind == "baselines":
             write(f"baselines: {view.baselines}")
-        elif kind in ("note", "wait", "form"):
-            write(f"{where}{clean(event['text'])}")
         elif kind == "tool":
-            waiting[number] = f"{where}turn {view.attempts[number].turn}: {tool(event['name'], event['arguments'])}"
+            waiting[number] = f"{where}turn {view.attempts[number].turn}: {told(event)}"
         elif kind == "void":
-            write(f"{where}turn {view.attempts[number].turn}: {clean(event['text'])}")
-        elif kind == "diff":
-            write(f"{where}  {changed(event)}")
-        elif kind == "verdict":
-            news = "  ← the best so far" if view.best != before else ""
-            write(f"{where}  {verdict(event)}{news}")
+            write(f"{where}turn {view.attempts[number].turn}: {told(event)}")
+        elif kind in ("diff", "verdict"):
+            write(f"{where}  {told(event)}{'  ← the best so far' if view.best != before else ''}")
         elif kind == "ended":
-            write(f"{where}{view.attempts[number].ended}; {spent(view)}")
+            write(f"{where}{told(event)}; {spent(view)}")
+        elif kind in ("note", "wait", "form"):
+            write(f"{where}{told(event)}")
 
     return watch
 
@@ -277,48 +238,40 @@ def drawing(view: View, width: int, height: int) -> Any:
     from rich.console import Group
     from rich.text import Text
 
-    def line(*parts: tuple[str, str]) -> Text:
-        text = Text(no_wrap=True, overflow="ellipsis")
-        for said, style in parts:
-            text.append(said, style=style)
+    def line(*parts: str | tuple[str, str]) -> Text:
+        text = Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
         text.truncate(width)
         return text
 
-    best = f"{view.best:.2f}×" if view.best else "–"
+    def times(best: float | None) -> str:
+        return f"{best:.2f}×" if best else "–"
+
     good = "bold green" if view.best and view.best >= view.target else "bold"
     lines = [
-        line((f"{view.task}", "bold"), (f"  {view.model}  ", "cyan"), (view.baselines, "dim")),
+        line((view.task, "bold"), (f"  {view.model}  ", "cyan"), (view.baselines, "dim")),
         line(
-            ("best ", "dim"), (best, good), (f" of {view.target:g}×  ", "dim"), (sparkline(view.track), "green"),
-            (f"  {view.judged} judged  {spent(view)}", "dim"),
+            ("best ", "dim"), (times(view.best), good), (f" of {view.target:g}×  ", "dim"),
+            (sparkline(view.track), "green"), (f"  {view.judged} judged  {spent(view)}", "dim"),
         ),
     ]  # fmt: skip
     for number, attempt in sorted(view.attempts.items()):
-        mark, style = ("✓", "green") if attempt.ended else ("▶", "cyan")
-        own = f"{attempt.best:.2f}×" if attempt.best else "–"
-        lines.append(
-            line(
-                (f"{mark} {number} ", style), (f"turn {attempt.turn}/{view.turns}  ", ""), (f"{own:>7}  ", "bold"),
-                (attempt.doing, "dim" if attempt.ended else ""),
-            )
-        )  # fmt: skip
+        mark = (f"✓ {number} ", "green") if attempt.ended else (f"▶ {number} ", "cyan")
+        best = (f"{times(attempt.best):>7}  ", "bold")
+        doing = (attempt.doing, "dim" if attempt.ended else "")
+        lines.append(line(mark, f"turn {attempt.turn}/{view.turns}  ", best, doing))
     lines += [line((note, "yellow")) for note in [note for note in (*view.notes, view.passing) if note][-2:]]
     focus = view.attempts.get(view.focus)
     room = height - len(lines) - 4
     if height and focus and not focus.ended and room > 4:
-        said = focus.text or focus.thought
         style = "" if focus.text else "italic dim"
-        words = [part for part in (clean(row) for row in said.splitlines()) if part]
+        words = [part for part in map(clean, (focus.text or focus.thought).splitlines()) if part]
         shown = words[-max(3, room // 3) :]
-        lines += [line(("", "")), *(line((row, style)) for row in shown)]
+        lines += [line(""), *(line((row, style)) for row in shown)]
         if focus.verdict:
             lines.append(line((focus.verdict, "green" if focus.factor else "red")))
         if focus.diff:
-            lines += [line((focus.diff_of, "bold"))]
-            lines += [_diff_line(row, line) for row in focus.diff[: max(0, room - len(shown) - 3)]]
+            lines.append(line((focus.diff_of, "bold")))
+            for row in focus.diff[: max(0, room - len(shown) - 3)]:
+                style = {"+": "green", "-": "red", "@": "cyan"}.get(row[:1], "dim")
+                lines.append(line((printable(row.expandtabs(4)), style)))
     return Group(*lines)
-
-
-def _diff_line(row: str, line: Callable[..., Any]) -> Any:
-    style = {"+": "green", "-": "red", "@": "cyan"}.get(row[:1], "dim")
-    return line((printable(row.expandtabs(4)), style))

@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +73,11 @@ async def optimize(
 
     Args:
         order: the request of a person.
-        settings: the sandbox.
+        settings: of the sandbox.
         cache: folder of builds and baselines.
         source: the problem.
-        folder: the result; with ``resume`` it holds a search that goes on.
-        resume: whether to continue the search in ``folder``.
+        folder: of the result; with ``resume`` it holds a search, which goes on.
+        resume: whether the search in ``folder`` goes on.
         watch: receives every event.
         stop: set by a person; the search ends with the best solution so far.
 
@@ -109,22 +109,21 @@ async def optimize(
         transcript = Transcript(folder / "transcript.jsonl", lambda: budget.elapsed, watch)
         try:
             async with open_sandbox(settings, cache) as sandbox:
-                transcript.tell("begin", task=task.name, order=order.to_json(), device=settings.device, resumed=resume)
+                transcript.tell("begin", task=task.name, order=asdict(order), device=settings.device, resumed=resume)
                 looked = await _unless(stop, _look_at(task, sandbox, transcript), sandbox)
                 if looked is None:
                     raise KeyboardInterrupt
                 probe, spec = looked
                 async with _served(order, states) as model:
-                    work = _Attempts(
-                        order, task, model, sandbox, budget, findings, transcript, _baselines(probe), states
-                    )
-                    why = await work.run(stop)
+                    facts = task, model, sandbox, order.terms, budget, findings, transcript.tell, _baselines(probe)
+                    numbers = range(1, order.attempts + 1)
+                    attempts = [Attempt(number, *facts, states.get(number, State())) for number in numbers]
+                    why = await _run_attempts(attempts, transcript, stop)
                 best = await _confirm(task, sandbox, findings, transcript, stop)
                 reached = best is not None and (factor(best.strict or best.quick) or 0.0) >= order.terms.target
-                outcome = SearchOutcome(folder, why, best, order.terms.target, reached, budget.facts(), work.message)
-                transcript.tell(
-                    "outcome", **{k: v for k, v in outcome.to_json().items() if k not in ("kind", "verdict")}
-                )
+                outcome = SearchOutcome(folder, why, best, order.terms.target, reached, budget.facts(), transcript.note)
+                shown = {key: value for key, value in outcome.to_json().items() if key not in ("kind", "verdict")}
+                transcript.tell("outcome", **shown)
                 write_result(outcome, task, spec, probe, order, settings)
         finally:
             transcript.close()
@@ -163,56 +162,27 @@ async def _served(order: SearchOrder, states: dict[int, State]) -> Any:
         yield model
 
 
-class _Attempts:
-    """The attempts of one run, side by side."""
-
-    def __init__(
-        self,
-        order: SearchOrder,
-        task: Task,
-        model: ServedModel,
-        sandbox: Any,
-        budget: SearchBudget,
-        findings: Findings,
-        transcript: Transcript,
-        baselines: str,
-        states: dict[int, State],
-    ) -> None:
-        self.order, self.findings, self.transcript = order, findings, transcript
-        self.message = ""
-        self._attempts = [
-            Attempt(
-                number, task, model, sandbox, order.terms, budget, findings, self._tell, baselines, states.get(number)
-            )
-            for number in range(1, order.attempts + 1)
-        ]
-
-    def _tell(self, kind: str, **facts: Any) -> None:
-        if kind == "note":
-            self.message = facts["text"]
-        self.transcript.tell(kind, **facts)
-
-    async def run(self, stop: asyncio.Event) -> str:
-        """Runs all attempts.  Returns ``target`` as soon as one reaches it, ``stopped`` if a person stops them, else
-        the reason why the last attempt ended."""
-        running = {asyncio.create_task(attempt.run()): attempt.number for attempt in self._attempts}
-        stopped = asyncio.create_task(stop.wait())
-        why = ""
-        try:
-            while running and not stop.is_set():
-                done, _ = await asyncio.wait([*running, stopped], return_when=asyncio.FIRST_COMPLETED)
-                for task in [task for task in running if task in done]:
-                    del running[task]
-                    why = task.result()
-                    if why == "target":
-                        return why
-            return "stopped" if stop.is_set() else why
-        finally:
-            stopped.cancel()
-            for task, number in running.items():
-                task.cancel()
-                self.transcript.tell("ended", attempt=number, why="stopped", summary="")
-            await asyncio.gather(*running, stopped, return_exceptions=True)
+async def _run_attempts(attempts: list[Attempt], transcript: Transcript, stop: asyncio.Event) -> str:
+    """Runs the attempts side by side.  Returns ``target`` as soon as one reaches it, ``stopped`` if a person stops
+    them, else the reason why the last attempt ended."""
+    running = {asyncio.create_task(attempt.run()): attempt.number for attempt in attempts}
+    stopped = asyncio.create_task(stop.wait())
+    why = ""
+    try:
+        while running and not stop.is_set():
+            done, _ = await asyncio.wait([*running, stopped], return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in running if task in done]:
+                del running[task]
+                why = task.result()
+                if why == "target":
+                    return why
+        return "stopped" if stop.is_set() else why
+    finally:
+        stopped.cancel()
+        for task, number in running.items():
+            task.cancel()
+            transcript.tell("ended", attempt=number, why="stopped", summary="")
+        await asyncio.gather(*running, stopped, return_exceptions=True)
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: Any) -> Any:
@@ -244,14 +214,8 @@ async def _confirm(
         verdict: Verdict | None = await _unless(stop, sandbox.evaluate(task, best.solution, "strict"), sandbox)
         if verdict is None:
             return best
-        transcript.tell(
-            "verdict",
-            attempt=best.attempt,
-            command="end",
-            verdict=verdict.to_json(),
-            files=best.solution.files,
-            factor=factor(verdict),
-        )
+        said = {"verdict": verdict.to_json(), "files": best.solution.files, "factor": factor(verdict)}
+        transcript.tell("verdict", attempt=best.attempt, command="end", **said)
         if verdict.status == "infra":
             return best
         best.strict = verdict

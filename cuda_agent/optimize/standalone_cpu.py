@@ -9,7 +9,8 @@ from typing import Any as _Any
 
 import torch
 
-from cuda_agent.optimize.standalone_plan import _built, _Kernels, _processor
+from cuda_agent import machine as _machine
+from cuda_agent.optimize.standalone_plan import _built, _Kernels
 
 
 class _Node(_ctypes.Structure):
@@ -38,7 +39,7 @@ class _OnCpu(_Kernels):
 
     def _library(self, files: dict[str, str], unit: str) -> str:
         command = ["g++", *self.program["flags"], unit, "-shared", "-o", "library.so"]
-        return str(_built(files, command, "library.so", _processor()) / "library.so")
+        return str(_built(files, command, "library.so", _machine.processor()) / "library.so")
 
     def _nodes(self, items: list[dict[str, _Any]], kernels: _Any) -> _Any:
         nodes = (_Node * len(items))()

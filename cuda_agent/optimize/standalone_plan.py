@@ -10,12 +10,16 @@ import math as _math
 import os as _os
 import shutil as _shutil
 import subprocess as _subprocess
+import sys as _sys
 import tempfile as _tempfile
 import threading as _threading
+import types as _types
 from pathlib import Path as _Path
 from typing import Any as _Any
 
 import torch
+
+from cuda_agent.sandbox.worker import library_nodes as _library_nodes
 
 _lock = _threading.Lock()
 
@@ -104,47 +108,32 @@ class _Kernels:
         raise NotImplementedError
 
     def library(self, node: dict[str, _Any], buffers: dict[str, list[torch.Tensor]]) -> None:
-        """A matrix product or a convolution of the vendor's library, in the arithmetic that the node names."""
+        """A matrix product or a convolution, as in the sandbox; PyTorch's settings stay as they were."""
+        matmul, names = torch.backends.cuda.matmul, ("tf32", "fp16_reduced_precision_reduction",
+                                                     "bf16_reduced_precision_reduction")  # fmt: skip
+        before = {f"allow_{name}": getattr(matmul, f"allow_{name}") for name in names}
 
-        def operand(role: str) -> torch.Tensor:
-            item = node["tensors"][role]
-            kind, _, rest = item["buffer"].partition(":")
-            memory = self.workspaces[rest] if kind == "ws" else buffers[kind][int(rest)]
-            flat = memory.view(-1).view(getattr(torch, item["dtype"]))
+        def operand(item: dict[str, _Any]) -> torch.Tensor:
+            flat = self.memory(item["buffer"], buffers).view(getattr(torch, item["dtype"]))
             return flat[: _math.prod(item["shape"])].view(item["shape"])
 
-        tf32 = node["compute"] == "tf32"
-        half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(node["compute"])
-        if node["library"] == "gemm":
-            a, b, c = operand("a"), operand("b"), operand("c")
-            if half:
-                a, b = a.to(half), b.to(half)
-            a = a.transpose(1, 2) if node["transpose_a"] else a
-            b = b.transpose(1, 2) if node["transpose_b"] else b
-            matmul = torch.backends.cuda.matmul
-            before = matmul.allow_tf32
-            matmul.allow_tf32 = tf32
-            try:
-                if a.dtype != c.dtype:
-                    c.copy_(torch.bmm(a, b))
-                elif len(c) == 1:
-                    torch.mm(a[0], b[0], out=c[0])
-                else:
-                    torch.bmm(a, b, out=c)
-            finally:
-                matmul.allow_tf32 = before
-            return
-        given, weight = operand("input"), operand("weight")
-        bias = operand("bias") if "bias" in node["tensors"] else None
-        if half:
-            given, weight, bias = given.to(half), weight.to(half), bias.to(half) if bias is not None else None
-        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=tf32):
-            operand("output").copy_(
-                torch.ops.aten.convolution(
-                    given, weight, bias, node["stride"], node["padding"], node["dilation"], node["transposed"],
-                    node["output_padding"], node["groups"],
-                )
-            )  # fmt: skip
+        try:
+            _library_nodes.bind(node, operand, self.device)()
+        finally:
+            for name, value in before.items():
+                setattr(matmul, name, value)
+
+    def memory(self, buffer: str, buffers: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+        """A buffer of the plan, flat."""
+        kind, _, rest = buffer.partition(":")
+        return (self.workspaces[rest] if kind == "ws" else buffers[kind][int(rest)]).view(-1)
+
+
+def _module(name: str, source: str) -> _Any:
+    """A module of cuda-agent, from the definitions of it that are used here."""
+    module = _sys.modules[f"model_new {name}"] = _types.ModuleType(f"model_new {name}")  # dataclasses look it up
+    exec(compile(source, f"{name}.py", "exec"), module.__dict__)
+    return module
 
 
 def _nested(form: _Any, outputs: _Any) -> _Any:
@@ -199,12 +188,3 @@ def _built(files: dict[str, str], command: list[str], product: str, identity: st
     finally:
         _shutil.rmtree(work, ignore_errors=True)
     return cache
-
-
-def _processor() -> str:
-    """What ``-march=native`` stands for."""
-    try:
-        lines = _Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))

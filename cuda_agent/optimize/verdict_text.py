@@ -2,7 +2,9 @@
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
+from cuda_agent.pages.optimize import shares_of_peak
 from cuda_agent.sandbox.wire import BASELINES, Verdict, baseline, baseline_parts
 
 _SHOWN = 6  # records of a call that are shown
@@ -40,7 +42,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     if verdict.checks:
         error = f", largest difference from eager {verdict.max_error:.2g}" if verdict.max_error is not None else ""
         lines.append(f"{verdict.checks} checks passed{error}; reward {verdict.reward}")
-    lines += _shares_of_peak(verdict) + _ran(verdict)
+    lines += shares_of_peak(verdict) + _ran(verdict)
     return lines + [f"advice: {line}" for line in verdict.advice]
 
 
@@ -50,38 +52,6 @@ def _spread(samples: Sequence[float]) -> str:
         return ""
     low, _, high = statistics.quantiles(samples, n=4)
     return f"   half of {len(samples)} calls between {low * 1e6:.1f} and {high * 1e6:.1f}"
-
-
-def _shares_of_peak(verdict: Verdict) -> list[str]:
-    """The use of the device's peak rates in one call."""
-    if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
-        return []
-    lines = []
-    best = "the device's peak" if verdict.device == "cuda" else "a measured copy"
-    if verdict.bytes:
-        rate = verdict.bytes / verdict.seconds
-        lines.append(f"inputs and outputs of {_amount(verdict.bytes, 'B')}: {_amount(rate, 'B/s')}")
-        lines[-1] += _of_peak(rate, verdict.peak_bytes_per_second, best, "caches held a part, or not all was needed")
-    if verdict.flops:
-        rate = verdict.flops / verdict.seconds
-        lines.append(f"{_amount(verdict.flops, 'FLOP')} in the reference: {_amount(rate, 'FLOP/s')}")
-        lines[-1] += _of_peak(rate, verdict.peak_flops, "the device's peak", "rougher arithmetic, or less of it")
-    return lines
-
-
-def _of_peak(rate: float, peak: float | None, best: str, why_more: str) -> str:
-    if not peak:
-        return ""
-    if rate > peak:
-        return f", {rate / peak:.2g} times {best}: {why_more}"
-    return f", {rate / peak:.0%} of {best}"
-
-
-def _amount(value: float, unit: str) -> str:
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
 
 
 def _ran(verdict: Verdict) -> list[str]:
@@ -101,11 +71,9 @@ def _row(name: str, seconds: float, factor: float | None = None, note: str = "")
     return f"{name:18} {seconds * 1e6:10.1f} µs{faster}{note}"
 
 
-def _strict_times(verdict: Verdict, strict: dict[str, object]) -> list[str]:
+def _strict_times(verdict: Verdict, strict: dict[str, Any]) -> list[str]:
     """Every baseline, and the arithmetic that explains the solution's error."""
-    baselines, interval, failed = strict["baselines"], strict["interval"], strict["failed"]
-    precision = strict["precision"]
-    assert isinstance(baselines, dict) and isinstance(failed, dict) and isinstance(interval, list | tuple)
+    baselines, interval, precision = strict["baselines"], strict["interval"], strict["precision"]
     lines = []
     for label, seconds in baselines.items():
         name, arithmetic = baseline_parts(label)
@@ -115,11 +83,12 @@ def _strict_times(verdict: Verdict, strict: dict[str, object]) -> list[str]:
         factor = seconds / verdict.seconds if verdict.seconds else None
         lines.append(_row(f"{BASELINES[name]} {arithmetic}", seconds, factor, note + same))
     lines += [
-        f"{BASELINES[baseline_parts(label)[0]]}: {str(why).splitlines()[0][:90]}" for label, why in failed.items()
+        f"{BASELINES[baseline_parts(label)[0]]}: {str(why).splitlines()[0][:90]}"
+        for label, why in strict["failed"].items()
     ]
     if any(arithmetic == precision != "fp32" for _, arithmetic in map(baseline_parts, baselines)):
         lines.append(f"its error is that of {precision} arithmetic: compare it with the baselines of that precision")
     elif precision and precision != "fp32":
-        rough = str(precision).removeprefix("below ")
+        rough = precision.removeprefix("below ")
         lines.append(f"its error is larger than that of {rough} arithmetic, and no baseline is as rough")
     return lines

@@ -12,8 +12,43 @@ from markupsafe import Markup
 
 from cuda_agent.pages.text import safe
 
-Scale = Literal["linear", "log"]
 Points = Sequence[tuple[float, float]]
+Anchor = Literal["start", "middle", "end"]
+
+
+class Drawing:
+    """The shapes of one chart, from the back to the front; ``css`` is the class of each."""
+
+    def __init__(self, width: float, height: float, css: str = "chart") -> None:
+        self.width, self.height, self._css = width, height, css
+        self._shapes: list[str] = []
+
+    def line(self, css: str, x1: float, y1: float, x2: float, y2: float) -> None:
+        self._shapes.append(f'<line class="{css}" x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}"/>')
+
+    def text(self, css: str, x: float, y: float, text: str, anchor: Anchor = "start") -> None:
+        self._shapes.append(f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{safe(text)}</text>')
+
+    def dot(self, css: str, x: float, y: float, radius: float, title: str = "") -> None:
+        self._shapes.append(f'<circle class="{css}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}">{_title(title)}</circle>')
+
+    def bar(self, css: str, x: float, y: float, width: float, height: float, title: str) -> None:
+        size = f'width="{width:.1f}" height="{height:.1f}" rx="1.5"'
+        self._shapes.append(f'<rect class="{css}" x="{x:.1f}" y="{y:.1f}" {size}>{_title(title)}</rect>')
+
+    def path(self, css: str, points: Points, tag: Literal["polyline", "polygon"] = "polyline") -> None:
+        places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self._shapes.append(f'<{tag} class="{css}" points="{places}"/>')
+
+    def svg(self, spoken: str) -> Markup:
+        """``spoken``: what a screen reader says."""
+        box = f'viewBox="0 0 {self.width:g} {self.height:g}"'
+        head = f'class="{self._css}" {box} role="img" aria-label="{safe(spoken)}"'
+        return Markup(f"<svg {head}>{''.join(self._shapes)}</svg>")
+
+
+def _title(text: str) -> str:
+    return f"<title>{safe(text)}</title>" if text else ""
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -44,162 +79,118 @@ def line_chart(
     title: str,
     points: Points,
     *,
-    bounds: tuple[float | None, float | None] = (None, None),
+    from_zero: bool = False,
     rule: tuple[float, str] | None = None,
     percent: bool = False,
 ) -> Markup:
-    """One curve.  ``bounds`` are values the axis must include (None: fit); ``rule`` draws a dashed line with its
-    label."""
+    """One curve; its axis fits the values, or includes zero.  ``rule`` draws a dashed line with its label."""
     width, height, left, right, top, bottom = 320, 178, 44, 14, 12, 28
-    shown = [v for _, v in points] + ([rule[0]] if rule else []) + [b for b in bounds if b is not None]
+    end, foot = width - right, height - 9
+    shown = [v for _, v in points] + ([rule[0]] if rule else []) + [0.0] * from_zero
     marks = ticks(min(shown), max(shown), 4)
     x_low, x_high = points[0][0], points[-1][0]
-    span = (x_high - x_low) or 1.0
 
     def x(value: float) -> float:
-        return left + (width - left - right) * ((value - x_low) / span if x_high > x_low else 0.5)
+        return left + (end - left) * ((value - x_low) / (x_high - x_low) if x_high > x_low else 0.5)
 
     def y(value: float) -> float:
         return top + (height - top - bottom) * (1 - (value - marks[0]) / (marks[-1] - marks[0]))
 
     say: Callable[[float | None], str] = share if percent else number
-    parts = [
-        f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y(m):.1f}" y2="{y(m):.1f}"/>'
-        f'<text class="tick" x="{left - 7}" y="{y(m) + 3.5:.1f}" text-anchor="end">'
-        f"{f'{100 * m:g}' + chr(0x202F) + '%' if percent else number(m)}</text>"
-        for m in marks
-    ]
+    chart = Drawing(width, height)
+    for mark in marks:
+        chart.line("grid", left, y(mark), end, y(mark))
+        chart.text("tick", left - 7, y(mark) + 3.5, f"{100 * mark:g}\u202f%" if percent else number(mark), "end")
     if rule:
-        parts.append(
-            f'<line class="rule" x1="{left}" x2="{width - right}" y1="{y(rule[0]):.1f}" y2="{y(rule[0]):.1f}"/>'
-            f'<text class="rule-label" x="{width - right}" y="{y(rule[0]) - 5:.1f}" text-anchor="end">'
-            f"{safe(rule[1])}</text>"
-        )
-    for value in {x_low, x_high}:
-        anchor = "middle" if x_low == x_high else "start" if value == x_low else "end"
-        parts.append(f'<text class="tick" x="{x(value):.1f}" y="{height - 9}" text-anchor="{anchor}">{value:g}</text>')
-    parts.append(
-        f'<text class="tick" x="{(left + width - right) / 2:.0f}" y="{height - 9}" text-anchor="middle">'
-        f"{'step' if x_high > x_low else ''}</text>"
-    )
-    places = [(x(at), y(value)) for at, value in points]
-    path = " ".join(f"{px:.1f},{py:.1f}" for px, py in places)
-    floor = y(marks[0])
-    parts.append(
-        f'<polygon class="area" points="{places[0][0]:.1f},{floor:.1f} {path} {places[-1][0]:.1f},{floor:.1f}"/>'
-    )
-    parts.append(f'<polyline class="curve" points="{path}"/>')
-    if len(points) <= 24:
-        parts += [
-            f'<circle class="dot" cx="{px:.1f}" cy="{py:.1f}" r="2.6"><title>step {at:g}: {say(v)}</title></circle>'
-            for (px, py), (at, v) in zip(places, points, strict=True)
-        ]
+        chart.line("rule", left, y(rule[0]), end, y(rule[0]))
+        chart.text("rule-label", end, y(rule[0]) - 5, rule[1], "end")
+    if x_high > x_low:
+        chart.text("tick", left, foot, f"{x_low:g}")
+        chart.text("tick", (left + end) / 2, foot, "step", "middle")
+        chart.text("tick", end, foot, f"{x_high:g}", "end")
     else:
-        parts.append(f'<circle class="dot" cx="{places[-1][0]:.1f}" cy="{places[-1][1]:.1f}" r="2.8"/>')
-    spoken = f"{title}: from {say(points[0][1])} to {say(points[-1][1])} over {len(points)} steps"
-    return svg("chart", width, height, spoken, parts)
+        chart.text("tick", x(x_low), foot, f"{x_low:g}", "middle")
+    places = [(x(at), y(value)) for at, value in points]
+    chart.path("area", [(places[0][0], y(marks[0])), *places, (places[-1][0], y(marks[0]))], "polygon")
+    chart.path("curve", places)
+    if len(points) <= 24:
+        for place, (at, value) in zip(places, points, strict=True):
+            chart.dot("dot", *place, 2.6, f"step {at:g}: {say(value)}")
+    else:
+        chart.dot("dot", *places[-1], 2.8)
+    return chart.svg(f"{title}: from {say(points[0][1])} to {say(points[-1][1])} over {len(points)} steps")
 
 
 def interval_chart(
-    title: str,
-    rows: Sequence[tuple[str, str, float | None, tuple[float, float] | None]],
-    *,
-    scale: Scale = "linear",
-    rule: float | None = None,
-    percent: bool = False,
+    title: str, rows: Sequence[tuple[str, str, float | None, tuple[float, float] | None]], ratio: bool
 ) -> Markup:
-    """One row a policy: (label, class, value, interval); a dot, its interval and the value in words."""
+    """One row a policy: (label, class, value, interval); a dot, its interval and the value in words.  ``ratio``: values
+    are speed-ups, on a logarithmic axis around 1; else they are shares."""
     width, row_height, left, right, top = 320, 30, 74, 70, 6
-    height = top + row_height * len(rows) + 24
-    say: Callable[[float | None], str] = share if percent else factor
-    known = [v for _, _, value, interval in rows for v in (value, *(interval or ())) if v is not None]
-    if scale == "log":
-        reach = max([abs(math.log(v)) for v in [*known, 1.25] if v > 0])
-        low, high = math.exp(-reach * 1.08), math.exp(reach * 1.08)
+    chart = Drawing(width, top + row_height * len(rows) + 24)
+    if ratio:
+        known = [v for _, _, value, interval in rows for v in (value, *(interval or ())) if v is not None]
+        high = math.exp(1.08 * max(abs(math.log(v)) for v in [*known, 1.25] if v > 0))
+        low = 1 / high
         marks = [m for m in (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 10, 20, 100) if low <= m <= high]
         if len(marks) < 3:
             marks = [m for m in (0.6, 0.8, 1, 1.25, 1.6) if low <= m <= high]
     else:
-        low, high, marks = 0.0, 1.0, [0.0, 0.25, 0.5, 0.75, 1.0]
+        marks = [0.0, 0.25, 0.5, 0.75, 1.0]
 
     def x(value: float) -> float:
-        at = (
-            (math.log(max(value, low) / low) / math.log(high / low)) if scale == "log" else (value - low) / (high - low)
-        )
+        at = math.log(max(value, low) / low) / math.log(high / low) if ratio else value
         return left + (width - left - right) * min(1.0, max(0.0, at))
 
-    end = height - 20
-    parts = []
-    for m in marks:
-        strong = " one" if m == rule else ""
-        parts.append(f'<line class="grid{strong}" x1="{x(m):.1f}" x2="{x(m):.1f}" y1="{top}" y2="{end}"/>')
-        label = f"{100 * m:.0f}" if percent else f"{m:g}×"
-        parts.append(f'<text class="tick" x="{x(m):.1f}" y="{height - 6}" text-anchor="middle">{label}</text>')
+    say: Callable[[float | None], str] = factor if ratio else share
+    for mark in marks:
+        chart.line("grid one" if ratio and mark == 1 else "grid", x(mark), top, x(mark), chart.height - 20)
+        chart.text("tick", x(mark), chart.height - 6, f"{mark:g}×" if ratio else f"{100 * mark:.0f}", "middle")
     for i, (label, name, value, interval) in enumerate(rows):
         y = top + row_height * (i + 0.5)
-        parts.append(f'<text class="row-label" x="0" y="{y + 4:.1f}">{safe(label)}</text>')
-        if value is None:
-            parts.append(f'<text class="value none" x="{width}" y="{y + 4:.1f}" text-anchor="end">none</text>')
-            continue
-        if interval:
-            parts.append(
-                f'<line class="whisker {name}" x1="{x(interval[0]):.1f}" x2="{x(interval[1]):.1f}" '
-                f'y1="{y:.1f}" y2="{y:.1f}"/>'
-            )
-        parts.append(f'<circle class="mark {name}" cx="{x(value):.1f}" cy="{y:.1f}" r="5"/>')
-        parts.append(f'<text class="value" x="{width}" y="{y + 4:.1f}" text-anchor="end">{say(value)}</text>')
-    spoken = f"{title}: " + ", ".join(f"{label} {say(value)}" for label, _, value, _ in rows)
-    return svg("chart", width, height, spoken, parts)
+        chart.text("row-label", 0, y + 4, label)
+        if interval and value is not None:
+            chart.line(f"whisker {name}", x(interval[0]), y, x(interval[1]), y)
+        if value is not None:
+            chart.dot(f"mark {name}", x(value), y, 5)
+        chart.text("value none" if value is None else "value", width, y + 4, say(value), "end")
+    return chart.svg(f"{title}: " + ", ".join(f"{label} {say(value)}" for label, _, value, _ in rows))
 
 
 def histogram(title: str, edges: Sequence[float], counts: Sequence[float], unit: str) -> Markup:
     """Bars over logarithmic intervals; the first and last edge and the middle one are named."""
     width, height, left, top, bottom = 640, 170, 4, 18, 26
-    step, most = (width - 2 * left) / max(1, len(counts)), max([*counts, 1])
-    parts = [f'<line class="axis" x1="{left}" x2="{width - left}" y1="{height - bottom}" y2="{height - bottom}"/>']
+    step, most, floor = (width - 2 * left) / max(1, len(counts)), max([*counts, 1]), height - bottom
+    chart = Drawing(width, height, "chart wide")
+    chart.line("axis", left, floor, width - left, floor)
     for i, count in enumerate(counts):
-        tall = (height - top - bottom) * count / most
-        name = f"{number(edges[i], 2)} to {number(edges[i + 1], 2)} {unit}: {count:g}"
+        tall = (floor - top) * count / most
         if count:
-            parts.append(
-                f'<rect class="bar" x="{left + i * step + 1.5:.1f}" y="{height - bottom - tall:.1f}" '
-                f'width="{step - 3:.1f}" height="{tall:.1f}" rx="2"><title>{name}</title></rect>'
-                f'<text class="tick" x="{left + (i + 0.5) * step:.1f}" y="{height - bottom - tall - 5:.1f}" '
-                f'text-anchor="middle">{count:g}</text>'
-            )
+            name = f"{number(edges[i], 2)} to {number(edges[i + 1], 2)} {unit}: {count:g}"
+            chart.bar("bar", left + i * step + 1.5, floor - tall, step - 3, tall, name)
+            chart.text("tick", left + (i + 0.5) * step, floor - tall - 5, f"{count:g}", "middle")
     last = len(edges) - 1
-    for i, anchor in ((0, "start"), (last // 2, "middle"), (last, "end")):
-        parts.append(
-            f'<text class="tick" x="{left + i * step:.1f}" y="{height - 8}" text-anchor="{anchor}">'
-            f"{number(edges[i], 2)} {safe(unit)}</text>"
-        )
-    return svg("chart wide", width, height, f"{title}: {sum(counts):g} tasks", parts)
+    named: tuple[tuple[int, Anchor], ...] = ((0, "start"), (last // 2, "middle"), (last, "end"))
+    for i, anchor in named:
+        chart.text("tick", left + i * step, height - 8, f"{number(edges[i], 2)} {unit}", anchor)
+    return chart.svg(f"{title}: {sum(counts):g} tasks")
 
 
 def stack_chart(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, int]]]]) -> Markup:
     """One row a policy: (label, [(class, count), ...]); the first count of all is what the row says in words."""
     width, row_height, left, right, top = 320, 30, 74, 70, 6
-    height = top + row_height * len(rows) + 24
-    parts = []
+    chart, spoken = Drawing(width, top + row_height * len(rows) + 24), []
     for i, (label, pieces) in enumerate(rows):
-        y, total, at = top + row_height * (i + 0.5), sum(n for _, n in pieces) or 1, float(left)
-        parts.append(f'<text class="row-label" x="0" y="{y + 4:.1f}">{safe(label)}</text>')
-        for name, count in pieces:
+        y, total, at = top + row_height * (i + 0.5), sum(n for _, n in pieces), float(left)
+        named = [(css, css.removeprefix("s-").replace("_", " "), count) for css, count in pieces if count]
+        chart.text("row-label", 0, y + 4, label)
+        for css, name, count in named:
             wide = (width - left - right) * count / total
-            said = f"{name.removeprefix('s-').replace('_', ' ')}: {count}"
-            if count:
-                parts.append(
-                    f'<rect class="{name}" x="{at:.1f}" y="{y - 6:.1f}" width="{max(wide - 1.5, 0.5):.1f}" height="12" '
-                    f'rx="1.5"><title>{safe(said)}</title></rect>'
-                )
+            chart.bar(css, at, y - 6, max(wide - 1.5, 0.5), 12, f"{name}: {count}")
             at += wide
-        first = f"{pieces[0][1]} of {sum(n for _, n in pieces)}" if pieces else "none"
-        parts.append(f'<text class="value" x="{width}" y="{y + 4:.1f}" text-anchor="end">{first}</text>')
-    spoken = f"{title}: " + "; ".join(
-        f"{label} " + ", ".join(f"{n} {c.removeprefix('s-').replace('_', ' ')}" for c, n in pieces if n)
-        for label, pieces in rows
-    )
-    return svg("chart", width, height, spoken, parts)
+        chart.text("value", width, y + 4, f"{pieces[0][1]} of {total}" if pieces else "none", "end")
+        spoken.append(f"{label} " + ", ".join(f"{count} {name}" for _, name, count in named))
+    return chart.svg(f"{title}: " + "; ".join(spoken))
 
 
 def share(value: float | None) -> str:
@@ -235,7 +226,9 @@ def duration(seconds: float | None) -> str:
     return f"{number(seconds / 1e-9)} ns"
 
 
-def svg(classes: str, width: float, height: float, spoken: str, parts: Sequence[str]) -> Markup:
-    """``spoken``: what a screen reader says."""
-    head = f'class="{classes}" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{safe(spoken)}"'
-    return Markup(f"<svg {head}>{''.join(parts)}</svg>")
+def amount(value: float, unit: str) -> str:
+    """33e6 and ``B`` -> ``33 MB``"""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{number(value / size)} {prefix}{unit}"
+    return f"{number(value)} {unit}"

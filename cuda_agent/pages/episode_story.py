@@ -8,7 +8,7 @@ What it does not cover: which episodes there are (``episodes``), and how a story
 
 import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from cuda_agent.agent.compaction import cut
@@ -52,31 +52,26 @@ class Story:
     best: dict[str, Any] | None = None  # of the best state of the trajectory
 
 
-@dataclass
-class _Files:
-    """The files that are known from what was written."""
-
-    texts: dict[str, str] = field(default_factory=dict)
-
-    def take(self, call: Mapping[str, Any]) -> Event | None:
-        """The difference that a call of a writer made; None where it cannot be followed."""
-        arguments = call["arguments"]
-        path = posixpath.normpath(str(arguments.get("path", "")))
-        old = self.texts.get(path, "")
-        if call["name"] == "Write":
-            new = str(arguments.get("content", ""))
-        else:
-            edits = arguments.get("edits") if call["name"] == "MultiEdit" else [arguments]
-            if path not in self.texts or not isinstance(edits, list):
+def _change(call: Mapping[str, Any], known: dict[str, str]) -> Event | None:
+    """The difference that a call of a writer made; None where it cannot be told.  ``known``: files by path, as far as
+    they were written whole."""
+    arguments = call["arguments"]
+    path = posixpath.normpath(str(arguments.get("path", "")))
+    old = known.get(path, "")
+    if call["name"] == "Write":
+        new = str(arguments.get("content", ""))
+    else:
+        edits = arguments.get("edits") if call["name"] == "MultiEdit" else [arguments]
+        if path not in known or not isinstance(edits, list):
+            return None
+        new = old
+        for edit in edits:
+            before = str(edit.get("old_string", "")) if isinstance(edit, dict) else ""
+            if not before or before not in new:
                 return None
-            new = old
-            for edit in edits:
-                before = str(edit.get("old_string", "")) if isinstance(edit, dict) else ""
-                if not before or before not in new:
-                    return None
-                new = new.replace(before, str(edit.get("new_string", "")))
-        self.texts[path] = new
-        return difference(path, old, new)
+            new = new.replace(before, str(edit.get("new_string", "")))
+    known[path] = new
+    return difference(path, old, new)
 
 
 @dataclass(frozen=True)
@@ -98,9 +93,6 @@ class EpisodeRow:
     ended: str
     flags: list[str]
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class EpisodeEntry:
@@ -113,13 +105,15 @@ def of_episode(episode: Episode, tokenizer: Any = None) -> Story:
     messages = episode.messages
     first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
     spans = _sampled(episode, tokenizer)
-    known, turns = _Files(), list[Turn]()
+    known, turns = dict[str, str](), list[Turn]()
     for message in messages[first:]:
         if message["role"] == "assistant":
             number = len(turns)
             parts = _spoken(message)
-            if number in spans:
-                parts.append(_as_sampled(spans[number]))
+            if tokens := spans.get(number):
+                mean = sum(logprob for _, logprob in tokens) / len(tokens)
+                title = f"{len(tokens)} tokens as sampled, {mean:.2f} nats each"
+                parts.append(StoryPart("sampled", "", title, tokens=tuple(tokens)))
             turns.append(Turn(number + 1, parts))
             waiting = list(message.get("tool_calls") or ())
         else:
@@ -184,11 +178,6 @@ def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
     }
 
 
-def _as_sampled(tokens: list[Token]) -> StoryPart:
-    mean = sum(logprob for _, logprob in tokens) / max(1, len(tokens))
-    return StoryPart("sampled", "", f"{len(tokens)} tokens as sampled, {mean:.2f} nats each", tokens=tuple(tokens))
-
-
 def _spoken(message: Mapping[str, Any], thought: str = "") -> list[StoryPart]:
     """What an assistant's message says and asks for; writers are shown by the difference that they made."""
     content = str(message.get("content") or "")
@@ -208,23 +197,28 @@ def _called(call: Mapping[str, Any]) -> StoryPart:
         return StoryPart("call", "", f"{name} {arguments.get('path', '')}"[:200])
     if len(arguments) == 1:
         return StoryPart("call", _short(next(iter(arguments.values()))), name)
-    return StoryPart("call", _short("\n".join(f"{key}: {value}" for key, value in arguments.items())), name)
+    return _arguments(arguments, name)
 
 
-def _answered(call: Mapping[str, Any] | None, result: str, known: _Files) -> Iterable[StoryPart]:
+def _arguments(arguments: Mapping[str, Any], title: str) -> StoryPart:
+    return StoryPart("call", _short("\n".join(f"{key}: {value}" for key, value in arguments.items())), title)
+
+
+def _result(text: str, kind: Kind = "result") -> StoryPart:
+    return StoryPart(kind, _short(text), good=False if text.startswith("error") else None)
+
+
+def _answered(call: Mapping[str, Any] | None, result: str, known: dict[str, str]) -> Iterable[StoryPart]:
     """What came back; before it, what the call changed."""
-    bad = result.startswith("error")
     if call is not None and call.get("name") in _WRITERS and isinstance(call.get("arguments"), dict):
-        change = None if bad else known.take(call)
+        change = None if result.startswith("error") else _change(call, known)
         if change is not None:
             yield _changed(change)
             if result == "ok":
                 return
         else:
-            yield StoryPart(
-                "call", _short("\n".join(f"{k}: {v}" for k, v in call["arguments"].items())), "its arguments"
-            )
-    yield StoryPart("result", _short(result), good=False if bad else None)
+            yield _arguments(call["arguments"], "its arguments")
+    yield _result(result)
 
 
 def _changed(event: Event) -> StoryPart:
@@ -239,11 +233,7 @@ def _told(event: Event) -> Iterable[StoryPart]:
         if message["role"] == "assistant":
             yield from _spoken(message, str(event.get("thought") or ""))
         else:
-            text = str(message.get("content") or "")
-            bad = text.startswith("error")
-            yield StoryPart(
-                "result" if message["role"] == "tool" else "note", _short(text), good=False if bad else None
-            )
+            yield _result(str(message.get("content") or ""), "result" if message["role"] == "tool" else "note")
     elif kind == "diff":
         yield _changed(event)
     elif kind == "verdict":
@@ -251,7 +241,7 @@ def _told(event: Event) -> Iterable[StoryPart]:
         said = f"correct, {ratio:.2f}×" if ratio else f"{found['status']} {found.get('message', '')}".strip()
         how = f"{event['command']} in strict mode" if found.get("mode") == "strict" else str(event["command"])
         yield StoryPart("verdict", _short(said), how, good=bool(ratio))
-    elif kind == "note":
+    elif kind in ("note", "form"):
         yield StoryPart("note", _short(event["text"]))
 
 

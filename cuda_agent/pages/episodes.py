@@ -9,6 +9,7 @@ Does not: choose or read episodes (``pipeline.episodes``).
 
 from collections.abc import Sequence
 
+from cuda_agent.agent.progress import ENDS
 from cuda_agent.pages.charts import share
 from cuda_agent.pages.episode_story import EpisodeEntry, EpisodeRow, Story
 from cuda_agent.pages.page import page, part, plural
@@ -18,10 +19,6 @@ MOST = 200  # episodes of a page, unless asked for more
 LARGEST = 12 << 20  # characters of all of them
 SHADES = ((-0.0513, "95 %"), (-0.357, "70 %"), (-0.916, "40 %"), (-2.303, "10 %"), (-4.605, "1 %"))
 """(lowest log-probability, the probability in words) of each shade but the last."""
-_ENDS = {
-    "answer": "it answered", "turns": "all turns were used", "tokens": "no room for more tokens",
-    "deadline": "cut by the deadline", "infra": "cut by a fault of ours",
-}  # fmt: skip
 _SORTS = (
     ("", "as listed"),
     ("reward", "reward"),
@@ -72,7 +69,7 @@ def _card(row: EpisodeRow, story: Story) -> str:
         "stage": row.stage, "status": row.status, "ended": row.ended, "reward": row.reward, "speedup": row.speedup,
         "turns": row.turns, "tokens": row.tokens, "logprob": None if row.logprob is None else -row.logprob,
     }  # fmt: skip
-    about = [row.id, f"ended: {_ENDS.get(row.ended, row.ended)}", *(flag.replace("_", " ") for flag in row.flags)]
+    about = [row.id, f"ended: {ENDS.get(row.ended, row.ended)}", *(flag.replace("_", " ") for flag in row.flags)]
     if row.logprob is not None:
         about.append(f"{row.logprob:.3f} nats a token")
     verdicts = [("The verdict", story.verdict)] if story.verdict else []

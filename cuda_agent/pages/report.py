@@ -26,20 +26,20 @@ SECTIONS = (
     ("notes", "Notes and warnings"),
     ("run", "This run"),
 )
-# (key, title, is a share, values the axis must include), in the order of the page.
-CURVES: tuple[tuple[str, str, bool, tuple[float | None, float | None]], ...] = (
-    ("reward", "Reward", False, (None, None)),
-    ("pass_rate", "Pass rate", True, (0, None)),
-    ("faster_than_eager", "Over 5 % faster than eager", True, (0, None)),
-    ("faster_than_compile", "Over 5 % faster than both", True, (0, None)),
-    ("explained_variance", "Explained variance", False, (0, None)),
-    ("heldout_explained_variance", "Explained variance, held out", False, (0, None)),
-    ("entropy", "Entropy, nats a token", False, (0, None)),
-    ("kl", "KL from the engine, nats a token", False, (0, None)),
-    ("response_length", "Response length, tokens", False, (0, None)),
-    ("loss", "Loss", False, (None, None)),
-    ("heldout_loss", "Loss, held out", False, (None, None)),
-    ("value_loss", "Value loss", False, (None, None)),
+# (key, title, is a share, axis from zero), in the order of the page.
+CURVES = (
+    ("reward", "Reward", False, False),
+    ("pass_rate", "Pass rate", True, True),
+    ("faster_than_eager", "Over 5 % faster than eager", True, True),
+    ("faster_than_compile", "Over 5 % faster than both", True, True),
+    ("explained_variance", "Explained variance", False, True),
+    ("heldout_explained_variance", "Explained variance, held out", False, True),
+    ("entropy", "Entropy, nats a token", False, True),
+    ("kl", "KL from the engine, nats a token", False, True),
+    ("response_length", "Response length, tokens", False, True),
+    ("loss", "Loss", False, False),
+    ("heldout_loss", "Loss, held out", False, False),
+    ("value_loss", "Value loss", False, False),
 )
 _WORDS = {0: "No", 1: "One", 2: "Two", 3: "Three", 4: "Four", 5: "Five"}
 LOWEST_EXPLAINED_VARIANCE = 0.2
@@ -136,14 +136,12 @@ def _series(stage: Data) -> dict[str, list[tuple[float, float]]]:
 
 def _figure(key: str, points: list[tuple[float, float]], before: str) -> tuple[str, str, str]:
     """Title, last value and chart of one curve."""
-    title, percent, bounds = next(
-        ((title, percent, bounds) for k, title, percent, bounds in CURVES if k == key),
-        (key.replace("_", " ").replace("/", " / "), False, (None, None)),
-    )
+    other = key, key.replace("_", " ").replace("/", " / "), False, False
+    _, title, percent, from_zero = next((curve for curve in CURVES if curve[0] == key), other)
     title = before + (title[0].lower() + title[1:] if before else title)
     rule = (LOWEST_EXPLAINED_VARIANCE, "0.2") if "explained_variance" in key else None
     say: Callable[[float | None], str] = share if percent else number
-    return title, say(points[-1][1]), line_chart(title, points, bounds=bounds, rule=rule, percent=percent)
+    return title, say(points[-1][1]), line_chart(title, points, from_zero=from_zero, rule=rule, percent=percent)
 
 
 def _card(card: Data) -> Data:

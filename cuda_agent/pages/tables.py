@@ -112,10 +112,7 @@ def _charts(policies: Sequence[Data], group: str) -> list[tuple[str, Markup]]:
             row = _row(p, "final", group)
             value, interval = (row[key], row["intervals"].get(key)) if row else (None, None)
             entries.append((p["policy"], f"p-{slug(p['policy'])}", value, interval))
-        if _is_ratio(key):
-            figures.append((title, interval_chart(title, entries, scale="log", rule=1.0)))
-        else:
-            figures.append((title, interval_chart(title, entries, percent=True)))
+        figures.append((title, interval_chart(title, entries, _is_ratio(key))))
     return figures
 
 

@@ -7,6 +7,8 @@ import re
 from html import escape
 
 from markupsafe import Markup
+from pygments.lexers.c_like import CudaLexer
+from pygments.token import Comment, Keyword, Number, String
 
 # Escape codes move a terminal's cursor, direction marks reorder a line, tag characters and variation selectors hide
 # whole sentences, half a surrogate pair is no text at all: none of them is shown as what it does.
@@ -19,11 +21,12 @@ _CPP = re.compile(r"[.](cpp|cc|cu|cuh|h|hpp)$")
 
 def visible(text: str) -> str:
     """With characters that change how the rest is seen, or are not seen at all, named instead."""
-    return _HIDDEN.sub(lambda found: _named(ord(found[0])), text)
 
+    def named(found: re.Match[str]) -> str:
+        code = ord(found[0])
+        return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else f"⟨U+{code:04X}⟩"
 
-def _named(code: int) -> str:
-    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else f"⟨U+{code:04X}⟩"
+    return _HIDDEN.sub(named, text)
 
 
 def safe(text: str) -> str:
@@ -38,33 +41,26 @@ def source(path: str, text: str) -> Markup:
 
 def diff_rows(text: str) -> Markup:
     """A unified diff as HTML, a line a row."""
-    return Markup("".join(_diff_row(row) for row in text.splitlines()))
+
+    def shown(row: str) -> str:
+        css = {"+": "add", "-": "del", "@": "at"}.get(row[:1])
+        return (f'<span class="{css}">{safe(row)}</span>' if css else safe(row)) + "\n"
+
+    return Markup("".join(map(shown, text.splitlines())))
 
 
-def _diff_row(row: str) -> str:
-    style, text = {"+": "add", "-": "del", "@": "at"}.get(row[:1]), safe(row)
-    return (f'<span class="{style}">{text}</span>' if style else text) + "\n"
-
-
-_TOKEN = re.compile(
-    r"(?P<comment>//[^\n]*|/\*.*?(?:\*/|\Z))"
-    r"|(?P<string>\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*')"
-    r"|(?P<pre>^[ \t]*\#[^\n]*)"
-    r"|(?P<num>\b(?:0[xX][0-9a-fA-F]+|\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)[fFuUlL]*\b)"
-    r"|(?P<key>\b(?:alignas|auto|break|case|const|constexpr|continue|do|else|extern|false|for|goto|if|inline|namespace|"
-    r"nullptr|return|sizeof|static|struct|switch|template|true|typename|using|volatile|while|__\w+__)\b)"
-    r"|(?P<type>\b(?:void|bool|char|short|int|long|float|double|unsigned|signed|half|size_t|u?int\d+_t|float[24]|dim3)\b)"
-    r"|(?P<word>[A-Za-z_]\w*)",
-    re.DOTALL | re.MULTILINE,
-)
+# Kind of token -> class; the first that fits counts.
+_CLASSES = (
+    (Comment.Preproc, "pre"), (Comment.PreprocFile, "pre"), (Comment, "comment"), (String, "string"), (Number, "num"),
+    (Keyword.Type, "type"), (Keyword, "key"),
+)  # fmt: skip
 
 
 def highlight_cpp(source: str) -> str:
-    """C++ as escaped HTML with a handful of classes.  Whatever ``source`` holds, only ``span`` elements are added."""
-    out, at = [], 0
-    for found in _TOKEN.finditer(source):
-        out.append(escape(source[at : found.start()]))
-        text, kind = found.group(), found.lastgroup
-        out.append(escape(text) if kind == "word" else f'<span class="{kind}">{escape(text)}</span>')
-        at = found.end()
-    return "".join([*out, escape(source[at:])])
+    """C++ or CUDA as escaped HTML with a handful of classes.  Whatever ``source`` holds, only ``span`` elements are
+    added."""
+    out = []
+    for _, kind, text in CudaLexer().get_tokens_unprocessed(source):
+        css = next((css for known, css in _CLASSES if kind in known), "")
+        out.append(f'<span class="{css}">{escape(text)}</span>' if css else escape(text))
+    return "".join(out)

@@ -10,8 +10,8 @@ import random
 from collections.abc import Collection
 from typing import Any
 
-from cuda_agent.agent.prompt import TOOLS, agent_messages, one_shot_messages, write_answer
-from cuda_agent.agent.tools import describe
+from cuda_agent.agent.prompt import agent_messages, one_shot_messages, write_answer
+from cuda_agent.agent.tools import TOOLS, describe
 from cuda_agent.config import Bootstrap
 from cuda_agent.policy.chat import Chat
 from cuda_agent.sandbox.wire import Status, Verdict

@@ -1,42 +1,42 @@
-"""The game of tool calls, with the real workspace and the real judge (model clock), and nobody's policy."""
+"""The environment, with the real workspace and the real judge (model clock), and nobody's policy."""
 
 import pytest
 from agent_cases import KERNEL, PLAN, TASK
 
 from cuda_agent.agent.environment import KernelEnvironment, SandboxFault
-from cuda_agent.sandbox.wire import Verdict
+from cuda_agent.sandbox.wire import Solution, Verdict
 
 FILES = {"kernels/fused.cpp": KERNEL, "plan.json": PLAN}
 WRITES = [("Write", {"path": path, "content": text}) for path, text in FILES.items()]
 
 
 async def play(sandbox, calls, judge=True, style="compact"):
-    async with KernelEnvironment(TASK, sandbox, style=style) as game:
-        said = [await game.call(name, arguments) for name, arguments in calls]
-        verdict = await game.finish() if judge else None
-    return game, said, verdict
+    async with KernelEnvironment(TASK, sandbox, style=style) as environment:
+        said = [(await environment.call(name, arguments)).text for name, arguments in calls]
+        verdict = await environment.finish() if judge else None
+    return environment, said, verdict
 
 
 def test_calls_have_results_and_the_folder_has_a_verdict(loop, sandbox):
-    game, said, verdict = loop.run(play(sandbox, [*WRITES, ("Bash", {"command": "verify"})]))
+    environment, said, verdict = loop.run(play(sandbox, [*WRITES, ("Bash", {"command": "verify"})]))
     assert said == ["ok", "ok", "verify: ok"]
     assert verdict.status == "ok" and verdict.reward >= 1
-    assert game.files == FILES and not game.flags
-    assert game.best == verdict
+    assert environment.files == FILES and not environment.flags
+    assert environment.best == verdict
 
 
 def test_the_best_state_is_remembered_when_it_is_spoiled(loop, sandbox):
     spoil = ("Write", {"path": "plan.json", "content": "{}"})
-    game, _, verdict = loop.run(play(sandbox, [*WRITES, ("Bash", {"command": "verify"}), spoil]))
+    environment, _, verdict = loop.run(play(sandbox, [*WRITES, ("Bash", {"command": "verify"}), spoil]))
     assert verdict.status == "build_error" and verdict.reward == -1
-    assert game.best.status == "ok"
+    assert environment.best.status == "ok"
 
 
 def test_mistakes_of_the_player_are_answers_and_are_noted(loop, sandbox):
     calls = [("Teleport", {"to": "mars"}), ("Write", {}), *[("Glob", {"pattern": "*"})] * 3]
-    game, said, verdict = loop.run(play(sandbox, calls))
+    environment, said, verdict = loop.run(play(sandbox, calls))
     assert said[:2] == ["error: there is no tool 'Teleport'", "error: Write needs path"]
-    assert game.flags == {"unknown_tool", "loop"} and verdict.reward == -1
+    assert environment.flags == {"unknown_tool", "loop"} and verdict.reward == -1
 
 
 def test_a_player_is_told_the_task_and_in_full_the_rules(loop, sandbox):
@@ -58,6 +58,6 @@ def test_a_fault_of_the_sandbox_is_tried_once_more_and_then_nobodys_verdict(loop
                 return Verdict("infra", "plan", "quick", "cpu", "model", message="the judge is gone")
             return await sandbox.evaluate(task, solution, mode)
 
-    assert loop.run(KernelEnvironment(TASK, Failing(1)).judge(FILES)).status == "ok"
+    assert loop.run(KernelEnvironment(TASK, Failing(1)).judge(Solution("plan", FILES))).status == "ok"
     with pytest.raises(SandboxFault, match="the judge is gone"):
-        loop.run(KernelEnvironment(TASK, Failing(2)).judge(FILES))
+        loop.run(KernelEnvironment(TASK, Failing(2)).judge(Solution("plan", FILES)))

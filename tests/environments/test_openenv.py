@@ -72,12 +72,12 @@ def test_the_documents_example_prints_what_it_says(server, tmp_path):
     assert ratios.sub("?x", said.stdout.strip()) == ratios.sub("?x", shown.strip())
 
 
-def test_a_game_ends_with_a_verdict_and_then_takes_no_more(server):
+def test_an_episode_ends_with_a_verdict_and_then_takes_no_more(server):
     (begun, ended), state = play(server, [{"tool": ""}], task="model", episode_id="e1")
     assert [m["role"] for m in begun.observation["messages"]] == ["system", "user"] and not begun.done
     assert (ended.reward, ended.done, ended.observation["verdict"]["status"]) == (-1, True, "build_error")
     assert state["task"] == "model" and state["episode_id"] == "e1" and state["done"]
-    with pytest.raises(RuntimeError, match="the game is over"):
+    with pytest.raises(RuntimeError, match="the episode is over"):
         play(server, [{"tool": ""}, {"tool": "Glob", "arguments": {"pattern": "*"}}])
 
 
@@ -101,7 +101,7 @@ def test_sessions_do_not_see_each_other(server):
     assert mine == "mine" and "nothing" in other
 
 
-def test_a_fault_of_ours_ends_the_game_without_a_reward():
+def test_a_fault_of_ours_ends_the_episode_without_a_reward():
     from cuda_agent.config import SandboxConfig
     from cuda_agent.environments.openenv import Arena, KernelAction, KernelServer
     from cuda_agent.sandbox.workspace.client import WorkspaceLost

@@ -109,7 +109,7 @@ def test_plain_lines_tell_the_same():
     for one in EVENTS:
         watch(one)
     text = "\n".join(lines)
-    for part in ("baselines: eager 900.0 µs, torch.compile 500.0 µs", "[1] turn 1: Bash verify", "wrong check 1",
+    for part in ("baselines: eager 900 µs, torch.compile 500 µs", "[1] turn 1: Bash verify", "wrong check 1",
                  "profile: ok, 1.67×  ← the best so far", "[1] the model said that it is done"):  # fmt: skip
         assert part in text, text
 

@@ -222,7 +222,7 @@ def test_the_page_shows_all_of_it(kept, played):
     text = inert(page).text
     for part in ("33.3 % correct", "tanh-0001", "I fuse both.", "The constant.", "kernels/fused.cpp +1 −1", "loop",
                  "verify: wrong", "error: old_string not found", "as sampled, -1.00 nats each", "95 % or more",
-                 "cut by a fault of ours", f"reward {played.reward:g}", "output 0 differs", "checks pa"):  # fmt: skip
+                 "the sandbox failed", f"reward {played.reward:g}", "output 0 differs", "checks pa"):  # fmt: skip
         assert part in text.replace("\u202f", " "), part
     assert page.count('<article class="episode"') == 3
     shade = next(i for i, (lowest, _) in enumerate(SHADES) if lowest <= -1.0)

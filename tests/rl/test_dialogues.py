@@ -3,7 +3,7 @@ import random
 import pytest
 
 from cuda_agent.agent.prompt import parse_answer
-from cuda_agent.agent.tools import TOOL_NAMES
+from cuda_agent.agent.tools import TOOLS
 from cuda_agent.config import Bootstrap
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.model import train_tokenizer
@@ -84,7 +84,7 @@ def test_episodes_call_tools_that_exist_and_every_call_has_a_result():
         dialogue = episode(sample_task(rng), rng, repair)
         for position, message in enumerate(dialogue):
             calls = message.get("tool_calls", ())
-            assert {call["name"] for call in calls} <= TOOL_NAMES
+            assert {call["name"] for call in calls} <= {tool["function"]["name"] for tool in TOOLS}
             following = dialogue[position + 1 : position + 2 + len(calls)]
             assert not calls or [m["role"] for m in following] == ["tool"] * len(calls) + ["assistant"]
         assert dialogue[-1] == {"role": "assistant", "content": "done"}

@@ -97,13 +97,14 @@ class Nvcc:
 
 @functools.cache
 def find_nvcc() -> Nvcc:
-    """The first nvcc of PATH, /usr/local/cuda and the installed packages.
+    """The first nvcc of PATH, CUDA_HOME (/usr/local/cuda) and the installed packages.
 
     Raises:
         CompilerMissing: there is none.
     """
     homes = [home for place in _packages() for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
-    compilers = [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc", *(str(home / "bin" / "nvcc") for home in homes)]
+    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    compilers = [shutil.which("nvcc"), f"{toolkit}/bin/nvcc", *(str(home / "bin" / "nvcc") for home in homes)]
     for compiler in compilers:
         if compiler and os.access(compiler, os.X_OK):
             said = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout.splitlines()
@@ -113,7 +114,7 @@ def find_nvcc() -> Nvcc:
                 includes += [home / "include" for home in homes]
                 places = [str(home / "lib") for home in homes]
             return Nvcc(compiler, [str(f) for f in includes if f.is_dir()], places, " ".join(said[-2:]))
-    raise CompilerMissing("no nvcc: neither on PATH, nor in /usr/local/cuda, nor in the installed packages")
+    raise CompilerMissing("no nvcc: neither on PATH, nor in CUDA_HOME (/usr/local/cuda), nor in the installed packages")
 
 
 def _packages() -> list[Path]:

@@ -150,6 +150,7 @@ def _function(entry: _Entry, name: str, outputs: Outputs) -> Callable[..., Any]:
         if made < 0:
             raise RuntimeError(message.value.decode(errors="replace"))
         found = [live[results[i].handle] for i in range(made)]
+        live.clear()
         return None if not found else found[0] if made == 1 else tuple(found)
 
     call.__name__ = name

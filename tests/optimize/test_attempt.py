@@ -1,0 +1,167 @@
+"""One attempt with a scripted model and a sandbox that is played: what the loop does with turns, calls and verdicts."""
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import pytest
+
+from cuda_agent.agent.progress import Findings, SearchBudget, State
+from cuda_agent.optimize.attempt import Attempt, Terms
+from cuda_agent.policy.served import Reply
+from cuda_agent.sandbox.wire import ToolResult, Verdict
+from cuda_agent.sandbox.workspace.client import WorkspaceLost
+from cuda_agent.tasks.task import Task
+
+TASK = Task("relu", "class Model: ...\n", ("torch.relu",), "torch#1")
+TERMS = Terms(turns=6, target=2.0)
+
+
+def call(name, **arguments):
+    return {"id": f"c{name}", "name": name, "arguments": arguments}
+
+
+WRITE = call("Write", path="plan.json", content="{}")
+PROFILE = call("Bash", command="profile")
+
+
+class Model:
+    """Says ``replies`` one after the other, then the last one again."""
+
+    def __init__(self, *replies):
+        self.replies, self.asked, self.form, self.lost = replies, [], "native", 0
+
+    async def chat(self, messages, tools, *_, **__):
+        self.asked.append([dict(message) for message in messages])
+        return self.replies[min(len(self.asked), len(self.replies)) - 1]
+
+
+class Sandbox:
+    """Keeps files in memory; ``verdicts``: one for each evaluation, then the last one again."""
+
+    def __init__(self, *verdicts, losses=0):
+        self.verdicts, self.modes, self.opened, self.losses = verdicts, [], [], losses
+
+    async def evaluate(self, task, solution, mode="quick"):
+        self.modes.append(mode)
+        return replace(self.verdicts[min(len(self.modes), len(self.verdicts)) - 1], mode=mode)
+
+    @contextlib.asynccontextmanager
+    async def workspace(self, files, protected, commands):
+        self.held, self.commands = dict(files), commands
+        self.opened.append(sorted(files))
+        yield self
+
+    async def call(self, name, arguments):
+        if self.losses:
+            self.losses -= 1
+            raise WorkspaceLost("gone")
+        if name == "Bash":
+            return await self.commands(arguments["command"], [], await self.files())
+        if name == "Write":
+            self.held[arguments["path"]] = arguments["content"]
+        return ToolResult("ok")
+
+    async def files(self):
+        return dict(self.held)
+
+
+def verdict(status="ok", ratio=3.0):
+    return Verdict(status, "plan", "quick", "cpu", "model", seconds=1.0, eager_seconds=ratio, compile_seconds=ratio)
+
+
+def run(model, sandbox, terms=TERMS, state=None, budget=None):
+    """Why it ended, the attempt and its events."""
+    events = []
+    attempt = Attempt(
+        1, TASK, model, sandbox, terms, budget or SearchBudget(), Findings(),
+        lambda kind, **facts: events.append({"kind": kind} | facts), state=state or State(),
+    )  # fmt: skip
+    return asyncio.run(attempt.run()), attempt, events
+
+
+def said(*calls, **more):
+    return Reply("", list(calls), tokens=1, prompt_tokens=10, **more)
+
+
+def results(attempt):
+    return [message["content"] for message in attempt.state.messages if message["role"] == "tool"]
+
+
+def test_a_quick_verdict_at_the_target_counts_only_after_a_strict_one():
+    sandbox = Sandbox(verdict(), verdict(ratio=1.5), verdict(), verdict())
+    better = call("Write", path="kernels/k.cpp", content="x")
+    ended, attempt, _ = run(Model(said(WRITE, PROFILE), said(better, PROFILE)), sandbox)
+    assert ended == "target" and sandbox.modes == ["quick", "strict"] * 2
+    assert "1.50 times as fast" in results(attempt)[1] and "the target is 2" in results(attempt)[1]
+    assert attempt.findings.reached.solution.files == {"plan.json": "{}", "kernels/k.cpp": "x"}
+
+
+def test_calls_after_the_target_are_not_run_and_every_call_is_answered():
+    ended, attempt, events = run(Model(said(WRITE, PROFILE, WRITE)), Sandbox(verdict()))
+    assert ended == "target" and results(attempt)[2] == "[not run: the target is reached]"
+    assert len([event for event in events if event["kind"] == "tool"]) == 2
+
+
+def test_a_sandbox_that_fails_is_asked_twice_and_ends_the_attempt_when_it_goes_on():
+    sandbox = Sandbox(verdict("infra"))
+    ended, attempt, _ = run(Model(*[said(WRITE, PROFILE, call("Read", path=str(n))) for n in range(6)]), sandbox)
+    assert ended == "infra" and len(sandbox.modes) == 6 and attempt.state.turn == 3
+    assert "not the solution's fault" in results(attempt)[1]
+
+
+def test_a_lost_folder_is_opened_again_with_the_files_of_the_last_whole_turn():
+    sandbox = Sandbox(verdict(ratio=1.0), losses=1)
+    state = State(messages=[{"role": "user", "content": "x"}], files={"plan.json": "old"}, turn=2)
+    ended, attempt, events = run(Model(said(call("Read", path="a")), said()), sandbox, state=state)
+    assert sandbox.opened == [["SKILL.md", "model.py", "plan.json"]] * 2
+    assert ended == "answer" and "the work folder was lost" in next(e["text"] for e in events if e["kind"] == "note")
+    assert not any(message.get("tool_calls") for message in attempt.state.messages), "the unanswered call is dropped"
+
+
+@pytest.mark.parametrize("style, asked", [("full", 4), ("compact", 2)])
+def test_a_model_that_stops_early_is_reminded_unless_it_is_a_compact_policy(style, asked):
+    model = Model(said(WRITE, PROFILE), said())
+    ended, _, _ = run(model, Sandbox(verdict(ratio=1.0)), replace(TERMS, style=style))
+    assert (ended, len(model.asked)) == ("answer", asked)
+
+
+def test_the_same_call_again_is_pointed_out_until_the_folder_changes():
+    read = call("Read", path="a")
+    turns = [said(read, read, read), said(call("Write", path="b", content="1"), read), said()]
+    _, attempt, _ = run(Model(*turns), Sandbox(verdict("build_error")))
+    assert ["again" if "the same call" in text else text for text in results(attempt)] == [
+        "ok",
+        "ok",
+        "again",
+        "ok",
+        "ok",
+    ]
+
+
+def test_a_turn_that_says_the_same_again_and_again_is_the_end():
+    ended, attempt, _ = run(Model(said(PROFILE)), Sandbox(verdict(ratio=1.0)), replace(TERMS, turns=50))
+    assert ended == "stuck" and attempt.state.turn == 6
+
+
+def test_the_last_turn_runs_no_tool():
+    sandbox = Sandbox(verdict(ratio=1.0))
+    model = Model(*[said(call("Read", path=str(n))) for n in range(6)])
+    ended, attempt, events = run(model, sandbox, replace(TERMS, turns=3))
+    assert ended == "turns" and attempt.state.turn == 3 and "last turn" in model.asked[-1][-1]["content"]
+    assert [event["last"] for event in events if event["kind"] == "turn"] == [False, False, True]
+    assert len(results(attempt)) == 2
+
+
+def test_a_cut_answer_runs_nothing_and_is_said_so():
+    ended, attempt, _ = run(Model(said(WRITE, cut=True), said()), Sandbox(verdict()))
+    assert ended == "answer" and "was cut after 1 tokens" in results(attempt)[0] and not attempt.state.files
+
+
+def test_tokens_without_room_end_the_attempt_and_what_is_left_is_judged():
+    sandbox = Sandbox(verdict(ratio=1.2))
+    model = Model(Reply("", [WRITE], tokens=1, prompt_tokens=30_000))
+    ended, attempt, events = run(model, sandbox, budget=SearchBudget(tokens=31_000))
+    assert (ended, len(model.asked)) == ("tokens", 1)
+    assert [event["command"] for event in events if event["kind"] == "verdict"] == ["end"]
+    assert attempt.findings.best.quick.status == "ok"
