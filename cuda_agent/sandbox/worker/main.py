@@ -124,7 +124,7 @@ def _child(frame: Frame, parent: int) -> None:
                 os.environ["KINETO_LOG_LEVEL"] = "5"  # no warnings about a trace without the host's part
                 with contextlib.suppress(RuntimeError):  # not allowed on this machine: an observed call will say so
                     observe.kernels(lambda: torch.zeros(1, device="cuda"))
-        policy = jail.JailPolicy.from_json(options["policy"])
+        policy = jail.JailPolicy(**options["policy"])
         if policy.one_group:
             os.setpgid(0, 0)
         jail.enter(policy)  # changes the user, and sets the signal of the parent's death again
