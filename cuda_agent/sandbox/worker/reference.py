@@ -143,12 +143,9 @@ class Reference(WorkerLoop):
         """Make ``run`` call the compiled model. ``known``: the folder with a warm-up's results, if there is one."""
         from cuda_agent.sandbox.worker import compiling
 
-        home = Path(os.environ["TMPDIR"])
+        known = frame.body["known"]
         with contextlib.suppress(AttributeError):
-            if frame.body["known"]:
-                compiling.use(Path(frame.body["known"]), home)
-            else:
-                compiling.record(home)
+            compiling.share(Path(known or f"{os.environ['TMPDIR']}/known"), record=not known)
         self._call = torch.compile(self._model, mode=frame.body.get("mode") or None)
         self.run(frame)
 
