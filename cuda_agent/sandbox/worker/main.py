@@ -2,13 +2,8 @@
 
 ``python -m cuda_agent.sandbox.worker.main FD`` is the warm parent. It imports torch, starts no thread and runs no
 tensor operation; on request of the judge it forks a worker, or another warm parent with more imports. A worker closes
-the jail around itself and then serves the judge over one socket: a *reference* worker (``reference``) runs the task and
-may serve many requests; a *candidate* worker (``candidate``) runs one solution and ends; a *first pass* (``replay``)
-runs a solution that compiles.
-Tensors cross in shared memory of the judge (``shared_tensors``); inputs map read-only.
-
-The judge trusts no answer of a worker: seeds, buffers, clock and verdict are its own. This side imports only the wire
-format, the jail and the worker's modules from the package.
+the jail around itself and then serves the judge over one socket: a *reference* worker runs the task, a *candidate*
+worker runs one solution and ends, a *first pass* (``replay``) runs a solution that compiles.
 """
 
 # ruff: noqa: E402
