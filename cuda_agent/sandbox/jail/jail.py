@@ -90,8 +90,7 @@ def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
     required wall."""
     import subprocess  # imported here, because every import slows down each jailed start
 
-    unknown = set(required) - set(WALLS)
-    if unknown:
+    if unknown := set(required) - set(WALLS):
         names = ", ".join(sorted(unknown))
         raise JailError(f"sandbox.required_walls: no such wall: {names} (there are {', '.join(WALLS)})")
     canary = folder / "canary"

@@ -1,8 +1,5 @@
-"""Controls an untrusted process from the judge, with a watchdog.
-
-The judge waits for a worker in steps of 20 ms and checks it after each. It kills a worker that exceeds its time, memory
-or threads, without the worker's cooperation. Not covered: the content of requests and answers.
-"""
+"""Controls an untrusted process from the judge, which waits for it in steps of 20 ms and checks it after each: a worker
+that exceeds its time, memory or threads is killed.  Not covered: the content of requests and answers."""
 
 import contextlib
 import os

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from cuda_agent.errors import TaskError
+from cuda_agent.machine import die_with_parent
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.judge.buffers import byte_count
@@ -60,13 +61,6 @@ def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
     return asked
 
 
-def _forget(verdict: Verdict) -> None:
-    """Reset a verdict before another trial.  Samples stay: a candidate that ends its first trial gets no second draw of
-    its time."""
-    verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
-    verdict.ran, verdict.advice = [], []
-
-
 class Judge:
     """Answers the requests of one client, one after the other.  Keeps tasks prepared between them.
 
@@ -106,8 +100,7 @@ class Judge:
     def evaluate(self, request: EvaluateRequest) -> dict[str, Any]:
         """The verdict of a built solution, as JSON."""
         self.cleanup()  # where the last one ended in an error of the task
-        before = self._cleanup_seconds
-        settings = self.settings
+        before, settings = self._cleanup_seconds, self.settings
         traits = FormatTraits(**request["traits"])
         verdict = Verdict(
             "ok", request["format"], request["mode"], settings.device, settings.clock,  # type: ignore[arg-type]
@@ -118,26 +111,25 @@ class Judge:
         known = self.prepared(request["task"]).measured(verdict.mode)
         for timed in (False,) if traits.untimed else (True,) if known else (False, True):
             if timed:
+                self.cleanup()
                 prepared = self.prepared(request["task"])
                 prepared.measure(compile=True)
                 if verdict.mode == "strict":
                     strict_baselines(prepared)
             if self._tried(request, verdict, timed):
-                self.cleanup()
-                _forget(verdict)
                 self._tried(request, verdict, timed)
-            if timed or traits.untimed or verdict.status != "ok":
+            if verdict.status != "ok":
                 break
-            self.cleanup()
-            _forget(verdict)
-        verdict.phases["cleanup"] = before
-        if self.settings.clock == "model":
-            verdict.phases = {}
+        verdict.phases = {} if settings.clock == "model" else verdict.phases | {"cleanup": before}
         return verdict.to_json()
 
     def _tried(self, request: EvaluateRequest, verdict: Verdict, timed: bool) -> bool:
-        """Run one trial and fill in ``verdict``.  Returns whether the candidate gets another trial.  The caller then
-        calls ``cleanup``.  Raises ``TaskError`` only where the task fails without the candidate, too."""
+        """Run one trial and fill in ``verdict``.  Returns whether the candidate gets another trial.  Raises
+        ``TaskError`` only where the task fails without the candidate, too."""
+        self.cleanup()
+        # Samples stay: a candidate that ends its first trial gets no second draw of its time.
+        verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
+        verdict.ran, verdict.advice = [], []
         prepared = self.prepared(request["task"])
         base, spec = prepared.baselines, prepared.spec
         if not verdict.untimed:
@@ -224,7 +216,7 @@ class Judge:
 def main() -> None:
     """Serve the client on the socket whose descriptor is the first argument, until the client is gone."""
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: processes of the same user cannot read this memory
-    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: SIGKILL when the client dies
+    die_with_parent()
     client = socket.socket(fileno=int(sys.argv[1]))
     judge = Judge(JudgeSettings.from_json(receive_frame(client).body))
 

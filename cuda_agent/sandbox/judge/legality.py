@@ -28,19 +28,19 @@ _SHOWN = 4
 def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran]:
     """Returns the kernels that the launcher of a plan runs in one call. ``seconds``: time of each node, as the worker
     reports it; invalid values count as unknown."""
-    rows: list[tuple[str, RanKind]] = []
-    for node in nodes:
-        if "memset" in node:
-            rows.append(("memset", "memset"))
-        elif "library" in node:
-            rows.append((f"{node['library']} {node.get('compute', '')}".strip(), "library"))
-        else:
-            rows.append((printable(node.get("function", node["symbol"])), "own"))
-    times: list[float | None] = [None] * len(rows)
-    if isinstance(seconds, list) and len(seconds) == len(rows) and all(map(_is_time, seconds)):
+    times: list[Any] = [None] * len(nodes)
+    if isinstance(seconds, list) and len(seconds) == len(nodes) and all(map(_is_time, seconds)):
         whole = sum(seconds)
         times = [item / whole if whole else None for item in seconds]
-    return _merged((name, kind, 1, share) for (name, kind), share in zip(rows, times, strict=True))
+    rows: list[tuple[str, RanKind, int, float | None]] = []
+    for node, share in zip(nodes, times, strict=True):
+        if "memset" in node:
+            rows.append(("memset", "memset", 1, share))
+        elif "library" in node:
+            rows.append((f"{node['library']} {node.get('compute', '')}".strip(), "library", 1, share))
+        else:
+            rows.append((printable(node.get("function", node["symbol"])), "own", 1, share))
+    return _merged(rows)
 
 
 def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes = b"") -> list[Ran]:

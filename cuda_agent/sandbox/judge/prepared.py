@@ -211,24 +211,24 @@ class PreparedTask:
     def views(self) -> Views:
         """Strides of each output that the reference gives as a view (``reference_client.views``); None of the others,
         and of all where this is not known."""
-        known = self.baselines.views
-        return known if known and len(known) == len(self.spec.outputs) else [None] * len(self.spec.outputs)
+        known, count = self.baselines.views, len(self.spec.outputs)
+        return known if known and len(known) == count else [None] * count
 
     def _measure_compile(self) -> None:
+        base = self.baselines
         for last in (False, True):
             try:
                 oracle = self.compiled("", "default")
             except (WorkerError, WorkerDied) as error:
                 if isinstance(error, WorkerDied) and error.reason == "killed" and not last:
                     continue  # the answer is kept for good, and the kill may have nothing to do with the task
-                self.baselines.compile_error = f"torch.compile: {error}"
-                if self.baselines.eager is None:
-                    self.baselines.eager = self.medians(self.oracle)[0]
+                base.compile_error = f"torch.compile: {error}"
+                base.eager = self.medians(self.oracle)[0] if base.eager is None else base.eager
             else:
-                self.baselines.eager, self.baselines.compile = self.medians(self.oracle, oracle)
+                base.eager, base.compile = self.medians(self.oracle, oracle)
                 oracle.close()
             break
-        self.baselines.compile_tried = True
+        base.compile_tried = True
 
     def empty_call(self, oracle: ReferenceClient, inputs: list[Any]) -> float:
         """Seconds of a reference call that computes nothing: the least ever seen, so that no more is subtracted from a

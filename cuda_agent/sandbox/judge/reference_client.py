@@ -1,7 +1,5 @@
-"""The judge's client of a reference worker: inputs, expected outputs, times and counts of one task.
-
-Also how a worker's times are read.  Not covered: candidates, and what is kept of a task between them (``prepared``).
-"""
+"""The judge's client of a reference worker: inputs, expected outputs, times and counts of one task.  Not covered:
+candidates, and what is kept of a task between them (``prepared``)."""
 
 import math
 import secrets

@@ -1,9 +1,8 @@
 """One trial runs a candidate's worker: it checks the candidate on secret inputs, times it, and ends it.
 
-The checks use fresh secret inputs and come first. The judge's own clock then times each call from request to answer,
-minus the empty call (measured before the candidate is loaded), interleaved with an eager anchor. Every call, timed or
-not, has different inputs and its outputs are checked: a candidate cannot recognise a call that it may skip. A status is
-decided only here, in ``decisions`` and in ``judge``.
+The judge's own clock times each call from request to answer, minus the empty call (measured before the candidate is
+loaded), interleaved with an eager anchor. Every call, timed or not, has different inputs and its outputs are checked: a
+candidate cannot recognise a call that it may skip. A status is decided only here, in ``decisions`` and in ``judge``.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""Starts the jailed workers of one judge, and keeps one candidate worker started in advance.
-
-Not covered: requests to workers (``trial``, ``reference_client``), and their watchdog (``jail.processes``).
-"""
+"""Starts the jailed workers of one judge, and keeps one candidate worker started in advance."""
 
 import contextlib
 import fcntl
@@ -25,16 +22,12 @@ from cuda_agent.sandbox.messages import JudgeSettings, WorkerOptions
 
 _COMPILING = "cuda_agent.sandbox.worker.compiling"  # imported by the warm parent of compiling workers, never here
 _KNOWN = 2  # version of the folder that compiling workers share
-
 _WARM_UP = """
 import torch
 class Model(torch.nn.Module):
     def forward(self, x):
         return torch.relu(x) + 1
-def get_inputs():
-    return [torch.randn(64, 64)]
-def get_init_inputs():
-    return []
+get_inputs, get_init_inputs = lambda: [torch.randn(64, 64)], lambda: []
 """
 
 
@@ -48,15 +41,12 @@ class WorkerPool:
         self._groups = cgroups.find()
         self._plain = warm_parent(settings.threads, self._log)
         self._compiling: WarmParent | None = None
-        self._ready = False
         self._spare: JailedProcess | None = None
         self.areas = buffers.Spare()  # on the CPU
 
     @property
     def torch(self) -> str:
-        if not self._ready:
-            self._plain.wait_ready()
-            self._ready = True
+        self._plain.wait_ready()
         return self._plain.torch
 
     def candidate(self, profiler: bool = False) -> JailedProcess:
