@@ -1,12 +1,9 @@
 """Limits a worker's memory and number of tasks with a control group, where this process may create one.
 
-The kernel enforces these limits however fast a worker grows. Both versions of control groups work. Version 1: a group
-below this process's own, in the hierarchies of memory and pids. Version 2: below its own group or, where that one holds
-processes and so cannot have children with limits, beside it (systemd: ``Delegate=yes`` with ``DelegateSubgroup=``).
-Where neither is writable, as in a restricted pod or for an ordinary user, only the judge's watchdog (``processes``)
-limits the worker.
-
-Not covered: processor time, and the judge's own use.
+Version 1: a group below this process's own, in the hierarchies of memory and pids. Version 2: below its own group or,
+where that one holds processes and so cannot have children with limits, beside it (systemd: ``Delegate=yes`` with
+``DelegateSubgroup=``). Where neither is writable, as in a restricted pod or for an ordinary user, only the judge's
+watchdog (``processes``) limits the worker.  Not covered: processor time, and the judge's own use.
 """
 
 import contextlib
@@ -63,12 +60,11 @@ class Groups:
         folders = {controller: place / name for controller, place in self._places.items()}
         for folder in {*folders.values()}:
             folder.mkdir(exist_ok=True)
+        limit = "memory.max" if self.version == 2 else "memory.limit_in_bytes"
+        (folders["memory"] / limit).write_text(str(memory_mb << 20))
         if self.version == 2:
-            (folders["memory"] / "memory.max").write_text(str(memory_mb << 20))
             with contextlib.suppress(OSError):  # a kernel without swap
                 (folders["memory"] / "memory.swap.max").write_text("0")
-        else:
-            (folders["memory"] / "memory.limit_in_bytes").write_text(str(memory_mb << 20))
         (folders["pids"] / "pids.max").write_text(str(tasks))
         return ControlGroup(folders, self.version)
 

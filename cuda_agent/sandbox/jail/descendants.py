@@ -8,17 +8,24 @@ import os
 from collections.abc import Set
 
 
+def children(pid: int) -> set[int]:
+    """Return the children of ``pid``, zombies included. Empty where the kernel keeps no such lists."""
+    found: set[int] = set()
+    folder = f"/proc/{pid}/task"
+    with contextlib.suppress(OSError):  # it ended meanwhile
+        for thread in os.listdir(folder):
+            with open(f"{folder}/{thread}/children") as file:
+                found.update(map(int, file.read().split()))
+    return found
+
+
 def descendants(pid: int, without: Set[int] = frozenset(), most: int = 1 << 22) -> set[int]:
     """Return all descendants of ``pid``, zombies included, except those in ``without`` and their descendants. Stop soon
-    after ``most``. Empty where the kernel keeps no such lists."""
+    after ``most``."""
     found: set[int] = set()
     unread = [pid]
     while unread and len(found) <= most:
-        folder = f"/proc/{unread.pop()}/task"
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            for thread in os.listdir(folder):
-                with open(f"{folder}/{thread}/children") as file:
-                    new = {int(word) for word in file.read().split()} - found - without
-                found |= new
-                unread += new
+        new = children(unread.pop()) - found - without
+        found |= new
+        unread += new
     return found

@@ -5,8 +5,8 @@ and abstract sockets), a seccomp filter, resource limits, and death with the par
 separate user. ``prove`` attacks every wall from inside a jailed child. The module is also a script that starts
 compilers and shells inside the walls: ``python jail.py POLICY PROGRAM ...``.
 
-Standard library only. Not covered: memory and threads of a user that limits do not bind (watchdogs handle those), side
-channels, and bugs of the kernel. It uses no network, process or user namespace: restricted pods do not grant them.
+Standard library only. It uses no namespace: restricted pods grant none. Not covered: memory and threads of a user that
+limits do not bind (watchdogs handle those), side channels, and bugs of the kernel.
 """
 
 import ctypes
@@ -16,9 +16,9 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,9 +32,8 @@ SYSTEM_READ = (
 SYSTEM_EXECUTE = ("/usr", "/bin", "/lib", "/lib64")
 # Python and its packages: a path file may name a folder outside of Python's own.
 PYTHON = tuple(dict.fromkeys([sys.prefix, sys.base_prefix, *(p for p in sys.path if p.endswith("-packages"))]))
-_FIRST_UID = (
-    1_000_000  # a worker's user id is this plus its process id: unique, so no other process counts toward its limit
-)
+# A worker's user id is this plus its process id: unique, so no other process counts toward its limit.
+_FIRST_UID = 1_000_000
 
 
 class JailError(RuntimeError):
@@ -47,9 +46,9 @@ class JailError(RuntimeError):
 class JailPolicy:
     """The access that the jail leaves open. Paths that do not exist are skipped; folders include their contents."""
 
-    read: tuple[str, ...] = SYSTEM_READ
-    write: tuple[str, ...] = ()  # also readable; given to the separate user where there is one
-    execute: tuple[str, ...] = ()  # empty: neither new programs nor new processes, threads only
+    read: Sequence[str] = SYSTEM_READ
+    write: Sequence[str] = ()  # also readable; given to the separate user where there is one
+    execute: Sequence[str] = ()  # empty: neither new programs nor new processes, threads only
     memory_mb: int = 2048  # private writable memory beyond the current use; 0: no limit
     processes: int = 64  # processes and threads of the separate user
     file_mb: int = 64  # largest file it may write
@@ -57,12 +56,6 @@ class JailPolicy:
     one_group: bool = False  # its children stay in its process group, so one signal ends them all
     own_user: bool = True  # as root: change to an ordinary user
     read_any: bool = False  # separate user: Landlock alone decides about reading (Python may be in a closed home)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "JailPolicy":
-        """Read the result of ``asdict`` from JSON, which turns tuples into lists."""
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        return cls(**fields)
 
 
 def enter(policy: JailPolicy) -> None:
@@ -97,11 +90,9 @@ def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
     required wall."""
     import subprocess  # imported here, because every import slows down each jailed start
 
-    unknown = set(required) - set(WALLS)
-    if unknown:
-        raise JailError(
-            f"sandbox.required_walls: no such wall: {', '.join(sorted(unknown))} (there are {', '.join(WALLS)})"
-        )
+    if unknown := set(required) - set(WALLS):
+        names = ", ".join(sorted(unknown))
+        raise JailError(f"sandbox.required_walls: no such wall: {names} (there are {', '.join(WALLS)})")
     canary = folder / "canary"
     canary.write_text("secret")
     canary.chmod(0o644)
@@ -136,8 +127,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def _libc_call(name: str, *arguments: object) -> int:
     result = int(getattr(_libc, name)(*arguments))
     if result < 0:
-        code = ctypes.get_errno()
-        raise JailError(f"{name}{arguments[:1]}: {os.strerror(code)}")
+        raise JailError(f"{name}{arguments[:1]}: {os.strerror(ctypes.get_errno())}")
     return result
 
 
@@ -185,14 +175,7 @@ def _become_own_user(policy: JailPolicy) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- Landlock
 
-_FILE_EXECUTE, _FILE_WRITE, _FILE_READ, _DIR_READ, _TRUNCATE, _IOCTL_DEV = (
-    1 << 0,
-    1 << 1,
-    1 << 2,
-    1 << 3,
-    1 << 14,
-    1 << 15,
-)
+_FILE_EXECUTE, _FILE_WRITE, _FILE_READ, _DIR_READ, _TRUNCATE, _IOCTL_DEV = (1 << bit for bit in (0, 1, 2, 3, 14, 15))
 _RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 _ON_FILES = _FILE_EXECUTE | _FILE_WRITE | _FILE_READ | _TRUNCATE | _IOCTL_DEV
 
@@ -251,57 +234,47 @@ _SAME = {
     "pidfd_getfd": 438, "process_madvise": 440, "mount_setattr": 442, "memfd_secret": 447, "process_mrelease": 448,
     "fchmodat2": 452,
 }  # fmt: skip
-_NUMBERS = {
-    "x86_64": _SAME | {
-        "socket": 41, "socketpair": 53, "connect": 42, "accept": 43, "accept4": 288, "bind": 49, "listen": 50,
-        "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "unshare": 272, "setns": 308,
-        "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "bpf": 321, "keyctl": 250, "add_key": 248,
-        "request_key": 249, "perf_event_open": 298, "userfaultfd": 323, "memfd_create": 319, "shmget": 29, "shmat": 30,
-        "msgget": 68, "semget": 64, "mq_open": 240, "kexec_load": 246, "kexec_file_load": 320, "init_module": 175,
-        "finit_module": 313, "delete_module": 176, "open_by_handle_at": 304, "name_to_handle_at": 303, "seccomp": 317,
-        "personality": 135, "acct": 163, "swapon": 167, "swapoff": 168, "reboot": 169, "settimeofday": 164,
-        "clock_settime": 227, "adjtimex": 159, "clock_adjtime": 305, "sethostname": 170, "setdomainname": 171,
-        "quotactl": 179, "fanotify_init": 300, "syslog": 103, "vhangup": 153, "iopl": 172, "ioperm": 173,
-        "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "tkill": 200, "kill": 62, "tgkill": 234, "prctl": 157,
-        "clone": 56, "fork": 57, "vfork": 58, "execve": 59, "execveat": 322, "migrate_pages": 256, "move_pages": 279,
-        "prlimit64": 302, "sched_setaffinity": 203, "sched_setscheduler": 144, "sched_setparam": 142,
-        "sched_setattr": 314,
-        "setpriority": 141, "ioprio_set": 251, "setsid": 112, "setpgid": 109,
-        "chmod": 90, "fchmod": 91, "fchmodat": 268, "chown": 92, "fchown": 93, "lchown": 94, "fchownat": 260,
-        "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280, "setxattr": 188, "lsetxattr": 189,
-        "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199,
-    },
-    "aarch64": _SAME | {
-        "socket": 198, "socketpair": 199, "connect": 203, "accept": 202, "accept4": 242, "bind": 200, "listen": 201,
-        "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "unshare": 97, "setns": 268,
-        "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "bpf": 280, "keyctl": 219, "add_key": 217,
-        "request_key": 218, "perf_event_open": 241, "userfaultfd": 282, "memfd_create": 279, "shmget": 194,
-        "shmat": 196, "msgget": 186, "semget": 190, "mq_open": 180, "kexec_load": 104, "kexec_file_load": 294,
-        "init_module": 105, "finit_module": 273, "delete_module": 106, "open_by_handle_at": 265,
-        "name_to_handle_at": 264, "seccomp": 277,
-        "personality": 92, "acct": 89, "swapon": 224, "swapoff": 225, "reboot": 142, "settimeofday": 170,
-        "clock_settime": 112, "adjtimex": 171, "clock_adjtime": 266, "sethostname": 161, "setdomainname": 162,
-        "quotactl": 60, "fanotify_init": 262, "syslog": 116, "vhangup": 58,
-        "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "tkill": 130, "kill": 129, "tgkill": 131, "prctl": 167,
-        "clone": 220, "execve": 221, "execveat": 281, "migrate_pages": 238, "move_pages": 239,
-        "prlimit64": 261, "sched_setaffinity": 122, "sched_setscheduler": 119, "sched_setparam": 118,
-        "sched_setattr": 274,
-        "setpriority": 140, "ioprio_set": 30, "setsid": 157, "setpgid": 154,
-        "fchmod": 52, "fchmodat": 53, "fchown": 55, "fchownat": 54, "utimensat": 88, "setxattr": 5, "lsetxattr": 6,
-        "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16,
-    },
+_NUMBERS_OF_BOTH = {  # x86_64, aarch64
+    "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "accept": (43, 202), "accept4": (288, 242),
+    "bind": (49, 200), "listen": (50, 201), "ptrace": (101, 117), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "kcmp": (312, 272), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40),
+    "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "bpf": (321, 280), "keyctl": (250, 219),
+    "add_key": (248, 217), "request_key": (249, 218), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "memfd_create": (319, 279), "shmget": (29, 194), "shmat": (30, 196), "msgget": (68, 186), "semget": (64, 190),
+    "mq_open": (240, 180), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
+    "finit_module": (313, 273), "delete_module": (176, 106), "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264), "seccomp": (317, 277), "personality": (135, 92), "acct": (163, 89),
+    "swapon": (167, 224), "swapoff": (168, 225), "reboot": (169, 142), "settimeofday": (164, 170),
+    "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266), "sethostname": (170, 161),
+    "setdomainname": (171, 162), "quotactl": (179, 60), "fanotify_init": (300, 262), "syslog": (103, 116),
+    "vhangup": (153, 58), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "tkill": (200, 130),
+    "kill": (62, 129), "tgkill": (234, 131), "prctl": (157, 167), "clone": (56, 220), "execve": (59, 221),
+    "execveat": (322, 281), "migrate_pages": (256, 238), "move_pages": (279, 239), "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30), "setsid": (112, 157),
+    "setpgid": (109, 154), "fchmod": (91, 52), "fchmodat": (268, 53), "fchown": (93, 55), "fchownat": (260, 54),
+    "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
 }  # fmt: skip
+_ONLY_X86_64 = {
+    "iopl": 172, "ioperm": 173, "fork": 57, "vfork": 58, "chmod": 90, "chown": 92, "lchown": 94, "utime": 132,
+    "utimes": 235, "futimesat": 261,
+}  # fmt: skip
+_NUMBERS = {
+    "x86_64": _SAME | _ONLY_X86_64 | {name: number for name, (number, _) in _NUMBERS_OF_BOTH.items()},
+    "aarch64": _SAME | {name: number for name, (_, number) in _NUMBERS_OF_BOTH.items()},
+}
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _OF_A_PROCESS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
-_SPECIAL = {"clone", "clone3", "kill", "tgkill", "tkill", "prctl", "fork", "vfork", "execve", "execveat", "setpriority"}
-_OF_GROUPS = {"setsid", "setpgid"}
-_SPECIAL |= set(_OF_A_PROCESS) | _OF_GROUPS
 # Landlock does not restrict these: under the judge's user, a worker could change the modes of the judge's files.
 _OF_FILES = {
     "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "utime", "utimes", "futimesat",
     "utimensat", "setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr",
 }  # fmt: skip
-_SPECIAL |= _OF_FILES
+_SPECIAL = _OF_FILES | {
+    "clone", "clone3", "kill", "tgkill", "tkill", "prctl", "fork", "vfork", "execve", "execveat", "setpriority",
+    "setsid", "setpgid", *_OF_A_PROCESS,
+}  # fmt: skip
 _NEW_NAMESPACES, _CLONE_THREAD = 0x7E020000, 0x00010000
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF opcodes on 32-bit words
@@ -435,7 +408,7 @@ def _main() -> None:
             breaches["own_user"] = "runs as the user of its judge"
         print(json.dumps(breaches), flush=True)
         os._exit(0)
-    enter(JailPolicy.from_json(json.loads(sys.argv[1])))
+    enter(JailPolicy(**json.loads(sys.argv[1])))
     try:
         os.execvp(sys.argv[2], sys.argv[2:])
     except OSError as failure:

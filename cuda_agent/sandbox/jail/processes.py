@@ -1,8 +1,5 @@
-"""Controls an untrusted process from the judge, with a watchdog.
-
-The judge waits for a worker in steps of 20 ms and checks it after each. It kills a worker that exceeds its time, memory
-or threads, without the worker's cooperation. Not covered: the content of requests and answers.
-"""
+"""Controls an untrusted process from the judge, which waits for it in steps of 20 ms and checks it after each: a worker
+that exceeds its time, memory or threads is killed.  Not covered: the content of requests and answers."""
 
 import contextlib
 import os
@@ -35,11 +32,8 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class WorkerDied(Exception):
-    """The worker is gone.
-
-    Attributes:
-        reason: timeout, memory, threads, processes, disk, crash, protocol, or killed (a SIGKILL from elsewhere).
-    """
+    """The worker is gone.  ``reason``: timeout, memory, threads, processes, disk, crash, protocol, or killed (a SIGKILL
+    from elsewhere)."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -51,22 +45,14 @@ class NotStarted(RuntimeError):
 
 
 class WorkerError(Exception):
-    """The untrusted code raised an error; the worker lives.
+    """The untrusted code raised an error; the worker lives."""
 
-    Attributes:
-        cheat: whether the code broke a rule that the worker checks.
-    """
-
-    cheat = False
+    cheat = False  # whether the code broke a rule that the worker checks
 
 
 class JailedProcess:
-    """A jailed process and its private folder. It serves once ``wait_started`` has returned.
-
-    Attributes:
-        seconds: remaining time to wait for its answers; set before each request.
-        alive: whether this object has not killed it.
-    """
+    """A jailed process and its private folder. It serves once ``wait_started`` has returned. ``seconds`` is the
+    remaining time to wait for its answers; callers set it before each request."""
 
     def __init__(
         self,
@@ -100,11 +86,9 @@ class JailedProcess:
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         self._stopped = False
-        try:
+        with theirs:
             self.pid = parent.fork({**options, "policy": asdict(policy)}, [theirs.fileno()])
-        finally:
-            theirs.close()
-        self.alive = True
+        self.alive = True  # this object has not killed it
         self._private = 1 << 60
         self._group: ControlGroup | None = None
         if groups:  # it waits for its first request: no untrusted code has run
@@ -117,11 +101,7 @@ class JailedProcess:
                 raise
 
     def wait_started(self) -> None:
-        """Block until its walls are closed. No untrusted code has run then.
-
-        Raises:
-            NotStarted: it ended before.
-        """
+        """Block until its walls are closed. No untrusted code has run then. Raises ``NotStarted``."""
         self.seconds = _START_SECONDS
         try:
             self._answer()
@@ -186,15 +166,15 @@ class JailedProcess:
         """Stop the process until the next request; return once it is stopped, or after 1 s."""
         if self.alive and not self._stopped:
             self._stopped = True
-            self.signal(signal.SIGSTOP)
+            self._signal(signal.SIGSTOP)
             deadline = time.monotonic() + _STOP_SECONDS
             while self._state() not in "TtZX" and time.monotonic() < deadline:
                 os.sched_yield()
 
     def _go_on(self) -> None:
-        if self._stopped:
+        if self.alive and self._stopped:
             self._stopped = False
-            self.signal(signal.SIGCONT)
+            self._signal(signal.SIGCONT)
 
     def _said(self) -> bool:
         """Whether there is data to read; the end of a stream counts, too."""
@@ -232,18 +212,14 @@ class JailedProcess:
             start = time.perf_counter()
             ready = self._poll.poll(_STEP_MS)
             self.seconds -= time.perf_counter() - start
-            self.watch()
+            self._watch()
             if ready:
                 return
             if self.seconds <= 0:
                 raise self._died("timeout")
 
-    def watch(self) -> None:
-        """Check the resources that it uses.
-
-        Raises:
-            WorkerDied: it used too much, and was killed.
-        """
+    def _watch(self) -> None:
+        """Check the resources that it uses. Raises ``WorkerDied`` where it used too much and was killed."""
         if self._private_bytes() - self._private > self._memory_mb << 20:
             raise self._died("memory")
         if self._threads() > _MOST_THREADS:
@@ -275,53 +251,39 @@ class JailedProcess:
             if status == -signal.SIGSEGV:
                 text += " (an address out of bounds, or a write to an input)"
             return WorkerDied("killed" if status == -signal.SIGKILL else reason, text)
-        return WorkerDied(
-            reason,
-            {
-                "timeout": "did not finish in time",
-                "memory": f"used more than {self._memory_mb} MB",
-                "processes": f"started more than {_MOST_PROCESSES} processes",
-                "disk": "wrote too many or too large files",
-                "threads": f"started more than {_MOST_THREADS} threads",
-                "protocol": "answered nonsense",
-            }[reason],
-        )
+        texts = {
+            "timeout": "did not finish in time",
+            "memory": f"used more than {self._memory_mb} MB",
+            "processes": f"started more than {_MOST_PROCESSES} processes",
+            "disk": "wrote too many or too large files",
+            "threads": f"started more than {_MOST_THREADS} threads",
+            "protocol": "answered nonsense",
+        }
+        return WorkerDied(reason, texts[reason])
 
-    def signal(self, number: int) -> None:
-        if self.alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
-    def spread(self) -> None:
-        """Bind each working thread to one processor, where there are no more processors than such threads.
+    def spread(self, apart: bool = True) -> None:
+        """Bind each working thread to one processor, where there are no more processors than such threads; without
+        ``apart``, let all threads run on all processors again.
 
         The scheduler may leave a helper thread beside the busy main thread for whole calls, which then take twice as
         long. Threads that have not worked yet, and a process of one thread, are not bound.
         """
         processors = sorted(os.sched_getaffinity(self._parent.pid))
-        busy = sorted(self._busy(), reverse=True)
-        if len(busy) < len(processors) or len(busy) == 1:
-            return
-        for index, (_, thread) in enumerate(busy):
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(thread, [processors[index % len(processors)]])
-
-    def gather(self) -> None:
-        """Let all threads run on all processors again."""
-        processors = os.sched_getaffinity(self._parent.pid)
-        for _, thread in self._busy():
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(thread, processors)
-
-    def _busy(self) -> list[tuple[int, int]]:
-        """Return (nanoseconds of processor time, thread id) of the threads that have worked."""
-        found = []
+        busy: list[tuple[int, int]] = []  # nanoseconds of processor time, thread
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{self.pid}/task"):
                 worked = int(Path(f"/proc/{self.pid}/task/{thread}/schedstat").read_text().split()[0])
                 if worked > _IDLE_NS:
-                    found.append((worked, int(thread)))
-        return found
+                    busy.append((worked, int(thread)))
+        if apart and (len(busy) < len(processors) or len(busy) == 1):
+            return
+        for index, (_, number) in enumerate(sorted(busy, reverse=True)):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(number, [processors[index % len(processors)]] if apart else processors)
 
     def kill(self, wait: float = 0.0) -> int:
         """Kill the process after up to ``wait`` seconds for it to end; return the exit code (negative: signal)."""
@@ -335,8 +297,7 @@ class JailedProcess:
         deadline = time.monotonic() + wait
         while time.monotonic() < deadline and self._state() not in "ZX":
             time.sleep(0.001)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         if self._forks:
             with contextlib.suppress(OSError):  # it has no process group: nothing to end
                 os.killpg(self.pid, signal.SIGKILL)  # all at once: a fork bomb outruns single kills
@@ -365,11 +326,8 @@ def _name_of_signal(number: int) -> str:
 
 @contextlib.contextmanager
 def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], None]]:
-    """Yield ``turn(worker)``, which lets only this one of ``workers`` run and stops the others.
-
-    Idle threads of a library spin for milliseconds, and a candidate may leave threads behind; neither may slow down the
-    next timed worker.
-    """
+    """Yield ``turn(worker)``, which lets only this one of ``workers`` run and stops the others: idle threads of a
+    library spin for milliseconds, and a candidate may leave threads behind."""
     running: JailedProcess | None = None
 
     def turn(worker: JailedProcess) -> None:
@@ -386,4 +344,4 @@ def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], 
         yield turn
     finally:
         for worker in workers:
-            worker.gather()
+            worker.spread(apart=False)

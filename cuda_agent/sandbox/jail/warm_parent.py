@@ -59,45 +59,35 @@ def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmPa
 
 
 class WarmParent:
-    """A process that imported torch and forks workers. Its methods may be called from several threads.
-
-    Attributes:
-        torch: torch's version, once it is ready.
-    """
+    """A process that imported torch and forks workers. Its methods may be called from several threads, and raise
+    ``ConnectionError`` once it has died."""
 
     def __init__(self, pid: int, channel: socket.socket, end: Callable[[], None]) -> None:
         self.pid = pid
         self._socket = channel
         self._end = end
         self._turn = threading.Lock()
-        self.torch = ""
+        self.torch = ""  # its version, once the parent is ready
 
     def wait_ready(self) -> None:
         """Block until it has imported torch.
 
         Raises:
             RuntimeError: it has more than one thread, so that its children could hang.
-            ConnectionError: it died.
         """
+        if self.torch:
+            return
         answer = receive_frame(self._socket).body
         if answer["threads"] != 1:
             raise RuntimeError(f"the warm parent has {answer['threads']} threads: its children could hang")
         self.torch = answer["torch"]
 
     def fork(self, options: WorkerOptions, fds: Sequence[int]) -> int:
-        """Fork a worker, whose socket is the first of ``fds``; return its process id.
-
-        Raises:
-            ConnectionError: the warm parent is gone.
-        """
+        """Fork a worker, whose socket is the first of ``fds``; return its process id."""
         return int(self._ask(WorkerOperation.FORK_WORKER, options, fds)["pid"])
 
     def reap(self, pid: int) -> int:
-        """Wait for a worker that is dead or dying; return its exit code (negative: the signal).
-
-        Raises:
-            ConnectionError: the warm parent is gone.
-        """
+        """Wait for a worker that is dead or dying; return its exit code (negative: the signal)."""
         return int(self._ask(WorkerOperation.REAP_WORKER, {"pid": pid})["status"])
 
     def branch(self, imports: Sequence[str]) -> "WarmParent":
@@ -108,14 +98,9 @@ class WarmParent:
 
         def end() -> None:
             with contextlib.suppress(OSError):  # this process was killed; the other is not its child then
-                ended = select.poll()
-                descriptor = os.pidfd_open(pid)
-                try:
-                    ended.register(descriptor, select.POLLIN)
-                    if not ended.poll(1000 * _LEAVE_SECONDS):
+                with open(os.pidfd_open(pid), "rb", buffering=0) as ended:
+                    if not select.select([ended], [], [], _LEAVE_SECONDS)[0]:
                         os.kill(pid, signal.SIGKILL)
-                finally:
-                    os.close(descriptor)
                 self.reap(pid)
 
         return WarmParent(pid, ours, end)

@@ -1,8 +1,8 @@
 """Memory that the judge shares with its workers: sealed, divided into slots, and poisoned before every call.
 
 Inputs and weights lie in an area that only the judge can write (it is sealed against later writable maps); outputs lie
-in one that the worker writes and the judge copies. Shapes and dtypes are the task's. Arrays here are NumPy arrays;
-bfloat16 is stored as its 16 raw bits. Not covered: comparing values (``check``).
+in one that the worker writes and the judge copies. Shapes and dtypes are the task's. ``Area`` is the CPU's, with NumPy
+arrays (bfloat16 as its 16 raw bits); ``device.Area`` is the GPU's. Not covered: comparing values (``check``).
 """
 
 import contextlib
@@ -12,8 +12,7 @@ import mmap
 import os
 import secrets
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy
@@ -63,6 +62,19 @@ class Area:
         count = byte_count(tensor)
         return self.bytes[offset : offset + count].view(DTYPES[tensor.dtype]).reshape(tensor.shape)
 
+    def write(self, offset: int, tensor: Tensor, values: Array) -> None:
+        self.view(offset, tensor)[...] = values
+
+    def read(self, offset: int, tensor: Tensor) -> Array:
+        return self.view(offset, tensor).copy()
+
+    def poison(self, offset: int, size: int, pattern: bytes) -> None:
+        end = offset + -(-size // 8) * 8
+        self.bytes[offset:end].view(numpy.uint64)[...] = numpy.frombuffer(pattern, numpy.uint64)[0]
+
+    def settle(self) -> None:
+        """Do nothing: what ``write``, ``read`` and ``poison`` do is done when they return."""
+
     def close(self) -> None:
         del self.bytes
         with contextlib.suppress(BufferError):  # a view is still held; the map goes with it
@@ -101,88 +113,66 @@ class Spare:
         self._areas = None
 
 
-@dataclass
-class Slot:
-    inputs: list[int]  # offsets in the input area
-    outputs: list[int]  # offsets in the output area
+class Buffers:
+    """The input and output area of one worker, and the offsets of its tensors in them.
 
-
-class Layout:
-    """Offsets of one worker's tensors in its two areas. ``values``: adds room in the output area where a reference
-    worker writes inputs and weights for the judge. ``fixed``: equal addresses every time, for runs that must agree bit
-    for bit."""
-
-    def __init__(self, spec: TaskSpec, slots: int, values: bool = False, fixed: bool = False) -> None:
-        self.spec = spec
-        self._fixed = fixed
-        self.in_size = self.out_size = 0
-        weights = list(spec.weights.values())
-        self.weights = [] if values else [self._place(t, written=False) for t in weights]
-        self.slots = [
-            Slot(
-                [self._place(t, written=False) for t in spec.inputs],
-                [self._place(t, written=True) for t in spec.outputs],
-            )
-            for _ in range(slots)
-        ]
-        self.value_inputs = [self._place(t, written=True) for t in spec.inputs] if values else []
-        self.value_weights = [self._place(t, written=True) for t in weights] if values else []
-
-    def _place(self, tensor: Tensor, written: bool) -> int:
-        """Returns an aligned offset after a gap of random width, so that addresses differ between candidates."""
-        gap = 1 if self._fixed else secrets.randbelow(16)
-        start = (self.out_size if written else self.in_size) + _ALIGN * gap
-        end = start + -(-byte_count(tensor) // _ALIGN) * _ALIGN
-        if written:
-            self.out_size = end
-        else:
-            self.in_size = end
-        return start
-
-    @property
-    def layout(self) -> list[dict[str, list[int]]]:
-        """Returns the slots as JSON for the worker."""
-        return [{"in": slot.inputs, "out": slot.outputs} for slot in self.slots]
-
-
-class Buffers(Layout):
-    """The input and output area of one worker, laid out by ``Layout``; taken from ``spare`` when it fits."""
+    Args:
+        values: Whether the output area has room where a reference worker writes inputs and weights for the judge.
+        fixed: Whether addresses are equal every time, for runs that must agree bit for bit.
+        areas: Makes the two areas from their sizes in bytes; on a GPU ``device.areas``.
+    """
 
     def __init__(
-        self, spec: TaskSpec, slots: int, values: bool = False, fixed: bool = False, spare: Spare | None = None
+        self,
+        spec: TaskSpec,
+        slots: int,
+        values: bool = False,
+        fixed: bool = False,
+        areas: Callable[[int, int], tuple[Any, Any]] | None = None,
     ) -> None:
-        super().__init__(spec, slots, values, fixed)
-        self.input_area, self.output_area = (spare or Spare()).take(self.in_size, self.out_size)
+        self.spec = spec
+        self._fixed = fixed
+        self._sizes = [0, 0]  # of the input and the output area
+        weights = list(spec.weights.values())
+        self.weights = [] if values else [self._place(0, t) for t in weights]
+        self.slots = [
+            {"in": [self._place(0, t) for t in spec.inputs], "out": [self._place(1, t) for t in spec.outputs]}
+            for _ in range(slots)
+        ]
+        self.value_inputs = [self._place(1, t) for t in spec.inputs] if values else []
+        self.value_weights = [self._place(1, t) for t in weights] if values else []
+        made: tuple[Any, Any] = (areas or Spare().take)(*self._sizes)
+        self.input_area, self.output_area = made
+        self.sizes = [self.input_area.size, self.output_area.size]
+        self.descriptors = [self.input_area.descriptor, self.output_area.descriptor]
 
-    @property
-    def sizes(self) -> list[int]:
-        return [self.input_area.size, self.output_area.size]
+    def _place(self, area: int, tensor: Tensor) -> int:
+        """Returns an aligned offset after a gap of random width, so that addresses differ between candidates."""
+        start = self._sizes[area] + _ALIGN * (1 if self._fixed else secrets.randbelow(16))
+        self._sizes[area] = start + -(-byte_count(tensor) // _ALIGN) * _ALIGN
+        return start
 
-    @property
-    def descriptors(self) -> list[int]:
-        return [self.input_area.descriptor, self.output_area.descriptor]
-
-    def fill(self, slot: int, inputs: Sequence[Array]) -> None:
+    def fill(self, slot: int, inputs: Sequence[Any]) -> None:
         """Copies new values into the inputs, and poison (large odd numbers, different each time) into the outputs."""
-        for offset, tensor, values in zip(self.slots[slot].inputs, self.spec.inputs, inputs, strict=True):
-            self.input_area.view(offset, tensor)[...] = values
+        for offset, tensor, values in zip(self.slots[slot]["in"], self.spec.inputs, inputs, strict=True):
+            self.input_area.write(offset, tensor, values)
         pattern = bytes(0x60 + secrets.randbelow(16) for _ in range(8))
-        word = numpy.frombuffer(pattern, numpy.uint64)[0]
-        for offset, tensor in zip(self.slots[slot].outputs, self.spec.outputs, strict=True):
-            end = offset + -(-byte_count(tensor) // 8) * 8
-            self.output_area.bytes[offset:end].view(numpy.uint64)[...] = word
+        for offset, tensor in zip(self.slots[slot]["out"], self.spec.outputs, strict=True):
+            self.output_area.poison(offset, byte_count(tensor), pattern)
+        self.output_area.settle()
 
-    def outputs(self, slot: int) -> list[Array]:
+    def outputs(self, slot: int) -> list[Any]:
         """Returns a copy of the outputs that the worker wrote."""
-        offsets = self.slots[slot].outputs
-        return [self.output_area.view(o, t).copy() for o, t in zip(offsets, self.spec.outputs, strict=True)]
+        return self.values(self.slots[slot]["out"], self.spec.outputs)
 
-    def set_weights(self, weights: Sequence[Array]) -> None:
+    def set_weights(self, weights: Sequence[Any]) -> None:
         for offset, tensor, values in zip(self.weights, self.spec.weights.values(), weights, strict=True):
-            self.input_area.view(offset, tensor)[...] = values
+            self.input_area.write(offset, tensor, values)
 
-    def values(self, offsets: Sequence[int], tensors: Sequence[Tensor]) -> list[Array]:
-        return [self.output_area.view(o, t).copy() for o, t in zip(offsets, tensors, strict=True)]
+    def values(self, offsets: Sequence[int], tensors: Iterable[Tensor]) -> list[Any]:
+        copies = [self.output_area.read(offset, tensor) for offset, tensor in zip(offsets, tensors, strict=True)]
+        self.output_area.settle()
+        return copies
 
     def close(self) -> None:
         self.input_area.close()

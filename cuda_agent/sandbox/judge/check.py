@@ -23,9 +23,8 @@ def mismatch(
     values, which counts up to ``cap``."""
     largest = 0.0
     for index, (want, have, tensor) in enumerate(zip(expected, actual, tensors, strict=True)):
-        message, difference = _compare(
-            real(want, tensor.dtype).ravel(), real(have, tensor.dtype).ravel(), tolerance, cap
-        )
+        wanted, given = (real(values, tensor.dtype).ravel() for values in (want, have))
+        message, difference = _compare(wanted, given, tolerance, cap)
         largest = max(largest, difference)
         if message:
             return f"output {index}{list(tensor.shape)}: {message}", largest
@@ -48,10 +47,8 @@ def _compare(want: Array, have: Array, tolerance: float, cap: float) -> tuple[st
             return "", 0.0
         first = int(wrong[0])
         difference = float(numpy.abs(want[wrong].astype(numpy.float64) - have[wrong].astype(numpy.float64)).max())
-        return (
-            f"{wrong.size} of {want.size} values differ, first at {first}: {have[first]} instead of {want[first]}",
-            difference,
-        )
+        values = f"first at {first}: {have[first]} instead of {want[first]}"
+        return f"{wrong.size} of {want.size} values differ, {values}", difference
     wide = numpy.float32 if want.dtype.itemsize <= 4 else numpy.float64
     with numpy.errstate(all="ignore"):
         scale = min(cap, _typical(want))
@@ -75,12 +72,10 @@ def _compare(want: Array, have: Array, tolerance: float, cap: float) -> tuple[st
                     first_wrong = start + int(bad[0])
                 wrong_count += bad.size
             largest = max(largest, float(off.max(initial=0, where=numpy.isfinite(off))))
-    if wrong_count:
-        return (
-            f"{wrong_count} of {want.size} values are off by more than the tolerance {tolerance:g}, "
-            f"first at {first_wrong}: {have[first_wrong]:.6g} instead of {want[first_wrong]:.6g}"
-        ), largest
-    return "", largest
+    if not wrong_count:
+        return "", largest
+    values = f"first at {first_wrong}: {have[first_wrong]:.6g} instead of {want[first_wrong]:.6g}"
+    return f"{wrong_count} of {want.size} values are off by more than the tolerance {tolerance:g}, {values}", largest
 
 
 def _typical(want: Array) -> float:

@@ -1,6 +1,6 @@
 """The model clock: a deterministic cost in place of a measured time, for tests and drills (``sandbox.clock=model``).
 
-The cost falls with the usual optimizations (fewer passes over memory, fewer operators, blocks for every thread, vector
+It falls with the usual optimizations (fewer passes over memory, fewer operators, blocks for every thread, vector
 hints), so that training has a signal to learn from. It is a pure function of task and solution and predicts no real
 time.
 """
@@ -36,14 +36,13 @@ def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads
     for node in program["nodes"]:
         if "memset" in node:
             total += _CALL / 2 + node["bytes"] / (_BYTES_PER_SECOND * threads)
-            continue
-        if "library" in node:
+        elif "library" in node:
             used = {item["buffer"] for item in node["tensors"].values()}
             total += _CALL + sum(sizes[name] for name in used) / (_BYTES_PER_SECOND * threads)
-            continue
-        used = {a["buffer"] for a in node["args"] if "buffer" in a}
-        workers = min(threads, node["grid"])
-        total += _CALL + node["grid"] * 1e-8 + hint * sum(sizes[name] for name in used) / (_BYTES_PER_SECOND * workers)
+        else:
+            used = {a["buffer"] for a in node["args"] if "buffer" in a}
+            rate = _BYTES_PER_SECOND * min(threads, node["grid"])
+            total += _CALL + node["grid"] * 1e-8 + hint * sum(sizes[name] for name in used) / rate
     return total
 
 

@@ -1,18 +1,15 @@
 """Checks the times that a worker reports from the device's clock against the judge's own clock.
 
-In the extension and python formats the solution shares its process with the CUDA events that time it. It could forge
-them, or run work on a stream that they do not cover. The judge therefore computes a lower bound: one request runs a
-chain of calls on different inputs, and the judge measures the wall time from the request until it holds a copy of all
-outputs. The wall of a chain minus the wall of a single call contains no cost per request; the cost of an empty call in
-the same form, measured before untrusted code is loaded, is subtracted. While the host enqueues the chain, the device
-waits in a kernel of known length, so that the host's time does not count. The solution itself reports how long it
-enqueues, and work on another stream during the wait is not seen: the wait is therefore limited by the time that eager's
-host needs.
+In the formats whose host code is not ours, the solution could forge the CUDA events that time it, or run work on a
+stream that they do not cover. The judge therefore computes a lower bound. One request runs a chain of calls on
+different inputs; its wall time ends when the judge holds a copy of all outputs. The wall of a chain minus the wall of
+one call has no cost per request, and the cost of an empty call, measured in the same form before untrusted code is
+loaded, is subtracted. The device waits in a kernel of known length while the host enqueues the chain. Work on another
+stream during that wait is not seen, so the wait is at most twice the time that eager's host needs.
 
-A time far below the bound is rejected. Stopping and continuing processes and switching contexts lengthen walls by some
-tenths of a millisecond (H200) and never shorten them: the shortest of several chains counts, and more are timed before
-a time is rejected. A chain divides the remaining noise by its length: the check misses a false time that is below this
-noise, and work that fits into the wait.
+Stopping processes and switching contexts lengthen walls by tenths of a millisecond (H200) and never shorten them: the
+shortest of several chains counts, and more are timed before a time far below the bound is rejected. The check misses a
+false time below the remaining noise divided by the chain's length, and work that fits into the wait.
 """
 
 import math

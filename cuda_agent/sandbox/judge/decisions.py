@@ -10,19 +10,11 @@ from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError
 from cuda_agent.sandbox.wire import Status, Verdict
 
 LOADING = "while it was loaded"
-_STATUS_OF_DEATH: dict[str, Status] = {
-    "timeout": "timeout", "crash": "crash", "memory": "crash", "threads": "crash", "protocol": "crash",
-    "processes": "crash", "killed": "crash",
-}  # fmt: skip
 
 
 class CandidateRefused(Exception):
-    """Ends a trial by the fault of the candidate.
-
-    Attributes:
-        status: of the verdict.
-        retryable: whether the fault may be somebody else's, so that the candidate gets a second trial.
-    """
+    """Ends a trial by the fault of the candidate.  ``status`` is the verdict's.  ``retryable``: the fault may be
+    somebody else's, so that the candidate gets a second trial."""
 
     def __init__(self, status: Status, message: str, retryable: bool = False) -> None:
         super().__init__(message)
@@ -42,7 +34,8 @@ def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> Candida
         if not loaded:
             return CandidateRefused("infra", f"a worker {error} before the solution was loaded", retryable=True)
         killed = error.reason == "killed"  # by the system, by an operator, or by itself
-        return CandidateRefused(_STATUS_OF_DEATH[error.reason], f"the solution {error} {when}".strip(), killed)
+        status: Status = "timeout" if error.reason == "timeout" else "crash"
+        return CandidateRefused(status, f"the solution {error} {when}".strip(), killed)
     if not loaded:
         return CandidateRefused("infra", f"a worker, before the solution was loaded: {error}", retryable=True)
     if when == LOADING:

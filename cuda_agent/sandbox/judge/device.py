@@ -2,12 +2,11 @@
 
 The judge allocates the areas and exports them by file descriptor. A worker maps inputs and weights read-only: a write
 to them faults the worker alone and leaves the judge's context intact. Outputs are copied to the judge's memory before
-they are compared. Comparisons run on the device (``check.cu``) by the rules of ``check``.
-
-Call ``open_judge`` first. One device, one thread.
+they are compared. Comparisons run on the device (``check.cu``) by the rules of ``check``. ``open_judge`` comes first.
 """
 
 import ctypes
+import functools
 import math
 import secrets
 import struct
@@ -16,33 +15,18 @@ from pathlib import Path
 from typing import ClassVar
 
 from cuda_agent.sandbox import driver
-from cuda_agent.sandbox.judge.buffers import Layout, byte_count
-from cuda_agent.sandbox.wire import TaskSpec, Tensor
+from cuda_agent.sandbox.judge import buffers
+from cuda_agent.sandbox.judge.buffers import byte_count
+from cuda_agent.sandbox.wire import Tensor
 
 _BLOCK = 256
 _POOL_BYTES = 8 << 30
-_REAL = {
-    "complex64": ("float32", 2),
-    "complex128": ("float64", 2),
-    "bool": ("uint8", 1),
-}  # compared as this many values of this type
+# Compared as this many values of this type.
+_REAL = {"complex64": ("float32", 2), "complex128": ("float64", 2), "bool": ("uint8", 1)}
 _NUMBERS = {
     "float32": "f", "float64": "d", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b", "uint8": "B",
 }  # fmt: skip
 _FOUND = struct.Struct("QQd")
-
-__all__ = [
-    "Array",
-    "Buffers",
-    "constant",
-    "distance",
-    "flush",
-    "healthy",
-    "mismatch",
-    "open_judge",
-    "pool_bytes",
-    "same",
-]
 
 
 class Array:
@@ -60,54 +44,29 @@ class Array:
         self._idle.setdefault(self.size, []).append(self.address)
 
 
-def _copied(address: int, size: int) -> Array:
-    array = Array(size)
-    driver.copy(array.address, address, size)
-    return array
+class Area(driver.Shared):
+    """An area of ``Buffers``.  What its methods start is done after ``settle``."""
 
+    def write(self, offset: int, tensor: Tensor, values: Array) -> None:
+        driver.copy(self.address + offset, values.address, byte_count(tensor))
 
-class Buffers(Layout):
-    """The input and output area of one worker, as ``buffers.Buffers``."""
+    def read(self, offset: int, tensor: Tensor) -> Array:
+        array = Array(byte_count(tensor))
+        driver.copy(array.address, self.address + offset, array.size)
+        return array
 
-    def __init__(self, spec: TaskSpec, slots: int, values: bool = False, fixed: bool = False) -> None:
-        super().__init__(spec, slots, values, fixed)
-        self._inputs = driver.Shared(self.in_size)
-        self._outputs = driver.Shared(self.out_size)
+    def poison(self, offset: int, size: int, pattern: bytes) -> None:
+        driver.fill_words(self.address + offset, int.from_bytes(pattern[:4], "little"), -(-size // 4))
 
-    @property
-    def sizes(self) -> list[int]:
-        return [self._inputs.size, self._outputs.size]
-
-    @property
-    def descriptors(self) -> list[int]:
-        return [self._inputs.descriptor, self._outputs.descriptor]
-
-    def fill(self, slot: int, inputs: Sequence[Array]) -> None:
-        """Copies new values into the inputs and poison into the outputs; returns when both are done."""
-        for offset, tensor, values in zip(self.slots[slot].inputs, self.spec.inputs, inputs, strict=True):
-            driver.copy(self._inputs.address + offset, values.address, byte_count(tensor))
-        word = int.from_bytes(bytes(0x60 + secrets.randbelow(16) for _ in range(4)), "little")
-        for offset, tensor in zip(self.slots[slot].outputs, self.spec.outputs, strict=True):
-            driver.fill_words(self._outputs.address + offset, word, -(-byte_count(tensor) // 4))
+    def settle(self) -> None:
         driver.synchronize()
-
-    def outputs(self, slot: int) -> list[Array]:
-        """Returns a copy of the outputs that the worker wrote."""
-        return self.values(self.slots[slot].outputs, self.spec.outputs)
-
-    def set_weights(self, weights: Sequence[Array]) -> None:
-        for offset, values in zip(self.weights, weights, strict=True):
-            driver.copy(self._inputs.address + offset, values.address, values.size)
-
-    def values(self, offsets: Sequence[int], tensors: Sequence[Tensor]) -> list[Array]:
-        copies = [_copied(self._outputs.address + o, byte_count(t)) for o, t in zip(offsets, tensors, strict=True)]
-        driver.synchronize()
-        return copies
 
     def close(self) -> None:
         driver.synchronize()
-        self._inputs.close()
-        self._outputs.close()
+        super().close()
+
+
+Buffers = functools.partial(buffers.Buffers, areas=lambda in_size, out_size: (Area(in_size), Area(out_size)))
 
 
 class _Judge:
@@ -120,9 +79,10 @@ class _Judge:
         self.flush_bytes = 2 * driver.l2_bytes()
         self.flushed = driver.allocate(self.flush_bytes)
 
-    def run(self, name: str, count: int, *arguments: object) -> None:
+    def run(self, name: str, count: int, *arguments: int | float) -> None:
         blocks = max(1, min(-(-count // (4 * _BLOCK)), 2048))
-        driver.Launch(self.module.function(name), (blocks, 1, 1), (_BLOCK, 1, 1), arguments)()
+        cells = [ctypes.c_double(a) if isinstance(a, float) else ctypes.c_uint64(a) for a in arguments]
+        driver.Launch(self.module.function(name), (blocks, 1, 1), (_BLOCK, 1, 1), cells)()
 
     def clear(self) -> None:
         driver.write(self.found, _FOUND.pack(0, (1 << 64) - 1, 0.0))
@@ -190,20 +150,17 @@ def _compare(want: Array, have: Array, tensor: Tensor, tolerance: float, cap: fl
     if not count:
         return "", 0.0
     judge.clear()
-    pointers, n = (ctypes.c_uint64(want.address), ctypes.c_uint64(have.address)), ctypes.c_longlong(count)
-    sums = ctypes.c_uint64(judge.sums)
     floating = dtype.startswith(("float", "bfloat"))
     if floating:
-        judge.run(f"moments_{dtype}", count, pointers[0], n, sums)
-    limits = ctypes.c_double(tolerance), ctypes.c_double(cap)
-    judge.run(f"check_{dtype}", count, *pointers, n, *limits, sums, ctypes.c_uint64(judge.found))
+        judge.run(f"moments_{dtype}", count, want.address, count, judge.sums)
+    limits = float(tolerance), float(cap), judge.sums, judge.found
+    judge.run(f"check_{dtype}", count, want.address, have.address, count, *limits)
     wrong, first, largest = judge.answer()
     if not wrong:
         return "", largest
     values = f"first at {first}: {_number(have, dtype, first):.6g} instead of {_number(want, dtype, first):.6g}"
-    if floating:
-        return f"{wrong} of {count} values are off by more than the tolerance {tolerance:g}, {values}", largest
-    return f"{wrong} of {count} values differ, {values}", largest
+    how = f"are off by more than the tolerance {tolerance:g}" if floating else "differ"
+    return f"{wrong} of {count} values {how}, {values}", largest
 
 
 def _real(tensor: Tensor) -> tuple[str, int]:
@@ -220,17 +177,8 @@ def _number(array: Array, dtype: str, index: int) -> float:
 
 def same(first: Sequence[Array], second: Sequence[Array]) -> bool:
     """Returns whether two lists of arrays are equal bit for bit."""
-    for one, other in zip(first, second, strict=True):
-        judge, n = _ours(), ctypes.c_longlong(one.size)
-        if not one.size:
-            continue
-        judge.clear()
-        pointers = ctypes.c_uint64(one.address), ctypes.c_uint64(other.address)
-        nothing = ctypes.c_double(0), ctypes.c_double(0), ctypes.c_uint64(judge.sums)
-        judge.run("check_uint8", one.size, *pointers, n, *nothing, ctypes.c_uint64(judge.found))
-        if judge.answer()[0]:
-            return False
-    return True
+    raw = [Tensor((array.size,), "uint8") for array in first]
+    return not mismatch(first, second, raw, 0.0)[0]
 
 
 def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
@@ -239,8 +187,7 @@ def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
         return 0.0, 0.0
     judge, (dtype, count) = _ours(), _real(tensor)
     judge.clear()
-    pointers = ctypes.c_uint64(have.address), ctypes.c_uint64(exact.address)
-    judge.run(f"distance_{dtype}", count, *pointers, ctypes.c_longlong(count), ctypes.c_uint64(judge.sums))
+    judge.run(f"distance_{dtype}", count, have.address, exact.address, count, judge.sums)
     off, norm = struct.unpack("dd", driver.read(judge.sums, 16))
     return off, norm
 
@@ -251,7 +198,6 @@ def constant(values: Array, tensor: Tensor) -> bool:
     if not count:
         return False
     judge.clear()
-    pointer, n = ctypes.c_uint64(values.address), ctypes.c_longlong(count)
-    judge.run(f"varied_{dtype}", count, pointer, n, ctypes.c_uint64(judge.found))
+    judge.run(f"varied_{dtype}", count, values.address, count, judge.found)
     others, _, finite = judge.answer()
     return not finite or (count > 1 and not others)

@@ -6,7 +6,7 @@ from cuda_agent.sandbox.judge.buffers import Array, Buffers
 from cuda_agent.sandbox.judge.check import mismatch, real, same
 from cuda_agent.sandbox.wire import Tensor
 
-__all__ = ["Array", "Buffers", "constant", "distance", "flush", "healthy", "mismatch", "pool_bytes", "same"]
+__all__ = ["Buffers", "constant", "distance", "flush", "healthy", "mismatch", "pool_bytes", "same"]
 
 
 def pool_bytes() -> int:

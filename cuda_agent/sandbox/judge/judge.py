@@ -1,10 +1,8 @@
 """The judge: the trusted process.  It owns seeds, buffers, clock and verdict, and imports neither task nor solution.
 
 ``python -m cuda_agent.sandbox.judge.judge FD`` answers one request at a time over a socket: the spec of a task, a
-verdict of a solution (``trial``), a probe of a task.  Prepared tasks are kept, least recently used first out.  If a
-worker dies from a signal that the judge did not send (the OOM killer, say), the evaluation is retried once.
-
-Not covered: building (the client does that before it asks), and the cache of verdicts (``local``).
+verdict of a solution (``trial``), a probe of a task.  If a worker dies from a signal that the judge did not send (the
+OOM killer, say), the evaluation is retried once.  Not covered: building, and the cache of verdicts (``local``).
 """
 
 import contextlib
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from cuda_agent.errors import TaskError
+from cuda_agent.machine import die_with_parent
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.judge.buffers import byte_count
@@ -62,15 +61,12 @@ def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
     return asked
 
 
-def _forget(verdict: Verdict) -> None:
-    """Reset a verdict before another trial.  Samples stay: a candidate that ends its first trial gets no second draw of
-    its time."""
-    verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
-    verdict.ran, verdict.advice = [], []
-
-
 class Judge:
-    """Answers the requests of one client, one after the other.  Keeps tasks prepared between them."""
+    """Answers the requests of one client, one after the other.  Keeps tasks prepared between them.
+
+    Raises:
+        TaskError: from ``prepared``, ``spec`` and ``evaluate``, where the task itself does not run.
+    """
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -81,53 +77,30 @@ class Judge:
         self._cleanup_seconds = 0.0  # seconds of the last ``cleanup``
         self.memory = memory_of(settings.device)
 
-    def prove(self) -> dict[str, str]:
-        """Attack the jail from inside; returns the attacks that got through walls which are not required.
-
-        Raises:
-            JailError: a required wall does not hold.
-        """
-        return jail.prove(self.settings.required_walls, Path(self.settings.scratch))
-
     def prepared(self, task: TaskSource) -> PreparedTask:
-        """The prepared task, from the kept ones or made now.
-
-        Raises:
-            TaskError: the task does not run.
-        """
+        """The prepared task, from the kept ones or made now."""
         digest = task["digest"]
         found = self._prepared.pop(digest, None)
         if found is not None and not found.oracle.alive:
-            found.close()
+            found.oracle.close()
             found = None
-        if found is None:
-            found = PreparedTask(task["code"], digest, self._workers)
-        self._prepared[digest] = found
+        self._prepared[digest] = found = found or PreparedTask(task["code"], digest, self._workers)
         while len(self._prepared) > _MOST_PREPARED[self.settings.device]:
-            self._prepared.popitem(last=False)[1].close()
+            self._prepared.popitem(last=False)[1].oracle.close()
         return found
 
     @_once_more
     def spec(self, request: SpecRequest) -> dict[str, Any]:
-        """``TaskSpec`` as JSON.
-
-        Raises:
-            TaskError: the task does not run.
-        """
+        """``TaskSpec`` as JSON."""
         return self.prepared(request["task"]).spec.to_json()
 
     # ---------------------------------------------------------------------------------------------------------- verdict
 
     @_once_more
     def evaluate(self, request: EvaluateRequest) -> dict[str, Any]:
-        """The verdict of a built solution, as JSON.
-
-        Raises:
-            TaskError: the task itself does not run.
-        """
+        """The verdict of a built solution, as JSON."""
         self.cleanup()  # where the last one ended in an error of the task
-        before = self._cleanup_seconds
-        settings = self.settings
+        before, settings = self._cleanup_seconds, self.settings
         traits = FormatTraits(**request["traits"])
         verdict = Verdict(
             "ok", request["format"], request["mode"], settings.device, settings.clock,  # type: ignore[arg-type]
@@ -138,31 +111,25 @@ class Judge:
         known = self.prepared(request["task"]).measured(verdict.mode)
         for timed in (False,) if traits.untimed else (True,) if known else (False, True):
             if timed:
+                self.cleanup()
                 prepared = self.prepared(request["task"])
                 prepared.measure(compile=True)
                 if verdict.mode == "strict":
                     strict_baselines(prepared)
             if self._tried(request, verdict, timed):
-                self.cleanup()
-                _forget(verdict)
                 self._tried(request, verdict, timed)
-            if timed or traits.untimed or verdict.status != "ok":
+            if verdict.status != "ok":
                 break
-            self.cleanup()
-            _forget(verdict)
-        verdict.phases["cleanup"] = before
-        if self.settings.clock == "model":
-            verdict.phases = {}
+        verdict.phases = {} if settings.clock == "model" else verdict.phases | {"cleanup": before}
         return verdict.to_json()
 
     def _tried(self, request: EvaluateRequest, verdict: Verdict, timed: bool) -> bool:
-        """Run one trial and fill in ``verdict``.  Returns whether the candidate gets another trial.  The caller then
-        calls ``cleanup``.
-
-        Raises:
-            TaskKilled: the reference worker died from a signal that the judge did not send.
-            TaskError: the task fails without the candidate, too.
-        """
+        """Run one trial and fill in ``verdict``.  Returns whether the candidate gets another trial.  Raises
+        ``TaskError`` only where the task fails without the candidate, too."""
+        self.cleanup()
+        # Samples stay: a candidate that ends its first trial gets no second draw of its time.
+        verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
+        verdict.ran, verdict.advice = [], []
         prepared = self.prepared(request["task"])
         base, spec = prepared.baselines, prepared.spec
         if not verdict.untimed:
@@ -207,23 +174,26 @@ class Judge:
     @_once_more
     def _probe(self, task: TaskSource, compile: bool) -> Probe:
         prepared = self.prepared(task)
-        spec, tolerance, memory = prepared.spec, self.settings.tolerance, self.memory
+        spec, memory = prepared.spec, self.memory
         first, second = prepared.entry(prepared.base), prepared.entry(prepared.base + 1)
         with self._lease.working():
             again = prepared.oracle.outputs(first.inputs)
-        probe = Probe(
-            deterministic=not memory.mismatch(first.outputs, again, spec.outputs, tolerance)[0],
+        prepared.measure(compile)
+
+        def same(outputs: list[Any]) -> bool:
+            return not memory.mismatch(first.outputs, outputs, spec.outputs, self.settings.tolerance)[0]
+
+        return Probe(
+            error=prepared.baselines.compile_error if compile else "",
+            deterministic=same(again),
             constant=any(memory.constant(a, t) for a, t in zip(first.outputs, spec.outputs, strict=True)),
-            indistinguishable=not memory.mismatch(first.outputs, second.outputs, spec.outputs, tolerance)[0],
+            indistinguishable=same(second.outputs),
+            eager_seconds=prepared.baselines.eager,
+            compile_seconds=prepared.baselines.compile,
             inputs=list(spec.inputs),
             outputs=list(spec.outputs),
             parameter_count=spec.parameter_count,
         )
-        prepared.measure(compile)
-        probe.eager_seconds, probe.compile_seconds = prepared.baselines.eager, prepared.baselines.compile
-        if compile:
-            probe.error = prepared.baselines.compile_error
-        return probe
 
     def healthy(self) -> bool:
         """Whether the device still computes a known answer in this process's own context.  If the device does not
@@ -239,14 +209,14 @@ class Judge:
     def close(self) -> None:
         self.cleanup()
         for prepared in self._prepared.values():
-            prepared.close()
+            prepared.oracle.close()
         self._workers.close()
 
 
 def main() -> None:
     """Serve the client on the socket whose descriptor is the first argument, until the client is gone."""
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: processes of the same user cannot read this memory
-    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: SIGKILL when the client dies
+    die_with_parent()
     client = socket.socket(fileno=int(sys.argv[1]))
     judge = Judge(JudgeSettings.from_json(receive_frame(client).body))
 
@@ -255,7 +225,7 @@ def main() -> None:
         send_frame(client, Reply.ERROR, error)
 
     try:
-        breaches = judge.prove()
+        breaches = jail.prove(judge.settings.required_walls, Path(judge.settings.scratch))
         if judge.settings.device == "cuda":
             judge.memory.open_judge(Path(judge.settings.kernels))
     except (jail.JailError, driver.NoDevice) as error:

@@ -2,8 +2,7 @@
 
 Our launcher runs a plan, so its list is exact. In the other formats the candidate's own process reports what ran
 (``observe``), so the result is advice only. Names are compared with the built library and the sources: a solution can
-give its kernel a cuBLAS name, or the reverse. Not covered: whether a library kernel is a matrix product, a convolution
-or another operator.
+give its kernel a cuBLAS name, or the reverse.
 """
 
 import math
@@ -29,19 +28,19 @@ _SHOWN = 4
 def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran]:
     """Returns the kernels that the launcher of a plan runs in one call. ``seconds``: time of each node, as the worker
     reports it; invalid values count as unknown."""
-    rows: list[tuple[str, RanKind]] = []
-    for node in nodes:
-        if "memset" in node:
-            rows.append(("memset", "memset"))
-        elif "library" in node:
-            rows.append((f"{node['library']} {node.get('compute', '')}".strip(), "library"))
-        else:
-            rows.append((printable(node.get("function", node["symbol"])), "own"))
-    times: list[float | None] = [None] * len(rows)
-    if isinstance(seconds, list) and len(seconds) == len(rows) and all(_is_time(item) for item in seconds):
+    times: list[Any] = [None] * len(nodes)
+    if isinstance(seconds, list) and len(seconds) == len(nodes) and all(map(_is_time, seconds)):
         whole = sum(seconds)
         times = [item / whole if whole else None for item in seconds]
-    return _merged((name, kind, 1, share) for (name, kind), share in zip(rows, times, strict=True))
+    rows: list[tuple[str, RanKind, int, float | None]] = []
+    for node, share in zip(nodes, times, strict=True):
+        if "memset" in node:
+            rows.append(("memset", "memset", 1, share))
+        elif "library" in node:
+            rows.append((f"{node['library']} {node.get('compute', '')}".strip(), "library", 1, share))
+        else:
+            rows.append((printable(node.get("function", node["symbol"])), "own", 1, share))
+    return _merged(rows)
 
 
 def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes = b"") -> list[Ran]:
@@ -107,23 +106,23 @@ def advice(ran: Sequence[Ran], own_work: str) -> list[str]:
     (``FormatTraits``)."""
     if not ran:
         return []
-    by_kind = {kind: [r for r in ran if r.kind == kind] for kind in _KINDS}
+    kinds = {r.kind for r in ran}
     lines = []
-    torch = by_kind["torch"]
-    if torch and not by_kind["own"] and not by_kind["library"]:
-        lines.append(f"nothing of the solution's own was seen to run: torch computed with {_names(torch)}")
-    elif torch:
-        lines.append(f"torch computed a part: {_names(torch)}")
-    elif own_work and not by_kind["own"]:
+    if "torch" in kinds and not kinds & {"own", "library"}:
+        lines.append(f"nothing of the solution's own was seen to run: torch computed with {_names(ran, 'torch')}")
+    elif "torch" in kinds:
+        lines.append(f"torch computed a part: {_names(ran, 'torch')}")
+    elif own_work and "own" not in kinds:
         lines.append(f"no {own_work} was seen to run")
-    if by_kind["unknown"]:
-        lines.append(f"of unknown origin: {_names(by_kind['unknown'])}")
+    if "unknown" in kinds:
+        lines.append(f"of unknown origin: {_names(ran, 'unknown')}")
     return lines
 
 
-def _names(ran: Sequence[Ran]) -> str:
-    rest = f" and {len(ran) - _SHOWN} more" if len(ran) > _SHOWN else ""
-    return ", ".join(r.name for r in ran[:_SHOWN]) + rest
+def _names(ran: Sequence[Ran], kind: RanKind) -> str:
+    names = [r.name for r in ran if r.kind == kind]
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest
 
 
 def _is_time(value: object) -> bool:

@@ -10,10 +10,8 @@ import hashlib
 import hmac
 import json
 import math
-import os
 import secrets
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +24,7 @@ from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.judge import cost, cross_check, roofline
 from cuda_agent.sandbox.judge.buffers import byte_count
-from cuda_agent.sandbox.judge.reference_client import ReferenceClient, Views, memory_of, net
+from cuda_agent.sandbox.judge.reference_client import ReferenceClient, Views, at_precision, memory_of, net
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 
 _CLOCK = 3  # version of the way baselines are measured; part of their key
@@ -68,7 +66,11 @@ def baselines_file(cache: str, digest: str, torch: str, threads: int, identity: 
 
 
 class PreparedTask:
-    """One task, ready for candidates."""
+    """One task, ready for candidates.
+
+    Raises:
+        TaskError: from every method that asks the reference, where the task fails.
+    """
 
     def __init__(self, code: str, digest: str, workers: WorkerPool) -> None:
         settings = workers.settings
@@ -82,33 +84,23 @@ class PreparedTask:
         self._code = code
         self._digest = digest
         self._lease = workers.lease
+        self.weights_seed = self._seed(-1)  # no inputs are drawn from it
         with self._lease.working():
             self.oracle = ReferenceClient(workers.reference(), code, self.weights_seed, settings)
         self.spec = self.oracle.spec
         size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs))
         calls = settings.checks + settings.timed_calls + (cross_check.CALLS if settings.device == "cuda" else 0)
-        self._pool: list[PoolEntry | None] = [None] * max(2, min(calls, self.memory.pool_bytes() // max(1, size)))
+        self.pool_size = max(2, min(calls, self.memory.pool_bytes() // max(1, size)))
+        self._pool: list[PoolEntry | None] = [None] * self.pool_size
         self.base = 0
         self._empty = math.inf
         self.empty_candidate: dict[str, float] = {}  # the same of candidates, by format
         self.baselines = self._load()
         self.peaks = roofline.Peaks()
 
-    @property
-    def weights_seed(self) -> int:
-        """The seed that the model is built under.  No inputs are drawn from it."""
-        return self._seed(-1)
-
-    @property
-    def pool_size(self) -> int:
-        return len(self._pool)
-
     def rotate(self, used: int) -> None:
-        """Retire the oldest entry after an evaluation, and make the one that the next evaluation adds.
-
-        Args:
-            used: how many entries the last evaluation took.
-        """
+        """Retire the oldest entry after an evaluation that took ``used`` entries, and make the one that the next
+        evaluation adds."""
         if not self._fixed:
             self.base += 1
             if 0 < used <= self.pool_size and self.oracle.alive:
@@ -116,16 +108,9 @@ class PreparedTask:
                     self.entry(self.base + used - 1)
 
     def entry(self, index: int, timing: bool = False) -> PoolEntry:
-        """Inputs and expected outputs number ``index``, from the pool or made now.
-
-        Args:
-            index: counts from 0 over the life of the task.
-            timing: whether the caller holds the timing lease.
-
-        Raises:
-            TaskError: the task fails on these inputs.
-        """
-        place = index % len(self._pool)
+        """Inputs and expected outputs number ``index`` (from 0, over the life of the task), from the pool or made now.
+        ``timing``: whether the caller holds the timing lease."""
+        place = index % self.pool_size
         entry = self._pool[place]
         if entry is None or entry.index != index:
             with contextlib.nullcontext() if timing else self._lease.working():
@@ -136,11 +121,7 @@ class PreparedTask:
 
     def fresh(self, kind: str) -> PoolEntry | None:
         """New inputs of a kind, with eager's outputs and the exact ones (float64).  None if the task has no such inputs
-        or their outputs are not finite.
-
-        Raises:
-            TaskError: the task fails on these inputs.
-        """
+        or their outputs are not finite."""
         self._fresh += 1
         with self._lease.working():
             inputs = self.oracle.inputs(self._seed(-1 - self._fresh), kind)
@@ -157,13 +138,8 @@ class PreparedTask:
 
     def outputs_at(self, inputs: list[Any], precision: str) -> list[Any]:
         """Eager's outputs at another precision than the task's own."""
-        with self._lease.working():
-            self.oracle.precision(precision)
-            try:
-                return self.oracle.outputs(inputs)
-            finally:
-                if self.oracle.alive:
-                    self.oracle.precision("default")
+        with self._lease.working(), at_precision(self.oracle, precision):
+            return self.oracle.outputs(inputs)
 
     def compiled(self, mode: str, precision: str) -> ReferenceClient:
         """A reference whose calls are compiled.  The caller closes it.
@@ -174,14 +150,12 @@ class PreparedTask:
         """
         inputs = self.entry(self.base).inputs
         worker, known = self._workers.compiler()
-        with self._lease.working():
+        with self._lease.working(), contextlib.ExitStack() as failed:
             oracle = ReferenceClient(worker, self._code, self.weights_seed, self.settings)
-            try:
-                oracle.precision(precision)
-                oracle.compile(inputs, known, mode)
-            except BaseException:
-                oracle.close()
-                raise
+            failed.callback(oracle.close)
+            oracle.precision(precision)
+            oracle.compile(inputs, known, mode)
+            failed.pop_all()
         return oracle
 
     def _seed(self, index: int) -> int:
@@ -192,11 +166,7 @@ class PreparedTask:
         return self._fixed or (self.baselines.compile_tried and (mode != "strict" or bool(self.baselines.strict)))
 
     def measure(self, compile: bool) -> None:
-        """Measure the baselines that are missing.  Under the model clock they are computed costs.
-
-        Raises:
-            TaskError: the task fails.
-        """
+        """Measure the baselines that are missing.  Under the model clock they are computed costs."""
         if self._fixed:
             counts = self.oracle.count(self.entry(0).inputs)
             self.baselines.eager = cost.eager(*counts, self.settings.threads)
@@ -211,20 +181,16 @@ class PreparedTask:
         elif self.baselines.eager is None:
             self.baselines.eager = self.medians(self.oracle)[0]
             self.save()
-        if compile and self.baselines.views is None:
-            self._account()
+        if compile and (base := self.baselines).views is None:
+            try:
+                base.flops, base.written, base.views = self.oracle.account(self.entry(self.base).inputs)
+            except TaskError:
+                if not self.oracle.alive:
+                    raise
+                base.flops, base.written, base.views = 0, 0, []  # a model that does not run under observation
             self.save()
         if not self.peaks.bytes_per_second:
             self.peaks = self._peaks()
-
-    def _account(self) -> None:
-        base = self.baselines
-        try:
-            base.flops, base.written, base.views = self.oracle.account(self.entry(self.base).inputs)
-        except TaskError:
-            if not self.oracle.alive:
-                raise
-            base.flops, base.written, base.views = 0, 0, []  # a model that does not run under observation
 
     def _peaks(self, again: bool = False) -> roofline.Peaks:
         if self.settings.device == "cuda":
@@ -235,8 +201,7 @@ class PreparedTask:
 
     def below_physical_floor(self, seconds: float) -> str:
         """Why ``seconds`` is less than the device needs to write the reference's outputs; empty if it is not."""
-        base = self.baselines
-        numbers = seconds, base.eager or 0.0, base.written or 0
+        numbers = seconds, self.baselines.eager or 0.0, self.baselines.written or 0
         if doubt := roofline.below_physical_floor(*numbers, self.peaks):
             self.peaks = self._peaks(again=True)  # what is measured may have been measured on a busy machine
             doubt = roofline.below_physical_floor(*numbers, self.peaks)
@@ -246,24 +211,24 @@ class PreparedTask:
     def views(self) -> Views:
         """Strides of each output that the reference gives as a view (``reference_client.views``); None of the others,
         and of all where this is not known."""
-        known = self.baselines.views
-        return known if known and len(known) == len(self.spec.outputs) else [None] * len(self.spec.outputs)
+        known, count = self.baselines.views, len(self.spec.outputs)
+        return known if known and len(known) == count else [None] * count
 
     def _measure_compile(self) -> None:
+        base = self.baselines
         for last in (False, True):
             try:
                 oracle = self.compiled("", "default")
             except (WorkerError, WorkerDied) as error:
                 if isinstance(error, WorkerDied) and error.reason == "killed" and not last:
                     continue  # the answer is kept for good, and the kill may have nothing to do with the task
-                self.baselines.compile_error = f"torch.compile: {error}"
-                if self.baselines.eager is None:
-                    self.baselines.eager = self.medians(self.oracle)[0]
+                base.compile_error = f"torch.compile: {error}"
+                base.eager = self.medians(self.oracle)[0] if base.eager is None else base.eager
             else:
-                self.baselines.eager, self.baselines.compile = self.medians(self.oracle, oracle)
+                base.eager, base.compile = self.medians(self.oracle, oracle)
                 oracle.close()
             break
-        self.baselines.compile_tried = True
+        base.compile_tried = True
 
     def empty_call(self, oracle: ReferenceClient, inputs: list[Any]) -> float:
         """Seconds of a reference call that computes nothing: the least ever seen, so that no more is subtracted from a
@@ -276,15 +241,8 @@ class PreparedTask:
 
     def medians(self, *oracles: ReferenceClient, careful: bool = False) -> list[float]:
         """Median seconds of one call of each reference, without the empty call.  Calls are interleaved.  The best round
-        counts, since other work on the machine only makes calls slower.
-
-        Args:
-            oracles: the references.
-            careful: go on until the two best rounds of each agree within 5 %.
-
-        Raises:
-            TaskError: a reference fails.
-        """
+        counts, since other work on the machine only makes calls slower.  ``careful``: go on until the two best rounds
+        of each agree within 5 %."""
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
         rounds: list[list[float]] = []
 
@@ -315,23 +273,13 @@ class PreparedTask:
         return baselines_file(settings.cache, self._digest, self._workers.torch, settings.threads, settings.identity)
 
     def _load(self) -> Baselines:
-        if self._fixed:
-            return Baselines()
-        try:
-            return Baselines(**json.loads(self._file().read_text()))
-        except (OSError, ValueError, TypeError):
-            return Baselines()
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            if not self._fixed:
+                return Baselines(**json.loads(self._file().read_text()))
+        return Baselines()
 
     def save(self) -> None:
-        file = self._file()
-        with contextlib.suppress(OSError):  # a full disk, say: the baselines are then measured again
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
-                json.dump(vars(self.baselines), new)
-            os.replace(new.name, file)
-
-    def close(self) -> None:
-        self.oracle.close()
+        roofline.keep(self._file(), vars(self.baselines))
 
 
 def _steady(calls: Sequence[float]) -> bool:

@@ -1,7 +1,5 @@
-"""The judge's client of a reference worker: inputs, expected outputs, times and counts of one task.
-
-Also how a worker's times are read.  Not covered: candidates, and what is kept of a task between them (``prepared``).
-"""
+"""The judge's client of a reference worker: inputs, expected outputs, times and counts of one task.  Not covered:
+candidates, and what is kept of a task between them (``prepared``)."""
 
 import math
 import secrets
@@ -80,7 +78,7 @@ class ReferenceClient:
         self.worker = worker
         self._limit = settings.run_seconds
         self._host = math.inf
-        self._buffers: Any = None
+        self._buffers: Any = None  # of the module ``memory_of`` gives
         self._exact: Any = None
         self._device, self._memory = settings.device, memory_of(settings.device)
         try:
@@ -109,7 +107,7 @@ class ReferenceClient:
             raise TaskError(f"the task's tensors take {size >> 20} MB, more than the device has left") from None
         buffers = self._buffers
         places: ReferenceBuffers = {
-            "layout": buffers.layout, "sizes": buffers.sizes, "values": buffers.value_inputs,
+            "layout": buffers.slots, "sizes": buffers.sizes, "values": buffers.value_inputs,
             "weights": buffers.value_weights,
         }  # fmt: skip
         self._ask(WorkerOperation.MAP_BUFFERS, places, fds=buffers.descriptors)
@@ -124,21 +122,16 @@ class ReferenceClient:
         draw: InputDraw = {"seed": seed, "kind": kind}
         if not self._ask(WorkerOperation.DRAW_INPUTS, draw):
             return None
-        assert self._buffers
-        copies: list[Any] = self._buffers.values(self._buffers.value_inputs, self.spec.inputs)
-        return copies
+        return self._buffers.values(self._buffers.value_inputs, self.spec.inputs)
 
     def outputs(self, inputs: list[Any]) -> list[Any]:
         """Eager's outputs for these inputs."""
-        assert self._buffers
-        self._buffers.fill(0, inputs)
-        self._ask(WorkerOperation.RUN, slot=0)
+        self._on(inputs, WorkerOperation.RUN)
         return self._buffers.outputs(0)
 
     def seconds(self, inputs: list[Any], null: bool = False) -> float:
         """Seconds of one call (``null``: of a call that computes nothing).  Buffers are refilled before the clock
         starts."""
-        assert self._buffers
         slot = secrets.randbelow(2)
         self.worker.stop()
         self._buffers.fill(slot, inputs)
@@ -164,52 +157,44 @@ class ReferenceClient:
     def exact(self, inputs: list[Any]) -> list[Any] | None:
         """Outputs computed in double precision (float64 in place of every floating dtype); None when those or eager's
         own (``outputs`` came before, with the same inputs) are not finite.  ``TaskError`` when the model cannot."""
-        assert self._buffers
         if self._exact is None:
             wide = [replace(t, dtype="float64") if t.dtype in _FLOATING else t for t in self.spec.outputs]
             spec = replace(self.spec, inputs=(), outputs=tuple(wide), weights={})
             self._exact = buffers = self._memory.Buffers(spec, slots=1)
-            body: ExactBuffers = {"spec": spec.to_json(), "layout": buffers.layout, "sizes": buffers.sizes}
+            body: ExactBuffers = {"spec": spec.to_json(), "layout": buffers.slots, "sizes": buffers.sizes}
             self._ask(WorkerOperation.MAP_EXACT, body, fds=buffers.descriptors)
-        self._buffers.fill(0, inputs)
-        if not self._ask(WorkerOperation.RUN_EXACT, slot=0):
-            return None
-        outputs: list[Any] = self._exact.outputs(0)
-        return outputs
+        return self._exact.outputs(0) if self._on(inputs, WorkerOperation.RUN_EXACT) else None
 
     def compile(self, inputs: list[Any], known: str, mode: str = "") -> None:
         """Calls are the compiled model's from here on.  ``WorkerError`` when torch.compile fails."""
-        assert self._buffers
         self._buffers.fill(0, inputs)
         self.worker.seconds = _COMPILE_SECONDS
         body: TaskCompilation = {"known": known, "mode": mode}
-        self.worker.call(WorkerOperation.COMPILE_TASK, body, slot=0)
+        self.worker.call(WorkerOperation.COMPILE_TASK, body)
 
     def count(self, inputs: list[Any]) -> tuple[int, int]:
         """The number of operators of one call, and the bytes they read and write."""
-        assert self._buffers
-        self._buffers.fill(0, inputs)
-        answer = self._ask(WorkerOperation.COUNT_OPERATORS, slot=0)
+        answer = self._on(inputs, WorkerOperation.COUNT_OPERATORS)
         return int(answer["operators"]), int(answer["bytes"])
 
     def account(self, inputs: list[Any]) -> tuple[int, int, Views]:
         """Floating-point operations of one call (0: not known), the bytes that it writes for its outputs, and the
         strides of outputs that are views."""
-        assert self._buffers
-        self._buffers.fill(0, inputs)
-        answer = self._ask(WorkerOperation.ACCOUNT, slot=0)
+        answer = self._on(inputs, WorkerOperation.ACCOUNT)
         most = sum(byte_count(t) for t in self.spec.outputs)
         try:
             return max(0, int(answer["flops"])), min(max(0, int(answer["written"])), most), views(answer, self.spec)
         except (KeyError, TypeError, ValueError) as error:  # the task's own process says so
             raise TaskError(f"the task gave no account of a call: {error}") from None
 
-    def _ask(
-        self, operation: WorkerOperation, body: Any = None, slot: int = 0, fds: Sequence[int] = (), least: float = 0.0
-    ) -> Any:
+    def _on(self, inputs: list[Any], operation: WorkerOperation) -> Any:
+        self._buffers.fill(0, inputs)
+        return self._ask(operation)
+
+    def _ask(self, operation: WorkerOperation, body: Any = None, fds: Sequence[int] = (), least: float = 0.0) -> Any:
         self.worker.seconds = max(self._limit, least)
         with _of_the_task():
-            return self.worker.call(operation, body, slot, fds)
+            return self.worker.call(operation, body, fds=fds)
 
     def close(self) -> None:
         self.worker.kill()
@@ -232,6 +217,17 @@ def views(answer: Any, spec: TaskSpec) -> Views:
             strides = [] if reach < count else strides if reach * byte_count(tensor) <= room * count else None
         found.append(strides)
     return found
+
+
+@contextmanager
+def at_precision(oracle: ReferenceClient, name: str) -> Iterator[None]:
+    """Let the reference compute at this precision inside the context."""
+    oracle.precision(name)
+    try:
+        yield
+    finally:
+        if oracle.alive:
+            oracle.precision("default")
 
 
 @contextmanager

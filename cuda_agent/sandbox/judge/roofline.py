@@ -1,13 +1,11 @@
 """Peak rates of a device, and the lower bound of a call's time that follows from them.
 
-The memory bandwidth of a GPU comes from the driver (memory clock, bus width); its arithmetic peaks come from compute
-capability, number of multiprocessors and clock. A virtual machine reports neither reliably for a CPU: there a memory
-copy is measured once and stored beside the baselines, and the arithmetic peak is unknown.
+A GPU's rates come from the driver. A virtual machine does not report a CPU's reliably: there a memory copy is measured
+once and stored beside the baselines, and the arithmetic peak is unknown.
 
-The bound counts outputs only. Every output is written, because it is poisoned before each call and checked after it.
-How much of an input must be read depends on its values (an index, a mask) and on algebra (a diagonal), so inputs do not
-count. Output that may still lie in the last-level cache when the call ends does not count either. Not covered: a bound
-from arithmetic, which algebra can lower too.
+The bound counts outputs only: every output is written, because it is poisoned before each call and checked after it,
+while the part of an input that must be read depends on its values and on algebra. Output that may still lie in the
+last-level cache when the call ends does not count. Not covered: a bound from arithmetic, which algebra can lower too.
 """
 
 import json
@@ -19,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy
 
@@ -105,12 +104,17 @@ def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[
     cache = cache_bytes(Path("/sys/devices/system/cpu"), sorted(os.sched_getaffinity(0)))
     with quiet():
         peaks = Peaks(max(known, copy_bytes_per_second(threads, cache or 0)), cache, _CPU_SLACK)
-    with suppress(OSError):  # for example a full disk: the next call measures again
+    keep(file, asdict(peaks))
+    return peaks
+
+
+def keep(file: Path, measured: dict[str, Any]) -> None:
+    """Writes what was measured to ``file``; where that fails (a full disk, say), it is measured again."""
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
-            json.dump(asdict(peaks), new)
+            json.dump(measured, new)
         os.replace(new.name, file)
-    return peaks
 
 
 def copy_bytes_per_second(threads: int, cache: int = 0) -> float:

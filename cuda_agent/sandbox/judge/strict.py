@@ -1,11 +1,8 @@
 """Strict mode measures a solution for a report; quick mode measures it for a training reward.
 
-Strict mode checks a solution on inputs of many kinds and compares its error against the float64 model with eager's own
-error. It times the solution until the confidence interval of the speed-up is narrow, and reports eager and
-``torch.compile`` at every precision, so that a gain that comes from lower precision alone is visible.
-
-The references of a task (baseline times, eager's errors) are measured once and stored with its baselines. Not covered:
-non-contiguous inputs (no format ever receives one), training mode, gradients.
+It checks inputs of many kinds, compares the error against the float64 model with eager's own error, times until the
+confidence interval of the speed-up is narrow, and reports eager and ``torch.compile`` at every precision, so that a
+gain that comes from lower precision alone is visible. Not covered: non-contiguous inputs, training mode, gradients.
 """
 
 import itertools
@@ -34,14 +31,9 @@ _RESAMPLES = 400
 
 def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
     """Returns ``seconds`` of every baseline, relative ``errors`` of eager by precision, and the ``failed`` baselines of
-    a task. They are measured when the cache lacks them."""
-    if not prepared.baselines.strict:
-        prepared.baselines.strict = _measure(prepared)
-        prepared.save()
-    return prepared.baselines.strict
-
-
-def _measure(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
+    a task. They are measured once and kept with the task's other baselines."""
+    if prepared.baselines.strict:
+        return prepared.baselines.strict
     oracle, device = prepared.oracle, prepared.settings.device
     found: dict[str, dict[str, Any]] = {"seconds": {}, "errors": {}, "failed": {}}
     entry = prepared.fresh("normal")
@@ -65,6 +57,8 @@ def _measure(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
             found["seconds"][eager], found["seconds"][label] = prepared.medians(oracle, compiled, careful=True)
             compiled.close()
     oracle.precision("default")
+    prepared.baselines.strict = found
+    prepared.save()
     return found
 
 
@@ -110,12 +104,11 @@ def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, mine: float) -> 
     """Returns whether ``mine``, the candidate's error against the exact outputs, is at most ``_AS_GOOD`` times eager's
     error at one of the precisions in ``_TIMED``. On inputs whose result nearly cancels out, eager's rounding error
     alone exceeds the tolerance."""
-    for precision in _PRECISIONS[prepared.settings.device]:
-        if precision in _TIMED:
-            eagers = error(prepared, prepared.outputs_at(entry.inputs, precision), entry.exact or [])
-            if mine <= _AS_GOOD * eagers:
-                return True
-    return False
+    return any(
+        mine <= _AS_GOOD * error(prepared, prepared.outputs_at(entry.inputs, precision), entry.exact or [])
+        for precision in _PRECISIONS[prepared.settings.device]
+        if precision in _TIMED
+    )
 
 
 def precision_of(own: float, errors: dict[str, float]) -> str:

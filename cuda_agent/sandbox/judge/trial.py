@@ -1,9 +1,8 @@
 """One trial runs a candidate's worker: it checks the candidate on secret inputs, times it, and ends it.
 
-The checks use fresh secret inputs and come first. The judge's own clock then times each call from request to answer,
-minus the empty call (measured before the candidate is loaded), interleaved with an eager anchor. Every call, timed or
-not, has different inputs and its outputs are checked: a candidate cannot recognise a call that it may skip. A status is
-decided only here, in ``decisions`` and in ``judge``.
+The judge's own clock times each call from request to answer, minus the empty call (measured before the candidate is
+loaded), interleaved with an eager anchor. Every call, timed or not, has different inputs and its outputs are checked: a
+candidate cannot recognise a call that it may skip. A status is decided only here, in ``decisions`` and in ``judge``.
 """
 
 import contextlib
@@ -11,7 +10,7 @@ import math
 import secrets
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.judge.cross_check import LONGEST_CHAIN, CrossCheck
 from cuda_agent.sandbox.judge.decisions import LOADING, CandidateRefused, is_clear, refusal, scale_baselines
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
-from cuda_agent.sandbox.judge.reference_client import net, seconds_of_call
+from cuda_agent.sandbox.judge.reference_client import at_precision, net, seconds_of_call
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 from cuda_agent.sandbox.messages import CandidateBuffers, EvaluateRequest, WorkerOperation
 from cuda_agent.sandbox.wire import FormatTraits, Verdict, baseline
@@ -66,7 +65,7 @@ class Trial:
         slots = 3 if size <= _SLOTS_BYTES[self._settings.device] else 2
         if self._settings.device == "cuda" and not self._traits.host_is_ours:
             slots = min(max(2, 3 * _SLOTS_BYTES["cuda"] // max(1, size)), LONGEST_CHAIN)
-        spare = {"spare": workers.areas} if self._settings.device == "cpu" else {}
+        spare = {"areas": workers.areas.take} if self._settings.device == "cpu" else {}
         self._buffers = self._memory.Buffers(spec, slots=slots, fixed=self._fixed, **spare)
         self._buffers.set_weights(prepared.oracle.weights)
         self._seen: list[list[Any]] = []  # outputs of earlier calls: a later call must not give them again
@@ -98,23 +97,22 @@ class Trial:
     def start(self) -> None:
         """Forks the worker, times the empty call, and loads the solution."""
         begin = time.perf_counter()
-        request = self._request
+        on_gpu, prepared = self._settings.device == "cuda", self._prepared
         with self._lease.working(), self._judged():
             self._open()
-        if self._settings.clock == "real" and self._settings.device == "cpu":
-            known, format = self._prepared.empty_candidate, request["format"]
-            inputs = self._prepared.entry(self._next).inputs
+        if self._settings.clock == "real" and not on_gpu:
+            known, format = prepared.empty_candidate, self._request["format"]
+            inputs = prepared.entry(self._next).inputs
             with self._lease.timing(), self._judged():
                 calls = range(_NULL_CALLS[format in known])
                 least = min(self._timed(inputs, WorkerOperation.RUN_EMPTY)[0] for _ in calls)
             self._null = known[format] = min(least, known.get(format, least))
-        if self._settings.device == "cuda" and not self._traits.host_is_ours:
-            inputs = self._prepared.entry(self._next).inputs
+        if on_gpu and not self._traits.host_is_ours:
+            inputs = prepared.entry(self._next).inputs
             with self._lease.timing(), self._judged():
-                host = self._prepared.oracle.host_seconds(inputs)
-                slots = len(self._buffers.slots)
+                host = prepared.oracle.host_seconds(inputs)
                 empty = partial(self._chained, WorkerOperation.RUN_EMPTY_CHAIN)
-                self._cross = CrossCheck(slots, lambda *chain: empty(*chain)[0], host)
+                self._cross = CrossCheck(len(self._buffers.slots), lambda *chain: empty(*chain)[0], host)
         self._loaded = True
         with self._lease.working(), self._judged(LOADING):
             self._load()
@@ -130,7 +128,7 @@ class Trial:
             "host_is_ours": self._traits.host_is_ours,
             "rule": self._traits.rule,
             "spec": buffers.spec.to_json(),
-            "layout": buffers.layout,
+            "layout": buffers.slots,
             "weights": buffers.weights,
             "sizes": buffers.sizes,
             "views": self._prepared.views,
@@ -147,8 +145,8 @@ class Trial:
         begin = time.perf_counter()
         for number in range(self._settings.checks):
             entry = self._take()
+            outputs = self._call(entry, f"in check {number + 1}")
             with self._lease.working():
-                outputs = self._call(entry.inputs, f"in check {number + 1}")
                 self._compare(entry, outputs, f"check {number + 1} of {self._settings.checks}")
             self._verdict.checks += 1
         self._verdict.phases["check"] = time.perf_counter() - begin
@@ -156,13 +154,8 @@ class Trial:
     def strict(self) -> None:
         """Checks on inputs of many kinds and measures errors against float64."""
         begin = time.perf_counter()
-        prepared, verdict = self._prepared, self._verdict
-
-        def call(entry: PoolEntry, when: str) -> list[Any]:
-            with self._lease.working():
-                return self._call(entry.inputs, when)
-
-        verdict.strict, wrong = strict.check(prepared, call, self._settings.tolerance)
+        verdict = self._verdict
+        verdict.strict, wrong = strict.check(self._prepared, self._call, self._settings.tolerance)
         if wrong:
             raise CandidateRefused("wrong", wrong)
         verdict.checks = verdict.strict["inputs"]
@@ -173,34 +166,10 @@ class Trial:
         prepared, verdict = self._prepared, self._verdict
         yard = strict.strict_baselines(prepared)
         begin = time.perf_counter()
-        assert self._worker and verdict.strict
-        oracle = prepared.oracle
-        oracle.precision("fp32")
-        alternating = (self._worker, oracle.worker) if self._settings.device == "cpu" else ()
-        with self._lease.timing(), taking_turns(*alternating) as turn:
-            turn(oracle.worker)
-            first = prepared.entry(prepared.base, timing=True)
-            empty = prepared.empty_call(oracle, first.inputs)
-
-            def candidate() -> float:
-                entry = self._take(timing=True)
-                assert self._worker
-                turn(self._worker)
-                with self._judged("in a timed call"):
-                    seconds, outputs = self._timed(entry.inputs)
-                self._compare(entry, outputs, "an audit of a timed call", audit=True)
-                turn(oracle.worker)
-                return net(seconds, self._null)
-
-            def eager() -> float:
-                return net(oracle.seconds(first.inputs), empty)
-
-            try:
-                verdict.samples, anchors = strict.time_pairs(candidate, eager)
-                verdict.seconds = self._believed(statistics.median(verdict.samples))
-            finally:
-                if oracle.alive:
-                    oracle.precision("default")
+        assert verdict.strict
+        with at_precision(prepared.oracle, "fp32"), self._alternating() as (candidate, eager, first):
+            verdict.samples, anchors = strict.time_pairs(lambda: candidate()[1], lambda: eager(first))
+            verdict.seconds = self._believed(statistics.median(verdict.samples))
         self._anchor = verdict.eager_seconds = statistics.median(anchors)
         drift = verdict.eager_seconds / yard["seconds"][baseline("eager", "fp32")]
         baselines = {name: seconds * drift for name, seconds in yard["seconds"].items()}
@@ -215,9 +184,32 @@ class Trial:
         }
         verdict.phases["time"] = time.perf_counter() - begin
 
+    @contextlib.contextmanager
+    def _alternating(self) -> Iterator[tuple[Callable[[], tuple[list[Any], float]], Callable[[list[Any]], float], Any]]:
+        """Holds the lease for timing.  Yields a function that times and checks the candidate on new inputs (it returns
+        them, and seconds), one that times eager on given inputs, and inputs for eager."""
+        prepared, oracle, worker = self._prepared, self._prepared.oracle, self._worker
+        assert worker
+        workers = (worker, oracle.worker) if self._settings.device == "cpu" else ()
+        with self._lease.timing(), taking_turns(*workers) as turn:
+            turn(oracle.worker)
+            first = prepared.entry(prepared.base, timing=True).inputs
+            empty = prepared.empty_call(oracle, first)
+
+            def candidate() -> tuple[list[Any], float]:
+                entry = self._take(timing=True)
+                turn(worker)
+                with self._judged("in a timed call"):
+                    seconds, outputs = self._timed(entry.inputs)
+                self._compare(entry, outputs, "an audit of a timed call", audit=True)
+                turn(oracle.worker)
+                return entry.inputs, net(seconds, self._null)
+
+            yield candidate, lambda inputs: net(oracle.seconds(inputs), empty), first
+
     def _believed(self, told: float) -> float:
-        """Returns the median ``told`` if the judge's clock and the device's bandwidth allow it, else raises
-        ``CandidateRefused``. The caller holds the lease."""
+        """Returns the seconds to report for the median ``told``; raises ``CandidateRefused`` if the judge's clock or
+        the device's bandwidth do not allow it. The caller holds the lease."""
         seconds, doubt = told, ""
         if self._cross:
             with self._judged("in a timed call"):
@@ -301,43 +293,27 @@ class Trial:
     def time(self) -> None:
         """Times the fewest calls that show whether the candidate is 5 % faster, against an interleaved eager anchor."""
         begin = time.perf_counter()
-        prepared, verdict = self._prepared, self._verdict
+        verdict, base = self._verdict, self._prepared.baselines
         fewest = _FEWEST_TIMED[self._settings.device]
-        first = prepared.entry(prepared.base).inputs
-        base = prepared.baselines
         compile_share = base.compile / base.eager if base.compile is not None and base.eager else None
-        eager: list[float] = []
-        assert self._worker
-        candidate, reference = self._worker, prepared.oracle.worker
-        alternating = (candidate, reference) if self._settings.device == "cpu" else ()
-        with self._lease.timing(), taking_turns(*alternating) as turn:
-            turn(reference)
-            empty = prepared.empty_call(prepared.oracle, first)
-            prepared.oracle.seconds(first)
+        anchors: list[float] = []
+        with self._alternating() as (candidate, eager, first):
+            eager(first)
             for number in range(self._settings.timed_calls):
-                entry = self._take(timing=True)
-                turn(candidate)
-                with self._judged("in a timed call"):
-                    seconds, outputs = self._timed(entry.inputs)
-                self._compare(entry, outputs, "an audit of a timed call", audit=True)
-                verdict.samples.append(net(seconds, self._null))
-                turn(reference)
+                inputs, seconds = candidate()
+                verdict.samples.append(seconds)
                 if number % 2 == 0:
-                    eager.append(net(prepared.oracle.seconds(entry.inputs), empty))
+                    anchors.append(eager(inputs))
                 if time.perf_counter() - begin > _ENOUGH_SECONDS:
                     fewest = min(fewest, _FEWEST_TIMED["cpu"])  # slow calls differ by less
-                if number + 1 >= fewest and is_clear(verdict.samples, eager, compile_share):
+                if number + 1 >= fewest and is_clear(verdict.samples, anchors, compile_share):
                     break
             verdict.seconds = self._believed(statistics.median(verdict.samples))
-            baseline = prepared.baselines.eager or 0.0
-            if baseline and abs(statistics.median(eager) / baseline - 1) > _DRIFT:
-                for _ in range(2):
-                    eager.append(net(prepared.oracle.seconds(first), empty))
-                self._anchor = statistics.median(eager)
-                drift = self._anchor / baseline
-                verdict.eager_seconds = baseline * drift
+            if base.eager and abs(statistics.median(anchors) / base.eager - 1) > _DRIFT:
+                self._anchor = statistics.median([*anchors, eager(first), eager(first)])
+                verdict.eager_seconds = self._anchor
                 if verdict.compile_seconds is not None:
-                    verdict.compile_seconds *= drift
+                    verdict.compile_seconds *= self._anchor / base.eager
         verdict.phases["time"] = time.perf_counter() - begin
 
     def eager_alone(self) -> None:
@@ -349,17 +325,11 @@ class Trial:
         begin = time.perf_counter()
         verdict, oracle = self._verdict, self._prepared.oracle
         inputs = self._prepared.entry(self._prepared.base).inputs
-        with self._lease.timing():
-            if verdict.strict:
-                oracle.precision("fp32")
-            try:
-                alone = statistics.median(oracle.seconds(inputs) for _ in range(_ALONE_CALLS))
-            finally:
-                if verdict.strict and oracle.alive:
-                    oracle.precision("default")
-        share = min(1.0, _BESIDE * alone / self._anchor)
+        single = at_precision(oracle, "fp32") if verdict.strict else contextlib.nullcontext()
+        with self._lease.timing(), single:
+            alone = statistics.median(oracle.seconds(inputs) for _ in range(_ALONE_CALLS))
         verdict.eager_seconds = verdict.eager_seconds or self._anchor
-        scale_baselines(verdict, share)
+        scale_baselines(verdict, min(1.0, _BESIDE * alone / self._anchor))
         verdict.phases["time"] += time.perf_counter() - begin
 
     # ------------------------------------------------------------------------------------------------------------ calls
@@ -407,17 +377,13 @@ class Trial:
         outputs = [self._buffers.outputs(slot) for slot in range(count)]
         return time.perf_counter() - begin, told[1], outputs
 
-    def _call(self, inputs: Sequence[Any], when: str) -> list[Any]:
-        with self._judged(when):
-            return self._timed(inputs)[1]
+    def _call(self, entry: PoolEntry, when: str) -> list[Any]:
+        with self._lease.working(), self._judged(when):
+            return self._timed(entry.inputs)[1]
 
     @contextlib.contextmanager
     def _judged(self, when: str = "") -> Iterator[None]:
-        """Turns the death or error of the worker into a refusal.
-
-        Raises:
-            CandidateRefused: The worker died, or the solution raised.
-        """
+        """Raises ``CandidateRefused`` where the worker dies or the solution raises."""
         try:
             yield
         except (WorkerDied, WorkerError) as error:

@@ -1,7 +1,4 @@
-"""Starts the jailed workers of one judge, and keeps one candidate worker started in advance.
-
-Not covered: requests to workers (``trial``, ``reference_client``), and their watchdog (``jail.processes``).
-"""
+"""Starts the jailed workers of one judge, and keeps one candidate worker started in advance."""
 
 import contextlib
 import fcntl
@@ -24,16 +21,13 @@ from cuda_agent.sandbox.judge.reference_client import ReferenceClient
 from cuda_agent.sandbox.messages import JudgeSettings, WorkerOptions
 
 _COMPILING = "cuda_agent.sandbox.worker.compiling"  # imported by the warm parent of compiling workers, never here
-
+_KNOWN = 2  # version of the folder that compiling workers share
 _WARM_UP = """
 import torch
 class Model(torch.nn.Module):
     def forward(self, x):
         return torch.relu(x) + 1
-def get_inputs():
-    return [torch.randn(64, 64)]
-def get_init_inputs():
-    return []
+get_inputs, get_init_inputs = lambda: [torch.randn(64, 64)], lambda: []
 """
 
 
@@ -47,15 +41,12 @@ class WorkerPool:
         self._groups = cgroups.find()
         self._plain = warm_parent(settings.threads, self._log)
         self._compiling: WarmParent | None = None
-        self._ready = False
         self._spare: JailedProcess | None = None
         self.areas = buffers.Spare()  # on the CPU
 
     @property
     def torch(self) -> str:
-        if not self._ready:
-            self._plain.wait_ready()
-            self._ready = True
+        self._plain.wait_ready()
         return self._plain.torch
 
     def candidate(self, profiler: bool = False) -> JailedProcess:
@@ -70,11 +61,8 @@ class WorkerPool:
         spare, self._spare = (None, self._spare) if profiler else (self._spare, None)
         if spare is not None and spare.alive:
             with contextlib.suppress(NotStarted):  # it died while it waited
-                spare.wait_started()
-                return spare
-        worker = self._start_candidate(profiler=profiler)
-        worker.wait_started()
-        return worker
+                return _started(spare)
+        return _started(self._start_candidate(profiler=profiler))
 
     def start_spare(self) -> None:
         """Begins to start the next candidate's worker and returns at once."""
@@ -86,34 +74,25 @@ class WorkerPool:
         home = self._home()
         home.chmod(0o755)
         policy = jail.JailPolicy(read=(str(home),), file_mb=0)
-        return self._start(self._plain, "candidate", policy, home, self._candidate_seconds(), **more)
-
-    def _candidate_seconds(self) -> int:
-        return int(self.settings.run_seconds * self.settings.threads * 4) + 60
+        return self._start(self._plain, "candidate", policy, home, **more)
 
     def reference(self) -> JailedProcess:
         """Starts a worker for one task, with a small private folder: libraries create cache folders on import."""
         assert self.torch
         home = self._home()
-        worker = self._start(self._plain, "reference", jail.JailPolicy(write=(str(home),), file_mb=16), home)
-        worker.wait_started()
-        return worker
+        return _started(self._start(self._plain, "reference", jail.JailPolicy(write=(str(home),), file_mb=16), home))
 
     def compiler(self) -> tuple[JailedProcess, str]:
         """Starts a reference worker that may run the C++ compiler; returns it and the warm-up's folder."""
-        self._parent_that_compiles()
         known = str(self._known())
         return self._start_compiler(self._home(), (known,)), known
 
     def locked(self, place: dict[str, Any], profiler: bool = False) -> JailedProcess:
         """Starts a candidate worker that also reads its first pass's folder; it may start no program either."""
-        parent, home = self._parent_that_compiles(), self._home()
+        home = self._home()
         policy = jail.JailPolicy(read=(str(home), place["folder"]), file_mb=0)
-        where = {"folder": place["folder"], "environment": place["environment"]}
-        seconds = self._candidate_seconds()
-        worker = self._start(parent, "candidate", policy, home, seconds, profiler=profiler, **where)
-        worker.wait_started()
-        return worker
+        parent, where = self._parent_that_compiles(), {name: place[name] for name in ("folder", "environment")}
+        return _started(self._start(parent, "candidate", policy, home, profiler=profiler, **where))
 
     def _parent_that_compiles(self) -> WarmParent:
         if self._compiling is None:
@@ -123,12 +102,9 @@ class WorkerPool:
         return self._compiling
 
     def _start_compiler(self, home: Path, read: tuple[str, ...] = ()) -> JailedProcess:
-        assert self._compiling
         execute = (*jail.SYSTEM_EXECUTE, *jail.PYTHON)
         policy = jail.JailPolicy(read=read, write=(str(home),), execute=execute, file_mb=256, one_group=True)
-        worker = self._start(self._compiling, "reference", policy, home)
-        worker.wait_started()
-        return worker
+        return _started(self._start(self._parent_that_compiles(), "reference", policy, home))
 
     def _home(self) -> Path:
         return Path(tempfile.mkdtemp(prefix="worker-", dir=self.settings.scratch))
@@ -139,7 +115,6 @@ class WorkerPool:
         role: Literal["reference", "candidate"],
         policy: jail.JailPolicy,
         home: Path,
-        cpu_seconds: int = 1 << 20,
         **more: Any,
     ) -> JailedProcess:
         settings = self.settings
@@ -148,7 +123,7 @@ class WorkerPool:
             read=(*jail.SYSTEM_READ, *jail.PYTHON, *policy.read),
             # Virtual memory (the watchdog limits resident memory); the CUDA driver maps more than any limit.
             memory_mb=2 * settings.memory_mb if settings.device == "cpu" else 0,
-            cpu_seconds=cpu_seconds,
+            cpu_seconds=int(settings.run_seconds * settings.threads * 4) + 60 if role == "candidate" else 1 << 20,
             read_any=True,
         )
         folder = str(home)
@@ -164,7 +139,7 @@ class WorkerPool:
 
     def _known(self) -> Path:
         """Returns the folder that compiling workers share; a trusted warm-up fills it once per machine."""
-        key = hashlib.sha256(f"{self.torch}|{processor()}|{sys.version}".encode()).hexdigest()[:32]
+        key = hashlib.sha256(f"{_KNOWN}|{self.torch}|{processor()}|{sys.version}".encode()).hexdigest()[:32]
         known = Path(self.settings.cache) / "inductor" / key
         if known.exists():
             return known
@@ -178,10 +153,8 @@ class WorkerPool:
             with contextlib.suppress(WorkerError, WorkerDied):  # a compiler that fails here fails for the task too
                 oracle.compile(oracle.inputs(0) or [], "")
             staged = Path(tempfile.mkdtemp(dir=known.parent))
-            if (home / "headers").exists():
-                shutil.copytree(home / "headers", staged / "headers")
-            facts = home / "facts.json"
-            (staged / "facts.json").write_text(facts.read_text() if facts.exists() else '{"isa": {}, "header": {}}')
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copytree(home / "known", staged, dirs_exist_ok=True)
             oracle.close()
             os.replace(staged, known)
         return known
@@ -193,3 +166,8 @@ class WorkerPool:
         if self._compiling:
             self._compiling.close()
         self._plain.close()
+
+
+def _started(worker: JailedProcess) -> JailedProcess:
+    worker.wait_started()
+    return worker

@@ -1,8 +1,8 @@
 """Provides the Python module ``cuda_extension`` in a candidate worker: calls into the library of the work folder.
 
-It is the counterpart of ``binding_registry.h`` and mirrors its structure ``Value``. It also holds the published rule
-that ``ModelNew.forward`` may create and reshape tensors but must compute with the extension. This check runs in the
-candidate's own interpreter, so a determined cheat can evade it.
+It mirrors the structure ``Value`` of ``binding_registry.h``. It also holds the published rule that ``ModelNew.forward``
+may create and reshape tensors but must compute with the extension. This check runs in the candidate's own interpreter,
+so a determined cheat can evade it.
 """
 
 import ctypes
@@ -112,7 +112,8 @@ def load_module(library: str, outputs: Outputs) -> types.ModuleType:
 def _function(entry: _Entry, name: str, outputs: Outputs) -> Callable[..., Any]:
     native, function, count = entry.call, entry.function, entry.count
     names = [entry.arguments[i].name.decode() for i in range(entry.named)]
-    standard = {names[i]: _plain(entry.arguments[i].standard) for i in range(entry.named)}
+    defaults = {name: entry.arguments[i].standard for i, name in enumerate(names)}
+    standard = {n: d.integer if d.kind == 2 else d.number for n, d in defaults.items() if d.kind in (2, 3)}
     live: list[torch.Tensor] = []  # arguments and allocations of the call under way, by handle
 
     def allocate(pointer: Any) -> None:
@@ -157,21 +158,15 @@ def _function(entry: _Entry, name: str, outputs: Outputs) -> Callable[..., Any]:
     return call
 
 
-def _plain(value: _Value) -> Any:
-    """Convert a default to Python; ``...`` when there is none."""
-    return {2: value.integer, 3: value.number}.get(value.kind, ...)
-
-
 def _complete(
     name: str, given: tuple[Any, ...], named: dict[str, Any], names: list[str], standard: dict[str, Any], count: int
 ) -> list[Any]:
     """Return the arguments in order, with named and default ones filled in."""
     arguments = list(given)
     for wanted in names[len(given) :]:
-        value = named.pop(wanted, standard[wanted])
-        if value is ...:
+        if wanted not in named and wanted not in standard:
             raise TypeError(f"{name}: the argument {wanted} is missing")
-        arguments.append(value)
+        arguments.append(named.pop(wanted) if wanted in named else standard[wanted])
     if named:
         raise TypeError(f"{name}: there is no argument {next(iter(named))}")
     if len(arguments) != count:

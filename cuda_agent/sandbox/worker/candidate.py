@@ -1,13 +1,8 @@
-"""Runs the candidate worker: it serves one solution and ends.
-
-The judge sends one-letter commands: ``B`` buffers, ``N``/``Z`` the empty call on a CPU/GPU, ``L`` load, ``R`` one call,
-``C`` a chain of calls, ``O`` one call observed by operator, ``K`` one call observed by kernel.
-"""
+"""Runs the candidate worker: it serves one solution and ends.  ``WorkerOperation`` lists what the judge asks."""
 
 import ctypes
 import itertools
 import os
-import socket
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -37,11 +32,7 @@ class Candidate(WorkerLoop):
     """Runs one solution. The process starts before its solution is known: it takes the buffers, then times the empty
     call on request, then loads the solution."""
 
-    def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
-        super().__init__(channel, options, fds)
-        self._commands = {WorkerOperation.MAP_BUFFERS: self.take_buffers}
-
-    def take_buffers(self, frame: Frame) -> None:
+    def map_buffers(self, frame: Frame) -> None:
         self._options = options = self._options | frame.body
         self._slots = Slots(
             options["spec"], options["layout"], options["weights"], frame.fds, options["sizes"], options["device"]
@@ -87,11 +78,9 @@ class Candidate(WorkerLoop):
         )
 
     def load_model(self, frame: Frame) -> None:
-        """Load ``ModelNew`` under the rule of its format, built with the reference's random numbers and weights.
-
-        A format with a rule requires the reference's parameter names; without one other names are accepted, as in
-        KernelBench's own solutions.
-        """
+        """Load ``ModelNew`` under the rule of its format, built with the reference's random numbers and weights. A
+        format with a rule requires the reference's parameter names; without one other names are accepted, as in
+        KernelBench's own solutions."""
         spec, restricted = self._options["spec"], bool(self._options["rule"])
         os.environ.update(frame.body["environment"])
         numbers = range(len(self._slots.layout))
@@ -175,34 +164,23 @@ class _Node(ctypes.Structure):
 
 
 def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[int], None]:
-    """Load the libraries and resolve the program's arguments to addresses, once per slot.
-
-    Args:
-        program: ``plan.Program`` as JSON. A scalar argument is an 8-byte cell, a buffer argument its address.
-        slots: the buffers.
-        threads: number of threads of the executor.
-
-    Returns:
-        The function that runs one slot; its attribute ``steps`` holds each node separately.
-    """
+    """Load the libraries and resolve the program's arguments to addresses, once per slot. ``program`` is
+    ``plan.Program`` as JSON; a scalar argument becomes an 8-byte cell, a buffer argument its address. Returns the
+    function that runs one slot; its attribute ``steps`` holds each node separately."""
     runtime = ctypes.CDLL(program["runtime"])
     library = ctypes.CDLL(program["library"]) if program["library"] else None
     keep: list[Any] = []
     workspaces: dict[str, int] = {}
     for name, workspace in program["workspaces"].items():
         workspaces[name] = map_memory(-1, max(workspace["bytes"], 1), writable=True)
-        if workspace["pattern"].strip("0"):
-            pattern = bytes.fromhex(workspace["pattern"])
+        if any(pattern := bytes.fromhex(workspace["pattern"])):
             content = pattern * (workspace["bytes"] // len(pattern))
             ctypes.memmove(workspaces[name], content, len(content))
 
     def bind(slot: int) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
         """Return the steps of a slot, and each node separately. Consecutive kernels and memsets form one step; a
         library node is a separate step."""
-
-        def address(buffer: str) -> int:
-            return slots.address(slot, buffer, workspaces)
-
+        address = partial(slots.address, slot, workspaces)
         steps: list[Callable[[], Any]] = []
         each: list[Callable[[], Any]] = []
         for ours, items in itertools.groupby(program["nodes"], lambda item: "library" not in item):
@@ -213,13 +191,10 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
                 steps.append(partial(execute, begin, len(nodes)))
                 each += [partial(execute, begin + size * index, 1) for index in range(len(nodes))]
             else:
-                products = [library_nodes.bind(item, partial(tensor_of, address), "cpu") for item in items]
+                products = [library_nodes.bind(item, partial(slots.tensor_of, address), "cpu") for item in items]
                 steps += products
                 each += products
         return steps, each
-
-    def tensor_of(address: Callable[[str], int], item: dict[str, Any]) -> torch.Tensor:
-        return slots.tensor(address(item["buffer"]), item)
 
     def executor_nodes(items: list[dict[str, Any]], address: Callable[[str], int]) -> Any:
         nodes = (_Node * len(items))()

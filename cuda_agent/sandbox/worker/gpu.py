@@ -1,10 +1,11 @@
 """Runs a worker's side of the GPU: its context, the device's clock, and the executor of plans.
 
-A plan holds no host code: all host code here is the sandbox's, so the events that time a plan can be trusted. In the
-other formats the solution shares this process, so the event times are hints that the judge checks from outside.
+All host code of a plan is the sandbox's, so the events that time it can be trusted. In the other formats the solution
+shares this process, so the event times are hints that the judge checks from outside.
 """
 
 import ctypes
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -65,8 +66,7 @@ def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
     workspaces: dict[str, torch.Tensor] = {}
     for name, workspace in program["workspaces"].items():
         memory = torch.zeros(max(workspace["bytes"], 1), dtype=torch.uint8, device="cuda")
-        pattern = bytes.fromhex(workspace["pattern"])
-        if any(pattern) and workspace["bytes"]:
+        if any(pattern := bytes.fromhex(workspace["pattern"])) and workspace["bytes"]:
             word = torch.tensor(list(pattern), dtype=torch.uint8, device="cuda")
             memory.view(-1, len(pattern)).copy_(word)
         workspaces[name] = memory
@@ -77,24 +77,21 @@ def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
             functions.append((None, ""))
             continue
         assert module
-        if node["shared"] > driver.shared_memory_limit():
-            limit = driver.shared_memory_limit()
+        if node["shared"] > (limit := driver.shared_memory_limit()):
             raise ValueError(f"{node['symbol']}: {node['shared']} bytes of shared memory, a block has at most {limit}")
-        wide = node["cluster"] and node["cluster"][0] * node["cluster"][1] * node["cluster"][2] > 8
-        function = module.function(program["names"][node["symbol"]], node["shared"], bool(wide))
+        wide = math.prod(node["cluster"] or ()) > 8
+        function = module.function(program["names"][node["symbol"]], node["shared"], wide)
         codes = module.constant(program["names"][f"&{node['codes']}"]).split(b"\0")[0].decode()
         functions.append((function, codes))
 
     def bind(slot: int) -> list[Callable[[], Any]]:
-        def address(buffer: str) -> int:
-            return slots.address(slot, buffer, places)
-
+        address = partial(slots.address, slot, places)
         steps: list[Callable[[], Any]] = []
         for node, (function, codes) in zip(program["nodes"], functions, strict=True):
             if "memset" in node:
                 steps.append(partial(driver.fill_bytes, address(node["memset"]), node["value"], node["bytes"]))
             elif "library" in node:
-                steps.append(library_nodes.bind(node, lambda item: slots.tensor(address(item["buffer"]), item), "cuda"))
+                steps.append(library_nodes.bind(node, partial(slots.tensor_of, address), "cuda"))
             else:
                 assert function
                 cells = _arguments(node, codes, address)

@@ -21,11 +21,8 @@ def bind(node: dict[str, Any], tensor: Callable[[dict[str, Any]], _Tensor], devi
     ``tensors``."""
     tensors = {role: tensor(item) for role, item in node["tensors"].items()}
     constant = {role for role, item in node["tensors"].items() if item["buffer"].startswith("w:")}
-    step = (
-        _product(node, tensors, constant)
-        if node["library"] == "gemm"
-        else _convolution(node, tensors, constant, device)
-    )
+    given = node, tensors, constant
+    step = _product(*given) if node["library"] == "gemm" else _convolution(*given, device)
 
     def named() -> None:
         try:

@@ -7,26 +7,29 @@ import subprocess
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from cuda_agent.sandbox import driver
-from cuda_agent.sandbox.messages import Frame, Reply, WorkerFailure, receive_frame, send_frame
+from cuda_agent.sandbox.messages import Frame, Reply, WorkerFailure, WorkerOperation, receive_frame, send_frame
 from cuda_agent.sandbox.wire import NO_PROGRAMS
 
 _SOURCES = ("model.py", "model_new.py")  # names under which untrusted Python runs
 
 
 class WorkerLoop:
-    """Serves the judge: each frame gets a result, or an error with its message."""
+    """Serves the judge: each frame gets a result, or an error with its message. A method with the name of an operation
+    serves it."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
         self._channel = channel
         self._options = options
         self._fds = fds
-        self._commands: dict[str, Callable[[Frame], Any]] = {}
+        self._commands: dict[str, Callable[[Frame], Any]] = {
+            operation: getattr(self, operation) for operation in WorkerOperation if hasattr(self, operation)
+        }
         self._clocked: Callable[..., tuple[Any, Any]] = _unclocked
         if options["device"] == "cuda":
             from cuda_agent.sandbox.worker.gpu import DeviceClock
@@ -77,16 +80,22 @@ def explain(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}"[:600] + where + (f"; {NO_PROGRAMS}" if _wanted_program(error) else "")
 
 
-def _wanted_program(error: BaseException | None) -> bool:
-    """Whether the error comes from a program that the walls did not allow to start."""
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of that, and so on."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, PermissionError) and error.__traceback__ is not None:
-            last = traceback.extract_tb(error.__traceback__)[-1]
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _wanted_program(error: BaseException) -> bool:
+    """Whether the error comes from a program that the walls did not allow to start."""
+    for cause in causes(error):
+        if isinstance(cause, PermissionError) and cause.__traceback__ is not None:
+            last = traceback.extract_tb(cause.__traceback__)[-1]
             if last.filename == subprocess.__file__ or last.name == "play_back":
                 return True
-        error = error.__cause__ or error.__context__
     return False
 
 

@@ -2,13 +2,8 @@
 
 ``python -m cuda_agent.sandbox.worker.main FD`` is the warm parent. It imports torch, starts no thread and runs no
 tensor operation; on request of the judge it forks a worker, or another warm parent with more imports. A worker closes
-the jail around itself and then serves the judge over one socket: a *reference* worker (``reference``) runs the task and
-may serve many requests; a *candidate* worker (``candidate``) runs one solution and ends; a *first pass* (``replay``)
-runs a solution that compiles.
-Tensors cross in shared memory of the judge (``shared_tensors``); inputs map read-only.
-
-The judge trusts no answer of a worker: seeds, buffers, clock and verdict are its own. This side imports only the wire
-format, the jail and the worker's modules from the package.
+the jail around itself and then serves the judge over one socket: a *reference* worker runs the task, a *candidate*
+worker runs one solution and ends, a *first pass* (``replay``) runs a solution that compiles.
 """
 
 # ruff: noqa: E402
@@ -124,7 +119,7 @@ def _child(frame: Frame, parent: int) -> None:
                 os.environ["KINETO_LOG_LEVEL"] = "5"  # no warnings about a trace without the host's part
                 with contextlib.suppress(RuntimeError):  # not allowed on this machine: an observed call will say so
                     observe.kernels(lambda: torch.zeros(1, device="cuda"))
-        policy = jail.JailPolicy.from_json(options["policy"])
+        policy = jail.JailPolicy(**options["policy"])
         if policy.one_group:
             os.setpgid(0, 0)
         jail.enter(policy)  # changes the user, and sets the signal of the parent's death again

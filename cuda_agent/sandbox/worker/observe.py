@@ -1,10 +1,8 @@
 """Observes one call from within the worker: torch's operators, kernels on the device, and their shares of the time.
 
-Torch's dispatcher reports the operators of the calling thread; CUPTI reports kernels to torch's profiler, where that
-works behind the walls. The solution shares the observed process and may forge the result, so it is advice only: no
-solution is refused for it.
-
-Not covered: NumPy and native code on the CPU beyond the extension's own functions, operators of other threads.
+Torch's dispatcher reports the operators of the calling thread; CUPTI reports kernels to torch's profiler. The solution
+shares the observed process and may forge the result, so it is advice only. Not covered: NumPy and native code on the
+CPU beyond the extension's own functions, operators of other threads.
 """
 
 import itertools
@@ -41,12 +39,10 @@ class Operators(_Mode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ran: dict[tuple[str, str], list[float]] = {}  # (name, kind) -> calls, seconds
+        self.ran: dict[tuple[str, str], list[float]] = {}  # (name, kind) -> seconds of each call
 
     def add(self, name: str, kind: str, seconds: float) -> None:
-        row = self.ran.setdefault((name, kind), [0, 0.0])
-        row[0] += 1
-        row[1] += seconds
+        self.ran.setdefault((name, kind), []).append(seconds)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         begin = time.perf_counter()
@@ -61,11 +57,8 @@ class Operators(_Mode):
 def told(ran: dict[tuple[str, str], list[float]], total: float | None) -> list[list[Any]]:
     """Return ``[name, kind, calls, share]`` per operator or kernel, the longest first; ``share`` is of ``total``
     seconds."""
-    rows = sorted(ran.items(), key=lambda item: -item[1][1])[:_MOST]
-    return [
-        [name[:_LONGEST], kind, int(calls), seconds / total if total else None]
-        for (name, kind), (calls, seconds) in rows
-    ]
+    rows = sorted(ran.items(), key=lambda item: -sum(item[1]))[:_MOST]
+    return [[name[:_LONGEST], kind, len(calls), sum(calls) / total if total else None] for (name, kind), calls in rows]
 
 
 def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
@@ -94,12 +87,10 @@ def kernels(call: Callable[[], Any]) -> list[list[Any]]:
     for event in profiler.function_events or ():
         if event.device_type == DeviceType.CUDA:
             kind = "memset" if event.name.startswith(("Memset", "Memcpy")) else ""
-            row = ran.setdefault((event.name, kind), [0, 0.0])
-            row[0] += 1
-            row[1] += event.time_range.elapsed_us() / 1e6
+            ran.setdefault((event.name, kind), []).append(event.time_range.elapsed_us() / 1e6)
     if not ran:
         raise RuntimeError("the profiler saw no kernel")
-    return told(ran, sum(seconds for _, seconds in ran.values()))
+    return told(ran, sum(map(sum, ran.values())))
 
 
 def seconds_of(steps: Sequence[Callable[[], Any]], device: str) -> list[float]:

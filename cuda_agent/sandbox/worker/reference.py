@@ -13,32 +13,24 @@ import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
-from cuda_agent.sandbox.messages import CallAccount, Frame, OperatorCount, WorkerOperation
+from cuda_agent.sandbox.messages import CallAccount, Frame, OperatorCount
 from cuda_agent.sandbox.worker import observe
 from cuda_agent.sandbox.worker.input_kinds import vary
 from cuda_agent.sandbox.worker.loop import WorkerLoop, run_module
-from cuda_agent.sandbox.worker.shared_tensors import Slots, argument_of, describe, flatten, is_plain, rebuild, store
+from cuda_agent.sandbox.worker.shared_tensors import Slots, describe, draw, flatten, is_plain, rebuild, store
 
 
 class Reference(WorkerLoop):
-    """Serves the judge's requests about one task."""
+    """Serves the judge's requests about one task, each by the method with the name of the operation."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
         super().__init__(channel, options, fds)
-        self._commands = {
-            WorkerOperation.OPEN_TASK: self.load, WorkerOperation.MAP_BUFFERS: self.map,
-            WorkerOperation.DRAW_INPUTS: self.generate, WorkerOperation.RUN: self.run,
-            WorkerOperation.RUN_EMPTY: self.null, WorkerOperation.COMPILE_TASK: self.compile,
-            WorkerOperation.SET_PRECISION: self.precision, WorkerOperation.MAP_EXACT: self.map_exact,
-            WorkerOperation.RUN_EXACT: self.exact, WorkerOperation.COUNT_OPERATORS: self.count,
-            WorkerOperation.ACCOUNT: self.account,
-        }  # fmt: skip
         self._last: list[torch.Tensor] = []
         self._device: str = options["device"]
         self._autocast = False
         self._double: torch.nn.Module | None = None
 
-    def load(self, frame: Frame) -> dict[str, Any]:
+    def open_task(self, frame: Frame) -> dict[str, Any]:
         """Import the task, build its model, and run it once on fresh inputs; return its spec."""
         torch.manual_seed(frame.body["seed"])
         module = run_module("task", frame.body["code"], "model.py")
@@ -54,8 +46,7 @@ class Reference(WorkerLoop):
         self._model.eval().to(self._device)
         self._call: Callable[..., Any] = self._model
         self._get_inputs = module.get_inputs
-        tensors: list[torch.Tensor] = []
-        self._arguments = self._draw(tensors)
+        self._arguments, tensors = draw(self._get_inputs, self._device)
         given = [t.clone() for t in tensors]
         versions = [t._version for t in given]
         outputs = flatten(self._model(*rebuild(self._arguments, given)))
@@ -74,44 +65,27 @@ class Reference(WorkerLoop):
         }
         return self._spec
 
-    def _draw(self, tensors: list[torch.Tensor]) -> list[Any]:
-        with torch.device(self._device):  # creating tensors on the device is much faster than moving them
-            values = self._get_inputs()
-        if not isinstance(values, list | tuple):
-            raise TypeError("get_inputs() must give a list")
-        arguments = [argument_of(value, tensors) for value in values]
-        for index, tensor in enumerate(tensors):
-            if tensor.layout != torch.strided or tensor.is_quantized:
-                raise TypeError("get_inputs() gives a sparse or quantized tensor")
-            tensors[index] = tensor.detach().to(self._device).contiguous().resolve_conj().resolve_neg()
-        return arguments
-
-    def map(self, frame: Frame) -> None:
-        """Take the buffers; answer once the weights are written to the first output slot region named for them."""
-        self._slots = Slots(self._spec, frame.body["layout"], [], frame.fds, frame.body["sizes"], self._device)
-        self._values = frame.body["values"]
-        self._weights = frame.body["weights"]
-        base = self._slots.written
-        for offset, tensor in zip(self._weights, self._state.values(), strict=True):
-            self._slots.tensor(base + offset, describe(tensor)).copy_(tensor)
+    def map_buffers(self, frame: Frame) -> None:
+        """Take the buffers, and write the weights to the places that are named for them."""
+        body = frame.body
+        self._slots = Slots(self._spec, body["layout"], [], frame.fds, body["sizes"], self._device)
+        self._values = body["values"]
+        for offset, tensor in zip(body["weights"], self._state.values(), strict=True):
+            self._slots.tensor(self._slots.written + offset, describe(tensor)).copy_(tensor)
         self._settle()
 
-    def generate(self, frame: Frame) -> bool:
+    def draw_inputs(self, frame: Frame) -> bool:
         """Write fresh inputs under the judge's seed to the area that the judge copies. False: the kind has no such
         inputs."""
         seed = frame.body["seed"]
         torch.manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed & 0xFFFFFFFF)  # candidates would know a state that forks share
-        tensors: list[torch.Tensor] = []
-        self._draw(tensors)
-        varied = vary(tensors, frame.body.get("kind", "normal"))
+        varied = vary(draw(self._get_inputs, self._device)[1], frame.body["kind"])
         if varied is None:
             return False
-        tensors = varied
-        base = self._slots.written
         places = zip(self._values, self._spec["inputs"], strict=True)
-        store(tensors, [self._slots.tensor(base + offset, tensor) for offset, tensor in places])
+        store(varied, [self._slots.tensor(self._slots.written + offset, tensor) for offset, tensor in places])
         self._settle()
         return True
 
@@ -132,27 +106,24 @@ class Reference(WorkerLoop):
         if self._device == "cuda":
             torch.cuda.synchronize()
 
-    def null(self, frame: Frame) -> None:
+    def run_empty(self, frame: Frame) -> None:
         """Do everything that ``run`` does except the call. The clock subtracts this time."""
         rebuild(self._arguments, self._slots.input_tensors(frame.slot))
         if not self._last:
             self._last = [torch.zeros_like(t) for t in self._slots.output_tensors(frame.slot)]
         store(self._last, self._slots.output_tensors(frame.slot))
 
-    def compile(self, frame: Frame) -> None:
+    def compile_task(self, frame: Frame) -> None:
         """Make ``run`` call the compiled model. ``known``: the folder with a warm-up's results, if there is one."""
         from cuda_agent.sandbox.worker import compiling
 
-        home = Path(os.environ["TMPDIR"])
+        known = frame.body["known"]
         with contextlib.suppress(AttributeError):
-            if frame.body["known"]:
-                compiling.use(Path(frame.body["known"]), home)
-            else:
-                compiling.record(home)
-        self._call = torch.compile(self._model, mode=frame.body.get("mode") or None)
+            compiling.share(Path(known or f"{os.environ['TMPDIR']}/known"), record=not known)
+        self._call = torch.compile(self._model, mode=frame.body["mode"] or None)
         self.run(frame)
 
-    def precision(self, frame: Frame) -> None:
+    def set_precision(self, frame: Frame) -> None:
         """Set the precision of matrix products and convolutions: default (PyTorch's), fp32, tf32, bf16."""
         wanted = frame.body["precision"]
         torch.backends.cuda.matmul.allow_tf32 = wanted == "tf32"
@@ -165,7 +136,7 @@ class Reference(WorkerLoop):
         self._exact = Slots(body["spec"], body["layout"], [], frame.fds, body["sizes"], self._device)
         self._double = copy.deepcopy(self._model).double()
 
-    def exact(self, frame: Frame) -> bool:
+    def run_exact(self, frame: Frame) -> bool:
         """Run the model in double precision on the inputs of a slot. False: an output is not finite, there or in eager
         mode."""
         assert self._double
@@ -189,7 +160,7 @@ class Reference(WorkerLoop):
             "views": observe.views(results, memory),
         }
 
-    def count(self, frame: Frame) -> OperatorCount:
+    def count_operators(self, frame: Frame) -> OperatorCount:
         """Count the operators of one forward pass and the bytes they touch, for the model clock."""
         total: OperatorCount = {"operators": 0, "bytes": 0}
 

@@ -1,12 +1,9 @@
-"""Runs the worker's side of the two passes of a solution that compiles: the first runs programs, the second replays
-them.
+"""Runs the worker's side of a solution that compiles: the first pass runs programs, the second replays them.
 
-``RecordingPass`` serves the first pass: it runs the solution once on inputs of the task and records every program's
-result. ``play_back`` prepares the second, which may start no program: a recorded program appears to run and returns the
-same result, and its files are still in place. So ``load_inline`` calls ninja again, learns that all is built, and
-imports; Triton and TorchInductor find their compiled code. Locks are skipped, because the folder is not writable.
-
-The solution's own process writes the notes and can only affect itself with them: nothing here is a wall.
+``RecordingPass`` runs the solution once on inputs of the task and records every program's result. ``play_back``
+prepares the second pass, which may start no program: a recorded program appears to run and returns the same result, and
+its files are in place. So ``load_inline`` calls ninja again, learns that all is built, and imports; Triton and
+TorchInductor find their compiled code. The solution's own process writes the notes: nothing here is a wall.
 """
 
 import contextlib
@@ -14,7 +11,6 @@ import errno
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +18,10 @@ from typing import Any
 
 import torch
 
-from cuda_agent.sandbox.messages import Frame, WorkerOperation
+from cuda_agent.sandbox.messages import Frame
 from cuda_agent.sandbox.wire import NO_PROGRAMS
-from cuda_agent.sandbox.worker.loop import WorkerLoop, build_model, explain, run_module
-from cuda_agent.sandbox.worker.shared_tensors import argument_of, flatten, rebuild
+from cuda_agent.sandbox.worker.loop import WorkerLoop, build_model, causes, explain, run_module
+from cuda_agent.sandbox.worker.shared_tensors import draw, flatten, rebuild
 
 _NOTES = "programs.json"
 _LOG = 1 << 18  # most characters of a reported error
@@ -35,11 +31,7 @@ _RealPopen = subprocess.Popen
 class RecordingPass(WorkerLoop):
     """Runs a solution where it may compile. Answers null, or the failure."""
 
-    def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
-        super().__init__(channel, options, fds)
-        self._commands = {WorkerOperation.RUN_FIRST_PASS: self.run}
-
-    def run(self, frame: Frame) -> dict[str, str] | None:
+    def run_first_pass(self, frame: Frame) -> dict[str, str] | None:
         place, device = Path(self._options["folder"]), self._options["device"]
         with contextlib.suppress(OSError):  # compilers may use every processor
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
@@ -50,11 +42,7 @@ class RecordingPass(WorkerLoop):
         try:
             task = run_module("task", frame.body["task"], "model.py")
             init = task.get_init_inputs()
-            with torch.device(device):
-                values = task.get_inputs()
-            tensors: list[torch.Tensor] = []
-            arguments = [argument_of(value, tensors) for value in values]
-            given = [tensor.detach().to(device).contiguous().resolve_conj().resolve_neg() for tensor in tensors]
+            arguments, given = draw(task.get_inputs, device)
             model = build_model(frame.body["code"], list(init), device)
             flatten(model(*rebuild(arguments, given)))
             if device == "cuda":
@@ -62,20 +50,10 @@ class RecordingPass(WorkerLoop):
         except MemoryError:
             return {"error": "out of memory", "log": ""}
         except BaseException as error:
-            return {"error": explain(error), "log": _messages(error)[-_LOG:]}
+            log = "\n".join(reversed([str(cause) for cause in causes(error)]))  # a compiler's message may be in any
+            return {"error": explain(error), "log": log[-_LOG:]}
         (place / _NOTES).write_text(json.dumps(notes))
         return None
-
-
-def _messages(error: BaseException) -> str:
-    """Return the messages of the error and its causes: a compiler's message may be anywhere in the chain."""
-    parts, seen = [], set()
-    at: BaseException | None = error
-    while at is not None and id(at) not in seen:
-        seen.add(id(at))
-        parts.append(str(at))
-        at = at.__cause__ or at.__context__
-    return "\n".join(reversed(parts))
 
 
 def _settle() -> None:
@@ -138,19 +116,16 @@ def play_back(place: Path) -> None:
                 name = args if isinstance(args, str | bytes) else next(iter(args), "")
                 raise PermissionError(errno.EPERM, f"{NO_PROGRAMS}, and in the first pass it was not: {name!r}")
             self.returncode = found[0]
-            words = ("text", "universal_newlines", "encoding", "errors")
-            self._text = any(options.get(word) for word in words)
+            as_text = any(options.get(word) for word in ("text", "universal_newlines", "encoding", "errors"))
+            said = [output or "" for output in found[1:]]
             wanted = [options.get(name) == subprocess.PIPE for name in ("stdout", "stderr")]
-            self._told = [self._as_asked(o or "") if w else None for o, w in zip(found[1:], wanted, strict=True)]
-            self.stdin, self.stdout, self.stderr = None, *map(self._stream, self._told)
-
-        def _as_asked(self, output: str) -> str | bytes:
-            return output if self._text else output.encode()
-
-        def _stream(self, output: str | bytes | None) -> Any:
-            if output is None:
-                return None
-            return io.StringIO(output) if isinstance(output, str) else io.BytesIO(output)
+            self._told: list[Any] = [
+                (text if as_text else text.encode()) if piped else None
+                for text, piped in zip(said, wanted, strict=True)
+            ]
+            stream = io.StringIO if as_text else io.BytesIO
+            self.stdin = None
+            self.stdout, self.stderr = (None if told is None else stream(told) for told in self._told)
 
         def communicate(self, *_: Any, **__: Any) -> Any:
             return tuple(self._told)
@@ -158,8 +133,7 @@ def play_back(place: Path) -> None:
         def wait(self, *_: Any, **__: Any) -> int:
             return int(self.returncode)
 
-        def poll(self) -> int:
-            return int(self.returncode)
+        poll = wait
 
     subprocess.Popen = Played  # type: ignore[misc]
     _take_no_locks()

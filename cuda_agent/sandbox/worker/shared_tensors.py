@@ -4,7 +4,8 @@ import ctypes
 import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Slots:
         self.weights = [base_in + offset for offset in weights]
         self._spec = spec
 
-    def address(self, slot: int, buffer: str, workspaces: Mapping[str, int]) -> int:
+    def address(self, slot: int, workspaces: Mapping[str, int], buffer: str) -> int:
         """Return the address of a plan's buffer (``plan.Buffer.name``) in one slot."""
         kind, _, rest = buffer.partition(":")
         if kind == "ws":
@@ -52,6 +53,10 @@ class Slots:
 
     def tensor(self, address: int, tensor: dict[str, Any]) -> torch.Tensor:
         return tensor_at(address, tensor, self.device)
+
+    def tensor_of(self, address: Callable[[str], int], tensor: dict[str, Any]) -> torch.Tensor:
+        """Return the tensor of a library node in the buffer that it names."""
+        return self.tensor(address(tensor["buffer"]), tensor)
 
     def input_tensors(self, slot: int) -> list[torch.Tensor]:
         return [self.tensor(a, t) for a, t in zip(self.inputs[slot], self._spec["inputs"], strict=True)]
@@ -81,13 +86,6 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 
-class _Foreign:
-    """Describes device memory in the form that libraries exchange."""
-
-    def __init__(self, address: int, count: int) -> None:
-        self.__cuda_array_interface__ = {"data": (address, False), "shape": (count,), "typestr": "|u1", "version": 3}
-
-
 def tensor_at(address: int, tensor: dict[str, Any], device: str) -> torch.Tensor:
     """Return a tensor over foreign memory, which must outlive it."""
     dtype: torch.dtype = getattr(torch, tensor["dtype"])
@@ -95,8 +93,9 @@ def tensor_at(address: int, tensor: dict[str, Any], device: str) -> torch.Tensor
     if count == 0:
         return torch.empty(tensor["shape"], dtype=dtype, device=device)
     if device == "cuda":
-        flat = torch.as_tensor(_Foreign(address, count * dtype.itemsize), device="cuda").view(dtype)
-        return flat.view(tensor["shape"])
+        form = {"data": (address, False), "shape": (count * dtype.itemsize,), "typestr": "|u1", "version": 3}
+        foreign = types.SimpleNamespace(__cuda_array_interface__=form)
+        return torch.as_tensor(foreign, device="cuda").view(dtype).view(tensor["shape"])
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).view(tensor["shape"])
 
@@ -107,10 +106,8 @@ def flatten(value: Any) -> list[torch.Tensor]:
         return [value]
     if isinstance(value, bool | int | float):
         return [torch.tensor(value)]
-    if isinstance(value, dict):
-        return [t for item in value.values() for t in flatten(item)]
-    if isinstance(value, list | tuple):
-        return [t for item in value for t in flatten(item)]
+    if isinstance(value, dict | list | tuple):
+        return [t for item in (value.values() if isinstance(value, dict) else value) for t in flatten(item)]
     if value is None:
         return []
     raise TypeError(f"an output of type {type(value).__name__}")
@@ -125,9 +122,8 @@ def store(results: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
         raise ValueError(f"{len(results)} outputs instead of {len(targets)}")
     for index, (result, target) in enumerate(zip(results, targets, strict=True)):
         if result.shape != target.shape or result.dtype != target.dtype:
-            raise ValueError(
-                f"output {index} is {result.dtype} {list(result.shape)} instead of {target.dtype} {list(target.shape)}"
-            )
+            forms = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (result, target)]
+            raise ValueError(f"output {index} is {forms[0]} instead of {forms[1]}")
         if result.data_ptr() != target.data_ptr() or not result.is_contiguous():
             target.copy_(result)
 
@@ -164,6 +160,19 @@ def argument_of(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return [argument_of(item, tensors) for item in value]
     raise TypeError(f"get_inputs() gives a {type(value).__name__}; tensors, numbers and lists of them are supported")
+
+
+def draw(get_inputs: Callable[[], Any], device: str) -> tuple[list[Any], list[torch.Tensor]]:
+    """Return the arguments that a task draws, as JSON, and their tensors on the device."""
+    with torch.device(device):  # creating tensors on the device is much faster than moving them
+        values = get_inputs()
+    if not isinstance(values, list | tuple):
+        raise TypeError("get_inputs() must give a list")
+    tensors: list[torch.Tensor] = []
+    arguments = [argument_of(value, tensors) for value in values]
+    if any(tensor.layout != torch.strided or tensor.is_quantized for tensor in tensors):
+        raise TypeError("get_inputs() gives a sparse or quantized tensor")
+    return arguments, [t.detach().to(device).contiguous().resolve_conj().resolve_neg() for t in tensors]
 
 
 def rebuild(argument: Any, tensors: list[torch.Tensor]) -> Any:

@@ -1,8 +1,8 @@
 """Enforces the rule of the triton format: ``ModelNew.forward`` computes only with kernels of ``triton.jit``.
 
 torch may create, view and inspect tensors, as in the extension format; each call must launch a kernel. Triton's own
-runtime may call torch: its interpreter copies arguments, its autotuner resets them. The check runs in the candidate's
-own interpreter, so a determined cheat can evade it.
+runtime may call torch: its interpreter copies arguments, its autotuner resets them. A determined cheat can evade the
+check, which runs in the candidate's own interpreter.
 """
 
 import os
@@ -46,7 +46,13 @@ def only_triton(outputs: Outputs) -> Callable[[], AbstractContextManager[Any]]:
     for kind in (jit.JITFunction, interpreter.InterpretedFunction):
         _count(kind, launches, outputs)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        _prepare_interpreter(autotuner, interpreter)
+        # Skip the interpreter's copies: arguments are in host memory, and inputs cannot be written.
+        executor: Any = interpreter.GridExecutor
+        executor._init_args_hst = lambda self, args, options: (args, options)
+        executor._restore_args_dev = lambda self, *args: None
+        # The autotuner takes its first configuration: none is faster.
+        tuner: Any = autotuner.Autotuner
+        tuner.do_bench = property(lambda self: lambda call, quantiles: [0.0] * len(quantiles))
     return OnlyTriton
 
 
@@ -63,11 +69,3 @@ def _count(kind: Any, launches: list[int], outputs: Outputs) -> None:
         return result
 
     kind.run = run
-
-
-def _prepare_interpreter(autotuner: Any, interpreter: Any) -> None:
-    """Skip the interpreter's copies, because arguments are in host memory and inputs cannot be written, and make the
-    autotuner take its first configuration, because none is faster."""
-    interpreter.GridExecutor._init_args_hst = lambda self, args, options: (args, options)
-    interpreter.GridExecutor._restore_args_dev = lambda self, *args: None
-    autotuner.Autotuner.do_bench = property(lambda self: lambda call, quantiles: [0.0] * len(quantiles))

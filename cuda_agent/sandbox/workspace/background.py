@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any, NoReturn
 
+from cuda_agent.sandbox.jail.descendants import descendants
 from cuda_agent.sandbox.workspace.files import ToolRefused
 from cuda_agent.sandbox.workspace.shell import (
     BASH,
@@ -24,7 +25,6 @@ from cuda_agent.sandbox.workspace.shell import (
     WRAPPER,
     Output,
     Shell,
-    descendants,
     drain,
     fork,
     prctl,

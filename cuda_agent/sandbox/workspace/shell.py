@@ -20,11 +20,12 @@ import socket
 import stat
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from cuda_agent.sandbox.jail import jail
+from cuda_agent.sandbox.jail.descendants import descendants
 from cuda_agent.sandbox.messages import CommandRequest, WorkspaceOperation, receive_frame, send_frame
 from cuda_agent.sandbox.wire import ToolResult
 from cuda_agent.sandbox.workspace.files import Folder, disk_use
@@ -341,25 +342,6 @@ def _signals_stay_inside() -> bool:
     except PermissionError:
         return jail.landlock_abi() >= 6
     return False
-
-
-def children(pid: int) -> list[int]:
-    found: list[int] = []
-    try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children") as file:
-                found += map(int, file.read().split())
-    except OSError:
-        pass
-    return found
-
-
-def descendants(pid: int, without: Collection[int] = ()) -> list[int]:
-    """Return all processes below ``pid``, except those in ``without`` and their descendants."""
-    found = [child for child in children(pid) if child not in without]
-    for child in found:
-        found += children(child)  # grows while it is walked
-    return found
 
 
 def _resident(pid: int) -> int:

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from cuda_agent.sandbox.jail import jail
+from cuda_agent.sandbox.jail.descendants import children
 from cuda_agent.sandbox.messages import (
     Reply,
     ToolCall,
@@ -38,7 +39,6 @@ from cuda_agent.sandbox.workspace.shell import (  # fmt: skip
     WRAPPER,
     CommandLimits,
     Shell,
-    children,
     cut,
     drain,
     fork,

@@ -72,11 +72,9 @@ class Reference:
     def close(self) -> None:
         self.alive = False
 
-    def spread(self) -> None: ...
+    def spread(self, apart: bool = True) -> None: ...
 
     def stop(self) -> None: ...
-
-    def gather(self) -> None: ...
 
 
 class Worker:
@@ -101,9 +99,9 @@ class Worker:
         if operation == WorkerOperation.RUN:
             self.calls += 1
             places, tensor = self.buffers.slots[slot], SPEC.inputs[0]
-            given = self.buffers.input_area.view(places.inputs[0], tensor)
+            given = self.buffers.input_area.view(places["in"][0], tensor)
             if (answer := self._compute(self.calls, given)) is not None:
-                self.buffers.output_area.view(places.outputs[0], tensor)[...] = answer
+                self.buffers.output_area.view(places["out"][0], tensor)[...] = answer
         return 1.0, None
 
     def hand_over(self, file: Path, name: str) -> str:

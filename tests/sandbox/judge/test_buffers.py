@@ -18,12 +18,13 @@ def descriptors() -> int:
 
 def test_a_spare_is_cut_to_what_is_asked_for_and_sealed():
     spare = Spare()
-    Buffers(LARGE, 3, spare=spare).close()
+    Buffers(LARGE, 3, areas=spare.take).close()
     spare.make()
     inputs, outputs = spare._areas
-    buffers = Buffers(SMALL, 3, spare=spare)
+    buffers = Buffers(SMALL, 3, areas=spare.take)
     assert (buffers.input_area, buffers.output_area) == (inputs, outputs)
-    for area, size, writable in ((inputs, buffers.in_size, False), (outputs, buffers.out_size, True)):
+    in_size, out_size = spare._asked[-1]
+    for area, size, writable in ((inputs, in_size, False), (outputs, out_size, True)):
         assert area.size == max(size, mmap.PAGESIZE) == os.fstat(area.descriptor).st_size == len(area.bytes)
         assert not area.bytes.any()
         for other in (area.size - 1, area.size + 1):
@@ -40,12 +41,12 @@ def test_what_is_too_small_is_not_used_and_nothing_is_left_open():
     spare = Spare()
     spare.make()
     assert spare._areas is None  # nobody has asked for any yet
-    Buffers(SMALL, 2, spare=spare).close()
+    Buffers(SMALL, 2, areas=spare.take).close()
     spare.make()
     kept = spare._areas
     spare.make()
     assert spare._areas is kept
-    buffers = Buffers(LARGE, 2, spare=spare)
+    buffers = Buffers(LARGE, 2, areas=spare.take)
     assert buffers.input_area not in kept and spare._areas is None
     buffers.close()
     spare.make()
