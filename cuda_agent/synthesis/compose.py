@@ -8,16 +8,14 @@ What it does not cover: branches and residual connections, training steps, dtype
 writer (``writer.py``).
 """
 
-import hashlib
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
-from cuda_agent.synthesis.layers import Layer
-from cuda_agent.synthesis.render import render
+from cuda_agent.synthesis.layers import Layer, render
 from cuda_agent.synthesis.rules import NORMAL, Interval, Operator, Shape, Use, size
 from cuda_agent.tasks.inspect import recompute_ops
 from cuda_agent.tasks.task import Task
@@ -99,8 +97,7 @@ class ProgrammaticWriter:
         raise ComposeError("no shape fits the window")
 
     def _chain(self, rng: Random) -> Task | None:
-        counts = range(1, self.max_ops + 1)
-        operators = pick_operators(self.operators, rng.choices(counts, [COUNT_WEIGHTS[n] for n in counts])[0], rng)
+        operators = pick_operators(self.operators, draw_count(self.max_ops, rng), rng)
         if operators is None:
             return None
         first, seed = first_shape(operators[0], self.speed.wide, rng), rng.getrandbits(32)
@@ -126,13 +123,19 @@ class ProgrammaticWriter:
         return as_task(layer.code(batch, self.speed.wide, Random(seed)), "transformers") if batch else None
 
 
-def as_task(code: str, data_source: str, family: str = "catalogue") -> Task:
+def as_task(code: str, data_source: str = "") -> Task:
     """The task of this source.  ``ops`` are recomputed from the code; the name is made of them and the digest, so
     that equal tasks are equal."""
     ops = recompute_ops(code)
-    words = [re.sub(r"\W+", "", op.rsplit(".", 1)[-1]).lower() for op in ops]
-    digest = hashlib.sha256(code.encode()).hexdigest()
-    return Task(f"{'_'.join(words[:5])}-{digest[:8]}", code, ops, data_source, family)
+    task = Task("", code, ops, data_source or f"torch#{len(ops)}")
+    words = [re.sub(r"\W+", "", op.rsplit(".", 1)[-1]).lower() for op in ops[:5]]
+    return replace(task, name=f"{'_'.join(words)}-{task.digest[:8]}")
+
+
+def draw_count(most: int, rng: Random) -> int:
+    """How many operators a task gets, at most ``most``."""
+    counts = range(1, most + 1)
+    return rng.choices(counts, [COUNT_WEIGHTS[n] for n in counts])[0]
 
 
 def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> list[Operator] | None:
@@ -228,20 +231,26 @@ def build(operators: Sequence[Operator], shape: Shape, rng: Random) -> Chain | N
         here = chain.shape
         if len(here) not in operator.ranks or (operator.kind in _NEEDS_A_ROW and here[-1] < 4):
             return None
-        use = operator.use(rng, here)
-        if use is None:
+        if (use := operator.use(rng, here)) is None:
             return None
         chain = _stacked(chain, operator, use, taken)
     return chain
 
 
 def _stacked(chain: Chain, operator: Operator, use: Use, taken: set[str]) -> Chain:
-    names = {"x": "x"}
-    for name in [name for name, _ in (*use.arguments, *use.inputs)]:
-        names[name] = _fresh(name, taken)
+    def fresh(name: str) -> str:
+        number, free = 1, name
+        while free in taken:
+            number += 1
+            free = f"{name}{number}"
+        taken.add(free)
+        return free
+
+    names = {"x": "x"} | {name: fresh(name) for name, _ in (*use.arguments, *use.inputs)}
     if use.init:
-        base = "weight" if use.init.startswith("nn.Parameter") else operator.name.rsplit(".", 1)[-1].lower()
-        names["m"] = _fresh(base, taken)
+        names["m"] = fresh(
+            "weight" if use.init.startswith("nn.Parameter") else operator.name.rsplit(".", 1)[-1].lower()
+        )
     extra = sum(_elements(source) for _, source in use.inputs)
     moved = size(chain.shape) + size(use.shape) + extra if use.moved is None else use.moved
     inputs = (("x", use.source),) if use.source else chain.inputs
@@ -254,15 +263,6 @@ def _stacked(chain: Chain, operator: Operator, use: Use, taken: set[str]) -> Cha
         largest=max(chain.largest, size(use.shape), extra),
         shape=use.shape,
     )
-
-
-def _fresh(name: str, taken: set[str]) -> str:
-    number, fresh = 1, name
-    while fresh in taken:
-        number += 1
-        fresh = f"{name}{number}"
-    taken.add(fresh)
-    return fresh
 
 
 def _elements(source: str) -> int:

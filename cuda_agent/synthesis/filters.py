@@ -8,10 +8,11 @@ What it does not cover: running candidates, which only the sandbox does.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from cuda_agent.sandbox.wire import Probe
-from cuda_agent.synthesis.similarity import SimilarityIndex, duplicate_key
+from cuda_agent.synthesis.similarity import Shingles, duplicate_key, nearest
 from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.task import Task
 
@@ -40,9 +41,10 @@ class TaskRefused(Exception):
 
 
 class SourceFilter:
-    """The filters that need no execution.  It keeps the accepted candidates, to find duplicates."""
+    """The filters that need no execution.  It keeps the accepted candidates, to find duplicates.  ``references``: names
+    and subtrees of the evaluation set."""
 
-    def __init__(self, references: SimilarityIndex, max_similarity: float) -> None:
+    def __init__(self, references: Sequence[tuple[str, Shingles]], max_similarity: float) -> None:
         self.references, self.max_similarity = references, max_similarity
         self.digests: set[str] = set()
         self.keys: set[str] = set()
@@ -65,8 +67,8 @@ class SourceFilter:
         if key in self.keys:
             raise TaskRefused("new structure")
         self.keys.add(key)
-        if self.references.names:
-            name, score = self.references.nearest(task.code)
+        if self.references:
+            name, score = nearest(task.code, self.references)
             self.scores.append(score)
             if score > self.max_similarity:
                 raise TaskRefused("unlike the evaluation set", name)

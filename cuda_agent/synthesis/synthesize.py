@@ -27,8 +27,9 @@ from cuda_agent.sandbox.wire import Probe
 from cuda_agent.synthesis import catalogue, layers
 from cuda_agent.synthesis.card import data_card
 from cuda_agent.synthesis.compose import ComposeError, Composer, ProgrammaticWriter, speed_of
+from cuda_agent.synthesis.family import combination, sample_task
 from cuda_agent.synthesis.filters import SourceFilter, TaskRefused, check_compiled, check_eager, yields
-from cuda_agent.synthesis.similarity import SimilarityIndex, duplicate_key
+from cuda_agent.synthesis.similarity import duplicate_key, shingles
 from cuda_agent.synthesis.split import is_heldout, ops_combination
 from cuda_agent.synthesis.writer import ModelWriter
 from cuda_agent.tasks.inspect import problems
@@ -69,15 +70,13 @@ class Stream:
         return not any(self.wants(split) for split in self.wanted)
 
 
-@dataclass(frozen=True)
-class SampledFamily:
-    """A composer around a sampler of a family."""
+class FamilyWriter:
+    """The teacher's family as a composer."""
 
-    sampler: Callable[[Random], Task]
-    repeatable: bool = True
+    repeatable = True
 
     async def compose(self, rng: Random) -> Task:
-        return self.sampler(rng)
+        return sample_task(rng)
 
 
 async def synthesize(
@@ -85,8 +84,6 @@ async def synthesize(
     seed: int,
     sandbox: Prober,
     *,
-    family_sampler: Callable[[Random], Task],
-    family_combination: Callable[[Task], str],
     device: str = "cpu",
     threads: int = 2,
     progress: Callable[[int, int], None] | None = None,
@@ -103,25 +100,18 @@ async def synthesize(
 
     Raises:
         TaskError: The evaluation set cannot be read.
-        WriterUnavailable: The model writer's address does not answer.
+        ServedModelError: The model writer's address does not answer.
     """
     window = (max(config.window_ms[0], 1e-3) * 1e-3, config.window_ms[1] * 1e-3)  # seconds; nothing takes under 1 us
     references = read_any(Path(config.evaluation_set)) if config.evaluation_set else []
-    source = SourceFilter(SimilarityIndex([(task.name, task.code) for task in references]), config.max_similarity)
+    source = SourceFilter([(task.name, shingles(task.code)) for task in references], config.max_similarity)
     from_catalogue = round(config.train * config.catalogue_share)
+    family = {"train": config.train - from_catalogue, "heldout": config.heldout}
+    whole = {"train": from_catalogue, "heldout": config.catalogue}
+    composer = composer or make_composer(config, window, device, threads)
     streams = [
-        Stream(
-            "teacher",
-            SampledFamily(family_sampler),
-            family_combination,
-            {"train": config.train - from_catalogue, "heldout": config.heldout},
-        ),
-        Stream(
-            "catalogue",
-            composer or make_composer(config, window, device, threads),
-            ops_combination,
-            {"train": from_catalogue, "heldout": config.catalogue},
-        ),
+        Stream("teacher", FamilyWriter(), combination, family),
+        Stream("catalogue", composer, ops_combination, whole),
     ]
     work = _Work(config, seed, sandbox, window, source, dict(known or {}), report or (lambda key, value: None))
     total = config.train + config.heldout + config.catalogue
@@ -138,9 +128,8 @@ async def synthesize(
     finally:
         await work.close()
 
-    tasks = [
-        task for split in ("train", "heldout") for stream in streams for task in stream.tasks if task.split == split
-    ]
+    made = [task for stream in streams for task in stream.tasks]
+    tasks = sorted(made, key=lambda task: task.split, reverse=True)  # train before heldout; a stable sort
     facts = {
         "seed": seed,
         "device": device,
@@ -167,15 +156,8 @@ def make_composer(config: Synthesis, window: tuple[float, float], device: str, t
     if config.writer == "model":
         if not config.writer_url or not config.writer_model:
             raise ValueError("synthesis.writer=model needs synthesis.writer_url and synthesis.writer_model")
-        return ModelWriter(
-            config.writer_url,
-            config.writer_model,
-            config.writer_key_env,
-            catalogue.available(),
-            window,
-            device,
-            config.max_ops,
-        )
+        address = config.writer_url, config.writer_model, config.writer_key_env
+        return ModelWriter(*address, catalogue.available(), window, device, config.max_ops)
     speed = speed_of(device, threads)
     return ProgrammaticWriter(catalogue.available(), layers.available(), speed, window, config.max_ops)
 
@@ -245,17 +227,15 @@ class _Work:
         for number in range(index, index + ATTEMPTS_A_TASK):
             with contextlib.suppress(ComposeError):
                 task = await self._compose(stream, number)
-                split, combination = self._side(stream, task), stream.combination(task)
-                if split is None or combination in combinations:
-                    continue
-                if (key := _key(task.code)) is None or key in keys:
+                split, drawn = self._side(stream, task), stream.combination(task)
+                if split is None or drawn in combinations or (key := _key(task.code)) is None or key in keys:
                     continue
                 pending[split] += 1
                 if stream.made(split) + pending[split] > stream.wanted[split]:
                     continue
                 keys.add(key)
                 if split == "heldout":
-                    combinations.add(combination)
+                    combinations.add(drawn)
                 place = (stream.family, number)
                 if number > index and place not in self.early:
                     self.early[place] = asyncio.create_task(self._early(task, self.compiled + pending.total()))
@@ -278,11 +258,9 @@ class _Work:
     def _side(self, stream: Stream, task: Task) -> str | None:
         """The side of the split that the candidate belongs to; None if no more are wanted there.  Each held-out
         combination is taken once, so that all weigh the same in scores."""
-        wanted = sum(stream.wanted.values())
-        combination = stream.combination(task)
-        heldout = is_heldout(combination, self.seed, stream.wanted["heldout"] / wanted)
-        split = "heldout" if heldout else "train"
-        return split if stream.wants(split) and combination not in stream.heldout else None
+        drawn, share = stream.combination(task), stream.wanted["heldout"] / sum(stream.wanted.values())
+        split = "heldout" if is_heldout(drawn, self.seed, share) else "train"
+        return split if stream.wants(split) and drawn not in stream.heldout else None
 
     async def _compose(self, stream: Stream, index: int) -> Task:
         rng = Random(f"{self.seed}/{stream.family}/{index}")

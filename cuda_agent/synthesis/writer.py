@@ -1,20 +1,16 @@
 """The model writer: a language model behind an OpenAI-compatible address composes the tasks.
 
 Operators are drawn here; the model fuses them and chooses shapes.  Its answer is text: its form is parsed, and only the
-sandbox executes it.  The key is read from the environment for each request and stored nowhere.  What it does not cover:
-judging the answer beyond its form (the filters do), streaming, token accounting.
+sandbox executes it.  What it does not cover: judging the answer beyond its form (the filters do), token accounting.
 """
 
-import asyncio
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-import httpx
-
-from cuda_agent.synthesis.compose import COUNT_WEIGHTS, ComposeError, as_task, pick_operators
+from cuda_agent.policy.served import ServedModel
+from cuda_agent.synthesis.compose import ComposeError, as_task, draw_count, pick_operators
 from cuda_agent.synthesis.rules import Operator
 from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.task import Task
@@ -29,12 +25,6 @@ Answer with one Python code block and nothing else. The file must
 No dropout and no randomness in `forward`, no printing, no `if __name__`. The output must depend on the input: nothing
 that saturates, cancels or averages everything away. Reordering the operators to make shapes fit is allowed."""
 
-_RETRIES = 4
-
-
-class WriterUnavailable(Exception):
-    """The address does not answer or refuses access; the message says which, and names a remedy."""
-
 
 @dataclass(frozen=True)
 class ModelWriter:
@@ -45,49 +35,22 @@ class ModelWriter:
     window: tuple[float, float]  # seconds of eager time
     device: str = "cpu"
     max_ops: int = 5
-    timeout: float = 120.0
     pause: float = 1.0  # seconds before the first retry; doubles
     repeatable: bool = False
 
     async def compose(self, rng: Random) -> Task:
-        counts = range(1, self.max_ops + 1)
-        chosen = pick_operators(self.operators, rng.choices(counts, [COUNT_WEIGHTS[n] for n in counts])[0], rng)
+        """See ``Composer.compose``.
+
+        Raises:
+            ServedModelError: The address does not answer or refuses the request.
+        """
+        chosen = pick_operators(self.operators, draw_count(self.max_ops, rng), rng)
         if chosen is None:
             raise ComposeError("no operators fit together")
-        answer = await self._ask(request_text([operator.name for operator in chosen], self.window, self.device))
-        return task_from_answer(answer, self.max_ops)
-
-    async def _ask(self, text: str) -> str:
-        key = os.environ.get(self.key_env)
-        body = {
-            "model": self.model,
-            "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}],
-            "temperature": 1.0,
-        }
-        problem = ""
-        async with httpx.AsyncClient(timeout=self.timeout) as client:
-            for attempt in range(_RETRIES):
-                if attempt:
-                    await asyncio.sleep(self.pause * 2 ** (attempt - 1))
-                try:
-                    response = await client.post(
-                        f"{self.url.rstrip('/')}/chat/completions",
-                        json=body,
-                        headers={"Authorization": f"Bearer {key}"} if key else {},
-                    )
-                except httpx.HTTPError as error:
-                    problem = f"{type(error).__name__}: {error}"
-                    continue
-                if response.status_code == 429 or response.status_code >= 500:
-                    problem = f"status {response.status_code}"
-                    continue
-                if response.status_code in (401, 403):
-                    known = "was refused" if key else "is not set"
-                    raise WriterUnavailable(f"{self.url}: not allowed in; the key in {self.key_env} {known}")
-                if response.status_code != 200:
-                    raise WriterUnavailable(f"{self.url}: status {response.status_code}: {response.text[:200]}")
-                return _content(response)
-        raise WriterUnavailable(f"{self.url}: {problem} after {_RETRIES} attempts")
+        text = request_text([operator.name for operator in chosen], self.window, self.device)
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+        async with ServedModel(self.url, self.model, self.key_env, 120.0, pause=self.pause) as model:
+            return task_from_answer((await model.chat(messages)).content, self.max_ops)
 
 
 def request_text(operators: Sequence[str], window: tuple[float, float], device: str) -> str:
@@ -111,18 +74,9 @@ def task_from_answer(answer: str, max_ops: int = 5) -> Task:
     code = candidates[-1].replace("\r\n", "\n").strip() + "\n"
     if found := problems(code):
         raise ComposeError("malformed: " + re.sub(r"line \d+: ", "", found[0]))
-    task = as_task(code, "")
+    task = as_task(code)
     if not task.ops:
         raise ComposeError("malformed: uses no operator")
     if len(task.ops) > max_ops:
         raise ComposeError("malformed: too many operators")
-    return Task(task.name, code, task.ops, f"torch#{len(task.ops)}", task.family)
-
-
-def _content(response: httpx.Response) -> str:
-    """The text of the first choice; "" if the answer has another form (the form check then refuses it)."""
-    try:
-        content = response.json()["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError):
-        return ""
-    return content if isinstance(content, str) else ""
+    return task

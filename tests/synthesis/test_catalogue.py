@@ -51,7 +51,7 @@ def test_an_operator_runs_and_keeps_its_word(operator):
 
 
 def test_names_that_torch_does_not_have_are_left_out(monkeypatch):
-    gone = catalogue.Operator("torch.no_such_function", "elementwise", (2,), catalogue.same("x"))
+    gone = catalogue.Operator("elementwise", "torch.no_such_function", (2,), catalogue.same("x"))
     monkeypatch.setattr(catalogue, "CATALOGUE", (*catalogue.CATALOGUE[:3], gone))
     assert catalogue.available.__wrapped__() == catalogue.CATALOGUE[:3]
 
