@@ -25,7 +25,7 @@ from cuda_agent.errors import ConfigError
 _NOT_IN_KEYS: dict[str, Any] = {
     "sandbox": set(WHERE_JUDGED),
     "policy": {"vllm": {"servers"}},
-    "ray": {"address", "sync", "trainers", "trainer_cpus", "trainer_gpus", "worker_cpus", "worker_gpus"},
+    "ray": {"address", "trainers", "trainer_cpus", "trainer_gpus", "worker_cpus", "worker_gpus"},
     "training": True,
 }
 _ONLY_IN_TRAINING = ("max_off_policy_steps", "oversample")  # of ``ray``

@@ -339,10 +339,6 @@ class Ray(Section):
     max_off_policy_steps: int = Field(
         1, ge=0, description="most steps between the weights that sample a token and those it trains; 0: no overlap"
     )
-    sync: Literal["store", "broadcast"] = Field(
-        "store",
-        description="how new weights reach the workers: Ray's object store, or a broadcast (NCCL, Gloo) to all at once",
-    )
     oversample: Share = Field(
         0.0, description="share of extra episodes in a step; the last ones of a task to finish are dropped"
     )

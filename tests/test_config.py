@@ -191,7 +191,7 @@ def test_where_ray_is_decides_no_result_and_without_it_its_settings_do_not_eithe
         return section_values(compose(overrides), ("runtime", "ray", *(["training"] if learns else [])))
 
     assert values("ray.workers=9") == values() and values("runtime=ray") != values()
-    assert values("runtime=ray", "ray.address=box-1:6379", "ray.sync=broadcast") == values("runtime=ray")
+    assert values("runtime=ray", "ray.address=box-1:6379") == values("runtime=ray")
     assert values("runtime=ray", "ray.trainers=2", "training.num_processes=2", "ray.trainer_gpus=8") == values(
         "runtime=ray"
     )

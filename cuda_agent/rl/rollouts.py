@@ -118,7 +118,7 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, budget: EpisodeBudget)
     if config.policy.engine == "local" and config.policy.device == "cuda":
         if not gpus():
             raise BadConfiguration("policy.device is cuda, and this machine has no GPU that PyTorch can use")
-        model.to("cuda")  # broadcasts send it from there
+        model.to("cuda")  # else the engine copies it there for every update
     style: Style = "compact" if config.policy.base is None else "full"
     settings = episode_settings(config, style, **asdict(budget))
     chat = Chat(tokenizer, style)

@@ -8,6 +8,7 @@ import contextlib
 import math
 import multiprocessing
 import pickle
+import socket
 import tempfile
 import time
 from multiprocessing.connection import Connection, wait
@@ -20,6 +21,17 @@ from cuda_agent.training.rank import rank_main
 GRACE_SECONDS = 10.0  # seconds from the first rank's failure until the others have failed or are killed
 CLOSE_SECONDS = 10.0
 PRELOAD = ["cuda_agent.training.rank", "transformers", "transformers.models.qwen3.modeling_qwen3"]
+
+
+def open_store(host: str) -> tuple[Any, str]:
+    """Opens the store where ranks meet, which listens at this address of the machine alone.  Returns it with its
+    host:port."""
+    import torch.distributed as dist
+
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, f"{host}:{port}"
 
 
 class Ranks:
@@ -42,10 +54,7 @@ class Ranks:
         address: str | None = None,
     ) -> None:
         if address is None:
-            import torch.distributed as dist
-
-            self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-            address = f"127.0.0.1:{self._store.port}"
+            self._store, address = open_store("127.0.0.1")
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._first = first
         self._pipes: list[Connection] = []

@@ -8,14 +8,14 @@ gathered first.
 """
 
 import asyncio
+import socket
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from cuda_agent.errors import PolicyError
-from cuda_agent.policy.engines.broadcast import address_towards, send
 from cuda_agent.policy.engines.engine import EngineError
 from cuda_agent.policy.engines.vllm_plugin import TRANSFER_SECONDS, transfer_group, transfer_store
 from cuda_agent.policy.lora import adapters, merged_parameters, save_adapter, save_merged
@@ -56,7 +56,7 @@ class Broadcast:
             dtype = replicas[0].dtype
             tensors = [[name, dtype, list(tensor.shape)] for name, tensor in parameters]
             await _collective(
-                lambda: send(self._group, parameters, str(model.device), dtype),
+                lambda: _send(self._group, parameters, str(model.device), dtype),
                 [replica.call("cuda_agent_receive", tensors=tensors) for replica in replicas],
             )
         except BaseException:
@@ -65,7 +65,7 @@ class Broadcast:
 
     async def _join(self, replicas: Sequence[WeightReceiver], device: str) -> None:
         size = 1 + sum(replica.workers for replica in replicas)
-        host = address_towards(urlsplit(replica.url).hostname for replica in replicas)
+        host = _address_towards([urlsplit(replica.url).hostname for replica in replicas])
         store = transfer_store(host, 0, size, True)
         group: list[Any] = []
         calls, rank = [], 1
@@ -74,6 +74,26 @@ class Broadcast:
             rank += replica.workers
         await _collective(lambda: group.append(transfer_group(store, host, 0, size, device)), calls)
         self._group, self._members = group[0], list(replicas)
+
+
+def _send(group: Any, parameters: Iterable[tuple[str, Any]], device: str, dtype: str) -> None:
+    """The sender's part of a broadcast: ``parameters`` from ``device``, converted to ``dtype``."""
+    import torch
+
+    for _, parameter in parameters:
+        group.broadcast([parameter.detach().to(device, getattr(torch, dtype)).contiguous()]).wait()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)  # NCCL's ``wait`` blocks a stream only, not this thread
+
+
+def _address_towards(hosts: Sequence[str | None]) -> str:
+    """This machine's address as the machines ``hosts`` see it."""
+    remote = [host for host in hosts if host not in (None, "localhost", "127.0.0.1")]
+    if not remote:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing; the kernel chooses the route
+        probe.connect((remote[0], 9))
+        return str(probe.getsockname()[0])
 
 
 async def _collective(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) -> None:

@@ -2,8 +2,8 @@
 the trainer's processes on one machine.  Plain classes, of which ``players`` and ``trainer`` make actors.
 
 Arguments and results travel as bytes, lines and arrays, so that actors and stage need no common folder: inputs as
-{path: bytes}, checkpoints part by part, episodes in their wire form, weights as {name: array} or broadcast, with a
-digest that must hold after loading.
+{path: bytes}, checkpoints part by part, episodes in their wire form, weights as {name: array} with a digest that must
+hold after loading.
 """
 
 import asyncio
@@ -20,13 +20,12 @@ from cuda_agent.config import Ppo
 from cuda_agent.context import WorkerContext
 from cuda_agent.errors import BadConfiguration
 from cuda_agent.machine import die_with_parent, gpus
-from cuda_agent.policy.engines.broadcast import Form, Member, Weights, forms_of, load_weights, place, weights_of
 from cuda_agent.policy.engines.vllm_plugin import digest
 from cuda_agent.policy.episode import from_line, to_line
 from cuda_agent.policy.lora import merged_parameters
 from cuda_agent.policy.model import load_model
 from cuda_agent.rl.ray.ranks import SpreadRanks
-from cuda_agent.rl.ray.transfer import Files, Part, keep, parts, unpack
+from cuda_agent.rl.ray.transfer import Files, Part, Weights, keep, load_weights, parts, unpack, weights_of
 from cuda_agent.rl.rollouts import EpisodeBudget, Job, Kind, Rollouts, open_rollouts
 from cuda_agent.rl.runtime import ActorCritic
 from cuda_agent.rl.trainers import shared_training
@@ -45,8 +44,6 @@ class RolloutWorker:
         self._budget = budget
         self._rollouts: Rollouts | None = None
         self._playing: dict[int, asyncio.Task[Any]] = {}
-        self._member: Member | None = None
-        self._received: Weights | None = None  # received, not served yet
 
     async def open(self) -> int:
         """Opens engine and sandbox.  Returns the process id."""
@@ -78,40 +75,15 @@ class RolloutWorker:
         for playing in self._playing.values():
             playing.cancel()
 
-    def place(self) -> str:
-        assert self._rollouts is not None, "open comes first"
-        return place(self._rollouts.model.device)
-
-    async def join(self, host: str, port: int, rank: int, size: int, device: str) -> None:
-        """Joins a broadcast group.
-
-        Raises:
-            TransferError: The group is gone.
-        """
-        if self._member is not None:
-            self._member.leave()
-        self._member = await asyncio.to_thread(Member, host, port, rank, size, device)
-
-    async def receive(self, forms: Sequence[Form]) -> None:
-        """Receives broadcast weights and keeps them beside the served ones.
-
-        Raises:
-            TransferError: The group is gone.
-        """
-        assert self._member is not None, "join comes first"
-        self._received = await asyncio.to_thread(self._member.receive, forms)
-
-    async def serve(self, version: int, weights: Weights | None, expected: str) -> None:
-        """Serves these weights, or the received ones, from now on; turns that are being sampled finish on the old ones.
+    async def serve(self, version: int, weights: Weights, expected: str) -> None:
+        """Serves these weights from now on; turns that are being sampled finish on the old ones.
 
         Raises:
             EngineError: The loaded model's digest differs from the trainer's.
         """
         assert self._rollouts is not None, "open comes first"
         rollouts = self._rollouts
-        given, self._received = weights or self._received, None
-        assert given is not None, "receive comes first"
-        await rollouts.engine.compute(lambda: load_weights(rollouts.model, given, expected))
+        await rollouts.engine.compute(lambda: load_weights(rollouts.model, weights, expected))
         await rollouts.engine.update_from(rollouts.model, version)
 
     async def close(self) -> None:
@@ -132,7 +104,6 @@ class TrainerActor:
         self._settings, self._make_critic, self._hosts = settings, make_critic, hosts
         self._coming = self._context.work / "checkpoint"
         self._learner: Any = None
-        self._member: Member | None = None
 
     def open(self) -> None:
         if self._hosts:
@@ -142,45 +113,14 @@ class TrainerActor:
         critic = None if self._make_critic is None else self._make_critic(context.inputs)
         self._learner = ActorCritic(context, self._settings, load_model(context.inputs["policy"]), critic)
 
-    def pid(self) -> int:
-        return os.getpid()
-
     def update(self, step: int, lines: Sequence[str]) -> dict[str, float]:
         metrics: dict[str, float] = self._learner.update(step, [from_line(line) for line in lines])
         return metrics
 
-    def weights(self, expected: str | None = None) -> Weights | None:
-        """The weights; None if they have changed since ``expected`` was taken."""
+    def weights(self) -> tuple[str, Weights]:
+        """The policy's weights and their digest, as two results."""
         model = self._learner.actor.model
-        if expected is not None and digest(merged_parameters(model)) != expected:
-            return None
-        return weights_of(model)
-
-    def digest(self) -> str:
-        return digest(merged_parameters(self._learner.actor.model))
-
-    def forms(self) -> list[Form]:
-        return forms_of(self._learner.actor.model)
-
-    def place(self) -> str:
-        """The device that its weights are sent from: its GPU, if it has one."""
-        import torch
-
-        return place(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-    def join(self, host: str, port: int, rank: int, size: int, device: str) -> None:
-        """Joins a broadcast group as the sender.
-
-        Raises:
-            TransferError: The group is gone.
-        """
-        if self._member is not None:
-            self._member.leave()
-        self._member = Member(host, port, rank, size, device)
-
-    def send(self) -> None:
-        assert self._member is not None, "join comes first"
-        self._member.send(merged_parameters(self._learner.actor.model))
+        return digest(merged_parameters(model)), weights_of(model)
 
     def critic(self) -> Weights:
         return weights_of(self._learner.critic.model)

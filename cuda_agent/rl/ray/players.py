@@ -33,7 +33,7 @@ GRACE_SECONDS = 60.0  # beyond the deadlines of a worker's episodes
 
 
 class ServedPolicy(NamedTuple):
-    """The policy that the workers play.  ``weights``: a reference into Ray's object store, if the weights are there."""
+    """The policy that the workers play.  ``weights``: a reference into Ray's object store."""
 
     version: int
     digest: str
@@ -51,8 +51,7 @@ class WorkerSlot:
         self.number = number
         self.actor: Any = None  # None: lost, or not opened yet
         self.opening: asyncio.Task[None] | None = None
-        self.has: tuple[int, str] | None = None  # version and digest of the served weights
-        self.received = False  # whether the newest weights were received and are not served yet
+        self.has: ServedPolicy | None = None
 
 
 class EpisodeCollector:
@@ -91,19 +90,10 @@ class EpisodeCollector:
 
 
 class RayPlayers:
-    """The rollout workers of one stage.
+    """The rollout workers of one stage.  They play the policy that they were opened with until ``serve`` gives them
+    another."""
 
-    ``newest`` returns the served policy with its weights for a worker that starts late, or None if newer weights will
-    follow; without ``newest`` the workers play the policy that they were opened with."""
-
-    def __init__(
-        self,
-        ctx: StageContext,
-        budget: EpisodeBudget,
-        group: Any,
-        first: int,
-        newest: Callable[[ServedPolicy], Awaitable[ServedPolicy | None]] | None = None,
-    ) -> None:
+    def __init__(self, ctx: StageContext, budget: EpisodeBudget, group: Any, first: int) -> None:
         """Places the workers on the bundles of ``group`` from number ``first`` on."""
         import ray
 
@@ -111,12 +101,10 @@ class RayPlayers:
         self._ctx, self._budget = ctx, budget
         self._group, self._first = group, first
         self._settings = ctx.config.ray
-        self._newest = newest
         self._context = WorkerContext(ctx.name, ctx.config, {}, Path(), ctx.cache.absolute())
         self._inputs = ray.put({name: pack(ctx.inputs[name]) for name in ("policy", "tasks")})
         self.workers = [WorkerSlot(number) for number in range(self._settings.workers)]
         self._served: ServedPolicy | None = None
-        self._newer = asyncio.Event()  # set when the served weights are outdated
         self._lost = 0  # workers lost since the last completed round
 
     # ---------------------------------------------------------------------------------------------------------- playing
@@ -157,7 +145,7 @@ class RayPlayers:
                 if left and not collector.full:
                     raise WorkerLost("it stopped playing")
             except (TimeoutError, WorkerLost) as error:
-                self.lose(worker, actor, error)
+                self._lose(worker, actor, error)
                 await dispatch(left)
             if collector.full:
                 everything.set()
@@ -223,25 +211,18 @@ class RayPlayers:
                     with self._losses():
                         await call(worker, actor)
             except (TimeoutError, WorkerLost) as error:
-                self.lose(worker, actor, error)
+                self._lose(worker, actor, error)
 
         await asyncio.gather(*(one(worker, worker.actor) for worker in self.living))
 
-    def lose(self, worker: WorkerSlot, actor: Any, error: BaseException) -> None:
+    def _lose(self, worker: WorkerSlot, actor: Any, error: TimeoutError | WorkerLost) -> None:
         """Replaces the worker's actor, in the background.
 
         Raises:
             TryAgain: Too many workers were lost.
-            Exception: The actor's own error, if a new actor would fail in the same way.
         """
         if worker.actor is not actor:
             return  # reported before
-        if not isinstance(error, TimeoutError | WorkerLost):
-            try:
-                with self._losses():
-                    raise error
-            except (TimeoutError, WorkerLost) as lost:
-                error = lost
         worker.actor = None
         self._ray.kill(actor)
         self._lost += 1
@@ -253,7 +234,7 @@ class RayPlayers:
 
     async def _open(self, worker: WorkerSlot) -> None:
         """Opens an actor in this slot, with the newest weights."""
-        settings, worker.has, worker.received = self._settings, None, False
+        settings, worker.has = self._settings, None
         options = on_bundle(self._group, self._first + worker.number, settings.worker_cpus, settings.worker_gpus)
         made = self._ray.remote(cast(Any, RolloutWorker)).options(**options)
         actor = made.remote(_share(self._context, worker.number), self._budget, self._inputs)
@@ -261,30 +242,25 @@ class RayPlayers:
             async with asyncio.timeout(OPENING_SECONDS):
                 with self._losses():
                     await actor.open.remote()
-            while self._newest is not None and self._served is not None and worker.has != self._served[:2]:
-                newer = self._newer
-                if (served := await self._newest(self._served)) is None:
-                    await newer.wait()
-                    continue
+            while self._served is not None and worker.has is not self._served:
                 async with asyncio.timeout(OPENING_SECONDS):
                     with self._losses():
-                        await self._give(worker, actor, served)
+                        await self._give(worker, actor, self._served)
         except (TimeoutError, WorkerLost) as error:
             worker.actor, worker.opening = actor, None
-            self.lose(worker, actor, error)
+            self._lose(worker, actor, error)
             await worker.opening  # type: ignore[misc]
             return
         worker.actor, worker.opening = actor, None
 
     async def serve(self, served: ServedPolicy) -> None:
         """All workers serve this policy from now on, except for turns that are being sampled."""
-        self._served, newer, self._newer = served, self._newer, asyncio.Event()
-        newer.set()
+        self._served = served
         await self._of_all(lambda worker, actor: self._give(worker, actor, served))
 
     async def _give(self, worker: WorkerSlot, actor: Any, served: ServedPolicy) -> None:
-        await actor.serve.remote(served.version, None if worker.received else served.weights, served.digest)
-        worker.has, worker.received = served[:2], False
+        await actor.serve.remote(served.version, served.weights, served.digest)
+        worker.has = served
 
     @contextmanager
     def _losses(self) -> Iterator[None]:

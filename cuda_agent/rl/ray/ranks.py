@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from cuda_agent.context import WorkerContext
-from cuda_agent.policy.engines.broadcast import Rendezvous
 from cuda_agent.rl.ray.transfer import keep, parts
 from cuda_agent.training.distributed import TrainerLost, TrainerRef
-from cuda_agent.training.ranks import GRACE_SECONDS
+from cuda_agent.training.ranks import GRACE_SECONDS, open_store
 
 STREAM = {"num_returns": "streaming", "_generator_backpressure_num_objects": 4}  # parts produced ahead
 
@@ -29,14 +28,14 @@ class SpreadRanks:
         import ray
 
         self._ray, self._hosts = ray, list(hosts)
-        self._rendezvous = Rendezvous(ray.util.get_node_ip_address())
+        self._store, address = open_store(ray.util.get_node_ip_address())
         training, each = context.config.training, context.config.training.num_processes // len(hosts)
         settings = {
             "device": training.device,
             "threads": max(1, context.config.policy.threads // each),
             "lease": context.cache / "lease",
             "world": training.num_processes,
-            "address": f"{self._rendezvous.host}:{self._rendezvous.port}",
+            "address": address,
         }
         self._all(lambda number, host: host.start.remote(each, settings | {"first": number * each}))
 

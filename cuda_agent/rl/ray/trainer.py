@@ -12,13 +12,12 @@ from typing import Any, TypeVar, cast
 
 from cuda_agent.config import Ppo
 from cuda_agent.context import StageContext, WorkerContext
-from cuda_agent.policy.engines.broadcast import load_weights
 from cuda_agent.policy.episode import Episode, to_line
 from cuda_agent.policy.model import load_policy
 from cuda_agent.rl.ray.actors import RankHost, TrainerActor
 from cuda_agent.rl.ray.cluster import on_bundle, raise_if_init_failed
 from cuda_agent.rl.ray.ranks import STREAM
-from cuda_agent.rl.ray.transfer import keep, pack, parts
+from cuda_agent.rl.ray.transfer import keep, load_weights, pack, parts
 from cuda_agent.rl.runtime import LearnerLost, MakeCritic
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.distributed import TrainerLost
@@ -114,7 +113,8 @@ class TrainerHandle:
     async def result(self) -> tuple[Any, Any, Critic | None]:
         """(model, tokenizer, critic) in this process; the critic is None where none is trained."""
         model, tokenizer = load_policy(self._ctx.inputs["policy"])
-        load_weights(model, await self.of(self.actor.weights.remote()))
+        _, weights = self.actor.weights.options(num_returns=2).remote()
+        load_weights(model, await self.of(weights))
         if self._make_critic is None:
             return model, tokenizer, None
         critic = self._make_critic(self._ctx.inputs)

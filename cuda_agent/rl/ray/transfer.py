@@ -1,10 +1,17 @@
-"""Folders as messages: whole for small inputs, in parts for checkpoints, so that memory holds a few parts only."""
+"""Messages between Ray's actors: folders, whole for small inputs, and in parts for checkpoints, so that memory holds a
+few parts only; and a model's weights as arrays."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from cuda_agent.policy.engines.engine import EngineError
+from cuda_agent.policy.engines.vllm_plugin import digest
+from cuda_agent.policy.lora import merged_parameters
 
 Files = dict[str, bytes]  # path in a folder -> content
 Part = tuple[str, bytes]  # path of a file in the folder, and the next bytes of its content
+Weights = dict[str, Any]  # arrays by name
 PART_BYTES = 64 << 20
 
 
@@ -34,3 +41,28 @@ def pack(folder: Path) -> Files:
 def unpack(files: Files, folder: Path) -> None:
     for part in files.items():
         keep(part, folder)
+
+
+def weights_of(model: Any) -> Weights:
+    """The model's weights, with adapters merged."""
+    return {name: parameter.detach().cpu().numpy() for name, parameter in merged_parameters(model)}
+
+
+def load_weights(model: Any, weights: Mapping[str, Any], expected: str | None = None) -> None:
+    """Loads the weights into the model.
+
+    Raises:
+        EngineError: Names or shapes differ from the model's, or the loaded model's digest differs from ``expected``.
+    """
+    import torch
+
+    parameters = dict(model.named_parameters())
+    wrong = parameters.keys() ^ weights.keys()
+    wrong |= {n for n in parameters.keys() & weights.keys() if tuple(parameters[n].shape) != tuple(weights[n].shape)}
+    if wrong:
+        raise EngineError(f"these are the weights of another model: {', '.join(sorted(wrong)[:3])}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(torch.tensor(weights[name]))
+    if expected is not None and (found := digest(model.named_parameters())) != expected:
+        raise EngineError(f"weights arrived with digest {found[:12]} instead of {expected[:12]}")

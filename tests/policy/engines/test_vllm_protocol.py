@@ -16,6 +16,7 @@ from cuda_agent.errors import PolicyError
 from cuda_agent.policy.engines import vllm
 from cuda_agent.policy.engines.engine import EngineError, EngineLost, SamplingParams
 from cuda_agent.policy.engines.vllm import open_vllm
+from cuda_agent.policy.engines.vllm_plugin import digest
 from cuda_agent.policy.engines.vllm_server import PYTHON, interpreter
 from cuda_agent.policy.engines.vllm_weights import save_weights
 from cuda_agent.policy.lora import adapters, attach
@@ -420,3 +421,14 @@ def test_without_vllm_a_person_is_told_what_to_do(monkeypatch, python):
     monkeypatch.setenv(PYTHON, python)
     with pytest.raises(PolicyError, match=PYTHON):
         interpreter()
+
+
+def test_a_digest_tells_weights_apart_that_sum_up_to_the_same():
+    one = torch.tensor([1.0, 2.0])
+    assert digest([("w", one)]) != digest([("w", torch.tensor([1.5, 1.5]))])
+    assert digest([("w", one)]) == digest([("w", one.clone())]) != digest([("v", one)])
+    many = torch.arange(64.0)
+    assert digest([("w", many)]) != digest(
+        [("w", many[torch.randperm(64, generator=torch.Generator().manual_seed(0))])]
+    )
+    assert digest([("w", many.to(torch.bfloat16))]) != digest([("w", many.to(torch.bfloat16) + 1)])

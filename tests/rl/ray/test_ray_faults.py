@@ -1,20 +1,16 @@
 """What is killed in the middle of a step costs at most that step: the run ends with the bytes of one in peace."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import threading
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from cuda_agent.errors import EXIT_RETRY
-from cuda_agent.policy.engines.broadcast import TransferError
 from cuda_agent.policy.episode import EPISODES
-from cuda_agent.rl.ray import broadcast as ray_broadcast
 from cuda_agent.sandbox.jail.descendants import descendants
 from cuda_agent.stages import collect, warmup
 from cuda_agent.tracking import read_metrics
@@ -36,7 +32,7 @@ def peace(tmp_path_factory, inputs):
 
 
 def test_a_trainer_killed_while_it_learns_comes_back_from_the_newest_checkpoint(tmp_path, inputs, peace):
-    killer = Killer("Trainer.update", when=step_done(tmp_path, 1))
+    killer = Killer("TrainerActor.update", when=step_done(tmp_path, 1))
     ctx = context(tmp_path, config(runtime="ray", **STEPS), inputs)
     warmup.run(ctx)
     assert killer.killed and learnt(tmp_path) == peace
@@ -45,7 +41,7 @@ def test_a_trainer_killed_while_it_learns_comes_back_from_the_newest_checkpoint(
 
 
 def test_a_trainer_killed_before_any_checkpoint_begins_anew(tmp_path, inputs, peace):
-    killer = Killer("Trainer.update")
+    killer = Killer("TrainerActor.update")
     warmup.run(context(tmp_path, config(runtime="ray", **STEPS), inputs))
     assert killer.killed and learnt(tmp_path) == peace
 
@@ -79,92 +75,6 @@ def test_a_worker_killed_where_nobody_learns_is_replaced_and_nothing_counted_twi
     assert killer.killed and [note for note in spread.tracker.notes() if "was lost" in note]
     ours, theirs = ((ctx.outputs["episodes"] / EPISODES).read_bytes() for ctx in (spread, alone))
     assert ours == theirs and ours.count(b"\n") == 6
-
-
-@pytest.fixture
-def broadcasts(monkeypatch):
-    """What is put there happens right before the second broadcast, when its members have met."""
-    plain, count, happens = ray_broadcast.WeightBroadcastGroup.transfer, [0], []
-
-    async def transfer(circle, trainer, workers, forms):
-        count[0] += 1
-        if count[0] == 2:
-            happens[0]()
-        return await plain(circle, trainer, workers, forms)
-
-    monkeypatch.setattr(ray_broadcast.WeightBroadcastGroup, "transfer", transfer)
-    return happens
-
-
-def stop(title: str, then_kill: bool):
-    """Stops the first process at ``title``, so that a broadcast waits for it."""
-
-    def act() -> None:
-        pid = busy(title)[0]
-        os.kill(pid, signal.SIGSTOP)
-        if then_kill:
-            threading.Timer(1.0, lambda: os.kill(pid, signal.SIGKILL)).start()
-
-    return act
-
-
-BROADCAST = {"runtime": "ray", "ray": {"sync": "broadcast"}, **STEPS}
-
-
-def test_weights_that_are_broadcast_are_those_of_the_object_store(tmp_path, inputs, peace):
-    """Also by a trainer of two ranks, whose sums are rounded otherwise."""
-    ctx = context(tmp_path / "one", config(**BROADCAST), inputs)
-    warmup.run(ctx)
-    assert learnt(tmp_path / "one") == peace
-    ranked = context(tmp_path / "two", config(**BROADCAST, training={"num_processes": 2}), inputs)
-    warmup.run(ranked)
-    steps = read_metrics(tmp_path / "two" / "said" / "metrics.jsonl")
-    assert learnt(tmp_path / "two")[2] == pytest.approx(peace[2], abs=1e-3)
-    assert max(values["train_inference_mismatch"] for values in steps.values()) < 1e-4, (
-        "sampled with the newest weights"
-    )
-    assert not [note for note in [*ctx.tracker.notes(), *ranked.tracker.notes()] if "broadcast" in note]
-
-
-def test_a_worker_killed_in_a_broadcast_is_missed_by_nobody(tmp_path, inputs, peace, broadcasts):
-    broadcasts.append(stop("RolloutWorker", then_kill=True))
-    ctx = context(tmp_path, config(**BROADCAST), inputs)
-    warmup.run(ctx)
-    assert learnt(tmp_path) == peace
-    steps = read_metrics(tmp_path / "said" / "metrics.jsonl")
-    assert sum(values["workers_lost"] for values in steps.values()) == 1
-    assert [note for note in ctx.tracker.notes() if "could not be broadcast to 2" in note]
-
-
-def test_a_worker_that_hangs_in_a_broadcast_is_waited_for_so_long_and_no_longer(
-    tmp_path, inputs, peace, broadcasts, monkeypatch
-):
-    monkeypatch.setattr(ray_broadcast, "TRANSFER_SECONDS", 5.0)
-    broadcasts.append(stop("RolloutWorker", then_kill=False))
-    ctx = context(tmp_path, config(**BROADCAST), inputs)
-    warmup.run(ctx)
-    assert learnt(tmp_path) == peace
-    assert len([note for note in ctx.tracker.notes() if "was lost: it hangs in a broadcast" in note]) == 1
-
-
-def test_a_trainer_killed_in_a_broadcast_comes_back_from_the_newest_checkpoint(tmp_path, inputs, peace, broadcasts):
-    broadcasts.append(stop("Trainer", then_kill=True))
-    ctx = context(tmp_path, config(**BROADCAST), inputs)
-    warmup.run(ctx)
-    assert learnt(tmp_path) == peace
-    assert [note for note in ctx.tracker.notes() if "the trainer was lost" in note]
-    assert not [note for note in ctx.tracker.notes() if "rollout worker" in note and "was lost" in note]
-
-
-def test_a_broadcast_that_never_works_costs_time_and_nothing_else(tmp_path, inputs, peace, monkeypatch):
-    async def fail(circle, trainer, workers, forms):
-        return [TransferError("no way"), *(TransferError("no way") for _ in workers)]
-
-    monkeypatch.setattr(ray_broadcast.WeightBroadcastGroup, "transfer", fail)
-    ctx = context(tmp_path, config(**BROADCAST), inputs)
-    warmup.run(ctx)
-    assert learnt(tmp_path) == peace
-    assert [note for note in ctx.tracker.notes() if "could not be broadcast" in note]
 
 
 def begin(folder: Path, inputs: dict[str, Path]) -> subprocess.Popen:

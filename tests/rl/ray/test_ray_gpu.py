@@ -1,4 +1,4 @@
-"""Ray's actors with a GPU each: ranks that share a trainer, and weights from the trainer to a rollout worker, by NCCL.
+"""Ray's actors with a GPU each: ranks that share a trainer, and weights from the trainer to a rollout worker.
 
 Each actor sees the one GPU that Ray gave it, as on machines of their own.
 """
@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cuda_agent.rl.ray import broadcast as ray_broadcast
 from cuda_agent.stages import warmup
 from cuda_agent.tracking import read_metrics
 from tests.rl.ray.ray_cases import config, context, learnt, of_ray
@@ -40,13 +39,10 @@ def test_ranks_on_gpus_of_two_actors_learn_what_those_of_one_process_learn(tmp_p
     assert not [note for note in ctx.tracker.notes() if "lost" in note] and of_ray() == []
 
 
-def test_weights_go_from_the_trainers_gpu_to_the_workers(tmp_path, inputs, monkeypatch):
-    devices = []
-    plain = ray_broadcast.common_device
-    monkeypatch.setattr(ray_broadcast, "common_device", lambda places: devices.append(plain(places)) or devices[-1])
+def test_weights_go_from_the_trainers_gpu_to_the_workers(tmp_path, inputs):
     settings = config(
         runtime="ray",
-        ray={"trainer_gpus": 1, "workers": 1, "worker_gpus": 1, "sync": "broadcast"},
+        ray={"trainer_gpus": 1, "workers": 1, "worker_gpus": 1},
         policy={"engine": "local", "device": "cuda"},
         training={"device": "cuda"},
         **STEPS,
@@ -54,9 +50,9 @@ def test_weights_go_from_the_trainers_gpu_to_the_workers(tmp_path, inputs, monke
     ctx = context(tmp_path, settings, inputs)
     warmup.run(ctx)
     steps = read_metrics(tmp_path / "said" / "metrics.jsonl")
-    assert devices == ["cuda"] and list(steps) == [0, 1, 2]
+    assert list(steps) == [0, 1, 2]
     assert max(values["train_inference_mismatch"] for values in steps.values()) < 1e-3, (
         "sampled with the newest weights"
     )
     assert learnt(tmp_path)[0] != (inputs["policy"] / "model.safetensors").read_bytes()
-    assert not [note for note in ctx.tracker.notes() if "broadcast" in note or "lost" in note] and of_ray() == []
+    assert not [note for note in ctx.tracker.notes() if "lost" in note] and of_ray() == []

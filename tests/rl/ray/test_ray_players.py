@@ -57,13 +57,13 @@ def players(tmp_path, monkeypatch, inputs):
     """``players(actors)``: two places, in which these are put one after the other."""
     ray = pytest.importorskip("ray")
 
-    def make(actors, newest=None):
+    def make(actors):
         left = iter(actors)
         monkeypatch.setattr(ray, "put", lambda thing: thing)
         monkeypatch.setattr(ray, "kill", lambda actor: None)
         monkeypatch.setattr(ray, "remote", lambda kind: Method(lambda *arguments: next(left)))
         ctx = context(tmp_path, config(runtime="ray"), inputs)
-        return RayPlayers(ctx, EpisodeBudget(1, 64, 1.0), None, 0, newest), ctx
+        return RayPlayers(ctx, EpisodeBudget(1, 64, 1.0), None, 0), ctx
 
     return make
 
@@ -120,29 +120,25 @@ def test_what_goes_wrong_in_the_stage_itself_is_raised(players):
 
 
 def test_a_worker_that_comes_late_is_given_the_newest_weights_before_it_plays(players):
-    """The first time there is something newer already, which it waits for."""
-    asked = []
-
-    async def newest(served):
-        asked.append(served.version)
-        return served._replace(weights="weights") if len(asked) > 1 else None
-
-    actors = [Actor(plays=0), Actor(), Actor()]
-    made, _ = players(actors, newest)
+    """New weights are served twice: before the worker is lost, and while another one opens."""
+    opened, late = asyncio.Event(), Actor()
+    late.open = Method(opened.wait)
+    actors = [Actor(plays=0), Actor(), late]
+    made, _ = players(actors)
 
     async def script():
         await made.open()
-        await made.serve(ServedPolicy(1, "one", "given"))
+        await made.serve(ServedPolicy(1, "one", "first"))
         jobs = episodes_of(TASKS, 1, "s")
         collector = EpisodeCollector(jobs, 1)
         assert await made.collect(collector, jobs, "agent") == 1 and collector.full
-        while not asked:
-            await asyncio.sleep(0)
-        await made.serve(ServedPolicy(2, "two", None))
+        await made.serve(ServedPolicy(2, "two", "second"))
+        assert len(made.living) == 1
+        opened.set()
         while len(made.living) < 2:
             await asyncio.sleep(0)
         await made.close()
 
     asyncio.run(script())
-    assert asked == [1, 2] and actors[2].versions == [(2, "weights")]
-    assert actors[1].versions == [(1, "given"), (2, None)]
+    assert late.versions == [(2, "second")]
+    assert actors[1].versions == [(1, "first"), (2, "second")]
