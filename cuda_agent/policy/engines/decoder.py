@@ -20,10 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cuda_agent.policy.engines import native
+from cuda_agent.policy.engines.engine import probe_prompt
 from cuda_agent.policy.engines.graphs import StepGraphs
 
 THREADED_ROWS = 256  # fewest rows for which the native functions use threads
 
+Weights = tuple[Tensor, list[dict[str, Any]], Tensor, Tensor]
 Job = tuple[int, int, Sequence[int]]  # row, position of the first new token, the new tokens
 
 
@@ -97,7 +99,7 @@ class DenseDecoder:
         plain = (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)
         return all(linear.bias is None for linear in plain)
 
-    def _weights(self, model: Any) -> tuple[Tensor, list[dict[str, Any]], Tensor, Tensor]:
+    def _weights(self, model: Any) -> Weights:
         """Embedding, layers, output layer and rotations (complex64 [context, D / 2])."""
         embed = model.model.embed_tokens.weight.detach().clone()
         rotary = model.model.rotary_emb
@@ -112,15 +114,13 @@ class DenseDecoder:
         numbers = config.max_position_embeddings, config.rms_norm_eps, config.num_attention_heads
         if not self.knows(model) or numbers != (self.context, self.eps, self.heads):
             return False
-        new, old = (list(_tensors(weights)) for weights in (self._weights(model), self._all_weights()))
+        held = self.embed, self.layers, self.unembed, self.rotations
+        new, old = (list(_tensors(weights)) for weights in (self._weights(model), held))
         if [(x.shape, x.dtype, x.device) for x in new] != [(x.shape, x.dtype, x.device) for x in old]:
             return False
         for ours, theirs in zip(old, new, strict=True):
             ours.copy_(theirs)
         return True
-
-    def _all_weights(self) -> tuple[Tensor, list[dict[str, Any]], Tensor, Tensor]:
-        return self.embed, self.layers, self.unembed, self.rotations
 
     def _layer(self, layer: Any) -> dict[str, Any]:
         attention, mlp, half = layer.self_attn, layer.mlp, self.head // 2
@@ -365,8 +365,7 @@ def _fold(weight: Tensor, norm: Tensor) -> Tensor:
 def verify(decoder: Decoder, model: Any) -> float:
     """The largest expected difference of log-probabilities between decoder and model on a fixed probe that goes
     through prompts, single steps and kept rows.  Uses rows 0 and 1 and leaves them dirty."""
-    vocab, device = model.config.get_text_config().vocab_size, model.device
-    ids = [(7919 * i + 13) % vocab for i in range(20)]
+    ids, device = probe_prompt(model, 20), model.device
     with torch.inference_mode():
         wanted = torch.log_softmax(model(input_ids=torch.tensor([ids], device=device)).logits[0].float(), -1)
         first = decoder.prefill([(0, 0, ids[:12]), (1, 0, ids[:12])])

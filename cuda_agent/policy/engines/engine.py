@@ -57,3 +57,9 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def probe_prompt(model: Any, count: int) -> list[int]:
+    """A fixed prompt that every model can read, for comparing log-probabilities."""
+    vocab = model.config.get_text_config().vocab_size
+    return [(7919 * i + 13) % vocab for i in range(count)]

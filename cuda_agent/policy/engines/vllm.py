@@ -18,16 +18,16 @@ import asyncio
 import contextlib
 import os
 import shutil
-import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from cuda_agent.machine import gpus
-from cuda_agent.policy.engines.engine import Completion, EngineError, EngineLost, SamplingParams
+from cuda_agent.policy.engines.engine import Completion, EngineError, EngineLost, SamplingParams, probe_prompt
 from cuda_agent.policy.engines.vllm_plugin import cache_bytes, digest
 from cuda_agent.policy.engines.vllm_pool import FIRST
 from cuda_agent.policy.engines.vllm_replica import HEALTH_SECONDS, Busy, Fault, Replica
@@ -38,7 +38,6 @@ Sync = Literal["disk", "lora", "nccl"]
 SHARED = "CUDA_AGENT_ENGINE_FOLDER"  # folder for new weights that the servers can read
 
 TRIES = 3  # tries of one request at one server
-START_SECONDS = 1800.0  # for servers of a pool to load the first policy
 PAUSE_SECONDS = 0.25  # before the second try, twice that before the third; a busy server is asked for longer
 BUSY_TRIES = 40
 BUSY_SECONDS = 8.0  # longest pause for a busy server
@@ -82,7 +81,7 @@ class VllmEngine:
         limit = min(params.max_tokens, self.context - len(prompt))
         if not prompt or limit < 1:
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
-        params = SamplingParams(limit, params.seed, params.temperature, params.stop_ids, params.key)
+        params = replace(params, max_tokens=limit)
         while not self._open.is_set():
             await self._open.wait()
         self._underway += 1
@@ -170,9 +169,8 @@ class VllmEngine:
     def _drop(self, replica: Replica, error: Exception) -> None:
         if replica.alive:
             replica.alive = False
-            self._last_error = f"{replica.url}: {error}"
-            if replica.server is not None:
-                self._last_error += f"\n{replica.server.tail()}"
+            log = f"\n{replica.server.tail()}" if replica.server else ""
+            self._last_error = f"{replica.url}: {error}{log}"
 
     async def _patiently(self, replica: Replica, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
         """Retries a failed request unless the server is gone; retries a busy server for longer."""
@@ -203,12 +201,7 @@ class VllmEngine:
         if self._sync != "nccl":
             folder = self._work / "weights" / f"{version}-{uuid.uuid4().hex[:8]}"
             await self.compute(lambda: save_weights(model, folder, self._sync == "lora"))
-        before: dict[Replica, list[Any]] = {}
-
-        async def note(replica: Replica) -> None:
-            before[replica] = await replica.call("cuda_agent_weights")
-
-        await self._each(note)
+        before = await self._each(lambda replica: replica.call("cuda_agent_weights"))
         await self._each(lambda replica: replica.ask("/pause?mode=wait", {}))
         try:
             await self._send(version, model, folder)
@@ -253,7 +246,7 @@ class VllmEngine:
         Raises:
             EngineError: It does not.
         """
-        prompt = _probe_prompt(model)
+        prompt = probe_prompt(model, PROBE_TOKENS)
         params = SamplingParams(PROBE_SAMPLED, seed=1, temperature=PROBE_TEMPERATURE)
         served_name = self._adapter or replica.model
         choice = await replica.complete(prompt, params, served_name, uuid.uuid4().hex, prompt_logprobs=0)
@@ -281,17 +274,20 @@ class VllmEngine:
                 raise EngineError(f"{replica.url} has not changed its weights, and the trainer has")
         replica.noise = off
 
-    async def _each(self, action: Callable[[Replica], Awaitable[Any]]) -> None:
-        """Runs ``action`` for every living server.  A server that fails is dropped, unless it was the last."""
+    async def _each(self, action: Callable[[Replica], Awaitable[Any]]) -> dict[Replica, Any]:
+        """Runs ``action`` for every living server and returns the results.  A server that fails is dropped, unless it
+        was the last."""
+        results: dict[Replica, Any] = {}
 
         async def one(replica: Replica) -> None:
             try:
-                await action(replica)
+                results[replica] = await action(replica)
             except Fault as error:
                 self._drop(replica, error)
 
         await asyncio.gather(*(one(replica) for replica in self._alive()))
         self._alive()
+        return results
 
 
 def _put_first(policy: Path, shared: Path) -> None:
@@ -307,21 +303,9 @@ def _put_first(policy: Path, shared: Path) -> None:
         shutil.rmtree(made)
 
 
-async def _answers(replica: Replica) -> None:
-    """Returns when the server is up; raises if it takes too long."""
-    end = time.monotonic() + START_SECONDS
-    while not await replica.healthy() and time.monotonic() < end:
-        await asyncio.sleep(1.0)
-
-
-def _probe_prompt(model: Any) -> list[int]:
-    vocab = model.config.get_text_config().vocab_size
-    return [(7919 * i + 13) % vocab for i in range(PROBE_TOKENS)]
-
-
 def _fingerprint(model: Any) -> tuple[str, list[float]]:
     """The digest of a model's weights, and its log-probabilities of the probe's prompt."""
-    return digest(model.named_parameters()), _logprobs(model, _probe_prompt(model), 1.0)
+    return digest(model.named_parameters()), _logprobs(model, probe_prompt(model, PROBE_TOKENS), 1.0)
 
 
 def _logprobs(model: Any, ids: list[int], temperature: float) -> list[float]:
@@ -336,8 +320,7 @@ def _logprobs(model: Any, ids: list[int], temperature: float) -> list[float]:
     finally:
         model.train(training)
     wanted = torch.tensor(ids[1:], device=logits.device)[:, None]
-    values: list[float] = torch.log_softmax(logits / temperature, -1).gather(-1, wanted)[:, 0].tolist()
-    return values
+    return list(torch.log_softmax(logits / temperature, -1).gather(-1, wanted)[:, 0].tolist())
 
 
 def _distance(a: Sequence[float], b: Sequence[float]) -> float:
@@ -378,10 +361,10 @@ async def open_vllm(
                 device = devices - 1 - index % devices if devices else None  # the trainer uses the first GPU
                 own.append(VllmServer(policy, **settings, lease=None if devices else lease, device=device))
             found = [Replica(f"unix:{server.socket}", server) for server in own]
-            await asyncio.gather(*(server.ready() for server in own))
         elif shared := os.environ.get(SHARED):
             await asyncio.to_thread(_put_first, policy, Path(shared))
-            await asyncio.gather(*(_answers(replica) for replica in found))
+        if own or SHARED in os.environ:
+            await asyncio.gather(*(replica.ready() for replica in found))
         try:
             await asyncio.gather(*(replica.greet() for replica in found))
         except Fault as error:
@@ -393,10 +376,7 @@ async def open_vllm(
             await engine.verify(model)
         yield engine
     finally:
-        if engine is not None:
-            await engine.close()
-        else:
-            await asyncio.gather(*(replica.close() for replica in found))
+        await (engine.close() if engine else asyncio.gather(*(replica.close() for replica in found)))
         for server in own:
             server.process.terminate()
         for server in own:

@@ -6,19 +6,22 @@ A server that fails raises ``Fault``, and another may be tried; a server that re
 What it does not cover: the choice of the server, retries, and weights (``vllm``).
 """
 
+import asyncio
 import math
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
-from cuda_agent.policy.engines.engine import EngineError, SamplingParams
+from cuda_agent.policy.engines.engine import EngineError, EngineLost, SamplingParams
 from cuda_agent.policy.engines.vllm_server import VllmServer
 
 KEY = "CUDA_AGENT_ENGINE_KEY"  # bearer token of external servers
 REQUEST_SECONDS = 1800.0  # limit of one completion; then the server counts as dead
 HEALTH_SECONDS = 10.0
+START_SECONDS = 1800.0  # to load the first policy
 KEPT_SECONDS = 2.0  # longest idle time of a reused connection; vLLM closes it after 5
 
 
@@ -67,6 +70,21 @@ class Replica:
             return (await self._anew.get("/health", timeout=HEALTH_SECONDS)).status_code == 200
         except httpx.HTTPError:
             return False
+
+    async def ready(self) -> None:
+        """Returns when the server answers.
+
+        Raises:
+            EngineLost: It has ended or takes too long; the message has the end of its log.
+        """
+        end, server = time.monotonic() + START_SECONDS, self.server
+        while not await self.healthy():
+            log = f":\n{server.tail()}" if server else ""
+            if server and server.process.poll() is not None:
+                raise EngineLost(f"vLLM ended with code {server.process.returncode} at its start{log}")
+            if time.monotonic() > end:
+                raise EngineLost(f"{self.url}: vLLM did not answer within {START_SECONDS:.0f} s{log}")
+            await asyncio.sleep(0.25)
 
     async def ask(self, path: str, body: Any = None) -> Any:
         """The JSON answer, None if it is empty; GET without a body.

@@ -7,7 +7,6 @@ open port. vLLM requires its own PyTorch version, so it may be in another enviro
 What it does not cover: external servers (``vllm.connect`` takes their addresses), several GPUs for one server.
 """
 
-import asyncio
 import os
 import shutil
 import signal
@@ -15,18 +14,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-import httpx
+from typing import Any
 
 import cuda_agent
 from cuda_agent.config import SERVED_RANK
 from cuda_agent.errors import PolicyError
-from cuda_agent.policy.engines.engine import EngineLost
 from cuda_agent.policy.engines.vllm_plugin import LEASE, WHOLE, on_processor, served
 
 PYTHON = "CUDA_AGENT_VLLM_PYTHON"
 NAME = "policy"  # name under which it serves the weights
-_START_SECONDS = 900.0
 _STOP_SECONDS = 20.0
 _ENTRY_POINT = "[vllm.general_plugins]\ncuda_agent = cuda_agent.policy.engines.vllm_plugin:register\n"
 
@@ -67,24 +63,19 @@ class VllmServer:
         command += ["--uds", str(self.socket)]
         share, rank = memory if device is not None else None, SERVED_RANK if lora else None
         command += served(policy, NAME, context, batch, memory=share, cache=cache, rank=rank)
+        environment = self._environment(threads, lora, lease, device)
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environment(threads, lora, lease, device),
-            )
+            self.process = subprocess.Popen(command, stdout=log, env=environment, **streams)
 
     def _environment(self, threads: int, lora: bool, lease: Path | None, device: int | None) -> dict[str, str]:
-        """This process's environment without the variables that lead Python to its packages."""
         package = self._folder / "package"
-        (package / "cuda_agent_plugin-0.dist-info").mkdir(parents=True)
-        (package / "cuda_agent_plugin-0.dist-info" / "METADATA").write_text("Name: cuda-agent-plugin\nVersion: 0\n")
-        (package / "cuda_agent_plugin-0.dist-info" / "entry_points.txt").write_text(_ENTRY_POINT)
+        plugin = package / "cuda_agent_plugin-0.dist-info"
+        plugin.mkdir(parents=True)
+        (plugin / "METADATA").write_text("Name: cuda-agent-plugin\nVersion: 0\n")
+        (plugin / "entry_points.txt").write_text(_ENTRY_POINT)
         (package / "cuda_agent").symlink_to(Path(cuda_agent.__file__).parent.resolve())
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        environment |= {
+        environment = _clean_environment() | {
             "PYTHONPATH": str(package),
             WHOLE: "1",
             "VLLM_SERVER_DEV_MODE": "1",
@@ -96,29 +87,11 @@ class VllmServer:
         if lease is not None:
             environment[LEASE] = str(lease)
         if device is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = _visible(device)
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # those that this process may use
+            environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device] if visible else str(device)
         else:
             environment = on_processor(environment, Path(self.python).parent.parent / "lib", threads)
         return environment
-
-    async def ready(self) -> None:
-        """Returns when the server answers.
-
-        Raises:
-            EngineLost: It has ended or takes too long; the message has the end of its log.
-        """
-        transport = httpx.AsyncHTTPTransport(uds=str(self.socket))
-        async with httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=5.0) as client:
-            for _ in range(int(_START_SECONDS / 0.25)):
-                if self.process.poll() is not None:
-                    raise EngineLost(f"vLLM ended with code {self.process.returncode} at its start:\n{self.tail()}")
-                try:
-                    if (await client.get("/health")).status_code == 200:
-                        return
-                except httpx.HTTPError:
-                    pass
-                await asyncio.sleep(0.25)
-        raise EngineLost(f"vLLM did not answer within {_START_SECONDS:.0f} s:\n{self.tail()}")
 
     def tail(self, lines: int = 25) -> str:
         """The last lines of its log."""
@@ -144,9 +117,8 @@ def interpreter() -> str:
     """
     python = os.environ.get(PYTHON, sys.executable)
     search = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     try:
-        found = subprocess.run([python, "-c", search], env=clean, capture_output=True).returncode == 0
+        found = not subprocess.run([python, "-c", search], env=_clean_environment(), capture_output=True).returncode
     except OSError as error:
         raise PolicyError(f"{PYTHON}={python} cannot be run: {error}") from error
     if not found:
@@ -157,7 +129,5 @@ def interpreter() -> str:
     return python
 
 
-def _visible(device: int) -> str:
-    """The value of CUDA_VISIBLE_DEVICES for the ``device``-th GPU that this process may use."""
-    mine = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return mine.split(",")[device] if mine else str(device)
+def _clean_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
