@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,22 +100,14 @@ class Chat:
 
         The ids equal those of ``prompt_ids``, the turns' ids and ``delta_ids``.  A dialogue without a final assistant
         turn ends with the header after the tool results."""
-        first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
-        ids = self.prompt_ids(messages[:first], tools)
+        starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        ids = self.prompt_ids(messages[: starts[0] if starts else None], tools)
         mask = [0] * len(ids)
-        position = first
-        while position < len(messages):
-            turn = self.turn_ids(messages[position])
-            ids += turn
-            mask += [1] * len(turn)
-            following = position + 1
-            while following < len(messages) and messages[following]["role"] != "assistant":
-                following += 1
-            if following > position + 1:
-                delta = self._delta(messages[position + 1 : following], closed=True)
-                ids += delta
-                mask += [0] * len(delta)
-            position = following
+        for start, end in pairwise([*starts, len(messages)]):
+            turn = self.turn_ids(messages[start])
+            delta = self._delta(messages[start + 1 : end], closed=True) if end > start + 1 else []
+            ids += turn + delta
+            mask += [1] * len(turn) + [0] * len(delta)
         return ids, mask
 
     def turn_ids(self, message: Message) -> list[int]:
@@ -172,17 +165,11 @@ class Chat:
         if message["role"] == "tool":
             clean["tool_call_id"] = "call00000"  # some templates require exactly nine letters or digits
         if message.get("tool_calls"):
-            clean["tool_calls"] = [
-                {
-                    "id": "call00000",
-                    "type": "function",
-                    "function": {
-                        "name": call["name"],
-                        "arguments": {name: broken(value) for name, value in call["arguments"].items()},
-                    },
-                }
+            functions = [
+                {"name": call["name"], "arguments": {name: broken(value) for name, value in call["arguments"].items()}}
                 for call in message["tool_calls"]
             ]
+            clean["tool_calls"] = [{"id": "call00000", "type": "function", "function": call} for call in functions]
         return clean
 
 

@@ -125,27 +125,3 @@ def save_adapter(model: Any, folder: Path) -> None:
         "target_modules": sorted({name.rsplit(".", 1)[-1] for name in layers}),
     }
     (folder / _SETTINGS).write_text(json.dumps(settings, indent=1))
-
-
-def merge_adapter(model: Any, folder: Path) -> None:
-    """Adds the adapters of a folder to the weights of a model without adapters.
-
-    Raises:
-        PolicyError: The folder holds anything other than plain LoRA of linear layers.
-    """
-    from safetensors.torch import load_file
-
-    settings = json.loads((folder / _SETTINGS).read_text())
-    odd = [name for name in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern") if settings.get(name)]
-    if odd or settings.get("bias", "none") != "none":
-        raise PolicyError(f"{folder}: {', '.join(odd) or 'bias'} of an adapter is not supported")
-    rank, alpha = settings["r"], settings["lora_alpha"]
-    scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
-    weights = load_file(folder / _WEIGHTS)
-    with torch.no_grad():
-        for name, down in weights.items():
-            if not name.endswith(".lora_A.weight"):
-                continue
-            up = weights[name.replace(".lora_A.", ".lora_B.")]
-            module = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
-            module.weight += scale * (up.float() @ down.float()).to(module.weight.device)

@@ -2,7 +2,7 @@
 
 One table, in sections.  Each operator has its text in ``forward`` and ``__init__``, the shapes that it takes and gives,
 and the values that it needs and gives (a logarithm needs positive ones), so that a composer can chain operators that
-make sense together.  ``available`` leaves out operators that the installed torch lacks.
+make sense together.
 
 What it does not cover: dropout and other random operators (a task must be deterministic), operators with jumps
 (``floor``, ``argmax``: a correct kernel's rounding error would count as wrong), in-place and backward operators, and
@@ -11,7 +11,7 @@ layers of ``transformers`` (``layers.py``).
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 from cuda_agent.synthesis import rules
 from cuda_agent.synthesis.rules import ANY, NORMAL, POSITIVE, RANDN, Interval, Operator, Shape, Use, same, size
@@ -344,23 +344,3 @@ _SHAPES = [
 CATALOGUE: tuple[Operator, ...] = (
     *_ELEMENTWISE, *_REDUCTIONS, *_NORMALISATIONS, *_POOLING, *_MATMULS, *_LOSSES, *_SHAPES,
 )  # fmt: skip
-
-
-def path_of(name: str) -> str:
-    """``F.gelu`` -> ``torch.nn.functional.gelu``: the import path of an operator."""
-    head, _, rest = name.partition(".")
-    return {"F": "torch.nn.functional.", "nn": "torch.nn.", "torch": "torch.", "Tensor": "torch.Tensor."}[head] + rest
-
-
-@cache
-def available() -> tuple[Operator, ...]:
-    """The operators that the installed torch has.  Imports torch."""
-    import torch
-
-    def exists(path: str) -> bool:
-        here: object = torch
-        for part in path.split(".")[1:]:
-            here = getattr(here, part, None)
-        return here is not None
-
-    return tuple(operator for operator in CATALOGUE if exists(path_of(operator.name)))

@@ -11,7 +11,7 @@ import math
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cuda_agent.tasks.inspect import recompute_ops
@@ -192,7 +192,7 @@ def make_task(spec: FamilySpec) -> Task:
     )
     ops = recompute_ops(code)
     task = Task("", code, ops, f"torch#{len(ops)}", family="teacher")
-    return Task(f"{'_'.join(spec.names)}-{task.digest[:8]}", code, ops, task.data_source, family="teacher")
+    return replace(task, name=f"{'_'.join(spec.names)}-{task.digest[:8]}")
 
 
 def combination(task: Task) -> str:

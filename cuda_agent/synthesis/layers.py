@@ -1,17 +1,12 @@
 """Stand-alone layers of ``transformers`` as self-contained tasks: activations, norms, MLPs, attention, blocks.
 
-Each is a small random configuration of the layer, which the task imports from transformers.  ``available`` searches the
-installed package's source files for the classes and imports nothing.  What it does not cover: whole models, caches,
-masks, training-time dropout (layers run in ``eval``).
+Each is a small random configuration of the layer, which the task imports from transformers.  What it does not cover:
+whole models, caches, masks, training-time dropout (layers run in ``eval``).
 """
 
-import importlib.util
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -77,20 +72,6 @@ class Layer:
         image = self.inputs[0][1] == IMAGE
         elements = batch * sizes["channels"] * sizes["side"] ** 2 if image else names["rows"] * sizes["hidden"]
         return 6.0 * elements, sum(map(math.prod, factors))
-
-
-@cache
-def available() -> tuple[Layer, ...]:
-    """The layers whose module and class the installed transformers has."""
-    return tuple(layer for layer in LAYERS if {layer.name, *layer.more} <= _classes(layer.module))
-
-
-@cache
-def _classes(module: str) -> frozenset[str]:
-    package = importlib.util.find_spec("transformers")
-    assert package is not None and package.origin is not None
-    path = Path(package.origin).parent.joinpath(*module.split(".")).with_suffix(".py")
-    return frozenset(re.findall(r"^class (\w+)", path.read_text(), re.M)) if path.is_file() else frozenset()
 
 
 def _sizes(batch: int, wide: bool, rng: Random) -> dict[str, int]:

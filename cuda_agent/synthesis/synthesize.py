@@ -24,11 +24,12 @@ from typing import Any, Protocol
 
 from cuda_agent.config import Synthesis
 from cuda_agent.sandbox.wire import Probe
-from cuda_agent.synthesis import catalogue, layers
 from cuda_agent.synthesis.card import data_card
+from cuda_agent.synthesis.catalogue import CATALOGUE
 from cuda_agent.synthesis.compose import ComposeError, Composer, ProgrammaticWriter, speed_of
 from cuda_agent.synthesis.family import combination, sample_task
 from cuda_agent.synthesis.filters import SourceFilter, TaskRefused, check_compiled, check_eager, yields
+from cuda_agent.synthesis.layers import LAYERS
 from cuda_agent.synthesis.similarity import duplicate_key, shingles
 from cuda_agent.synthesis.split import is_heldout, ops_combination
 from cuda_agent.synthesis.writer import ModelWriter
@@ -134,8 +135,8 @@ async def synthesize(
         "seed": seed,
         "device": device,
         "writer": config.writer,
-        "operators": len(catalogue.available()),
-        "layers": len(layers.available()),
+        "operators": len(CATALOGUE),
+        "layers": len(LAYERS),
         "yield": {stream.family: yields(stream.refused, len(stream.tasks)) for stream in streams},
         "reasons": {stream.family: dict(stream.reasons.most_common(20)) for stream in streams},
         "short": {
@@ -157,9 +158,9 @@ def make_composer(config: Synthesis, window: tuple[float, float], device: str, t
         if not config.writer_url or not config.writer_model:
             raise ValueError("synthesis.writer=model needs synthesis.writer_url and synthesis.writer_model")
         address = config.writer_url, config.writer_model, config.writer_key_env
-        return ModelWriter(*address, catalogue.available(), window, device, config.max_ops)
+        return ModelWriter(*address, CATALOGUE, window, device, config.max_ops)
     speed = speed_of(device, threads)
-    return ProgrammaticWriter(catalogue.available(), layers.available(), speed, window, config.max_ops)
+    return ProgrammaticWriter(CATALOGUE, LAYERS, speed, window, config.max_ops)
 
 
 @lru_cache(maxsize=1024)  # a candidate's key is needed repeatedly before its turn

@@ -63,13 +63,8 @@ class Mistake:
 
 def draw_choices(rng: random.Random) -> Choices:
     """A design, drawn uniformly."""
-    return Choices(
-        number=rng.choice(("float", "double")),
-        order=rng.choice(("chunk", "stride")),
-        grid=rng.choice(GRIDS),
-        passes=rng.choice(("fused", "split")),
-        moments=rng.choice(("one", "two")),
-    )
+    number, order = rng.choice(("float", "double")), rng.choice(("chunk", "stride"))
+    return Choices(number, order, rng.choice(GRIDS), rng.choice(("fused", "split")), rng.choice(("one", "two")))
 
 
 def solve(task: Task, rng: random.Random, choices: Choices | None = None) -> Worked:
@@ -152,37 +147,25 @@ class _Reduction:
     result: str = ""
 
 
+_LARGEST = "s = -1e30f, t = 0", "s = v > s ? v : s;"
+_MOMENTS, _MEAN = ("s = 0, t = 0", "s += v; t += v * v;"), ("s = 0, t = 0", "s += v;")
+_VARIANCE = "s /= m;", "loop: t += (@[i] - s) * (@[i] - s);"
 _REDUCTIONS: dict[str, _Reduction] = {
     "sum": _Reduction("s = 0", "s += v;", result="s"),
     "mean": _Reduction("s = 0", "s += v;", result="s / m"),
     "amax": _Reduction("s = -1e30f", "s = v > s ? v : s;", result="s"),
     "amin": _Reduction("s = 1e30f", "s = v < s ? v : s;", result="s"),
     "norm": _Reduction("s = 0", "s += v * v;", result="sqrt(s)"),
-    "var": _Reduction("s = 0, t = 0", "s += v; t += v * v;", result="(t - s * s / m) / (m - 1)"),
-    "var two": _Reduction("s = 0, t = 0", "s += v;", ("s /= m;", "loop: t += (@[i] - s) * (@[i] - s);"), "t / (m - 1)"),
-    "softmax": _Reduction(
-        "s = -1e30f, t = 0", "s = v > s ? v : s;", ("loop: t += @[i] = exp(@[i] - s);", "loop: @[i] /= t;")
-    ),
-    "log_softmax": _Reduction(
-        "s = -1e30f, t = 0", "s = v > s ? v : s;", ("loop: t += exp(@[i] - s);", "s += log(t);", "loop: @[i] -= s;")
-    ),
+    "var": _Reduction(*_MOMENTS, result="(t - s * s / m) / (m - 1)"),
+    "var two": _Reduction(*_MEAN, _VARIANCE, "t / (m - 1)"),
+    "softmax": _Reduction(*_LARGEST, ("loop: t += @[i] = exp(@[i] - s);", "loop: @[i] /= t;")),
+    "log_softmax": _Reduction(*_LARGEST, ("loop: t += exp(@[i] - s);", "s += log(t);", "loop: @[i] -= s;")),
     "normalize": _Reduction("s = 0", "s += v * v;", ("s = 1 / (sqrt(s) + 1e-12f);", "loop: @[i] *= s;")),
     "rms_norm": _Reduction("s = 0", "s += v * v;", ("s = 1 / sqrt(s / m + 1e-7f);", "loop: @[i] *= s;")),
     "layer_norm": _Reduction(
-        "s = 0, t = 0",
-        "s += v; t += v * v;",
-        ("s /= m;", "t = 1 / sqrt(t / m - s * s + 1e-5f);", "loop: @[i] = (@[i] - s) * t;"),
+        *_MOMENTS, ("s /= m;", "t = 1 / sqrt(t / m - s * s + 1e-5f);", "loop: @[i] = (@[i] - s) * t;")
     ),
-    "layer_norm two": _Reduction(
-        "s = 0, t = 0",
-        "s += v;",
-        (
-            "s /= m;",
-            "loop: t += (@[i] - s) * (@[i] - s);",
-            "t = 1 / sqrt(t / m + 1e-5f);",
-            "loop: @[i] = (@[i] - s) * t;",
-        ),
-    ),
+    "layer_norm two": _Reduction(*_MEAN, (*_VARIANCE, "t = 1 / sqrt(t / m + 1e-5f);", "loop: @[i] = (@[i] - s) * t;")),
 }
 _ROW = "for (long i = r * m; i < r * m + m; i++)"
 

@@ -19,7 +19,7 @@ WINDOW = (1e-4, 5e-3)
 
 
 def writer(max_ops: int = 5, window=WINDOW, device: str = "cpu") -> ProgrammaticWriter:
-    return ProgrammaticWriter(catalogue.available(), layers.available(), speed_of(device, 2), window, max_ops)
+    return ProgrammaticWriter(catalogue.CATALOGUE, layers.LAYERS, speed_of(device, 2), window, max_ops)
 
 
 def compose(writer, seed):
@@ -52,7 +52,7 @@ def test_stacks_of_several_operators_run_and_give_the_shape_they_promise():
     built = 0
     for seed in range(300):
         rng = Random(seed)
-        operators = pick_operators(catalogue.available(), rng.choice((2, 3, 4, 5)), rng)
+        operators = pick_operators(catalogue.CATALOGUE, rng.choice((2, 3, 4, 5)), rng)
         ranks = [rank for rank in operators[0].ranks if rank in tiny] if operators else []
         chain = build(operators, tiny[rng.choice(ranks)], rng) if ranks else None
         if chain is not None and chain.largest < 1 << 20:
@@ -146,7 +146,7 @@ def server():
 
 
 def model_writer(url: str) -> ModelWriter:
-    return ModelWriter(url, "some-model", "WRITER_TEST_KEY", catalogue.available(), WINDOW, pause=0.001)
+    return ModelWriter(url, "some-model", "WRITER_TEST_KEY", catalogue.CATALOGUE, WINDOW, pause=0.001)
 
 
 def answer(text):

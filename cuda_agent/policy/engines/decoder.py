@@ -192,17 +192,15 @@ class DenseDecoder:
     def prefill(self, jobs: Sequence[Job]) -> Tensor:
         device = self.embed.device
         self._reserve(max(start + len(ids) for _, start, ids in jobs))
-        counts = [len(ids) for _, _, ids in jobs]
         tokens = torch.tensor([i for _, _, ids in jobs for i in ids], device=device)
-        rows = torch.tensor([row for (row, _, _), count in zip(jobs, counts, strict=True) for _ in range(count)])
+        rows = torch.tensor([row for row, _, ids in jobs for _ in ids], device=device)
         positions = torch.cat([torch.arange(start, start + len(ids)) for _, start, ids in jobs]).to(device)
-        rows = rows.to(device)
         spans, masks, begin = [], [], 0
-        for (_, start, ids), count in zip(jobs, counts, strict=True):
-            spans.append(slice(begin, begin + count))
-            seen = torch.arange(start + len(ids), device=device) <= positions[begin : begin + count, None]
+        for _, start, ids in jobs:
+            spans.append(slice(begin, begin + len(ids)))
+            seen = torch.arange(start + len(ids), device=device) <= positions[spans[-1], None]
             masks.append(seen if start else None)  # from position 0 on the mask is plainly causal
-            begin += count
+            begin += len(ids)
         ends = torch.tensor([span.stop - 1 for span in spans], device=device)
         x = self.embed[tokens]
         for index, layer in enumerate(self.layers):

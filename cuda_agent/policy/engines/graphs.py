@@ -51,9 +51,8 @@ class StepGraphs:
         with torch.cuda.stream(side):
             self._step(*arguments)  # libraries allocate and select algorithms at the first call
         torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(
-            graph, pool=self._pool, capture_error_mode="thread_local"
-        ):  # for other threads on the GPU
+        # thread_local: other threads may use the GPU meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._step(*arguments)
         return graph, logits
 

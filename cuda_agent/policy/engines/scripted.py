@@ -16,13 +16,11 @@ class ScriptedEngine:
     """``answer(prompt ids, seed)`` gives the turn: ids, or text, which ``tokenizer`` encodes and the first stop
     id closes.  ``calls`` records the prompts in order; ``updates`` the (version, model) served since."""
 
-    def __init__(self, answer: Answer, tokenizer: Any = None, model: Any = None, version: int = 0) -> None:
-        self.version = version
+    def __init__(self, answer: Answer, tokenizer: Any = None, model: Any = None) -> None:
+        self.version = 0
         self.calls: list[list[int]] = []
         self.updates: list[tuple[int, Any]] = []
-        self._answer = answer
-        self._tokenizer = tokenizer
-        self._model = model
+        self._answer, self._tokenizer, self._model = answer, tokenizer, model
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
         prompt = list(prompt)

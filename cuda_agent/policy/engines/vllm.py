@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from cuda_agent.machine import gpus
 from cuda_agent.policy.engines.engine import Completion, EngineError, EngineLost, SamplingParams, probe_prompt
-from cuda_agent.policy.engines.vllm_plugin import cache_bytes, digest
+from cuda_agent.policy.engines.vllm_plugin import digest
 from cuda_agent.policy.engines.vllm_pool import FIRST
 from cuda_agent.policy.engines.vllm_replica import HEALTH_SECONDS, Busy, Fault, Replica
 from cuda_agent.policy.engines.vllm_server import VllmServer
@@ -353,13 +353,11 @@ async def open_vllm(
     try:
         if not servers:
             devices = gpus()
-            settings: dict[str, Any] = {"batch": batch, "threads": threads, "memory": memory, "lora": sync == "lora"}
-            shape = model.config.get_text_config()
-            context = min(context, getattr(shape, "max_position_embeddings", None) or context)
-            settings |= {"context": context, "cache": cache_bytes(shape, 2 * batch * context)}
+            settings: dict[str, Any] = {"context": context, "batch": batch, "threads": threads, "memory": memory}
+            settings |= {"lora": sync == "lora", "lease": None if devices else lease}
             for index in range(replicas):
                 device = devices - 1 - index % devices if devices else None  # the trainer uses the first GPU
-                own.append(VllmServer(policy, **settings, lease=None if devices else lease, device=device))
+                own.append(VllmServer(policy, **settings, device=device))
             found = [Replica(f"unix:{server.socket}", server) for server in own]
         elif shared := os.environ.get(SHARED):
             await asyncio.to_thread(_put_first, policy, Path(shared))

@@ -35,7 +35,6 @@ class VllmServer:
         policy: the Hugging Face folder to serve.
         device: number of the GPU; None: the processor.
         memory: share of that GPU's memory.
-        cache: bytes for keys and values on a processor.
         lease: folder of the timing lease, under which it pauses.
 
     Raises:
@@ -50,7 +49,6 @@ class VllmServer:
         batch: int,
         threads: int = 2,
         memory: float = 0.9,
-        cache: int = 64 << 20,
         lora: bool = False,
         lease: Path | None = None,
         device: int | None = None,
@@ -62,7 +60,7 @@ class VllmServer:
         command = [self.python, "-P", "-m", "cuda_agent.policy.engines.vllm_plugin", str(os.getpid())]
         command += ["--uds", str(self.socket)]
         share, rank = memory if device is not None else None, SERVED_RANK if lora else None
-        command += served(policy, NAME, context, batch, memory=share, cache=cache, rank=rank)
+        command += served(policy, NAME, context, batch, share, rank)
         environment = self._environment(threads, lora, lease, device)
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with open(self.log, "wb") as log:
