@@ -29,8 +29,12 @@ from cuda_agent.config import Config  # noqa: E402
 from cuda_agent.errors import ConfigError, PolicyError  # noqa: E402
 from cuda_agent.pipeline import runs  # noqa: E402
 from cuda_agent.pipeline.graph import STAGES  # noqa: E402
-from cuda_agent.policy.engines.vllm_replica import Replica  # noqa: E402
-from cuda_agent.policy.engines.vllm_server import NAME, VllmServer, interpreter  # noqa: E402
+from cuda_agent.policy.engines.vllm_server import (  # noqa: E402
+    NAME,
+    Replica,
+    VllmServer,
+    interpreter,
+)
 from cuda_agent.policy.episode import Episode, read_episodes  # noqa: E402
 from cuda_agent.rl.scores import ScoreRow, score  # noqa: E402
 from cuda_agent.sandbox.wire import Verdict  # noqa: E402

@@ -1,11 +1,8 @@
 """Converts conversations to token ids, the same ids in training, in rollouts and on any server.
 
-Every policy uses the chat template saved with its tokenizer (``chat_template.jinja`` here belongs to policies trained
-from scratch: Qwen's ChatML with Qwen3-Coder's XML tool calls, tools not spelled out).  Sampled tokens are never
-tokenized again: the first prompt is rendered whole, and every later turn appends only the delta between two assistant
-turns, rendered behind a synthetic assistant turn and cut off there.
-
-Not covered: the content of messages (``agent``), the meaning of a tool's arguments, and images.
+Every policy uses the chat template saved with its tokenizer (``chat_template.jinja`` belongs to policies trained from
+scratch).  Sampled tokens are never tokenized again: the first prompt is rendered whole, and every later turn appends
+only the delta between two assistant turns, rendered behind a synthetic assistant turn and cut off there.
 """
 
 import json
@@ -121,14 +118,10 @@ class Chat:
     def parse(
         self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[str, list[ToolCall], bool]:
-        """Parses one sampled turn.
+        """Parses one sampled turn: the text without the calls, the calls, whether the turn holds anything malformed.
 
         Calls are read in XML or in Hermes' JSON form.  A malformed call stays in the text; the calls beside it still
-        count.  With ``tools`` (JSON schemas) the strings of XML arguments are converted to the types of the schema.
-
-        Returns:
-            The text without the calls, the calls in order, and whether the turn holds anything malformed.
-        """
+        count.  With ``tools`` (JSON schemas) the strings of XML arguments are converted to the types of the schema."""
         ids = list(ids)
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
@@ -174,11 +167,7 @@ class Chat:
 
 
 def read_calls(text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> tuple[str, list[ToolCall], bool]:
-    """Parses the text of one turn as ``Chat.parse`` does.
-
-    Returns:
-        The text without the calls, the calls in order, and whether any of them is malformed.
-    """
+    """Parses the text of one turn as ``Chat.parse`` does, and returns the same."""
     thought, closed, said = text.rpartition("</think>")  # calls inside the thought do not count
     calls: list[ToolCall] = []
 

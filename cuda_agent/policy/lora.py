@@ -1,10 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): a frozen model whose linear layers each learn a low-rank change.
 
 A layer with an adapter computes W x + scale B A x, and its ``weight`` reads as the sum W + scale B A. Code that reads
-weights (the in-process decoder, a saved folder, a broadcast) therefore gets the merged model without special cases.  In
-a folder, adapters have peft's format, which vLLM and others load.
-
-Not covered: adapters of embeddings, convolutions and fused experts, dropout, several adapters at once.
+weights (the decoder, a saved folder) therefore gets the merged model.  Folders have peft's format.
 """
 
 import json

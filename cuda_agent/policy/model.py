@@ -22,16 +22,8 @@ decisions, and are copied."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
-    """Trains a byte-level BPE tokenizer.
-
-    Any text can be encoded and decodes to itself; each piece of chat markup is one token.
-
-    Args:
-        texts: contents of messages, without chat markup.
-        vocab: number of entries; the result has fewer if the texts hold no more pairs.
-
-    Returns:
-        A ``PreTrainedTokenizerFast`` with the chat template set.
+    """Trains a byte-level BPE tokenizer with the chat template: any text decodes to itself, and each piece of markup
+    is one token.  ``texts``: contents of messages, without markup.  ``vocab``: most entries.
 
     Raises:
         ValueError: ``vocab`` is too small for bytes and markup.

@@ -1,14 +1,9 @@
 """A client for a model behind an OpenAI-compatible address, text in and text out: the engine for external models.
 
-``chat(messages, tools) -> Reply``.  Its episodes are not training data, because the server keeps token ids and
-log-probabilities.  Answers are streamed, so that a user sees them grow and an endless one can be cut.  When a server
-refuses a feature (tool calls, usage in streams, a parameter), later requests leave it out; tool calls are then read
-from the text (``text_calls``).  Busy servers, broken streams and 5xx are retried after the pause that the server asks
-for.
-
-The key is read from the environment, sent to that address alone, and removed from all text that comes back.
-
-Not covered: policies that are trained here (``engines``), playing (``agent``), and budgets.
+Answers are streamed, so that a user sees them grow and an endless one can be cut.  When a server refuses a feature
+(tool calls, a parameter), later requests leave it out.  Busy servers, broken streams and 5xx are retried after the
+pause that the server asks for.  The key is read from the environment, sent to that address alone, and removed from all
+text that comes back.  Not covered: policies that are trained here (``engines``), playing (``agent``), and budgets.
 """
 
 import asyncio

@@ -1,20 +1,15 @@
 """The operator catalogue: which operators can be stacked, their source, their effect on shapes, their cost.
 
-One table, in sections.  Each operator has its text in ``forward`` and ``__init__``, the shapes that it takes and gives,
-and the values that it needs and gives (a logarithm needs positive ones), so that a composer can chain operators that
-make sense together.
-
-What it does not cover: dropout and other random operators (a task must be deterministic), operators with jumps
-(``floor``, ``argmax``: a correct kernel's rounding error would count as wrong), in-place and backward operators, and
-layers of ``transformers`` (``layers.py``).
+Each row has its text in ``forward`` and ``__init__``, the shapes that it takes and gives, and the values that it needs
+and gives (a logarithm needs positive ones), so that a chain makes sense.  Not covered: random operators, operators with
+jumps (``floor``, ``argmax``: a correct kernel's rounding error would count as wrong), in-place and backward operators.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 from cuda_agent.synthesis import rules
-from cuda_agent.synthesis.rules import ANY, NORMAL, POSITIVE, RANDN, Interval, Operator, Shape, Use, same, size
+from cuda_agent.synthesis.rules import ANY, NORMAL, POSITIVE, RANDN, Interval, Operator, Shape, Use, fixed, same, size
 
 _ALL = (1, 2, 3, 4, 5)
 _BATCHED = (2, 3, 4)
@@ -122,9 +117,7 @@ _ELEMENTWISE = [
     _elementwise("torch.hypot", _ALL, same("torch.hypot({x}, {y})", work=30, y=RANDN), gives=_NOT_NEGATIVE),
     _elementwise("torch.logaddexp", _ALL, same("torch.logaddexp({x}, {y})", work=400, y=RANDN), gives=ANY),
     _elementwise("torch.lerp", _ALL, same("torch.lerp({x}, {y}, 0.3)", y=RANDN), gives=ANY),
-    _elementwise(
-        "torch.where", _ALL, rules.fixed("torch.where({mask}, {x}, {y})", work=1, mask=_MASK, y=RANDN), gives=ANY
-    ),
+    _elementwise("torch.where", _ALL, fixed("torch.where({mask}, {x}, {y})", work=1, mask=_MASK, y=RANDN), gives=ANY),
     _elementwise(
         "torch.addcmul",
         _BATCHED,
@@ -151,7 +144,7 @@ _REDUCTIONS = [
     _scan("torch.cumsum", _BATCHED, same("torch.cumsum({x}, dim=-1)", work=70), gives=ANY),
     _scan("torch.cummax", _BATCHED, same("torch.cummax({x}, dim=-1)[0]", work=500)),
     _scan("torch.logcumsumexp", _BATCHED, same("torch.logcumsumexp({x}, dim=-1)", work=3000), gives=ANY),
-    _scan("torch.diff", _BATCHED, rules.fixed("torch.diff({x}, dim=-1)", lambda x: (*x[:-1], x[-1] - 1)), gives=ANY),
+    _scan("torch.diff", _BATCHED, fixed("torch.diff({x}, dim=-1)", lambda x: (*x[:-1], x[-1] - 1)), gives=ANY),
     _scan("torch.sort", _BATCHED, same("torch.sort({x}, dim=-1)[0]", work=3800)),
     _scan("torch.topk", _BATCHED, rules.topk),
 ]
@@ -233,20 +226,20 @@ _LOSSES = [
     ),
     _loss("F.binary_cross_entropy", _BATCHED, rules.loss("F.binary_cross_entropy", _SHARE, 200), (0.02, 0.98)),
     *(
-        _loss(name, (2,), rules.fixed(f"{name}({{x}}, {{target}}, reduction='none')", _first, 60, target=_CLASS))
+        _loss(name, (2,), fixed(f"{name}({{x}}, {{target}}, reduction='none')", _first, 60, target=_CLASS))
         for name in ("F.cross_entropy", "F.multi_margin_loss")
     ),
-    _loss("F.cosine_similarity", _BATCHED, rules.fixed("F.cosine_similarity({x}, {y}, dim=-1)", _rows, 40, y=RANDN)),
-    _loss("F.pairwise_distance", _BATCHED, rules.fixed("F.pairwise_distance({x}, {y})", _rows, 40, y=RANDN)),
+    _loss("F.cosine_similarity", _BATCHED, fixed("F.cosine_similarity({x}, {y}, dim=-1)", _rows, 40, y=RANDN)),
+    _loss("F.pairwise_distance", _BATCHED, fixed("F.pairwise_distance({x}, {y})", _rows, 40, y=RANDN)),
     _loss(
         "F.triplet_margin_loss",
         (2,),
-        rules.fixed("F.triplet_margin_loss({x}, {y}, {z}, reduction='none')", _rows, 40, y=RANDN, z=RANDN),
+        fixed("F.triplet_margin_loss({x}, {y}, {z}, reduction='none')", _rows, 40, y=RANDN, z=RANDN),
     ),
     _loss(
         "F.cosine_embedding_loss",
         (2,),
-        rules.fixed(
+        fixed(
             "F.cosine_embedding_loss({x}, {y}, {target}, reduction='none')",
             _first,
             40,
@@ -256,89 +249,86 @@ _LOSSES = [
     ),
 ]
 
-
-def _view(name: str, ranks: tuple[int, ...], form: str, shape: Callable[[Shape], Shape | None]) -> Operator:
-    return Operator("shape", name, ranks, rules.fixed(form, shape, moved=0))
-
-
-def _moved(
-    name: str,
-    ranks: tuple[int, ...],
-    form: str,
-    shape: Callable[[Shape], Shape | None] = lambda x: x,
-    work: float | Callable[[Shape], float] = 0,
-    moved: float | None = None,
-    gives: Interval | None = None,
-    **inputs: str,
-) -> Operator:
-    return Operator("shape", name, ranks, rules.fixed(form, shape, work, moved, **inputs), gives=gives)
-
-
+_shape = partial(Operator, "shape")
 _INDEX = "torch.randint(0, {last}, ({shape},))"
 _SHAPES = [
-    _view("torch.transpose", (3, 4), "torch.transpose({x}, 1, 2)", lambda x: (x[0], x[2], x[1], *x[3:])),
-    _view("torch.permute", (4,), "torch.permute({x}, (0, 2, 3, 1))", lambda x: (x[0], x[2], x[3], x[1])),
-    _view("torch.flatten", (3, 4, 5), "torch.flatten({x}, 1)", lambda x: (x[0], size(x[1:]))),
-    _view("torch.unsqueeze", (2, 3), "torch.unsqueeze({x}, 1)", lambda x: (x[0], 1, *x[1:])),
-    _view("torch.narrow", _BATCHED, "torch.narrow({x}, -1, 1, 4)", lambda x: (*x[:-1], 4) if x[-1] > 4 else None),
-    _view("torch.chunk", _BATCHED, "torch.chunk({x}, 2, dim=-1)[1]", _halved),
-    _view(
+    _shape(
+        "torch.transpose", (3, 4), fixed("torch.transpose({x}, 1, 2)", lambda x: (x[0], x[2], x[1], *x[3:]), moved=0)
+    ),
+    _shape(
+        "torch.permute", (4,), fixed("torch.permute({x}, (0, 2, 3, 1))", lambda x: (x[0], x[2], x[3], x[1]), moved=0)
+    ),
+    _shape("torch.flatten", (3, 4, 5), fixed("torch.flatten({x}, 1)", lambda x: (x[0], size(x[1:])), moved=0)),
+    _shape("torch.unsqueeze", (2, 3), fixed("torch.unsqueeze({x}, 1)", lambda x: (x[0], 1, *x[1:]), moved=0)),
+    _shape(
+        "torch.narrow",
+        _BATCHED,
+        fixed("torch.narrow({x}, -1, 1, 4)", lambda x: (*x[:-1], 4) if x[-1] > 4 else None, moved=0),
+    ),
+    _shape("torch.chunk", _BATCHED, fixed("torch.chunk({x}, 2, dim=-1)[1]", _halved, moved=0)),
+    _shape(
         "torch.unflatten",
         (2, 3),
-        "torch.unflatten({x}, -1, (4, -1))",
-        lambda x: (*x[:-1], 4, x[-1] // 4) if x[-1] % 4 == 0 else None,
+        fixed(
+            "torch.unflatten({x}, -1, (4, -1))", lambda x: (*x[:-1], 4, x[-1] // 4) if x[-1] % 4 == 0 else None, moved=0
+        ),
     ),
-    _moved("torch.flip", _BATCHED, "torch.flip({x}, (-1,))"),
-    _moved("torch.roll", _BATCHED, "torch.roll({x}, 3, dims=-1)"),
-    _moved("torch.cat", _BATCHED, "torch.cat([{x}, {y}], dim=-1)", _doubled, gives=ANY, y=RANDN),
-    _moved("torch.stack", (2, 3), "torch.stack([{x}, {y}], dim=1)", lambda x: (x[0], 2, *x[1:]), gives=ANY, y=RANDN),
-    _moved("torch.tile", (2, 3), "torch.tile({x}, (2,))", _doubled),
-    _moved("torch.repeat_interleave", _BATCHED, "torch.repeat_interleave({x}, 2, dim=-1)", _doubled),
-    Operator("shape", "torch.tril", (3, 4), same("torch.tril({x})", "torch.tril({x}, diagonal=-1)"), gives=ANY),
-    Operator("shape", "torch.triu", (3, 4), same("torch.triu({x})", "torch.triu({x}, diagonal=1)"), gives=ANY),
-    _view("torch.diagonal", (3,), "torch.diagonal({x}, dim1=-2, dim2=-1)", lambda x: (x[0], min(x[1], x[2]))),
-    _moved(
+    _shape("torch.flip", _BATCHED, fixed("torch.flip({x}, (-1,))")),
+    _shape("torch.roll", _BATCHED, fixed("torch.roll({x}, 3, dims=-1)")),
+    _shape("torch.cat", _BATCHED, fixed("torch.cat([{x}, {y}], dim=-1)", _doubled, y=RANDN), gives=ANY),
+    _shape(
+        "torch.stack", (2, 3), fixed("torch.stack([{x}, {y}], dim=1)", lambda x: (x[0], 2, *x[1:]), y=RANDN), gives=ANY
+    ),
+    _shape("torch.tile", (2, 3), fixed("torch.tile({x}, (2,))", _doubled)),
+    _shape("torch.repeat_interleave", _BATCHED, fixed("torch.repeat_interleave({x}, 2, dim=-1)", _doubled)),
+    _shape("torch.tril", (3, 4), same("torch.tril({x})", "torch.tril({x}, diagonal=-1)"), gives=ANY),
+    _shape("torch.triu", (3, 4), same("torch.triu({x})", "torch.triu({x}, diagonal=1)"), gives=ANY),
+    _shape(
+        "torch.diagonal",
+        (3,),
+        fixed("torch.diagonal({x}, dim1=-2, dim2=-1)", lambda x: (x[0], min(x[1], x[2])), moved=0),
+    ),
+    _shape(
         "torch.index_select",
         _BATCHED,
-        "torch.index_select({x}, -1, {index})",
-        lambda x: (*x[:-1], max(1, x[-1] // 2)),
-        100,
-        index="torch.randint(0, {last}, ({half},))",
+        fixed(
+            "torch.index_select({x}, -1, {index})",
+            lambda x: (*x[:-1], max(1, x[-1] // 2)),
+            100,
+            index="torch.randint(0, {last}, ({half},))",
+        ),
     ),
-    _moved("torch.gather", _BATCHED, "torch.gather({x}, -1, {index})", work=300, moved=4.0, index=_INDEX),
-    _moved(
+    _shape("torch.gather", _BATCHED, fixed("torch.gather({x}, -1, {index})", work=300, moved=4.0, index=_INDEX)),
+    _shape(
         "torch.take_along_dim",
         _BATCHED,
-        "torch.take_along_dim({x}, {index}, dim=-1)",
-        work=300,
-        moved=4.0,
-        index=_INDEX,
+        fixed("torch.take_along_dim({x}, {index}, dim=-1)", work=300, moved=4.0, index=_INDEX),
     ),
-    _moved("torch.masked_fill", _ALL, "torch.masked_fill({x}, {mask}, 0.0)", work=1, gives=ANY, mask=_MASK),
-    _moved("F.pad", _BATCHED, "F.pad({x}, (1, 2))", lambda x: (*x[:-1], x[-1] + 3), gives=ANY),
-    _moved("F.glu", _BATCHED, "F.glu({x}, dim=-1)", _halved, gives=ANY),
-    _moved("F.interpolate", (4,), "F.interpolate({x}, scale_factor=2, mode='bilinear')", _resized),
-    Operator(
-        "shape",
+    _shape("torch.masked_fill", _ALL, fixed("torch.masked_fill({x}, {mask}, 0.0)", work=1, mask=_MASK), gives=ANY),
+    _shape("F.pad", _BATCHED, fixed("F.pad({x}, (1, 2))", lambda x: (*x[:-1], x[-1] + 3)), gives=ANY),
+    _shape("F.glu", _BATCHED, fixed("F.glu({x}, dim=-1)", _halved), gives=ANY),
+    _shape("F.interpolate", (4,), fixed("F.interpolate({x}, scale_factor=2, mode='bilinear')", _resized)),
+    _shape(
         "nn.Upsample",
         (3, 4),
         lambda rng, x: Use("self.{m}({x})", _resized(x), "nn.Upsample(scale_factor={scale})", (("scale", 2),)),
     ),
-    _moved(
+    _shape(
         "F.pixel_shuffle",
         (4,),
-        "F.pixel_shuffle({x}, 2)",
-        lambda x: (x[0], x[1] // 4, 2 * x[2], 2 * x[3]) if x[1] % 4 == 0 else None,
+        fixed("F.pixel_shuffle({x}, 2)", lambda x: (x[0], x[1] // 4, 2 * x[2], 2 * x[3]) if x[1] % 4 == 0 else None),
     ),
-    _moved(
+    _shape(
         "F.pixel_unshuffle",
         (4,),
-        "F.pixel_unshuffle({x}, 2)",
-        lambda x: (x[0], 4 * x[1], x[2] // 2, x[3] // 2) if x[2] % 2 == x[3] % 2 == 0 else None,
+        fixed(
+            "F.pixel_unshuffle({x}, 2)",
+            lambda x: (x[0], 4 * x[1], x[2] // 2, x[3] // 2) if x[2] % 2 == x[3] % 2 == 0 else None,
+        ),
     ),
-    _moved("F.channel_shuffle", (4,), "F.channel_shuffle({x}, 2)", lambda x: x if x[1] % 2 == 0 else None),
-    _moved("F.unfold", (4,), "F.unfold({x}, 3)", _unfolded, lambda x: 1000 * size(_unfolded(x))),
-    Operator("shape", "nn.Embedding", (2,), rules.embedding, gives=NORMAL, first=True),
+    _shape("F.channel_shuffle", (4,), fixed("F.channel_shuffle({x}, 2)", lambda x: x if x[1] % 2 == 0 else None)),
+    _shape("F.unfold", (4,), fixed("F.unfold({x}, 3)", _unfolded, lambda x: 1000 * size(_unfolded(x)))),
+    _shape("nn.Embedding", (2,), rules.embedding, gives=NORMAL, first=True),
 ]
 
 CATALOGUE: tuple[Operator, ...] = (

@@ -1,11 +1,9 @@
-"""Composes tasks: the protocol, and the programmatic writer.
+"""Composes tasks: a writer that samples operators and shapes, and a language model that writes the task.
 
-The programmatic writer stacks at most ``max_ops`` operators of the catalogue, or takes one layer of ``transformers``,
-and then chooses the batch so that a cost model (bytes moved, operations, one launch per operator) puts eager's time at
-a target inside the window.  The filters correct the cost model's error with times from the sandbox.
-
-What it does not cover: branches and residual connections, training steps, dtypes other than float32, and the model
-writer (``writer.py``).
+The programmatic writer stacks operators of the catalogue, or takes one layer of ``transformers``, and chooses the batch
+so that a cost model puts eager's time inside the window; the filters correct its error with times from the sandbox.  A
+model's answer is text: its form is parsed, and only the sandbox executes it.  Not covered: branches and residual
+connections, training steps, dtypes other than float32.
 """
 
 import math
@@ -15,26 +13,19 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
+from cuda_agent.policy.served import ServedModel
 from cuda_agent.synthesis.layers import Layer, render
 from cuda_agent.synthesis.rules import NORMAL, Interval, Operator, Shape, Use, size
-from cuda_agent.tasks.inspect import recompute_ops
+from cuda_agent.tasks.inspect import problems, recompute_ops
 from cuda_agent.tasks.task import Task
 
 # How many operators a task gets.  The published set stacks two in 84 % of its tasks; the rest are rarer there.
 COUNT_WEIGHTS = {1: 0.1, 2: 0.45, 3: 0.25, 4: 0.12, 5: 0.08}
 LAYER_SHARE = 0.1  # stand-alone layers of transformers (published: 1.2 %)
 KIND_WEIGHTS = {
-    "elementwise": 3.0,
-    "reduction": 1.5,
-    "scan": 0.7,
-    "normalisation": 1.5,
-    "pooling": 1.0,
-    "convolution": 1.0,
-    "matmul": 2.0,
-    "attention": 0.7,
-    "loss": 0.7,
-    "shape": 1.0,
-}
+    "elementwise": 3.0, "reduction": 1.5, "scan": 0.7, "normalisation": 1.5, "pooling": 1.0,
+    "convolution": 1.0, "matmul": 2.0, "attention": 0.7, "loss": 0.7, "shape": 1.0,
+}  # fmt: skip
 _NEEDS_A_ROW = {"reduction", "scan", "normalisation", "loss"}  # a row of one value makes their result a constant
 
 
@@ -49,11 +40,7 @@ class Composer(Protocol):
     def repeatable(self) -> bool: ...
 
     async def compose(self, rng: Random) -> Task:
-        """Makes one task.
-
-        Raises:
-            ComposeError: This attempt gives no task.
-        """
+        """Makes one task.  Raises ComposeError if this attempt gives none."""
         ...
 
 
@@ -269,3 +256,62 @@ def _elements(source: str) -> int:
     """Elements of ``torch.randn(2, 3)`` or ``torch.randint(0, 9, (2, 3))`` in generated text."""
     inner = re.findall(r"\(([\d, ]+)\)", source)
     return math.prod(int(number) for number in re.findall(r"\d+", inner[-1])) if inner else 0
+
+
+SYSTEM = """You write small PyTorch problems that others will speed up with custom kernels.
+Answer with one Python code block and nothing else. The file must
+- import only torch (and torch.nn, torch.nn.functional);
+- define `class Model(nn.Module)` whose `forward` chains the given operators one after the other, each used once, as one
+  layer would, with no other heavy operator between them;
+- define `get_inputs()`: a list of fresh random float32 CPU tensors for `forward`, with values valid for every operator;
+- define `get_init_inputs()`: the list of arguments of `Model.__init__` (plain numbers; empty when it takes none).
+No dropout and no randomness in `forward`, no printing, no `if __name__`. The output must depend on the input: nothing
+that saturates, cancels or averages everything away. Reordering the operators to make shapes fit is allowed."""
+
+
+@dataclass(frozen=True)
+class ModelWriter:
+    url: str  # up to and with /v1
+    model: str
+    key_env: str
+    operators: Sequence[Operator]
+    window: tuple[float, float]  # seconds of eager time
+    device: str = "cpu"
+    max_ops: int = 5
+    pause: float = 1.0  # seconds before the first retry; doubles
+    repeatable: bool = False
+
+    async def compose(self, rng: Random) -> Task:
+        """See ``Composer.compose``.  Raises ServedModelError if the address does not answer or refuses."""
+        chosen = pick_operators(self.operators, draw_count(self.max_ops, rng), rng)
+        if chosen is None:
+            raise ComposeError("no operators fit together")
+        text = request_text([operator.name for operator in chosen], self.window, self.device)
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+        async with ServedModel(self.url, self.model, self.key_env, 120.0, pause=self.pause) as model:
+            return task_from_answer((await model.chat(messages)).content, self.max_ops)
+
+
+def request_text(operators: Sequence[str], window: tuple[float, float], device: str) -> str:
+    """The request to the model for one task."""
+    place = "a recent data-centre GPU" if device == "cuda" else "two CPU cores"
+    low, high = (f"{seconds * 1e3:g}" for seconds in window)
+    return (
+        f"Operators: {', '.join(operators)}.\n"
+        f"Choose shapes so that one eager forward pass takes between {low} and {high} ms on {place}."
+    )
+
+
+def task_from_answer(answer: str, max_ops: int = 5) -> Task:
+    """The task in a model's answer, which may have any form.  Raises ComposeError if there is none."""
+    blocks = re.findall(r"```[ \t]*(?:python|py)?[ \t]*\r?\n(.*?)```", answer, re.S | re.I)
+    candidates = [block for block in blocks if "class Model" in block] or blocks or [answer]
+    code = candidates[-1].replace("\r\n", "\n").strip() + "\n"
+    if found := problems(code):
+        raise ComposeError("malformed: " + re.sub(r"line \d+: ", "", found[0]))
+    task = as_task(code)
+    if not task.ops:
+        raise ComposeError("malformed: uses no operator")
+    if len(task.ops) > max_ops:
+        raise ComposeError("malformed: too many operators")
+    return task

@@ -1,10 +1,8 @@
 """The filters of candidates: pure decisions over a candidate's source and the sandbox's probe of it.
 
 Published (five): runs in eager and under ``torch.compile``; deterministic; outputs neither constant nor
-indistinguishable between inputs; eager time inside a window; structural similarity to the evaluation set at most a
-bound.  Added here: form, byte duplicates, structural duplicates.  The cheap ones come first, the compilation last.
-
-What it does not cover: running candidates, which only the sandbox does.
+indistinguishable between inputs; eager time inside a window; similarity to the evaluation set.  Added here: form, byte
+duplicates, structural duplicates.  The cheap ones come first, the compilation last.
 """
 
 from collections import Counter
@@ -51,11 +49,7 @@ class SourceFilter:
         self.scores: list[float] = []  # similarity of each candidate to the nearest task of the evaluation set
 
     def check(self, task: Task) -> None:
-        """Checks one candidate.  A second copy of an accepted candidate is refused.
-
-        Raises:
-            TaskRefused: A filter stops the candidate.
-        """
+        """Checks one candidate; a second copy of an accepted one is refused too.  Raises TaskRefused."""
         if found := problems(task.code):
             raise TaskRefused("form", found[0])
         if not task.ops:
@@ -75,11 +69,7 @@ class SourceFilter:
 
 
 def check_eager(probe: Probe, window: tuple[float, float]) -> None:
-    """Checks the eager probe.  ``window``: seconds, both ends included.
-
-    Raises:
-        TaskRefused: A filter stops the candidate.
-    """
+    """Checks the eager probe.  ``window``: seconds, both ends included.  Raises TaskRefused."""
     if probe.error or probe.eager_seconds is None:
         raise TaskRefused("runs in eager", last_line(probe.error))
     if not probe.deterministic:
@@ -95,11 +85,7 @@ def check_eager(probe: Probe, window: tuple[float, float]) -> None:
 
 
 def check_compiled(probe: Probe) -> None:
-    """Checks the compiled probe.
-
-    Raises:
-        TaskRefused: A filter stops the candidate.
-    """
+    """Checks the compiled probe.  Raises TaskRefused."""
     if probe.error or probe.compile_seconds is None:
         raise TaskRefused("compiles", last_line(probe.error))
 

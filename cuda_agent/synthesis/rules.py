@@ -1,8 +1,7 @@
-"""Rules of operators in a chain: their text, the shape that they give, their cost.
+"""Rules of operators in a chain: their text, the shape that they give, their cost (the table is ``catalogue``).
 
-``Use`` is one operator at one position; a ``Rule`` makes it from the incoming shape.  The rules serve the table in
-``catalogue.py``; tests run each against torch.  What it does not cover: gradients, and dtypes other than float32
-(except indices and masks).
+``Use`` is one operator at one position; a ``Rule`` makes it from the incoming shape.  All tensors are float32, except
+indices and masks.
 """
 
 import math

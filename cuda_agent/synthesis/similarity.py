@@ -1,13 +1,8 @@
-"""Structural similarity of two tasks.
+"""Structural similarity of two tasks: Dice's coefficient of the multisets of the syntax trees' subtrees (Baxter, 1998).
 
-The class ``Model`` is parsed, its names are made anonymous (imported names keep their full path, so that ``F.relu`` and
-``torch.nn.functional.relu`` agree), constants keep only their type, docstrings are dropped.  Then the multisets of all
-subtrees of height one and more are compared with Dice's coefficient, 2 |A and B| / (|A| + |B|), which is symmetric,
-lies in [0, 1], and is 1 for equal structure under other variable names.  Comparing subtrees is known from clone
-detection on syntax trees (Baxter et al., 1998).  ``duplicate_key`` is stricter: same structure *and* same constants and
-shapes anywhere in the file.
-
-What it does not cover: different code for the same function (``x * x`` and ``torch.square(x)`` are unlike).
+The class ``Model`` is parsed, its names are made anonymous (imported names keep their full path), constants keep only
+their type, docstrings are dropped.  ``duplicate_key`` is stricter: same structure *and* same constants and shapes
+anywhere in the file.  Different code for the same function is unlike (``x * x`` and ``torch.square(x)``).
 """
 
 import ast

@@ -1,21 +1,16 @@
 """The driver of synthesis: proposes, filters and splits candidates until enough tasks of each kind pass.
 
-There are three kinds of tasks: ``train``; ``heldout`` of the teacher's family, with combinations that training never
-sees; and ``catalogue`` tasks of the full operator catalogue, held out and scored apart (``catalogue_share`` of the
-training tasks come from the catalogue too, with other combinations).
-
-The result is a function of the configuration, the seed and the verdicts of the sandbox: candidate ``i`` of a stream is
-made from (seed, stream, i) alone.  Candidates are judged in this order; the probes of the next ones run while one is
-compiled.  Every probe is reported when it is done and taken from ``known`` the next time, so that a kill loses only
-running ones.
-
-What it does not cover: writing the task set (``tasks/io.py``), and running candidates, which only the sandbox does.
+Kinds: ``train``; ``heldout`` of the teacher's family, with combinations that training never sees; ``catalogue`` tasks,
+held out and scored apart.  The result is a function of configuration, seed and verdicts: candidate ``i`` of a stream is
+made from (seed, stream, i) alone.  Candidates are judged in order; the probes of the next ones run while one is
+compiled.  Every probe is reported when it is done and taken from ``known`` the next time.
 """
 
 import asyncio
 import contextlib
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,21 +19,19 @@ from typing import Any, Protocol
 
 from cuda_agent.config import Synthesis
 from cuda_agent.sandbox.wire import Probe
-from cuda_agent.synthesis.card import data_card
 from cuda_agent.synthesis.catalogue import CATALOGUE
-from cuda_agent.synthesis.compose import ComposeError, Composer, ProgrammaticWriter, speed_of
-from cuda_agent.synthesis.family import combination, sample_task
+from cuda_agent.synthesis.compose import ComposeError, Composer, ModelWriter, ProgrammaticWriter, speed_of
+from cuda_agent.synthesis.family import combination, is_heldout, ops_combination, sample_task
 from cuda_agent.synthesis.filters import SourceFilter, TaskRefused, check_compiled, check_eager, yields
 from cuda_agent.synthesis.layers import LAYERS
 from cuda_agent.synthesis.similarity import duplicate_key, shingles
-from cuda_agent.synthesis.split import is_heldout, ops_combination
-from cuda_agent.synthesis.writer import ModelWriter
 from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.io import read_any
 from cuda_agent.tasks.task import Task
 
 ATTEMPTS_A_TASK = 60  # most proposals per wanted task of a stream
 PROBES_A_COMPILE = 6  # eager probes per allowed compilation
+BINS = 12  # of the card's histogram of times
 AHEAD = 3  # candidates whose probes run before their turn: one compilation uses one core
 
 
@@ -161,6 +154,43 @@ def make_composer(config: Synthesis, window: tuple[float, float], device: str, t
         return ModelWriter(*address, CATALOGUE, window, device, config.max_ops)
     speed = speed_of(device, threads)
     return ProgrammaticWriter(CATALOGUE, LAYERS, speed, window, config.max_ops)
+
+
+def _counts(tasks: Sequence[Task], key: Callable[[Task], str]) -> dict[str, int]:
+    return dict(sorted(Counter(map(key, tasks)).items()))
+
+
+def _log_histogram(values: Sequence[float], low: float, high: float) -> dict[str, list[float]]:
+    """Counts in intervals of equal ratio from ``low`` to ``high`` (both > 0); outliers fall into the ends."""
+    edges = [low * (high / low) ** (step / BINS) for step in range(BINS + 1)]
+    found = [0.0] * BINS
+    for value in values:
+        place = math.floor(BINS * math.log(max(value, 1e-12) / low) / math.log(high / low))
+        found[min(BINS - 1, max(0, place))] += 1
+    return {"edges": edges, "counts": found}
+
+
+def data_card(
+    tasks: Sequence[Task],
+    times: Mapping[str, tuple[float, float | None]],
+    window_ms: tuple[float, float],
+    facts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The card.  ``times``: task name -> (eager seconds, compiled seconds).  ``facts`` are copied unchanged."""
+    eager = [times[task.name][0] * 1e3 for task in tasks if task.name in times]
+    return dict(facts) | {
+        "tasks": len(tasks),
+        "window_ms": list(window_ms),
+        "by_split": _counts(tasks, lambda task: task.split),
+        "by_family": _counts(tasks, lambda task: task.family),
+        "by_family_and_split": _counts(tasks, lambda task: f"{task.family}/{task.split}"),
+        "by_data_source": _counts(tasks, lambda task: task.data_source),
+        "ops": dict(Counter(op for task in tasks for op in task.ops).most_common()),
+        "eager_ms": _log_histogram(eager, *window_ms),
+        "times": {
+            name: {"eager_seconds": eager, "compile_seconds": compiled} for name, (eager, compiled) in times.items()
+        },
+    }
 
 
 @lru_cache(maxsize=1024)  # a candidate's key is needed repeatedly before its turn

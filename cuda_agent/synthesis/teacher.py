@@ -1,17 +1,14 @@
 """The scripted teacher: correct kernels for the tasks of ``family``, with design choices drawn at random.
 
-It replaces pre-training: ``bootstrap`` trains a small model on its solutions, and no later stage uses it.  Every choice
-is drawn uniformly, so that its kernels range from ten times slower than eager to several times faster than
-``torch.compile``, and the policy has to learn which of them are fast.  ``spoil`` adds one realistic mistake to a
-solution, for episodes that repair it.
-
-What it does not cover: dialogues (``rl.dialogues``), the GPU, tasks outside the family.
+``bootstrap`` trains a small model on its solutions, and no later stage uses it.  Every choice is drawn uniformly, so
+that its kernels range from ten times slower than eager to several times faster than ``torch.compile``.  ``spoil`` adds
+one realistic mistake to a solution, for episodes that repair it.
 """
 
 import json
 import random
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from cuda_agent.synthesis.family import CONSTANTS, ENDINGS, OPERATORS, UNARY, FamilySpec, chain_values, parse
 from cuda_agent.tasks.task import Task
@@ -19,6 +16,13 @@ from cuda_agent.tasks.task import Task
 KERNEL, PLAN = "kernels/fused.cpp", "plan.json"
 ROWS = "in0.shape[0]"
 GRIDS: tuple[int | str, ...] = (1, 2, 8, ROWS)
+DESIGNS: dict[str, tuple[Any, ...]] = {
+    "number": ("float", "double"),
+    "order": ("chunk", "stride"),
+    "grid": GRIDS,
+    "passes": ("fused", "split"),
+    "moments": ("one", "two"),
+}
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,7 @@ class Mistake:
 
 def draw_choices(rng: random.Random) -> Choices:
     """A design, drawn uniformly."""
-    number, order = rng.choice(("float", "double")), rng.choice(("chunk", "stride"))
-    return Choices(number, order, rng.choice(GRIDS), rng.choice(("fused", "split")), rng.choice(("one", "two")))
+    return Choices(**{choice: rng.choice(values) for choice, values in DESIGNS.items()})
 
 
 def solve(task: Task, rng: random.Random, choices: Choices | None = None) -> Worked:

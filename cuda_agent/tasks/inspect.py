@@ -1,11 +1,7 @@
-"""Static analysis of a task's source.
+"""Static analysis of a task's source: ``problems`` checks its form, ``recompute_ops`` finds the operators that it uses.
 
-``problems`` checks the published form (``Model``, ``get_inputs``, ``get_init_inputs``); ``recompute_ops`` finds the
-torch operators that the code really uses.  Both read the syntax tree only: nothing is imported or executed, so that
-both are safe on untrusted source.
-
-What it does not cover: whether the task runs (the sandbox), names made at run time (``getattr(torch, name)``), and
-operators inside layers of other packages.
+Both read the syntax tree only, so that both are safe on untrusted source.  Not covered: names made at run time
+(``getattr(torch, name)``), and operators inside layers of other packages.
 """
 
 import ast

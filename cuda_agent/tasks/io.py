@@ -54,10 +54,7 @@ def read_tasks(folder: Path) -> list[Task]:
 
 
 def read_ops6k(path: Path) -> list[Task]:
-    """The tasks of a parquet file in the published form (``ops``, ``data_source``, ``code``); ``ops`` may be a list or
-    a JSON list.
-
-    ``ops`` is kept as declared, which may differ from the code: see ``recompute_ops``.
+    """The tasks of a parquet file in the published form; ``ops``, a list or a JSON list, is kept as declared.
 
     Raises:
         TaskError: The file cannot be read, or holds an invalid row.

@@ -10,8 +10,16 @@ import pytest
 
 from cuda_agent.policy.served import ServedModelError
 from cuda_agent.synthesis import catalogue, layers
-from cuda_agent.synthesis.compose import ComposeError, ProgrammaticWriter, batch_for, build, pick_operators, speed_of
-from cuda_agent.synthesis.writer import ModelWriter, task_from_answer
+from cuda_agent.synthesis.compose import (
+    ComposeError,
+    ModelWriter,
+    ProgrammaticWriter,
+    batch_for,
+    build,
+    pick_operators,
+    speed_of,
+    task_from_answer,
+)
 from cuda_agent.tasks.inspect import problems
 from tests.synthesis.test_catalogue import run
 

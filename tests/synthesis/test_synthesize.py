@@ -19,9 +19,8 @@ from cuda_agent.config import Synthesis
 from cuda_agent.sandbox.wire import Probe
 from cuda_agent.synthesis import filters
 from cuda_agent.synthesis.compose import as_task
-from cuda_agent.synthesis.family import combination, sample_task
+from cuda_agent.synthesis.family import combination, heldout_combinations, is_heldout, ops_combination, sample_task
 from cuda_agent.synthesis.filters import SourceFilter, TaskRefused, check_compiled, check_eager, yields
-from cuda_agent.synthesis.split import heldout_combinations, is_heldout, ops_combination
 from cuda_agent.synthesis.synthesize import AHEAD, synthesize
 from tests.synthesis.test_similarity import CODE, RENAMED
 

@@ -1,14 +1,9 @@
 """Decoders: the arithmetic of the in-process engine, prompt tokens and one-token steps over rows of a key-value cache.
 
-``DenseDecoder`` is a fast forward pass for dense Llama, Qwen2 and Qwen3 models.  It holds a rearranged copy of the
-weights: q, k, v in one matrix, gate and up in one, norm weights folded into the next matrix, and q and k with each
-rotary pair side by side, so that the rotation is one complex product.  ``GenericDecoder`` runs any other causal model
-through its own forward pass, one row after the other: correct for every architecture, and slow.
-
-Rows 0..n-1 are the active ones (``move`` closes holes), so that attention reads the cache without gathering it.  On a
-GPU the steps of ``DenseDecoder`` are CUDA graphs (``graphs``).
-
-What it does not cover: sampling, batching, threads (``local``), and gradients.
+``DenseDecoder`` is a fast forward pass for dense Llama, Qwen2 and Qwen3 models: q, k, v are one matrix, gate and up
+another, norms are folded into the next matrix, and the numbers of a rotary pair are neighbours: the rotation is one
+complex product.  ``GenericDecoder`` runs any other causal model, one row after the other.  Rows 0..n-1 are the
+active ones (``move`` closes holes), so that attention reads the cache without gathering it.
 """
 
 import copy

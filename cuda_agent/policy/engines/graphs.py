@@ -2,8 +2,6 @@
 
 A graph is recorded for a number of rows and of cache positions; a step runs in the smallest graph that fits, so that
 few are recorded (about a dozen for a whole batch).  Unused rows compute values that are ignored.
-
-What it does not cover: the arithmetic (``decoder``), and shapes that depend on data.
 """
 
 from collections.abc import Callable

@@ -1,17 +1,10 @@
-"""LocalEngine: serves the policy inside this process, with continuous batching.
-
-Requests join and leave the batch between decoding steps.  All arithmetic runs in one worker thread, so that the event
-loop stays free; between steps the engine releases the timing lease.  The cache of finished sequences is kept, and a
-later prompt (the same episode's next turn, another sample of the same task) starts behind the longest prefix that it
-shares with one.
+"""LocalEngine: serves the policy inside this process, with continuous batching, prefix reuse and one worker thread.
 
 Weights, prompt and seed determine a completion up to rounding, because each token is drawn with noise derived from
 (seed, position) alone.  Rounding depends on the batch.  Batches form in order of submission, and a batch is closed only
 when the event loop has run ``QUIET_PASSES`` times without a new request.  Callers that wait only for this engine and
-for each other therefore get the same batches, and the same bits, every time; callers that wait for other things (tools,
-clocks) get the same up to rounding.
-
-What it does not cover: several devices or processes, streaming, top-p and the like (they bias the training ratio).
+for each other therefore get the same batches, and the same bits, every time.  Not covered: several devices, top-p and
+the like (they bias the training ratio).
 """
 
 import asyncio
@@ -28,7 +21,7 @@ from torch import Tensor
 
 from cuda_agent.lease import Lease
 from cuda_agent.policy.engines.decoder import Decoder, Job, make_decoder, verify
-from cuda_agent.policy.engines.engine import Completion, EngineError, SamplingParams
+from cuda_agent.policy.engines.engine import Completion, EngineError, SamplingParams, fitted
 from cuda_agent.policy.model import load_model
 
 QUIET_PASSES = 8
@@ -40,9 +33,8 @@ PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # else 0.05; round
 @dataclass(eq=False)
 class _Request:
     prompt: list[int]
-    params: SamplingParams
-    limit: int  # most tokens to sample, also limited by the context
-    noise: np.ndarray  # float64 [limit], uniform in [0, 1)
+    params: SamplingParams  # fitted to the context
+    noise: np.ndarray  # float64 [max_tokens], uniform in [0, 1)
     future: "asyncio.Future[Completion]"
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -100,11 +92,10 @@ class LocalEngine:
         Raises:
             ValueError: The prompt is empty or leaves no room.
         """
-        limit = min(params.max_tokens, self._decoder.context - len(prompt))
-        if not prompt or limit < 1:
-            raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._decoder.context}")
+        params = fitted(params, prompt, self._decoder.context)
+        noise = uniforms(params.seed, len(prompt), params.max_tokens)
         future = asyncio.get_running_loop().create_future()
-        request = _Request(list(prompt), params, limit, uniforms(params.seed, len(prompt), limit), future)
+        request = _Request(list(prompt), params, noise, future)
         if self._failure:
             raise EngineError(f"the engine has failed: {self._failure}") from self._failure
         self._waiting.append(request)
@@ -298,7 +289,7 @@ class LocalEngine:
             request.logprobs.append(logprob)
             if token in request.params.stop_ids:
                 ended.append((row, request, "stop"))
-            elif len(request.ids) == request.limit:
+            elif len(request.ids) == request.params.max_tokens:
                 ended.append((row, request, "length"))
         self.counts.sampled += len(requests)
         for row, request, _ in reversed(ended):

@@ -1,17 +1,9 @@
-"""VllmEngine: the policy served by vLLM, one server or many, over HTTP.
+"""VllmEngine: the policy served by vLLM, one server or many, over HTTP (docs/engines.md).
 
-Prompts and completions are token ids, with the log-probabilities that the sampler used.  All turns of an episode go to
-one server, which keeps its prefix cache; a new episode goes to the server that got the fewest since the last change of
-weights.  The requests of a dead server go to the others; since a completion depends on weights, prompt and seed alone,
-up to rounding, nothing is lost.
-
-New weights come between requests: running requests finish on the old ones, new ones wait.  Then every server must prove
-that it serves the new weights: its log-probabilities of a fixed prompt and of sampled tokens must match the trainer's
-model, and be nearer to it than to the weights before, and its weights must have changed if the trainer's have.
-Otherwise the engine fails for good.  Cached prefixes are salted with the version.
-
-What it does not cover: requests to one server (``vllm_replica``), starting servers (``vllm_server``), transfers of
-weights (``vllm_weights``), streaming, top-p and the like (they bias the training ratio), and restarting a dead server.
+All turns of an episode go to one server, which keeps its prefix cache.  The requests of a dead server go to the others;
+a completion depends on weights, prompt and seed alone, up to rounding, so that nothing is lost.  New weights come
+between requests, and every server must prove that it serves them.  Not covered: restarting a dead server, top-p and the
+like (they bias the training ratio).
 """
 
 import asyncio
@@ -22,16 +14,22 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from cuda_agent.machine import gpus
-from cuda_agent.policy.engines.engine import Completion, EngineError, EngineLost, SamplingParams, probe_prompt
+from cuda_agent.policy.engines.engine import (
+    Completion,
+    EngineError,
+    EngineLost,
+    SamplingParams,
+    fitted,
+    logprobs_of,
+    probe_prompt,
+)
 from cuda_agent.policy.engines.vllm_plugin import digest
 from cuda_agent.policy.engines.vllm_pool import FIRST
-from cuda_agent.policy.engines.vllm_replica import HEALTH_SECONDS, Busy, Fault, Replica
-from cuda_agent.policy.engines.vllm_server import VllmServer
+from cuda_agent.policy.engines.vllm_server import HEALTH_SECONDS, Busy, Fault, Replica, VllmServer
 from cuda_agent.policy.engines.vllm_weights import Broadcast, save_weights
 
 Sync = Literal["disk", "lora", "nccl"]
@@ -73,15 +71,8 @@ class VllmEngine:
         self._worker = ThreadPoolExecutor(1, "training", initializer=torch.set_num_threads, initargs=(threads,))
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
-        """See ``LocalEngine.generate``.
-
-        Raises:
-            EngineLost: No server is left.
-        """
-        limit = min(params.max_tokens, self.context - len(prompt))
-        if not prompt or limit < 1:
-            raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
-        params = replace(params, max_tokens=limit)
+        """See ``LocalEngine.generate``.  Raises EngineLost if no server is left."""
+        params = fitted(params, prompt, self.context)
         while not self._open.is_set():
             await self._open.wait()
         self._underway += 1
@@ -116,11 +107,7 @@ class VllmEngine:
                 self._open.set()
 
     async def verify(self, model: Any) -> None:
-        """Checks that every server serves the weights of ``model``.
-
-        Raises:
-            EngineError: One does not.
-        """
+        """Raises EngineError unless every server serves the weights of ``model``."""
         await self._each(lambda replica: self._prove(replica, model, []))
         self._old = await self.compute(lambda: _fingerprint(model))
 
@@ -241,11 +228,7 @@ class VllmEngine:
             self._adapter = name
 
     async def _prove(self, replica: Replica, model: Any, before: list[Any]) -> None:
-        """Checks that the replica computes with the weights of ``model``.
-
-        Raises:
-            EngineError: It does not.
-        """
+        """Raises EngineError unless the replica computes with the weights of ``model``."""
         prompt = probe_prompt(model, PROBE_TOKENS)
         params = SamplingParams(PROBE_SAMPLED, seed=1, temperature=PROBE_TEMPERATURE)
         served_name = self._adapter or replica.model
@@ -257,7 +240,7 @@ class VllmEngine:
         except (KeyError, TypeError, ValueError) as error:
             raise Fault(f"no log-probabilities of the prompt: {type(error).__name__} {error}") from error
         trainer, wanted = await self.compute(lambda: _fingerprint(model))
-        sampled = await self.compute(lambda: _logprobs(model, [*prompt, *ids], PROBE_TEMPERATURE)[-len(ids) :])
+        sampled = await self.compute(lambda: logprobs_of(model, [*prompt, *ids], len(ids), PROBE_TEMPERATURE))
         difference = _distance(choice["logprobs"]["token_logprobs"], sampled) / len(ids)
         tolerance = PROBE_TOLERANCE.get(replica.dtype, PROBE_TOLERANCE_LOW)
         if not difference <= tolerance:
@@ -305,22 +288,8 @@ def _put_first(policy: Path, shared: Path) -> None:
 
 def _fingerprint(model: Any) -> tuple[str, list[float]]:
     """The digest of a model's weights, and its log-probabilities of the probe's prompt."""
-    return digest(model.named_parameters()), _logprobs(model, probe_prompt(model, PROBE_TOKENS), 1.0)
-
-
-def _logprobs(model: Any, ids: list[int], temperature: float) -> list[float]:
-    """Log-probabilities of every token but the first, by the model's forward pass."""
-    import torch
-
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            logits = model(input_ids=torch.tensor([ids], device=model.device)).logits[0, :-1].float()
-    finally:
-        model.train(training)
-    wanted = torch.tensor(ids[1:], device=logits.device)[:, None]
-    return list(torch.log_softmax(logits / temperature, -1).gather(-1, wanted)[:, 0].tolist())
+    prompt = probe_prompt(model, PROBE_TOKENS)
+    return digest(model.named_parameters()), logprobs_of(model, prompt, len(prompt) - 1, 1.0)
 
 
 def _distance(a: Sequence[float], b: Sequence[float]) -> float:

@@ -1,11 +1,8 @@
 """Code inside vLLM's processes: a plugin, and an extension of its workers.
 
 vLLM calls ``register`` in each process by the entry point ``vllm.general_plugins``, and mixes ``WeightSync`` into its
-workers (``--worker-extension-cls``); the engine calls its methods by ``/collective_rpc``.  The servers' environment
-needs this package, but not its requirements: only ``torch`` is imported, and that late.  Run as a program this module
-becomes a server (``vllm_server``); so does ``vllm_pool``.
-
-What it does not cover: the engine's end of a transfer (``vllm_weights``), and adapters, which vLLM loads itself.
+workers; the engine calls its methods by ``/collective_rpc``.  The servers' environment needs this package, but not its
+requirements: only ``torch`` is imported, and that late.  Run as a program this module becomes a server.
 """
 
 import ctypes
@@ -166,14 +163,9 @@ def digest(parameters: Iterable[tuple[str, Any]]) -> str:
 
 
 def served(policy: Path, name: str, context: int, batch: int, memory: float | None, rank: int | None) -> list[str]:
-    """Arguments of vLLM's server, except for its address.
-
-    Args:
-        name: name under which it serves the folder ``policy``.
-        context: most tokens, also limited by the model's positions.
-        memory: share of a GPU's memory;  None: it computes on the processor, in float32.
-        rank: largest rank of an adapter.
-    """
+    """Arguments of vLLM's server, except for its address.  ``name``: under which it serves the folder ``policy``.
+    ``context``: also limited by the model's positions.  ``memory``: share of a GPU's memory; None: it computes on the
+    processor, in float32.  ``rank``: largest rank of an adapter."""
     config = json.loads((policy / "config.json").read_text())
     shape = config.get("text_config") or config
     context = min(context, shape.get("max_position_embeddings") or context)

@@ -1,13 +1,8 @@
 """A vLLM server of a run's pool on a cluster: it waits for the run's first policy, then becomes vLLM's server.
 
-    python3 -P -m cuda_agent.policy.engines.vllm_pool FOLDER --context 4096 --batch 32 ...
-
-A pool starts before the run has a policy.  The first stage that needs an engine writes one atomically into
-``FOLDER/policy``, and then sends the weights to serve, as every later stage does.  Each start serves under a new name:
-a restarted server refuses earlier requests instead of answering them with its initial weights.
-
-Like ``vllm_plugin`` it imports none of the package's requirements.  What it does not cover: replacing weights
-(``vllm``), and the pool's objects (``cluster.engines``).
+The first stage that needs an engine writes the policy atomically into ``FOLDER/policy``.  Each start serves under a new
+name: a restarted server refuses earlier requests instead of answering them with its initial weights.  Like
+``vllm_plugin`` this module imports none of the package's requirements.
 """
 
 import argparse

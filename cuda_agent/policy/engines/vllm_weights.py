@@ -1,10 +1,6 @@
-"""Transfers of new weights to vLLM: by a folder on disk, by a LoRA adapter, or by a broadcast.
+"""Transfers of new weights to vLLM: a folder, a LoRA adapter, or a broadcast (NCCL between GPUs, Gloo between CPUs).
 
-Each way is one function of the replicas and the weights; pausing, deaths and verification belong to ``vllm``.  A
-broadcast uses NCCL between GPUs and Gloo between CPUs, in a separate process group.
-
-What it does not cover: the workers' end (``vllm_plugin``), and trainers of several processes, whose weights must be
-gathered first.
+Pausing, deaths and verification belong to ``vllm``; weights of a trainer of several processes are gathered first.
 """
 
 import asyncio
@@ -19,7 +15,7 @@ from urllib.parse import urlsplit
 from cuda_agent.errors import PolicyError
 from cuda_agent.policy.engines.engine import EngineError
 from cuda_agent.policy.engines.vllm_plugin import TRANSFER_SECONDS, transfer_group, transfer_store
-from cuda_agent.policy.engines.vllm_replica import Replica
+from cuda_agent.policy.engines.vllm_server import Replica
 from cuda_agent.policy.lora import adapters, merged_parameters, save_adapter, save_merged
 
 
@@ -110,11 +106,7 @@ async def _collective(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) 
 
 
 def save_weights(model: Any, folder: Path, adapter: bool) -> None:
-    """Writes the folder for ``disk`` or ``lora``.
-
-    Raises:
-        PolicyError: ``adapter`` is set and the model has none.
-    """
+    """Writes the folder for ``disk`` or ``lora``.  Raises PolicyError if the model has no ``adapter`` to write."""
     if not adapter:
         save_merged(model, folder)
     elif not adapters(model):

@@ -26,8 +26,7 @@ from cuda_agent.policy.engines.engine import EngineError, EngineLost, SamplingPa
 from cuda_agent.policy.engines.local import LocalEngine
 from cuda_agent.policy.engines.vllm import SHARED, open_vllm
 from cuda_agent.policy.engines.vllm_plugin import STEP_TOKENS, WHOLE
-from cuda_agent.policy.engines.vllm_replica import Replica
-from cuda_agent.policy.engines.vllm_server import _ENTRY_POINT, VllmServer, interpreter
+from cuda_agent.policy.engines.vllm_server import _ENTRY_POINT, Replica, VllmServer, interpreter
 from cuda_agent.policy.lora import adapters, attach
 from cuda_agent.policy.model import load_model
 from tests.ports import free_port
