@@ -8,7 +8,7 @@ active ones (``move`` closes holes), so that attention reads the cache without g
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,49 +24,14 @@ Weights = tuple[Tensor, list[dict[str, Any]], Tensor, Tensor]
 Job = tuple[int, int, Sequence[int]]  # row, position of the first new token, the new tokens
 
 
-class Decoder(Protocol):
-    context: int  # most tokens of a row
-    partial: bool  # whether a kept row may be restored cut short
-
-    def take(self, model: Any) -> bool:
-        """Switches to this model's weights with empty rows.  Returns False if the model has another shape."""
-        ...
-
-    def prefill(self, jobs: Sequence[Job]) -> Tensor:
-        """Appends tokens to rows; float32 logits [jobs, vocab] after the last token of each."""
-        ...
-
-    def step(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Appends one token to each of the rows 0..n-1: ids and positions int64 [n], ``longest`` their greatest
-        position; float32 logits [n, vocab]."""
-        ...
-
-    def keep(self, row: int, length: int) -> Any:
-        """A snapshot of the first ``length`` tokens of the row, for ``restore``."""
-        ...
-
-    def restore(self, row: int, kept: Any, length: int) -> None: ...
-
-    def copy(self, source: int, target: int, length: int) -> None: ...
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Like ``copy``; the source is no longer needed afterwards."""
-        ...
-
-
-def make_decoder(model: Any, rows: int) -> Decoder:
-    """The fast decoder for a supported architecture, else the generic one.  The model is copied."""
-    return DenseDecoder(model, rows) if DenseDecoder.knows(model) else GenericDecoder(model, rows)
-
-
 class DenseDecoder:
     """Shapes: n rows or tokens, H query heads, K key-value heads, G = H / K, D head size."""
 
-    partial = True
+    partial = True  # a kept row may be restored cut short
 
     def __init__(self, model: Any, rows: int) -> None:
         config = model.config
-        self.context: int = config.max_position_embeddings
+        self.context: int = config.max_position_embeddings  # most tokens of a row
         self.eps: float = config.rms_norm_eps
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
@@ -105,6 +70,7 @@ class DenseDecoder:
 
     @torch.inference_mode()
     def take(self, model: Any) -> bool:
+        """Switches to this model's weights with empty rows.  Returns False if the model has another shape."""
         config = model.config
         numbers = config.max_position_embeddings, config.rms_norm_eps, config.num_attention_heads
         if not self.knows(model) or numbers != (self.context, self.eps, self.heads):
@@ -185,6 +151,7 @@ class DenseDecoder:
         return x.addmm_(gated, layer["down"])
 
     def prefill(self, jobs: Sequence[Job]) -> Tensor:
+        """Appends tokens to rows; float32 logits [jobs, vocab] after the last token of each."""
         device = self.embed.device
         self._reserve(max(start + len(ids) for _, start, ids in jobs))
         tokens = torch.tensor([i for _, _, ids in jobs for i in ids], device=device)
@@ -234,6 +201,8 @@ class DenseDecoder:
         return qkv.view(len(x), -1, self.head)
 
     def step(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """Appends one token to each of the rows 0..n-1: ids and positions int64 [n], ``longest`` their greatest
+        position; float32 logits [n, vocab]."""
         self._reserve(longest + 1)
         if self.native:
             return self._native_step(self.native, ids, positions)
@@ -280,6 +249,7 @@ class DenseDecoder:
         return torch.get_num_threads() if rows >= THREADED_ROWS else 1
 
     def keep(self, row: int, length: int) -> Tensor:
+        """A snapshot of the first ``length`` tokens of the row, for ``restore``."""
         return self.cache[:, row, :, :length].clone()
 
     def restore(self, row: int, kept: Tensor, length: int) -> None:
@@ -289,7 +259,7 @@ class DenseDecoder:
     def copy(self, source: int, target: int, length: int) -> None:
         self.cache[:, target, :, :length] = self.cache[:, source, :, :length]
 
-    move = copy
+    move = copy  # the source is no longer needed afterwards
 
 
 class GenericDecoder:
@@ -333,6 +303,14 @@ class GenericDecoder:
 
     def move(self, source: int, target: int, length: int) -> None:
         self.rows[target], self.rows[source] = self.rows[source], None
+
+
+Decoder = DenseDecoder | GenericDecoder
+
+
+def make_decoder(model: Any, rows: int) -> Decoder:
+    """The fast decoder for a supported architecture, else the generic one.  The model is copied."""
+    return DenseDecoder(model, rows) if DenseDecoder.knows(model) else GenericDecoder(model, rows)
 
 
 def _tensors(weights: Any) -> Iterator[Tensor]:
