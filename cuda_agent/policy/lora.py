@@ -99,22 +99,21 @@ def save_adapter(model: Any, folder: Path) -> None:
     """
     from safetensors.torch import save_file
 
-    layers = adapters(model)
-    if not layers:
-        raise PolicyError("this model has no adapters")
+    if not (layers := adapters(model)):
+        raise PolicyError("this model has no adapters, which policy.vllm.sync=lora needs: set lora.rank")
     folder.mkdir(parents=True, exist_ok=True)
     weights = {}
     for name, layer in layers.items():
         for part, tensor in (("lora_A", layer.down), ("lora_B", layer.up)):
             weights[f"base_model.model.{name}.{part}.weight"] = tensor.detach().cpu().contiguous()
     save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})
-    any_layer = next(iter(layers.values()))
+    first, *_ = layers.values()
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": "",
-        "r": any_layer.rank,
-        "lora_alpha": any_layer.alpha,
+        "r": first.rank,
+        "lora_alpha": first.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -14,7 +14,8 @@ from random import Random
 from typing import Protocol
 
 from cuda_agent.policy.served import ServedModel
-from cuda_agent.synthesis.layers import Layer, render
+from cuda_agent.synthesis.catalogue import CATALOGUE
+from cuda_agent.synthesis.layers import LAYERS, render
 from cuda_agent.synthesis.rules import NORMAL, Interval, Operator, Shape, Use, size
 from cuda_agent.tasks.inspect import problems, recompute_ops
 from cuda_agent.tasks.task import Task
@@ -68,15 +69,13 @@ def speed_of(device: str, threads: int) -> Speed:
 class ProgrammaticWriter:
     """Samples operators and shapes.  ``window`` is seconds of eager time."""
 
-    operators: Sequence[Operator]
-    layers: Sequence[Layer]
     speed: Speed
     window: tuple[float, float]
     max_ops: int = 5
     repeatable: bool = True
 
     async def compose(self, rng: Random) -> Task:
-        make = self._layer if self.layers and rng.random() < LAYER_SHARE else self._chain
+        make = self._layer if rng.random() < LAYER_SHARE else self._chain
         for _ in range(200):
             task = make(rng)
             if task is not None:
@@ -84,7 +83,7 @@ class ProgrammaticWriter:
         raise ComposeError("no shape fits the window")
 
     def _chain(self, rng: Random) -> Task | None:
-        operators = pick_operators(self.operators, draw_count(self.max_ops, rng), rng)
+        operators = pick_operators(CATALOGUE, draw_count(self.max_ops, rng), rng)
         if operators is None:
             return None
         first, seed = first_shape(operators[0], self.speed.wide, rng), rng.getrandbits(32)
@@ -103,7 +102,7 @@ class ProgrammaticWriter:
         return as_task(chain.code(), f"torch#{len(operators)}") if chain else None
 
     def _layer(self, rng: Random) -> Task | None:
-        layer, seed = rng.choice(self.layers), rng.getrandbits(32)
+        layer, seed = rng.choice(LAYERS), rng.getrandbits(32)
         batch = batch_for(
             lambda batch: self.speed.seconds(*layer.cost(batch, self.speed.wide, Random(seed))), self.window, rng
         )
@@ -235,9 +234,8 @@ def _stacked(chain: Chain, operator: Operator, use: Use, taken: set[str]) -> Cha
 
     names = {"x": "x"} | {name: fresh(name) for name, _ in (*use.arguments, *use.inputs)}
     if use.init:
-        names["m"] = fresh(
-            "weight" if use.init.startswith("nn.Parameter") else operator.name.rsplit(".", 1)[-1].lower()
-        )
+        is_weight = use.init.startswith("nn.Parameter")
+        names["m"] = fresh("weight" if is_weight else operator.name.rsplit(".", 1)[-1].lower())
     extra = sum(_elements(source) for _, source in use.inputs)
     moved = size(chain.shape) + size(use.shape) + extra if use.moved is None else use.moved
     inputs = (("x", use.source),) if use.source else chain.inputs
@@ -274,7 +272,6 @@ class ModelWriter:
     url: str  # up to and with /v1
     model: str
     key_env: str
-    operators: Sequence[Operator]
     window: tuple[float, float]  # seconds of eager time
     device: str = "cpu"
     max_ops: int = 5
@@ -283,7 +280,7 @@ class ModelWriter:
 
     async def compose(self, rng: Random) -> Task:
         """See ``Composer.compose``.  Raises ServedModelError if the address does not answer or refuses."""
-        chosen = pick_operators(self.operators, draw_count(self.max_ops, rng), rng)
+        chosen = pick_operators(CATALOGUE, draw_count(self.max_ops, rng), rng)
         if chosen is None:
             raise ComposeError("no operators fit together")
         text = request_text([operator.name for operator in chosen], self.window, self.device)

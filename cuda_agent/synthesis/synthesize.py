@@ -151,9 +151,8 @@ def make_composer(config: Synthesis, window: tuple[float, float], device: str, t
         if not config.writer_url or not config.writer_model:
             raise ValueError("synthesis.writer=model needs synthesis.writer_url and synthesis.writer_model")
         address = config.writer_url, config.writer_model, config.writer_key_env
-        return ModelWriter(*address, CATALOGUE, window, device, config.max_ops)
-    speed = speed_of(device, threads)
-    return ProgrammaticWriter(CATALOGUE, LAYERS, speed, window, config.max_ops)
+        return ModelWriter(*address, window, device, config.max_ops)
+    return ProgrammaticWriter(speed_of(device, threads), window, config.max_ops)
 
 
 def _counts(tasks: Sequence[Task], key: Callable[[Task], str]) -> dict[str, int]:

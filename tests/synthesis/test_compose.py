@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from cuda_agent.policy.served import ServedModelError
-from cuda_agent.synthesis import catalogue, layers
+from cuda_agent.synthesis import catalogue
 from cuda_agent.synthesis.compose import (
     ComposeError,
     ModelWriter,
@@ -27,7 +27,7 @@ WINDOW = (1e-4, 5e-3)
 
 
 def writer(max_ops: int = 5, window=WINDOW, device: str = "cpu") -> ProgrammaticWriter:
-    return ProgrammaticWriter(catalogue.CATALOGUE, layers.LAYERS, speed_of(device, 2), window, max_ops)
+    return ProgrammaticWriter(speed_of(device, 2), window, max_ops)
 
 
 def compose(writer, seed):
@@ -154,7 +154,7 @@ def server():
 
 
 def model_writer(url: str) -> ModelWriter:
-    return ModelWriter(url, "some-model", "WRITER_TEST_KEY", catalogue.CATALOGUE, WINDOW, pause=0.001)
+    return ModelWriter(url, "some-model", "WRITER_TEST_KEY", WINDOW, pause=0.001)
 
 
 def answer(text):

@@ -30,7 +30,8 @@ from cuda_agent.policy.engines.engine import (
 from cuda_agent.policy.engines.vllm_plugin import digest
 from cuda_agent.policy.engines.vllm_pool import FIRST
 from cuda_agent.policy.engines.vllm_server import HEALTH_SECONDS, Busy, Fault, Replica, VllmServer
-from cuda_agent.policy.engines.vllm_weights import Broadcast, save_weights
+from cuda_agent.policy.engines.vllm_weights import Broadcast
+from cuda_agent.policy.lora import save_adapter, save_merged
 
 Sync = Literal["disk", "lora", "nccl"]
 SHARED = "CUDA_AGENT_ENGINE_FOLDER"  # folder for new weights that the servers can read
@@ -187,7 +188,8 @@ class VllmEngine:
         folder: Path | None = None
         if self._sync != "nccl":
             folder = self._work / "weights" / f"{version}-{uuid.uuid4().hex[:8]}"
-            await self.compute(lambda: save_weights(model, folder, self._sync == "lora"))
+            save = save_adapter if self._sync == "lora" else save_merged
+            await self.compute(lambda: save(model, folder))
         before = await self._each(lambda replica: replica.call("cuda_agent_weights"))
         await self._each(lambda replica: replica.ask("/pause?mode=wait", {}))
         try:

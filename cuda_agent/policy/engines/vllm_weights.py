@@ -1,4 +1,4 @@
-"""Transfers of new weights to vLLM: a folder, a LoRA adapter, or a broadcast (NCCL between GPUs, Gloo between CPUs).
+"""Broadcasts of new weights into the memory of vLLM's workers: NCCL between GPUs, Gloo between CPUs.
 
 Pausing, deaths and verification belong to ``vllm``; weights of a trainer of several processes are gathered first.
 """
@@ -8,15 +8,13 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from cuda_agent.errors import PolicyError
 from cuda_agent.policy.engines.engine import EngineError
 from cuda_agent.policy.engines.vllm_plugin import TRANSFER_SECONDS, transfer_group, transfer_store
 from cuda_agent.policy.engines.vllm_server import Replica
-from cuda_agent.policy.lora import adapters, merged_parameters, save_adapter, save_merged
+from cuda_agent.policy.lora import merged_parameters
 
 
 class Broadcast:
@@ -103,13 +101,3 @@ async def _collective(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) 
     finally:
         for task in tasks:
             task.cancel()
-
-
-def save_weights(model: Any, folder: Path, adapter: bool) -> None:
-    """Writes the folder for ``disk`` or ``lora``.  Raises PolicyError if the model has no ``adapter`` to write."""
-    if not adapter:
-        save_merged(model, folder)
-    elif not adapters(model):
-        raise PolicyError("policy.vllm.sync=lora serves adapters, and what is trained has none: set lora.rank")
-    else:
-        save_adapter(model, folder)
