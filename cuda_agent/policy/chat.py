@@ -158,12 +158,16 @@ class Chat:
         if message["role"] == "tool":
             clean["tool_call_id"] = "call00000"  # some templates require exactly nine letters or digits
         if message.get("tool_calls"):
-            functions = [
-                {"name": call["name"], "arguments": {name: broken(value) for name, value in call["arguments"].items()}}
+            clean["tool_calls"] = [
+                function_call("call00000", call["name"], {name: broken(v) for name, v in call["arguments"].items()})
                 for call in message["tool_calls"]
             ]
-            clean["tool_calls"] = [{"id": "call00000", "type": "function", "function": call} for call in functions]
         return clean
+
+
+def function_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Returns a call in the form of Hugging Face's templates and of OpenAI's messages."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def read_calls(text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> tuple[str, list[ToolCall], bool]:

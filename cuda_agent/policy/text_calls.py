@@ -16,6 +16,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from cuda_agent.policy.chat import function_call
+
 Form = Literal["native", "text", "raw"]
 
 _RULES = """# Tools
@@ -93,12 +95,9 @@ def _native(message: Mapping[str, Any]) -> dict[str, Any]:
     sent = {"role": message["role"], "content": message["content"]} | _id_of(message)
     if message.get("tool_calls"):
         # arguments that are not JSON are left out: servers parse them again
-        functions = [
-            {"name": call["name"], "arguments": json.dumps(call["arguments"] or {})} for call in message["tool_calls"]
-        ]
-        ids = [call["id"] for call in message["tool_calls"]]
         sent["tool_calls"] = [
-            {"id": i, "type": "function", "function": function} for i, function in zip(ids, functions, strict=True)
+            function_call(call["id"], call["name"], json.dumps(call["arguments"] or {}))
+            for call in message["tool_calls"]
         ]
     return sent
 

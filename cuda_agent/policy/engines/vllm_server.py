@@ -73,13 +73,8 @@ class VllmServer:
         (plugin / "METADATA").write_text("Name: cuda-agent-plugin\nVersion: 0\n")
         (plugin / "entry_points.txt").write_text(_ENTRY_POINT)
         (package / "cuda_agent").symlink_to(Path(cuda_agent.__file__).parent.resolve())
-        environment = _clean_environment() | {
-            "PYTHONPATH": str(package),
-            WHOLE: "1",
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
+        environment = _clean_environment() | {"PYTHONPATH": str(package)}
+        environment |= dict.fromkeys((WHOLE, "VLLM_SERVER_DEV_MODE", "VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"), "1")
         if lora:
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if lease is not None:
