@@ -29,7 +29,12 @@ from cuda_agent.config import Config  # noqa: E402
 from cuda_agent.errors import ConfigError, PolicyError  # noqa: E402
 from cuda_agent.pipeline import runs  # noqa: E402
 from cuda_agent.pipeline.graph import STAGES  # noqa: E402
-from cuda_agent.policy.engines.vllm_server import NAME, VllmServer, interpreter  # noqa: E402
+from cuda_agent.policy.engines.vllm_server import (  # noqa: E402
+    NAME,
+    Replica,
+    VllmServer,
+    interpreter,
+)
 from cuda_agent.policy.episode import Episode, read_episodes  # noqa: E402
 from cuda_agent.rl.scores import ScoreRow, score  # noqa: E402
 from cuda_agent.sandbox.wire import Verdict  # noqa: E402
@@ -116,7 +121,7 @@ async def served(policy: Path, config: Config, lease: Path) -> AsyncIterator[str
     how = config.policy
     server = VllmServer(policy, context=how.context, batch=4, threads=how.threads, lease=lease)
     try:
-        await server.ready()
+        await Replica(f"unix:{server.socket}", server).ready()
 
         async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError):

@@ -61,7 +61,7 @@ class KernelData(vf.TaskData):
     code: str = ""
 
     def task(self) -> Task:
-        return Task(self.name or "task", self.code, (), "")
+        return Task(self.name or "task", self.code)
 
 
 class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):

@@ -1,17 +1,15 @@
 """Converts conversations to token ids, the same ids in training, in rollouts and on any server.
 
-Every policy uses the chat template saved with its tokenizer (``chat_template.jinja`` here belongs to policies trained
-from scratch: Qwen's ChatML with Qwen3-Coder's XML tool calls, tools not spelled out).  Sampled tokens are never
-tokenized again: the first prompt is rendered whole, and every later turn appends only the delta between two assistant
-turns, rendered behind a synthetic assistant turn and cut off there.
-
-Not covered: the content of messages (``agent``), the meaning of a tool's arguments, and images.
+Every policy uses the chat template saved with its tokenizer (``chat_template.jinja`` belongs to policies trained from
+scratch).  Sampled tokens are never tokenized again: the first prompt is rendered whole, and every later turn appends
+only the delta between two assistant turns, rendered behind a synthetic assistant turn and cut off there.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,22 +97,14 @@ class Chat:
 
         The ids equal those of ``prompt_ids``, the turns' ids and ``delta_ids``.  A dialogue without a final assistant
         turn ends with the header after the tool results."""
-        first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
-        ids = self.prompt_ids(messages[:first], tools)
+        starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        ids = self.prompt_ids(messages[: starts[0] if starts else None], tools)
         mask = [0] * len(ids)
-        position = first
-        while position < len(messages):
-            turn = self.turn_ids(messages[position])
-            ids += turn
-            mask += [1] * len(turn)
-            following = position + 1
-            while following < len(messages) and messages[following]["role"] != "assistant":
-                following += 1
-            if following > position + 1:
-                delta = self._delta(messages[position + 1 : following], closed=True)
-                ids += delta
-                mask += [0] * len(delta)
-            position = following
+        for start, end in pairwise([*starts, len(messages)]):
+            turn = self.turn_ids(messages[start])
+            delta = self._delta(messages[start + 1 : end], closed=True) if end > start + 1 else []
+            ids += turn + delta
+            mask += [1] * len(turn) + [0] * len(delta)
         return ids, mask
 
     def turn_ids(self, message: Message) -> list[int]:
@@ -128,14 +118,10 @@ class Chat:
     def parse(
         self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[str, list[ToolCall], bool]:
-        """Parses one sampled turn.
+        """Parses one sampled turn: the text without the calls, the calls, whether the turn holds anything malformed.
 
         Calls are read in XML or in Hermes' JSON form.  A malformed call stays in the text; the calls beside it still
-        count.  With ``tools`` (JSON schemas) the strings of XML arguments are converted to the types of the schema.
-
-        Returns:
-            The text without the calls, the calls in order, and whether the turn holds anything malformed.
-        """
+        count.  With ``tools`` (JSON schemas) the strings of XML arguments are converted to the types of the schema."""
         ids = list(ids)
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
@@ -173,25 +159,19 @@ class Chat:
             clean["tool_call_id"] = "call00000"  # some templates require exactly nine letters or digits
         if message.get("tool_calls"):
             clean["tool_calls"] = [
-                {
-                    "id": "call00000",
-                    "type": "function",
-                    "function": {
-                        "name": call["name"],
-                        "arguments": {name: broken(value) for name, value in call["arguments"].items()},
-                    },
-                }
+                function_call("call00000", call["name"], {name: broken(v) for name, v in call["arguments"].items()})
                 for call in message["tool_calls"]
             ]
         return clean
 
 
-def read_calls(text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> tuple[str, list[ToolCall], bool]:
-    """Parses the text of one turn as ``Chat.parse`` does.
+def function_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Returns a call in the form of Hugging Face's templates and of OpenAI's messages."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
-    Returns:
-        The text without the calls, the calls in order, and whether any of them is malformed.
-    """
+
+def read_calls(text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> tuple[str, list[ToolCall], bool]:
+    """Parses the text of one turn as ``Chat.parse`` does, and returns the same."""
     thought, closed, said = text.rpartition("</think>")  # calls inside the thought do not count
     calls: list[ToolCall] = []
 

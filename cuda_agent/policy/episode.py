@@ -43,7 +43,7 @@ class Episode:
     flags: list[str] = field(default_factory=list)  # bad patterns seen: "malformed_call", "unknown_tool", "loop"
 
     def __post_init__(self) -> None:
-        lengths = {len(self.ids), len(self.mask), len(self.logprobs), len(self.versions), len(self.turns)}
+        lengths = {len(values) for values in (self.ids, self.mask, self.logprobs, self.versions, self.turns)}
         if len(lengths) != 1:
             raise ValueError(f"episode {self.id}: per-token lists differ in length: {sorted(lengths)}")
 

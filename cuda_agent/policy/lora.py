@@ -1,10 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): a frozen model whose linear layers each learn a low-rank change.
 
 A layer with an adapter computes W x + scale B A x, and its ``weight`` reads as the sum W + scale B A. Code that reads
-weights (the in-process decoder, a saved folder, a broadcast) therefore gets the merged model without special cases.  In
-a folder, adapters have peft's format, which vLLM and others load.
-
-Not covered: adapters of embeddings, convolutions and fused experts, dropout, several adapters at once.
+weights (the decoder, a saved folder) therefore gets the merged model.  Folders have peft's format.
 """
 
 import json
@@ -102,22 +99,21 @@ def save_adapter(model: Any, folder: Path) -> None:
     """
     from safetensors.torch import save_file
 
-    layers = adapters(model)
-    if not layers:
-        raise PolicyError("this model has no adapters")
+    if not (layers := adapters(model)):
+        raise PolicyError("this model has no adapters, which policy.vllm.sync=lora needs: set lora.rank")
     folder.mkdir(parents=True, exist_ok=True)
     weights = {}
     for name, layer in layers.items():
         for part, tensor in (("lora_A", layer.down), ("lora_B", layer.up)):
             weights[f"base_model.model.{name}.{part}.weight"] = tensor.detach().cpu().contiguous()
     save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})
-    any_layer = next(iter(layers.values()))
+    first, *_ = layers.values()
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": "",
-        "r": any_layer.rank,
-        "lora_alpha": any_layer.alpha,
+        "r": first.rank,
+        "lora_alpha": first.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -125,27 +121,3 @@ def save_adapter(model: Any, folder: Path) -> None:
         "target_modules": sorted({name.rsplit(".", 1)[-1] for name in layers}),
     }
     (folder / _SETTINGS).write_text(json.dumps(settings, indent=1))
-
-
-def merge_adapter(model: Any, folder: Path) -> None:
-    """Adds the adapters of a folder to the weights of a model without adapters.
-
-    Raises:
-        PolicyError: The folder holds anything other than plain LoRA of linear layers.
-    """
-    from safetensors.torch import load_file
-
-    settings = json.loads((folder / _SETTINGS).read_text())
-    odd = [name for name in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern") if settings.get(name)]
-    if odd or settings.get("bias", "none") != "none":
-        raise PolicyError(f"{folder}: {', '.join(odd) or 'bias'} of an adapter is not supported")
-    rank, alpha = settings["r"], settings["lora_alpha"]
-    scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
-    weights = load_file(folder / _WEIGHTS)
-    with torch.no_grad():
-        for name, down in weights.items():
-            if not name.endswith(".lora_A.weight"):
-                continue
-            up = weights[name.replace(".lora_A.", ".lora_B.")]
-            module = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
-            module.weight += scale * (up.float() @ down.float()).to(module.weight.device)

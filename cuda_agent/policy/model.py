@@ -4,7 +4,8 @@ Not covered: the value model (``training``), engines, and the content of convers
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,8 @@ decisions, and are copied."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
-    """Trains a byte-level BPE tokenizer.
-
-    Any text can be encoded and decodes to itself; each piece of chat markup is one token.
-
-    Args:
-        texts: contents of messages, without chat markup.
-        vocab: number of entries; the result has fewer if the texts hold no more pairs.
-
-    Returns:
-        A ``PreTrainedTokenizerFast`` with the chat template set.
+    """Trains a byte-level BPE tokenizer with the chat template: any text decodes to itself, and each piece of markup
+    is one token.  ``texts``: contents of messages, without markup.  ``vocab``: most entries.
 
     Raises:
         ValueError: ``vocab`` is too small for bytes and markup.
@@ -42,19 +35,13 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
     if vocab < 256 + reserved:
         raise ValueError(f"policy.vocab is {vocab}, but bytes and markup alone need {256 + reserved}")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
-        [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=vocab - reserved, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-        ),
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab - reserved, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (PAD, *CONTROL)])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKUP])
     return PreTrainedTokenizerFast(
@@ -72,8 +59,6 @@ def new_policy(config: PolicyConfig, tokenizer: Any, seed: int) -> Any:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    if config.hidden % config.heads or config.heads % config.kv_heads:
-        raise ValueError("policy.hidden must be a multiple of policy.heads, and that of policy.kv_heads")
     architecture = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden,
@@ -115,14 +100,10 @@ def load_policy(folder: Path | str) -> tuple[Any, Any]:
         _check_files(path)
     elif str(folder).count("/") != 1 or str(folder).startswith((".", "/", "~")):
         raise PolicyError(f"there is no folder {folder}")
-    try:
+    with _named(f"{folder}: its config.json cannot be used"):
         AutoConfig.from_pretrained(folder)
-    except Exception as error:
-        raise PolicyError(f"{folder}: its config.json cannot be used: {error}") from error
-    try:
+    with _named(f"{folder}: its tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:
-        raise PolicyError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
     if not getattr(tokenizer, "chat_template", None):
         raise PolicyError(f"{folder}: its tokenizer has no chat template (an instruction-tuned model is needed)")
     model = load_model(folder)
@@ -140,10 +121,8 @@ def load_model(folder: Path | str) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    try:
+    with _named(f"{folder}: its weights cannot be loaded as a causal model"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", output_loading_info=True)
-    except Exception as error:
-        raise PolicyError(f"{folder}: its weights cannot be loaded as a causal model: {error}") from error
     model, report = loaded
     for kind in ("missing_keys", "mismatched_keys"):
         if keys := sorted(map(str, report.get(kind, []))):
@@ -151,13 +130,20 @@ def load_model(folder: Path | str) -> Any:
     return model.eval()
 
 
+@contextmanager
+def _named(problem: str) -> Iterator[None]:
+    """Raises a ``PolicyError`` that names the problem for any error of the library."""
+    try:
+        yield
+    except Exception as error:
+        raise PolicyError(f"{problem}: {error}") from error
+
+
 def _check_files(path: Path) -> None:
     """Checks a folder's files before the library does, whose errors are vague; the error names all missing files."""
     if not path.is_dir():
         raise PolicyError(f"{path} is not a folder")
-    missing = []
-    if not (path / "config.json").exists():
-        missing.append("no config.json")
+    missing = [] if (path / "config.json").exists() else ["no config.json"]
     if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         missing.append("no tokenizer (tokenizer.json)")
     indexes = [*path.glob("*.safetensors.index.json"), *path.glob("pytorch_model.bin.index.json")]

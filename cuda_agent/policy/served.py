@@ -1,17 +1,13 @@
 """A client for a model behind an OpenAI-compatible address, text in and text out: the engine for external models.
 
-``chat(messages, tools) -> Reply``.  Its episodes are not training data, because the server keeps token ids and
-log-probabilities.  Answers are streamed, so that a user sees them grow and an endless one can be cut.  When a server
-refuses a feature (tool calls, usage in streams, a parameter), later requests leave it out; tool calls are then read
-from the text (``text_calls``).  Busy servers, broken streams and 5xx are retried after the pause that the server asks
-for.
-
-The key is read from the environment, sent to that address alone, and removed from all text that comes back.
-
-Not covered: policies that are trained here (``engines``), playing (``agent``), and budgets.
+Answers are streamed, so that a user sees them grow and an endless one can be cut.  When a server refuses a feature
+(tool calls, a parameter), later requests leave it out.  Busy servers, broken streams and 5xx are retried after the
+pause that the server asks for.  The key is read from the environment, sent to that address alone, and removed from all
+text that comes back.  Not covered: policies that are trained here (``engines``), playing (``agent``), and budgets.
 """
 
 import asyncio
+import contextlib
 import email.utils
 import json
 import os
@@ -19,14 +15,14 @@ import random
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from cuda_agent.errors import EXIT_RETRY, UserError
-from cuda_agent.policy.chat import read_calls
+from cuda_agent.policy.chat import ToolCall, read_calls
 from cuda_agent.policy.text_calls import Form, on_the_wire
 
 Listener = Callable[[str, str], None]
@@ -73,12 +69,8 @@ class Reply:
 
     def message(self) -> dict[str, Any]:
         """Returns the turn as a message of the conversation."""
-        said: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.calls:
-            said["tool_calls"] = self.calls
-        if self.raw:
-            said["raw"] = self.raw
-        return said
+        said = {"role": "assistant", "content": self.content, "tool_calls": self.calls, "raw": self.raw}
+        return {key: value for key, value in said.items() if value or key == "content"}
 
 
 def check_address(url: str, key_env: str) -> None:
@@ -114,11 +106,10 @@ class ServedModel:
     ) -> None:
         check_address(url, key_env)
         self.url, self.model, self.form = url.rstrip("/"), model, form
+        self._name = f"{self.url} with model {model}"
         self._key, self._key_env = os.environ.get(key_env, ""), key_env
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout, connect=30.0), headers=headers, follow_redirects=False
-        )
+        self._client = httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=30.0), headers=headers)
         self._retries, self._pause = retries, pause
         self._lacks: set[str] = set()
         self.lost = 0
@@ -147,25 +138,29 @@ class ServedModel:
             ContextTooLong: The conversation has to become shorter.
         """
         hear = listen or (lambda what, text: None)
+        sampling = {
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+            "seed": None if seed is None else seed % 2**31,
+        }
         failures, pause = 0, 0.0
         while True:
             await asyncio.sleep(pause)
-            body = self._body(messages, tools, max_tokens, temperature, seed, call)
+            body = self._body(messages, tools, call, sampling)
             try:
                 return await self._once(body, tools, max_tokens, hear)
             except _Refused as refused:
                 if not self._adapted(str(refused), body, hear):
-                    raise ServedModelError(f"{self.url} with model {self.model}: {refused}") from None
+                    raise ServedModelError(f"{self._name}: {refused}") from None
                 pause = 0.0
             except (_Again, httpx.HTTPError) as error:
                 failures += 1
                 problem = str(error) if isinstance(error, _Again) else f"{type(error).__name__} {error}".strip()
                 if failures > self._retries:
-                    raise ServedModelError(f"{self.url} with model {self.model}: {problem}") from None
-                pause = self._pause * 2.0 ** (failures - 1) * random.uniform(1.0, 1.25)
-                if isinstance(error, _Again) and error.after is not None:
-                    pause = error.after
-                pause = min(pause, _LONGEST_PAUSE)
+                    raise ServedModelError(f"{self._name}: {problem}") from None
+                asked = error.after if isinstance(error, _Again) else None
+                own = self._pause * 2.0 ** (failures - 1) * random.uniform(1.0, 1.25)
+                pause = min(own if asked is None else asked, _LONGEST_PAUSE)
                 hear("again", "")
                 hear("wait", f"{problem}; again in {pause:.0f} s")
 
@@ -173,29 +168,20 @@ class ServedModel:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
-        max_tokens: int | None,
-        temperature: float,
-        seed: int | None,
         call: bool,
+        sampling: dict[str, Any],
     ) -> dict[str, Any]:
-        body: dict[str, Any] = {
+        body = sampling | {
             "model": self.model,
             "messages": on_the_wire(messages, tools if call else (), self.form),
-            "temperature": temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         if tools and self.form == "native":
-            body["tools"] = list(tools)
-            if not call:
-                body["tool_choice"] = "none"
-        if max_tokens:
-            body["max_tokens"] = max_tokens
-        if seed is not None:
-            body["seed"] = seed % 2**31
-        if "max_tokens" in self._lacks and max_tokens:
-            body["max_completion_tokens"] = body.pop("max_tokens")
-        return {key: value for key, value in body.items() if key not in self._lacks}
+            body |= {"tools": list(tools)} | ({} if call else {"tool_choice": "none"})
+        if "max_tokens" in self._lacks:
+            body["max_completion_tokens"] = body["max_tokens"]
+        return {key: value for key, value in body.items() if key not in self._lacks and value is not None}
 
     def _adapted(self, refusal: str, body: dict[str, Any], hear: Listener) -> bool:
         """Returns whether later requests leave out the feature that this refusal names.  Each is dropped once."""
@@ -235,11 +221,9 @@ class ServedModel:
             raise _Again(problem, _retry_after(answer.headers.get("retry-after")))
         if answer.status_code in (401, 403):
             there = "is refused" if self._key else "is not set"
-            raise ServedModelError(
-                f"{self.url} with model {self.model}: {problem} (the key in {self._key_env} {there})"
-            )
+            raise ServedModelError(f"{self._name}: {problem} (the key in {self._key_env} {there})")
         if answer.status_code in (400, 413, 422) and _TOO_LONG.search(said):
-            raise ContextTooLong(f"{self.url} with model {self.model}: {problem}")
+            raise ContextTooLong(f"{self._name}: {problem}")
         raise _Refused(problem)
 
     def _clean(self, text: str) -> str:
@@ -274,8 +258,7 @@ class _Turn:
         """Reads until the server ends the stream, or ``room`` characters have come."""
         async for data in _events(answer):
             if data == "[DONE]":
-                if not self._finish:
-                    self._finish = "stop"
+                self._finish = self._finish or "stop"
                 return
             try:
                 chunk = json.loads(data)
@@ -313,11 +296,9 @@ class _Turn:
             self._add(self._text, "text", delta.get("content"))
             self._add(self._thought, "thought", delta.get("reasoning_content") or delta.get("reasoning"))
             for part in delta.get("tool_calls") or []:
-                function = part.get("function") or {}
-                index = part.get("index")
-                call = self._calls.setdefault(
-                    len(self._calls) if index is None else int(index), {"id": "", "name": "", "arguments": ""}
-                )
+                function, index = part.get("function") or {}, part.get("index")
+                place = len(self._calls) if index is None else int(index)
+                call = self._calls.setdefault(place, {"id": "", "name": "", "arguments": ""})
                 call["id"] = part.get("id") or call["id"]
                 call["name"] += str(function.get("name") or "")
                 arguments = function.get("arguments") or ""
@@ -337,29 +318,25 @@ class _Turn:
         if not thought and "</think>" in raw:
             thought, _, raw = raw.rpartition("</think>")
             thought, raw = thought.replace("<think>", "").strip(), raw.lstrip()
-        calls = [
-            {
-                "id": call["id"] or f"call-{index}",
-                "name": call["name"],
-                "arguments": _arguments(self._clean(call["arguments"])),
-            }
+        calls: list[dict[str, Any]] = [
+            call | {"id": call["id"] or f"call-{index}", "arguments": _arguments(self._clean(call["arguments"]))}
             for index, call in sorted(self._calls.items())
         ]
-        content, malformed, read = raw, False, False
+        content, malformed, found = raw, False, list[ToolCall]()
         if not calls:  # some servers leave tool calls in the text
-            content, found, malformed = read_calls(raw, tools)
-            read = bool(found)
-            calls = [{"id": f"call-{i}", "name": c.name, "arguments": c.arguments} for i, c in enumerate(found)]
+            text, found, malformed = read_calls(raw, tools)
+            content = text if found else raw
+            calls = [{"id": f"call-{i}"} | asdict(call) for i, call in enumerate(found)]
         counted = self._usage.get("completion_tokens")
         return Reply(
-            content=content if read else raw,
+            content=content,
             calls=calls,
             tokens=int(counted or self.characters // CHARACTERS),
             cut=self._finish == "length",
             prompt_tokens=int(self._usage.get("prompt_tokens") or prompt // CHARACTERS),
             estimated=counted is None,
             thought=thought,
-            raw=raw if read or (form == "raw") else "",
+            raw=raw if found or form == "raw" else "",
             malformed=malformed,
         )
 
@@ -410,11 +387,8 @@ def _retry_after(text: str | None) -> float | None:
     """Returns the seconds to wait, from a number or a date; None if the header is missing or invalid."""
     if not text:
         return None
-    try:
+    with contextlib.suppress(ValueError):
         return max(0.0, float(text))
-    except ValueError:
-        pass
-    try:
+    with contextlib.suppress(ValueError, TypeError):
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    except (ValueError, TypeError):
-        return None
+    return None

@@ -16,6 +16,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from cuda_agent.policy.chat import function_call
+
 Form = Literal["native", "text", "raw"]
 
 _RULES = """# Tools
@@ -42,16 +44,17 @@ def on_the_wire(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[s
     """Converts the messages to ``form``; with ``text``, the first system message lists the tools."""
     if form == "native":
         return [_native(message) for message in messages]
-    if form == "raw":
-        return [_raw(message) for message in messages]
     sent: list[dict[str, Any]] = []
     listed = not tools
     for message in messages:
         role, content = message["role"], message.get("content") or ""
-        if role == "system" and not listed:
-            content, listed = f"{content}\n\n{spell_out(tools)}", True
         if role == "assistant":
             content = message.get("raw") or written(content, message.get("tool_calls") or ())
+        if form == "raw":
+            sent.append({"role": role, "content": content} | _id_of(message))
+            continue
+        if role == "system" and not listed:
+            content, listed = f"{content}\n\n{spell_out(tools)}", True
         if role == "tool":
             role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
         if sent and sent[-1]["role"] == role == "user":  # templates require alternating turns
@@ -89,22 +92,15 @@ def written(content: str, calls: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _native(message: Mapping[str, Any]) -> dict[str, Any]:
-    sent = {key: message[key] for key in ("role", "content", "tool_call_id") if key in message}
+    sent = {"role": message["role"], "content": message["content"]} | _id_of(message)
     if message.get("tool_calls"):
+        # arguments that are not JSON are left out: servers parse them again
         sent["tool_calls"] = [
-            {
-                "id": call["id"],
-                "type": "function",
-                # arguments that are not JSON are left out: servers parse them again
-                "function": {"name": call["name"], "arguments": json.dumps(call["arguments"] or {})},
-            }
+            function_call(call["id"], call["name"], json.dumps(call["arguments"] or {}))
             for call in message["tool_calls"]
         ]
     return sent
 
 
-def _raw(message: Mapping[str, Any]) -> dict[str, Any]:
-    if message["role"] == "assistant":
-        text = message.get("raw") or written(message.get("content") or "", message.get("tool_calls") or ())
-        return {"role": "assistant", "content": text}
-    return {key: message[key] for key in ("role", "content", "tool_call_id") if key in message}
+def _id_of(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {"tool_call_id": message["tool_call_id"]} if "tool_call_id" in message else {}

@@ -116,7 +116,7 @@ class TaskBody(Body):
     name: _text(MOST_NAME) = "task"  # type: ignore[valid-type]
 
     def task(self) -> Task:
-        return Task(self.name, self.code, (), "service")
+        return Task(self.name, self.code)
 
 
 class SolutionBody(Body):

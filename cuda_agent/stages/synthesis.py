@@ -12,10 +12,9 @@ from typing import Any
 
 from cuda_agent.context import StageContext
 from cuda_agent.errors import BadConfiguration, TaskError, TryAgain
+from cuda_agent.policy.served import ServedModelError
 from cuda_agent.sandbox.client import open_sandbox
-from cuda_agent.synthesis.family import combination, sample_task
 from cuda_agent.synthesis.synthesize import synthesize
-from cuda_agent.synthesis.writer import WriterUnavailable
 from cuda_agent.tasks.io import write_tasks
 
 KNOWN = "known.json"
@@ -24,7 +23,7 @@ KNOWN = "known.json"
 def run(ctx: StageContext) -> None:
     try:
         asyncio.run(_run(ctx))
-    except WriterUnavailable as error:
+    except ServedModelError as error:
         raise TryAgain(str(error)) from error
     except TaskError as error:
         raise BadConfiguration(str(error)) from error
@@ -47,8 +46,6 @@ async def _run(ctx: StageContext) -> None:
             config.synthesis,
             config.seed,
             sandbox,
-            family_sampler=sample_task,
-            family_combination=combination,
             device=config.sandbox.device,
             threads=config.sandbox.threads,
             progress=lambda done, total: ctx.tracker.progress(done, total, unit="tasks"),

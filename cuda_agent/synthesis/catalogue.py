@@ -1,70 +1,55 @@
 """The operator catalogue: which operators can be stacked, their source, their effect on shapes, their cost.
 
-One table, in sections.  Each operator has its text in ``forward`` and ``__init__``, the shapes that it takes and gives,
-and the values that it needs and gives (a logarithm needs positive ones), so that a composer can chain operators that
-make sense together.  ``available`` leaves out operators that the installed torch lacks.
-
-What it does not cover: dropout and other random operators (a task must be deterministic), operators with jumps
-(``floor``, ``argmax``: a correct kernel's rounding error would count as wrong), in-place and backward operators, and
-layers of ``transformers`` (``layers.py``).
+Each row has its text in ``forward`` and ``__init__``, the shapes that it takes and gives, and the values that it needs
+and gives (a logarithm needs positive ones), so that a chain makes sense.  Not covered: random operators, operators with
+jumps (``floor``, ``argmax``: a correct kernel's rounding error would count as wrong), in-place and backward operators.
 """
 
 import math
-from functools import cache
+from functools import partial
 
-from cuda_agent.synthesis.rules import (
-    ANY,
-    NORMAL,
-    POSITIVE,
-    Interval,
-    Operator,
-    Use,
-    adaptive,
-    addmm,
-    attention,
-    bias,
-    bilinear,
-    bmm,
-    cdist,
-    class_loss,
-    convolution,
-    embedding,
-    embedding_loss,
-    encoder,
-    gather,
-    group_norm,
-    halved,
-    index_select,
-    joined,
-    linear,
-    loss,
-    masked,
-    matmul,
-    norm_channels,
-    norm_last,
-    pairs,
-    pool,
-    prelu,
-    reduce,
-    resized,
-    same,
-    sdpa,
-    shaped,
-    size,
-    topk,
-)
+from cuda_agent.synthesis import rules
+from cuda_agent.synthesis.rules import ANY, NORMAL, POSITIVE, RANDN, Interval, Operator, Shape, Use, fixed, same, size
 
 _ALL = (1, 2, 3, 4, 5)
 _BATCHED = (2, 3, 4)
-_LIKE = "torch.randn({})"
-_ABOVE = "torch.rand({}) + 0.5"
+_ABOVE = "torch.rand({shape}) + 0.5"
+_SHARE = "torch.rand({shape})"
+_MASK = "torch.rand({shape}) > 0.5"
 _UNIT: Interval = (0.0, 1.0)
 _SIGNED_UNIT: Interval = (-1.0, 1.0)
 _NOT_NEGATIVE: Interval = (0.0, math.inf)
 
 
+def _first(x: Shape) -> Shape:
+    return x[:1]
+
+
+def _rows(x: Shape) -> Shape:
+    return x[:-1]
+
+
+def _halved(x: Shape) -> Shape | None:
+    return (*x[:-1], x[-1] // 2) if x[-1] % 2 == 0 else None
+
+
+def _doubled(x: Shape) -> Shape:
+    return (*x[:-1], 2 * x[-1])
+
+
+def _resized(x: Shape) -> Shape:
+    return (*x[:2], *(2 * length for length in x[2:]))
+
+
+def _unfolded(x: Shape) -> Shape:
+    return (x[0], 9 * x[1], max(0, x[2] - 2) * max(0, x[3] - 2))
+
+
+_elementwise = partial(Operator, "elementwise")
+
+
 def _unary(name: str, work: float, needs: Interval = ANY, gives: Interval | None = ANY, *more: str) -> Operator:
-    return Operator(name, "elementwise", _ALL, same(f"{name}({{x}})", *more, work=work), needs, gives)
+    return _elementwise(name, _ALL, same(f"{name}({{x}})", *more, work=work), needs, gives)
 
 
 _ELEMENTWISE = [
@@ -119,289 +104,233 @@ _ELEMENTWISE = [
     _unary("F.logsigmoid", 150),
     _unary("F.tanhshrink", 200),
     _unary("F.softshrink", 3, ANY, ANY, "F.softshrink({x}, lambd=0.3)"),
-    Operator("nn.PReLU", "elementwise", _BATCHED, prelu, gives=ANY),
-    Operator("torch.clamp", "elementwise", _ALL, same("torch.clamp({x}, -1.5, 1.5)", work=2), gives=(-1.5, 1.5)),
-    Operator("torch.pow", "elementwise", _ALL, same("torch.pow({x}, 3)", "torch.pow({x}, 2)", work=8), gives=ANY),
-    Operator(
-        "torch.add",
-        "elementwise",
-        _ALL,
-        same("torch.add({x}, {y})", "torch.add({x}, {y}, alpha=0.5)", other=_LIKE),
+    _elementwise("nn.PReLU", _BATCHED, rules.layer("nn.PReLU({channels})", rules.channels, 10), gives=ANY),
+    _elementwise("torch.clamp", _ALL, same("torch.clamp({x}, -1.5, 1.5)", work=2), gives=(-1.5, 1.5)),
+    _elementwise("torch.pow", _ALL, same("torch.pow({x}, 3)", "torch.pow({x}, 2)", work=8), gives=ANY),
+    _elementwise("torch.add", _ALL, same("torch.add({x}, {y})", "torch.add({x}, {y}, alpha=0.5)", y=RANDN), gives=ANY),
+    _elementwise("torch.sub", _ALL, same("torch.sub({x}, {y})", y=RANDN), gives=ANY),
+    _elementwise("torch.mul", _ALL, same("torch.mul({x}, {y})", y=RANDN), gives=ANY),
+    _elementwise("torch.div", _ALL, same("torch.div({x}, {y})", y=_ABOVE), gives=ANY),
+    _elementwise("torch.maximum", _ALL, same("torch.maximum({x}, {y})", y=RANDN), gives=ANY),
+    _elementwise("torch.minimum", _ALL, same("torch.minimum({x}, {y})", y=RANDN), gives=ANY),
+    _elementwise("torch.atan2", _ALL, same("torch.atan2({x}, {y})", work=200, y=_ABOVE), gives=(-1.6, 1.6)),
+    _elementwise("torch.hypot", _ALL, same("torch.hypot({x}, {y})", work=30, y=RANDN), gives=_NOT_NEGATIVE),
+    _elementwise("torch.logaddexp", _ALL, same("torch.logaddexp({x}, {y})", work=400, y=RANDN), gives=ANY),
+    _elementwise("torch.lerp", _ALL, same("torch.lerp({x}, {y}, 0.3)", y=RANDN), gives=ANY),
+    _elementwise("torch.where", _ALL, fixed("torch.where({mask}, {x}, {y})", work=1, mask=_MASK, y=RANDN), gives=ANY),
+    _elementwise(
+        "torch.addcmul",
+        _BATCHED,
+        rules.layer(
+            "nn.Parameter(torch.randn({features}))", rules.features, 1, "torch.addcmul({x}, {x}, self.{m}, value=0.5)"
+        ),
         gives=ANY,
     ),
-    Operator("torch.sub", "elementwise", _ALL, same("torch.sub({x}, {y})", other=_LIKE), gives=ANY),
-    Operator("torch.mul", "elementwise", _ALL, same("torch.mul({x}, {y})", other=_LIKE), gives=ANY),
-    Operator("torch.div", "elementwise", _ALL, same("torch.div({x}, {y})", other=_ABOVE), gives=ANY),
-    Operator("torch.maximum", "elementwise", _ALL, same("torch.maximum({x}, {y})", other=_LIKE), gives=ANY),
-    Operator("torch.minimum", "elementwise", _ALL, same("torch.minimum({x}, {y})", other=_LIKE), gives=ANY),
-    Operator(
-        "torch.atan2", "elementwise", _ALL, same("torch.atan2({x}, {y})", other=_ABOVE, work=200), gives=(-1.6, 1.6)
-    ),
-    Operator(
-        "torch.hypot", "elementwise", _ALL, same("torch.hypot({x}, {y})", other=_LIKE, work=30), gives=_NOT_NEGATIVE
-    ),
-    Operator(
-        "torch.logaddexp", "elementwise", _ALL, same("torch.logaddexp({x}, {y})", other=_LIKE, work=400), gives=ANY
-    ),
-    Operator("torch.lerp", "elementwise", _ALL, same("torch.lerp({x}, {y}, 0.3)", other=_LIKE), gives=ANY),
-    Operator("torch.where", "elementwise", _ALL, masked("torch.where({mask}, {x}, {y})", other=True), gives=ANY),
-    Operator("torch.addcmul", "elementwise", _BATCHED, bias("torch.addcmul({x}, {x}, self.{m}, value=0.5)"), gives=ANY),
-    Operator("torch.copysign", "elementwise", _ALL, same("torch.copysign({x}, {y})", other=_LIKE, work=10), gives=ANY),
+    _elementwise("torch.copysign", _ALL, same("torch.copysign({x}, {y})", work=10, y=RANDN), gives=ANY),
 ]
 
+_reduction, _scan = partial(Operator, "reduction"), partial(Operator, "scan")
 _REDUCTIONS = [
-    Operator("torch.sum", "reduction", _BATCHED, reduce("torch.sum"), gives=ANY),
-    Operator("torch.mean", "reduction", _BATCHED, reduce("torch.mean")),
-    Operator("torch.amax", "reduction", _BATCHED, reduce("torch.amax")),
-    Operator("torch.amin", "reduction", _BATCHED, reduce("torch.amin")),
-    Operator("torch.max", "reduction", _BATCHED, reduce("torch.max", 60, "[0]")),
-    Operator("torch.var", "reduction", _BATCHED, reduce("torch.var", 100), gives=_NOT_NEGATIVE),
-    Operator("torch.std", "reduction", _BATCHED, reduce("torch.std", 100), gives=_NOT_NEGATIVE),
-    Operator("torch.logsumexp", "reduction", _BATCHED, reduce("torch.logsumexp", 60), gives=ANY),
-    Operator("torch.median", "reduction", _BATCHED, reduce("torch.median", 2000, "[0]")),
-    Operator(
-        "torch.linalg.vector_norm", "reduction", _BATCHED, reduce("torch.linalg.vector_norm", 10), gives=_NOT_NEGATIVE
-    ),
-    Operator("torch.cumsum", "scan", _BATCHED, same("torch.cumsum({x}, dim=-1)", work=70), gives=ANY),
-    Operator("torch.cummax", "scan", _BATCHED, same("torch.cummax({x}, dim=-1)[0]", work=500)),
-    Operator("torch.logcumsumexp", "scan", _BATCHED, same("torch.logcumsumexp({x}, dim=-1)", work=3000), gives=ANY),
-    Operator(
-        "torch.diff", "scan", _BATCHED, shaped("torch.diff({x}, dim=-1)", lambda x: (*x[:-1], x[-1] - 1)), gives=ANY
-    ),
-    Operator("torch.sort", "scan", _BATCHED, same("torch.sort({x}, dim=-1)[0]", work=3800)),
-    Operator("torch.topk", "scan", _BATCHED, topk),
+    _reduction("torch.sum", _BATCHED, rules.reduce("torch.sum"), gives=ANY),
+    _reduction("torch.mean", _BATCHED, rules.reduce("torch.mean")),
+    _reduction("torch.amax", _BATCHED, rules.reduce("torch.amax")),
+    _reduction("torch.amin", _BATCHED, rules.reduce("torch.amin")),
+    _reduction("torch.max", _BATCHED, rules.reduce("torch.max", 60, "[0]")),
+    _reduction("torch.var", _BATCHED, rules.reduce("torch.var", 100), gives=_NOT_NEGATIVE),
+    _reduction("torch.std", _BATCHED, rules.reduce("torch.std", 100), gives=_NOT_NEGATIVE),
+    _reduction("torch.logsumexp", _BATCHED, rules.reduce("torch.logsumexp", 60), gives=ANY),
+    _reduction("torch.median", _BATCHED, rules.reduce("torch.median", 2000, "[0]")),
+    _reduction("torch.linalg.vector_norm", _BATCHED, rules.reduce("torch.linalg.vector_norm", 10), gives=_NOT_NEGATIVE),
+    _scan("torch.cumsum", _BATCHED, same("torch.cumsum({x}, dim=-1)", work=70), gives=ANY),
+    _scan("torch.cummax", _BATCHED, same("torch.cummax({x}, dim=-1)[0]", work=500)),
+    _scan("torch.logcumsumexp", _BATCHED, same("torch.logcumsumexp({x}, dim=-1)", work=3000), gives=ANY),
+    _scan("torch.diff", _BATCHED, fixed("torch.diff({x}, dim=-1)", lambda x: (*x[:-1], x[-1] - 1)), gives=ANY),
+    _scan("torch.sort", _BATCHED, same("torch.sort({x}, dim=-1)[0]", work=3800)),
+    _scan("torch.topk", _BATCHED, rules.topk),
 ]
 
+
+_normalisation = partial(Operator, "normalisation")
 _NORMALISATIONS = [
-    Operator("torch.softmax", "normalisation", _BATCHED, same("torch.softmax({x}, dim=-1)", work=30), gives=_UNIT),
-    Operator("F.softmin", "normalisation", _BATCHED, same("F.softmin({x}, dim=-1)", work=40), gives=_UNIT),
-    Operator(
-        "torch.log_softmax", "normalisation", _BATCHED, same("torch.log_softmax({x}, dim=-1)", work=30), gives=ANY
+    _normalisation("torch.softmax", _BATCHED, same("torch.softmax({x}, dim=-1)", work=30), gives=_UNIT),
+    _normalisation("F.softmin", _BATCHED, same("F.softmin({x}, dim=-1)", work=40), gives=_UNIT),
+    _normalisation("torch.log_softmax", _BATCHED, same("torch.log_softmax({x}, dim=-1)", work=30), gives=ANY),
+    _normalisation("F.normalize", _BATCHED, same("F.normalize({x}, dim=-1)", work=10), gives=_SIGNED_UNIT),
+    *(
+        _normalisation(name, _BATCHED, rules.layer(f"{name}({{features}})", rules.features, 15), gives=NORMAL)
+        for name in ("nn.LayerNorm", "nn.RMSNorm")
     ),
-    Operator("F.normalize", "normalisation", _BATCHED, same("F.normalize({x}, dim=-1)", work=10), gives=_SIGNED_UNIT),
-    Operator("nn.LayerNorm", "normalisation", _BATCHED, norm_last("nn.LayerNorm"), gives=NORMAL),
-    Operator("nn.RMSNorm", "normalisation", _BATCHED, norm_last("nn.RMSNorm"), gives=NORMAL),
-    Operator("nn.GroupNorm", "normalisation", (3, 4), group_norm, gives=NORMAL),
-    Operator("nn.BatchNorm1d", "normalisation", (2, 3), norm_channels("nn.BatchNorm1d")),
-    Operator("nn.BatchNorm2d", "normalisation", (4,), norm_channels("nn.BatchNorm2d")),
-    Operator("nn.BatchNorm3d", "normalisation", (5,), norm_channels("nn.BatchNorm3d")),
-    Operator("nn.InstanceNorm1d", "normalisation", (3,), norm_channels("nn.InstanceNorm1d"), gives=NORMAL),
-    Operator("nn.InstanceNorm2d", "normalisation", (4,), norm_channels("nn.InstanceNorm2d"), gives=NORMAL),
-    Operator("nn.InstanceNorm3d", "normalisation", (5,), norm_channels("nn.InstanceNorm3d"), gives=NORMAL),
-    Operator("F.local_response_norm", "normalisation", (4,), same("F.local_response_norm({x}, 5)", work=500)),
+    _normalisation(
+        "nn.GroupNorm", (3, 4), rules.layer("nn.GroupNorm({groups}, {channels})", rules.groups, 20), gives=NORMAL
+    ),
+    *(
+        _normalisation(name, ranks, rules.layer(f"{name}({{channels}})", rules.channels, 40), gives=gives)
+        for name, ranks, gives in (
+            ("nn.BatchNorm1d", (2, 3), None),
+            ("nn.BatchNorm2d", (4,), None),
+            ("nn.BatchNorm3d", (5,), None),
+            ("nn.InstanceNorm1d", (3,), NORMAL),
+            ("nn.InstanceNorm2d", (4,), NORMAL),
+            ("nn.InstanceNorm3d", (5,), NORMAL),
+        )
+    ),
+    _normalisation("F.local_response_norm", (4,), same("F.local_response_norm({x}, 5)", work=500)),
 ]
 
+_pooling = partial(Operator, "pooling")
 _POOLING = [
-    Operator("nn.MaxPool1d", "pooling", (3,), pool("nn.MaxPool1d", 400)),
-    Operator("nn.MaxPool2d", "pooling", (4,), pool("nn.MaxPool2d", 400)),
-    Operator("nn.MaxPool3d", "pooling", (5,), pool("nn.MaxPool3d", 400)),
-    Operator("nn.AvgPool1d", "pooling", (3,), pool("nn.AvgPool1d", 150)),
-    Operator("nn.AvgPool2d", "pooling", (4,), pool("nn.AvgPool2d", 150)),
-    Operator("nn.AvgPool3d", "pooling", (5,), pool("nn.AvgPool3d", 150)),
-    Operator("nn.LPPool2d", "pooling", (4,), pool("nn.LPPool2d", 300, "2, "), gives=_NOT_NEGATIVE),
-    Operator("F.adaptive_avg_pool1d", "pooling", (3,), adaptive("F.adaptive_avg_pool1d")),
-    Operator("F.adaptive_avg_pool2d", "pooling", (4,), adaptive("F.adaptive_avg_pool2d")),
-    Operator("F.adaptive_avg_pool3d", "pooling", (5,), adaptive("F.adaptive_avg_pool3d")),
-    Operator("F.adaptive_max_pool1d", "pooling", (3,), adaptive("F.adaptive_max_pool1d")),
-    Operator("F.adaptive_max_pool2d", "pooling", (4,), adaptive("F.adaptive_max_pool2d")),
+    *(_pooling(f"nn.MaxPool{d}d", (d + 2,), rules.pool(f"nn.MaxPool{d}d", 400)) for d in (1, 2, 3)),
+    *(_pooling(f"nn.AvgPool{d}d", (d + 2,), rules.pool(f"nn.AvgPool{d}d", 150)) for d in (1, 2, 3)),
+    _pooling("nn.LPPool2d", (4,), rules.pool("nn.LPPool2d", 300, "2, "), gives=_NOT_NEGATIVE),
+    *(_pooling(f"F.adaptive_avg_pool{d}d", (d + 2,), rules.adaptive(f"F.adaptive_avg_pool{d}d")) for d in (1, 2, 3)),
+    *(_pooling(f"F.adaptive_max_pool{d}d", (d + 2,), rules.adaptive(f"F.adaptive_max_pool{d}d")) for d in (1, 2)),
 ]
 
+_convolution, _matmul = partial(Operator, "convolution", gives=ANY), partial(Operator, "matmul", gives=ANY)
+_attention = partial(Operator, "attention")
 _MATMULS = [
-    Operator("nn.Conv1d", "convolution", (3,), convolution("nn.Conv1d"), gives=ANY),
-    Operator("nn.Conv2d", "convolution", (4,), convolution("nn.Conv2d"), gives=ANY),
-    Operator("nn.Conv3d", "convolution", (5,), convolution("nn.Conv3d"), gives=ANY),
-    Operator("nn.ConvTranspose1d", "convolution", (3,), convolution("nn.ConvTranspose1d", True), gives=ANY),
-    Operator("nn.ConvTranspose2d", "convolution", (4,), convolution("nn.ConvTranspose2d", True), gives=ANY),
-    Operator("nn.ConvTranspose3d", "convolution", (5,), convolution("nn.ConvTranspose3d", True), gives=ANY),
-    Operator("nn.Linear", "matmul", _BATCHED, linear, gives=ANY),
-    Operator("nn.Bilinear", "matmul", (2, 3), bilinear, gives=ANY),
-    Operator(
-        "torch.matmul",
-        "matmul",
-        _BATCHED,
-        matmul("torch.matmul({x}, self.{m})", "{features}, {out_features}"),
-        gives=ANY,
+    *(_convolution(f"nn.Conv{d}d", (d + 2,), rules.convolution(f"nn.Conv{d}d")) for d in (1, 2, 3)),
+    *(
+        _convolution(f"nn.ConvTranspose{d}d", (d + 2,), rules.convolution(f"nn.ConvTranspose{d}d", transposed=True))
+        for d in (1, 2, 3)
     ),
-    Operator("torch.mm", "matmul", (2,), matmul("torch.mm({x}, self.{m})", "{features}, {out_features}"), gives=ANY),
-    Operator(
-        "torch.einsum",
-        "matmul",
-        (3,),
-        matmul("torch.einsum('bsi,io->bso', {x}, self.{m})", "{features}, {out_features}"),
-        gives=ANY,
-    ),
-    Operator(
-        "F.linear", "matmul", _BATCHED, matmul("F.linear({x}, self.{m})", "{out_features}, {features}"), gives=ANY
-    ),
-    Operator("torch.addmm", "matmul", (2,), addmm, gives=ANY),
-    Operator("torch.bmm", "matmul", (3,), bmm("torch.bmm({x}, {y})"), gives=ANY),
-    Operator("torch.baddbmm", "matmul", (3,), bmm("torch.baddbmm({z}, {x}, {y})", added=True), gives=ANY),
-    Operator("torch.cdist", "matmul", (3,), cdist, gives=_NOT_NEGATIVE),
-    Operator("F.scaled_dot_product_attention", "attention", (4,), sdpa),
-    Operator("nn.MultiheadAttention", "attention", (3,), attention, gives=ANY),
-    Operator("nn.TransformerEncoderLayer", "attention", (3,), encoder, gives=NORMAL),
+    _matmul("nn.Linear", _BATCHED, rules.linear),
+    _matmul("nn.Bilinear", (2, 3), rules.bilinear),
+    _matmul("torch.matmul", _BATCHED, rules.matmul("torch.matmul({x}, self.{m})")),
+    _matmul("torch.mm", (2,), rules.matmul("torch.mm({x}, self.{m})")),
+    _matmul("torch.einsum", (3,), rules.matmul("torch.einsum('bsi,io->bso', {x}, self.{m})")),
+    _matmul("F.linear", _BATCHED, rules.matmul("F.linear({x}, self.{m})", "{out_features}, {features}")),
+    _matmul("torch.addmm", (2,), rules.addmm),
+    _matmul("torch.bmm", (3,), rules.bmm("torch.bmm({x}, {y})")),
+    _matmul("torch.baddbmm", (3,), rules.bmm("torch.baddbmm({z}, {x}, {y})", added=True)),
+    Operator("matmul", "torch.cdist", (3,), rules.cdist, gives=_NOT_NEGATIVE),
+    _attention("F.scaled_dot_product_attention", (4,), rules.attend),
+    _attention("nn.MultiheadAttention", (3,), rules.multihead, gives=ANY),
+    _attention("nn.TransformerEncoderLayer", (3,), rules.encoder, gives=NORMAL),
 ]
 
+_loss = partial(Operator, "loss", last=True)
+_CLASS = "torch.randint(0, {last}, ({batch},))"
 _LOSSES = [
-    Operator("F.mse_loss", "loss", _BATCHED, loss("F.mse_loss"), last=True),
-    Operator("F.l1_loss", "loss", _BATCHED, loss("F.l1_loss"), last=True),
-    Operator("F.smooth_l1_loss", "loss", _BATCHED, loss("F.smooth_l1_loss"), last=True),
-    Operator("F.huber_loss", "loss", _BATCHED, loss("F.huber_loss"), last=True),
-    Operator("F.soft_margin_loss", "loss", _BATCHED, loss("F.soft_margin_loss", work=200), last=True),
-    Operator("F.poisson_nll_loss", "loss", _BATCHED, loss("F.poisson_nll_loss", _ABOVE, 30), NORMAL, last=True),
-    Operator("F.kl_div", "loss", _BATCHED, loss("F.kl_div", "torch.rand({})", 200), last=True),
-    Operator(
+    _loss("F.mse_loss", _BATCHED, rules.loss("F.mse_loss")),
+    _loss("F.l1_loss", _BATCHED, rules.loss("F.l1_loss")),
+    _loss("F.smooth_l1_loss", _BATCHED, rules.loss("F.smooth_l1_loss")),
+    _loss("F.huber_loss", _BATCHED, rules.loss("F.huber_loss")),
+    _loss("F.soft_margin_loss", _BATCHED, rules.loss("F.soft_margin_loss", work=200)),
+    _loss("F.poisson_nll_loss", _BATCHED, rules.loss("F.poisson_nll_loss", _ABOVE, 30), NORMAL),
+    _loss("F.kl_div", _BATCHED, rules.loss("F.kl_div", _SHARE, 200)),
+    _loss(
         "F.binary_cross_entropy_with_logits",
-        "loss",
         _BATCHED,
-        loss("F.binary_cross_entropy_with_logits", "torch.rand({})", 200),
-        last=True,
+        rules.loss("F.binary_cross_entropy_with_logits", _SHARE, 200),
     ),
-    Operator(
-        "F.binary_cross_entropy",
-        "loss",
-        _BATCHED,
-        loss("F.binary_cross_entropy", "torch.rand({})", 200),
-        (0.02, 0.98),
-        last=True,
+    _loss("F.binary_cross_entropy", _BATCHED, rules.loss("F.binary_cross_entropy", _SHARE, 200), (0.02, 0.98)),
+    *(
+        _loss(name, (2,), fixed(f"{name}({{x}}, {{target}}, reduction='none')", _first, 60, target=_CLASS))
+        for name in ("F.cross_entropy", "F.multi_margin_loss")
     ),
-    Operator(
-        "F.cross_entropy", "loss", (2,), class_loss("F.cross_entropy({x}, {target}, reduction='none')"), last=True
-    ),
-    Operator(
-        "F.multi_margin_loss",
-        "loss",
-        (2,),
-        class_loss("F.multi_margin_loss({x}, {target}, reduction='none')"),
-        last=True,
-    ),
-    Operator("F.cosine_similarity", "loss", _BATCHED, pairs("F.cosine_similarity({x}, {y}, dim=-1)"), last=True),
-    Operator("F.pairwise_distance", "loss", _BATCHED, pairs("F.pairwise_distance({x}, {y})"), last=True),
-    Operator(
+    _loss("F.cosine_similarity", _BATCHED, fixed("F.cosine_similarity({x}, {y}, dim=-1)", _rows, 40, y=RANDN)),
+    _loss("F.pairwise_distance", _BATCHED, fixed("F.pairwise_distance({x}, {y})", _rows, 40, y=RANDN)),
+    _loss(
         "F.triplet_margin_loss",
-        "loss",
         (2,),
-        pairs("F.triplet_margin_loss({x}, {y}, {z}, reduction='none')", triple=True),
-        last=True,
+        fixed("F.triplet_margin_loss({x}, {y}, {z}, reduction='none')", _rows, 40, y=RANDN, z=RANDN),
     ),
-    Operator("F.cosine_embedding_loss", "loss", (2,), embedding_loss, last=True),
-]
-
-_SHAPES = [
-    Operator(
-        "torch.transpose",
-        "shape",
-        (3, 4),
-        shaped("torch.transpose({x}, 1, 2)", lambda x: (x[0], x[2], x[1], *x[3:]), False),
-    ),
-    Operator(
-        "torch.permute",
-        "shape",
-        (4,),
-        shaped("torch.permute({x}, (0, 2, 3, 1))", lambda x: (x[0], x[2], x[3], x[1]), False),
-    ),
-    Operator(
-        "torch.flatten", "shape", (3, 4, 5), shaped("torch.flatten({x}, 1)", lambda x: (x[0], size(x[1:])), False)
-    ),
-    Operator("torch.unsqueeze", "shape", (2, 3), shaped("torch.unsqueeze({x}, 1)", lambda x: (x[0], 1, *x[1:]), False)),
-    Operator(
-        "torch.narrow",
-        "shape",
-        _BATCHED,
-        shaped("torch.narrow({x}, -1, 1, 4)", lambda x: (*x[:-1], 4) if x[-1] > 4 else None, False),
-    ),
-    Operator("torch.chunk", "shape", _BATCHED, shaped("torch.chunk({x}, 2, dim=-1)[1]", halved, False)),
-    Operator(
-        "torch.unflatten",
-        "shape",
-        (2, 3),
-        shaped(
-            "torch.unflatten({x}, -1, (4, -1))", lambda x: (*x[:-1], 4, x[-1] // 4) if x[-1] % 4 == 0 else None, False
+    _loss(
+        "F.cosine_embedding_loss",
+        (2,),
+        fixed(
+            "F.cosine_embedding_loss({x}, {y}, {target}, reduction='none')",
+            _first,
+            40,
+            y=RANDN,
+            target="torch.randint(0, 2, ({batch},)) * 2 - 1",
         ),
     ),
-    Operator("torch.flip", "shape", _BATCHED, shaped("torch.flip({x}, (-1,))", lambda x: x)),
-    Operator("torch.roll", "shape", _BATCHED, shaped("torch.roll({x}, 3, dims=-1)", lambda x: x)),
-    Operator("torch.cat", "shape", _BATCHED, joined("torch.cat([{x}, {y}], dim=-1)", -1), gives=ANY),
-    Operator("torch.stack", "shape", (2, 3), joined("torch.stack([{x}, {y}], dim=1)", None), gives=ANY),
-    Operator("torch.tile", "shape", (2, 3), shaped("torch.tile({x}, (2,))", lambda x: (*x[:-1], 2 * x[-1]))),
-    Operator(
-        "torch.repeat_interleave",
-        "shape",
+]
+
+_shape = partial(Operator, "shape")
+_INDEX = "torch.randint(0, {last}, ({shape},))"
+_SHAPES = [
+    _shape(
+        "torch.transpose", (3, 4), fixed("torch.transpose({x}, 1, 2)", lambda x: (x[0], x[2], x[1], *x[3:]), moved=0)
+    ),
+    _shape(
+        "torch.permute", (4,), fixed("torch.permute({x}, (0, 2, 3, 1))", lambda x: (x[0], x[2], x[3], x[1]), moved=0)
+    ),
+    _shape("torch.flatten", (3, 4, 5), fixed("torch.flatten({x}, 1)", lambda x: (x[0], size(x[1:])), moved=0)),
+    _shape("torch.unsqueeze", (2, 3), fixed("torch.unsqueeze({x}, 1)", lambda x: (x[0], 1, *x[1:]), moved=0)),
+    _shape(
+        "torch.narrow",
         _BATCHED,
-        shaped("torch.repeat_interleave({x}, 2, dim=-1)", lambda x: (*x[:-1], 2 * x[-1])),
+        fixed("torch.narrow({x}, -1, 1, 4)", lambda x: (*x[:-1], 4) if x[-1] > 4 else None, moved=0),
     ),
-    Operator("torch.tril", "shape", (3, 4), same("torch.tril({x})", "torch.tril({x}, diagonal=-1)"), gives=ANY),
-    Operator("torch.triu", "shape", (3, 4), same("torch.triu({x})", "torch.triu({x}, diagonal=1)"), gives=ANY),
-    Operator(
+    _shape("torch.chunk", _BATCHED, fixed("torch.chunk({x}, 2, dim=-1)[1]", _halved, moved=0)),
+    _shape(
+        "torch.unflatten",
+        (2, 3),
+        fixed(
+            "torch.unflatten({x}, -1, (4, -1))", lambda x: (*x[:-1], 4, x[-1] // 4) if x[-1] % 4 == 0 else None, moved=0
+        ),
+    ),
+    _shape("torch.flip", _BATCHED, fixed("torch.flip({x}, (-1,))")),
+    _shape("torch.roll", _BATCHED, fixed("torch.roll({x}, 3, dims=-1)")),
+    _shape("torch.cat", _BATCHED, fixed("torch.cat([{x}, {y}], dim=-1)", _doubled, y=RANDN), gives=ANY),
+    _shape(
+        "torch.stack", (2, 3), fixed("torch.stack([{x}, {y}], dim=1)", lambda x: (x[0], 2, *x[1:]), y=RANDN), gives=ANY
+    ),
+    _shape("torch.tile", (2, 3), fixed("torch.tile({x}, (2,))", _doubled)),
+    _shape("torch.repeat_interleave", _BATCHED, fixed("torch.repeat_interleave({x}, 2, dim=-1)", _doubled)),
+    _shape("torch.tril", (3, 4), same("torch.tril({x})", "torch.tril({x}, diagonal=-1)"), gives=ANY),
+    _shape("torch.triu", (3, 4), same("torch.triu({x})", "torch.triu({x}, diagonal=1)"), gives=ANY),
+    _shape(
         "torch.diagonal",
-        "shape",
         (3,),
-        shaped("torch.diagonal({x}, dim1=-2, dim2=-1)", lambda x: (x[0], min(x[1], x[2])), False),
+        fixed("torch.diagonal({x}, dim1=-2, dim2=-1)", lambda x: (x[0], min(x[1], x[2])), moved=0),
     ),
-    Operator("torch.index_select", "shape", _BATCHED, index_select),
-    Operator("torch.gather", "shape", _BATCHED, gather("torch.gather({x}, -1, {index})")),
-    Operator("torch.take_along_dim", "shape", _BATCHED, gather("torch.take_along_dim({x}, {index}, dim=-1)")),
-    Operator("torch.masked_fill", "shape", _ALL, masked("torch.masked_fill({x}, {mask}, 0.0)"), gives=ANY),
-    Operator("F.pad", "shape", _BATCHED, shaped("F.pad({x}, (1, 2))", lambda x: (*x[:-1], x[-1] + 3)), gives=ANY),
-    Operator("F.glu", "shape", _BATCHED, shaped("F.glu({x}, dim=-1)", halved), gives=ANY),
-    Operator("F.interpolate", "shape", (4,), shaped("F.interpolate({x}, scale_factor=2, mode='bilinear')", resized(2))),
-    Operator(
+    _shape(
+        "torch.index_select",
+        _BATCHED,
+        fixed(
+            "torch.index_select({x}, -1, {index})",
+            lambda x: (*x[:-1], max(1, x[-1] // 2)),
+            100,
+            index="torch.randint(0, {last}, ({half},))",
+        ),
+    ),
+    _shape("torch.gather", _BATCHED, fixed("torch.gather({x}, -1, {index})", work=300, moved=4.0, index=_INDEX)),
+    _shape(
+        "torch.take_along_dim",
+        _BATCHED,
+        fixed("torch.take_along_dim({x}, {index}, dim=-1)", work=300, moved=4.0, index=_INDEX),
+    ),
+    _shape("torch.masked_fill", _ALL, fixed("torch.masked_fill({x}, {mask}, 0.0)", work=1, mask=_MASK), gives=ANY),
+    _shape("F.pad", _BATCHED, fixed("F.pad({x}, (1, 2))", lambda x: (*x[:-1], x[-1] + 3)), gives=ANY),
+    _shape("F.glu", _BATCHED, fixed("F.glu({x}, dim=-1)", _halved), gives=ANY),
+    _shape("F.interpolate", (4,), fixed("F.interpolate({x}, scale_factor=2, mode='bilinear')", _resized)),
+    _shape(
         "nn.Upsample",
-        "shape",
         (3, 4),
-        lambda rng, x: Use("self.{m}({x})", resized(2)(x), "nn.Upsample(scale_factor={scale})", (("scale", 2),)),
+        lambda rng, x: Use("self.{m}({x})", _resized(x), "nn.Upsample(scale_factor={scale})", (("scale", 2),)),
     ),
-    Operator(
+    _shape(
         "F.pixel_shuffle",
-        "shape",
         (4,),
-        shaped("F.pixel_shuffle({x}, 2)", lambda x: (x[0], x[1] // 4, 2 * x[2], 2 * x[3]) if x[1] % 4 == 0 else None),
+        fixed("F.pixel_shuffle({x}, 2)", lambda x: (x[0], x[1] // 4, 2 * x[2], 2 * x[3]) if x[1] % 4 == 0 else None),
     ),
-    Operator(
+    _shape(
         "F.pixel_unshuffle",
-        "shape",
         (4,),
-        shaped(
+        fixed(
             "F.pixel_unshuffle({x}, 2)",
             lambda x: (x[0], 4 * x[1], x[2] // 2, x[3] // 2) if x[2] % 2 == x[3] % 2 == 0 else None,
         ),
     ),
-    Operator(
-        "F.channel_shuffle", "shape", (4,), shaped("F.channel_shuffle({x}, 2)", lambda x: x if x[1] % 2 == 0 else None)
-    ),
-    Operator(
-        "F.unfold",
-        "shape",
-        (4,),
-        shaped(
-            "F.unfold({x}, 3)",
-            lambda x: (x[0], 9 * x[1], (x[2] - 2) * (x[3] - 2)) if min(x[2:]) > 2 else None,
-            work=1000,
-        ),
-    ),
-    Operator("nn.Embedding", "shape", (2,), embedding, gives=NORMAL, first=True),
+    _shape("F.channel_shuffle", (4,), fixed("F.channel_shuffle({x}, 2)", lambda x: x if x[1] % 2 == 0 else None)),
+    _shape("F.unfold", (4,), fixed("F.unfold({x}, 3)", _unfolded, lambda x: 1000 * size(_unfolded(x)))),
+    _shape("nn.Embedding", (2,), rules.embedding, gives=NORMAL, first=True),
 ]
 
 CATALOGUE: tuple[Operator, ...] = (
     *_ELEMENTWISE, *_REDUCTIONS, *_NORMALISATIONS, *_POOLING, *_MATMULS, *_LOSSES, *_SHAPES,
 )  # fmt: skip
-
-
-def path_of(name: str) -> str:
-    """``F.gelu`` -> ``torch.nn.functional.gelu``: the import path of an operator."""
-    head, _, rest = name.partition(".")
-    return {"F": "torch.nn.functional.", "nn": "torch.nn.", "torch": "torch.", "Tensor": "torch.Tensor."}[head] + rest
-
-
-@cache
-def available() -> tuple[Operator, ...]:
-    """The operators that the installed torch has.  Imports torch."""
-    import torch
-
-    def exists(path: str) -> bool:
-        here: object = torch
-        for part in path.split(".")[1:]:
-            here = getattr(here, part, None)
-        return here is not None
-
-    return tuple(operator for operator in CATALOGUE if exists(path_of(operator.name)))

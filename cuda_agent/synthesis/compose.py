@@ -1,42 +1,32 @@
-"""Composes tasks: the protocol, and the programmatic writer.
+"""Composes tasks: a writer that samples operators and shapes, and a language model that writes the task.
 
-The programmatic writer stacks at most ``max_ops`` operators of the catalogue, or takes one layer of ``transformers``,
-and then chooses the batch so that a cost model (bytes moved, operations, one launch per operator) puts eager's time at
-a target inside the window.  The filters correct the cost model's error with times from the sandbox.
-
-What it does not cover: branches and residual connections, training steps, dtypes other than float32, and the model
-writer (``writer.py``).
+The programmatic writer stacks operators of the catalogue, or takes one layer of ``transformers``, and chooses the batch
+so that a cost model puts eager's time inside the window; the filters correct its error with times from the sandbox.  A
+model's answer is text: its form is parsed, and only the sandbox executes it.  Not covered: branches and residual
+connections, training steps, dtypes other than float32.
 """
 
-import hashlib
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
-from cuda_agent.synthesis.layers import Layer
-from cuda_agent.synthesis.render import render
+from cuda_agent.policy.served import ServedModel
+from cuda_agent.synthesis.catalogue import CATALOGUE
+from cuda_agent.synthesis.layers import LAYERS, render
 from cuda_agent.synthesis.rules import NORMAL, Interval, Operator, Shape, Use, size
-from cuda_agent.tasks.inspect import recompute_ops
+from cuda_agent.tasks.inspect import problems, recompute_ops
 from cuda_agent.tasks.task import Task
 
 # How many operators a task gets.  The published set stacks two in 84 % of its tasks; the rest are rarer there.
 COUNT_WEIGHTS = {1: 0.1, 2: 0.45, 3: 0.25, 4: 0.12, 5: 0.08}
 LAYER_SHARE = 0.1  # stand-alone layers of transformers (published: 1.2 %)
 KIND_WEIGHTS = {
-    "elementwise": 3.0,
-    "reduction": 1.5,
-    "scan": 0.7,
-    "normalisation": 1.5,
-    "pooling": 1.0,
-    "convolution": 1.0,
-    "matmul": 2.0,
-    "attention": 0.7,
-    "loss": 0.7,
-    "shape": 1.0,
-}
+    "elementwise": 3.0, "reduction": 1.5, "scan": 0.7, "normalisation": 1.5, "pooling": 1.0,
+    "convolution": 1.0, "matmul": 2.0, "attention": 0.7, "loss": 0.7, "shape": 1.0,
+}  # fmt: skip
 _NEEDS_A_ROW = {"reduction", "scan", "normalisation", "loss"}  # a row of one value makes their result a constant
 
 
@@ -51,11 +41,7 @@ class Composer(Protocol):
     def repeatable(self) -> bool: ...
 
     async def compose(self, rng: Random) -> Task:
-        """Makes one task.
-
-        Raises:
-            ComposeError: This attempt gives no task.
-        """
+        """Makes one task.  Raises ComposeError if this attempt gives none."""
         ...
 
 
@@ -83,15 +69,13 @@ def speed_of(device: str, threads: int) -> Speed:
 class ProgrammaticWriter:
     """Samples operators and shapes.  ``window`` is seconds of eager time."""
 
-    operators: Sequence[Operator]
-    layers: Sequence[Layer]
     speed: Speed
     window: tuple[float, float]
     max_ops: int = 5
     repeatable: bool = True
 
     async def compose(self, rng: Random) -> Task:
-        make = self._layer if self.layers and rng.random() < LAYER_SHARE else self._chain
+        make = self._layer if rng.random() < LAYER_SHARE else self._chain
         for _ in range(200):
             task = make(rng)
             if task is not None:
@@ -99,8 +83,7 @@ class ProgrammaticWriter:
         raise ComposeError("no shape fits the window")
 
     def _chain(self, rng: Random) -> Task | None:
-        counts = range(1, self.max_ops + 1)
-        operators = pick_operators(self.operators, rng.choices(counts, [COUNT_WEIGHTS[n] for n in counts])[0], rng)
+        operators = pick_operators(CATALOGUE, draw_count(self.max_ops, rng), rng)
         if operators is None:
             return None
         first, seed = first_shape(operators[0], self.speed.wide, rng), rng.getrandbits(32)
@@ -119,20 +102,26 @@ class ProgrammaticWriter:
         return as_task(chain.code(), f"torch#{len(operators)}") if chain else None
 
     def _layer(self, rng: Random) -> Task | None:
-        layer, seed = rng.choice(self.layers), rng.getrandbits(32)
+        layer, seed = rng.choice(LAYERS), rng.getrandbits(32)
         batch = batch_for(
             lambda batch: self.speed.seconds(*layer.cost(batch, self.speed.wide, Random(seed))), self.window, rng
         )
         return as_task(layer.code(batch, self.speed.wide, Random(seed)), "transformers") if batch else None
 
 
-def as_task(code: str, data_source: str, family: str = "catalogue") -> Task:
+def as_task(code: str, data_source: str = "") -> Task:
     """The task of this source.  ``ops`` are recomputed from the code; the name is made of them and the digest, so
     that equal tasks are equal."""
     ops = recompute_ops(code)
-    words = [re.sub(r"\W+", "", op.rsplit(".", 1)[-1]).lower() for op in ops]
-    digest = hashlib.sha256(code.encode()).hexdigest()
-    return Task(f"{'_'.join(words[:5])}-{digest[:8]}", code, ops, data_source, family)
+    task = Task("", code, ops, data_source or f"torch#{len(ops)}")
+    words = [re.sub(r"\W+", "", op.rsplit(".", 1)[-1]).lower() for op in ops[:5]]
+    return replace(task, name=f"{'_'.join(words)}-{task.digest[:8]}")
+
+
+def draw_count(most: int, rng: Random) -> int:
+    """How many operators a task gets, at most ``most``."""
+    counts = range(1, most + 1)
+    return rng.choices(counts, [COUNT_WEIGHTS[n] for n in counts])[0]
 
 
 def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> list[Operator] | None:
@@ -228,20 +217,25 @@ def build(operators: Sequence[Operator], shape: Shape, rng: Random) -> Chain | N
         here = chain.shape
         if len(here) not in operator.ranks or (operator.kind in _NEEDS_A_ROW and here[-1] < 4):
             return None
-        use = operator.use(rng, here)
-        if use is None:
+        if (use := operator.use(rng, here)) is None:
             return None
         chain = _stacked(chain, operator, use, taken)
     return chain
 
 
 def _stacked(chain: Chain, operator: Operator, use: Use, taken: set[str]) -> Chain:
-    names = {"x": "x"}
-    for name in [name for name, _ in (*use.arguments, *use.inputs)]:
-        names[name] = _fresh(name, taken)
+    def fresh(name: str) -> str:
+        number, free = 1, name
+        while free in taken:
+            number += 1
+            free = f"{name}{number}"
+        taken.add(free)
+        return free
+
+    names = {"x": "x"} | {name: fresh(name) for name, _ in (*use.arguments, *use.inputs)}
     if use.init:
-        base = "weight" if use.init.startswith("nn.Parameter") else operator.name.rsplit(".", 1)[-1].lower()
-        names["m"] = _fresh(base, taken)
+        is_weight = use.init.startswith("nn.Parameter")
+        names["m"] = fresh("weight" if is_weight else operator.name.rsplit(".", 1)[-1].lower())
     extra = sum(_elements(source) for _, source in use.inputs)
     moved = size(chain.shape) + size(use.shape) + extra if use.moved is None else use.moved
     inputs = (("x", use.source),) if use.source else chain.inputs
@@ -256,16 +250,65 @@ def _stacked(chain: Chain, operator: Operator, use: Use, taken: set[str]) -> Cha
     )
 
 
-def _fresh(name: str, taken: set[str]) -> str:
-    number, fresh = 1, name
-    while fresh in taken:
-        number += 1
-        fresh = f"{name}{number}"
-    taken.add(fresh)
-    return fresh
-
-
 def _elements(source: str) -> int:
     """Elements of ``torch.randn(2, 3)`` or ``torch.randint(0, 9, (2, 3))`` in generated text."""
     inner = re.findall(r"\(([\d, ]+)\)", source)
     return math.prod(int(number) for number in re.findall(r"\d+", inner[-1])) if inner else 0
+
+
+SYSTEM = """You write small PyTorch problems that others will speed up with custom kernels.
+Answer with one Python code block and nothing else. The file must
+- import only torch (and torch.nn, torch.nn.functional);
+- define `class Model(nn.Module)` whose `forward` chains the given operators one after the other, each used once, as one
+  layer would, with no other heavy operator between them;
+- define `get_inputs()`: a list of fresh random float32 CPU tensors for `forward`, with values valid for every operator;
+- define `get_init_inputs()`: the list of arguments of `Model.__init__` (plain numbers; empty when it takes none).
+No dropout and no randomness in `forward`, no printing, no `if __name__`. The output must depend on the input: nothing
+that saturates, cancels or averages everything away. Reordering the operators to make shapes fit is allowed."""
+
+
+@dataclass(frozen=True)
+class ModelWriter:
+    url: str  # up to and with /v1
+    model: str
+    key_env: str
+    window: tuple[float, float]  # seconds of eager time
+    device: str = "cpu"
+    max_ops: int = 5
+    pause: float = 1.0  # seconds before the first retry; doubles
+    repeatable: bool = False
+
+    async def compose(self, rng: Random) -> Task:
+        """See ``Composer.compose``.  Raises ServedModelError if the address does not answer or refuses."""
+        chosen = pick_operators(CATALOGUE, draw_count(self.max_ops, rng), rng)
+        if chosen is None:
+            raise ComposeError("no operators fit together")
+        text = request_text([operator.name for operator in chosen], self.window, self.device)
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+        async with ServedModel(self.url, self.model, self.key_env, 120.0, pause=self.pause) as model:
+            return task_from_answer((await model.chat(messages)).content, self.max_ops)
+
+
+def request_text(operators: Sequence[str], window: tuple[float, float], device: str) -> str:
+    """The request to the model for one task."""
+    place = "a recent data-centre GPU" if device == "cuda" else "two CPU cores"
+    low, high = (f"{seconds * 1e3:g}" for seconds in window)
+    return (
+        f"Operators: {', '.join(operators)}.\n"
+        f"Choose shapes so that one eager forward pass takes between {low} and {high} ms on {place}."
+    )
+
+
+def task_from_answer(answer: str, max_ops: int = 5) -> Task:
+    """The task in a model's answer, which may have any form.  Raises ComposeError if there is none."""
+    blocks = re.findall(r"```[ \t]*(?:python|py)?[ \t]*\r?\n(.*?)```", answer, re.S | re.I)
+    candidates = [block for block in blocks if "class Model" in block] or blocks or [answer]
+    code = candidates[-1].replace("\r\n", "\n").strip() + "\n"
+    if found := problems(code):
+        raise ComposeError("malformed: " + re.sub(r"line \d+: ", "", found[0]))
+    task = as_task(code)
+    if not task.ops:
+        raise ComposeError("malformed: uses no operator")
+    if len(task.ops) > max_ops:
+        raise ComposeError("malformed: too many operators")
+    return task

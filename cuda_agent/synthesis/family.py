@@ -3,15 +3,14 @@
 One table per axis: an operator's name, its form in PyTorch, its form in C++. ``sample_task`` draws a task, ``parse``
 reads one back from its code, ``combination`` is the key of the held-out split.  Shapes are drawn so that eager takes
 roughly 0.05-5 ms on two cores; filters apply the exact window.
-
-What it does not cover: kernels for a task (``teacher``), whether a task runs (the sandbox), tasks with weights.
 """
 
+import hashlib
 import math
 import random
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cuda_agent.tasks.inspect import recompute_ops
@@ -43,63 +42,60 @@ def _sigmoid(v: float) -> float:
     return 1 / (1 + math.exp(-v))
 
 
+_op = FamilyOperator
 OPERATORS: dict[str, FamilyOperator] = {
-    "relu": FamilyOperator("torch.relu(x)", "v > 0 ? v : 0", lambda v, _: max(v, 0.0)),
-    "abs": FamilyOperator("torch.abs(x)", "fabs(v)", lambda v, _: abs(v)),
-    "neg": FamilyOperator("-x", "-v", lambda v, _: -v),
-    "square": FamilyOperator("torch.square(x)", "v * v", lambda v, _: v * v, 60),
-    "sinh": FamilyOperator("torch.sinh(x)", "sinh(v)", lambda v, _: math.sinh(v), 7),
-    "sqrt_abs": FamilyOperator("torch.sqrt(torch.abs(x))", "sqrt(fabs(v))", lambda v, _: math.sqrt(abs(v))),
-    "exp": FamilyOperator("torch.exp(x)", "exp(v)", lambda v, _: math.exp(v), 7),
-    "tanh": FamilyOperator("torch.tanh(x)", "tanh(v)", lambda v, _: math.tanh(v)),
-    "tanhshrink": FamilyOperator("F.tanhshrink(x)", "v - tanh(v)", lambda v, _: v - math.tanh(v)),
-    "sigmoid": FamilyOperator("torch.sigmoid(x)", "1 / (1 + exp(-v))", lambda v, _: _sigmoid(v), 40),
-    "silu": FamilyOperator("F.silu(x)", "v / (1 + exp(-v))", lambda v, _: v * _sigmoid(v), 40),
-    "softplus": FamilyOperator("F.softplus(x)", "log(1 + exp(v))", lambda v, _: math.log1p(math.exp(v)), 18),
-    "logsigmoid": FamilyOperator("F.logsigmoid(x)", "-log(1 + exp(-v))", lambda v, _: -math.log1p(math.exp(-v)), 18),
-    "mish": FamilyOperator(
-        "F.mish(x)", "v * tanh(log(1 + exp(v)))", lambda v, _: v * math.tanh(math.log1p(math.exp(v))), 18
-    ),
-    "elu": FamilyOperator("F.elu(x)", "v > 0 ? v : exp(v) - 1", lambda v, _: v if v > 0 else math.expm1(v), 40),
-    "selu": FamilyOperator(
+    "relu": _op("torch.relu(x)", "v > 0 ? v : 0", lambda v, _: max(v, 0.0)),
+    "abs": _op("torch.abs(x)", "fabs(v)", lambda v, _: abs(v)),
+    "neg": _op("-x", "-v", lambda v, _: -v),
+    "square": _op("torch.square(x)", "v * v", lambda v, _: v * v, 60),
+    "sinh": _op("torch.sinh(x)", "sinh(v)", lambda v, _: math.sinh(v), 7),
+    "sqrt_abs": _op("torch.sqrt(torch.abs(x))", "sqrt(fabs(v))", lambda v, _: math.sqrt(abs(v))),
+    "exp": _op("torch.exp(x)", "exp(v)", lambda v, _: math.exp(v), 7),
+    "tanh": _op("torch.tanh(x)", "tanh(v)", lambda v, _: math.tanh(v)),
+    "tanhshrink": _op("F.tanhshrink(x)", "v - tanh(v)", lambda v, _: v - math.tanh(v)),
+    "sigmoid": _op("torch.sigmoid(x)", "1 / (1 + exp(-v))", lambda v, _: _sigmoid(v), 40),
+    "silu": _op("F.silu(x)", "v / (1 + exp(-v))", lambda v, _: v * _sigmoid(v), 40),
+    "softplus": _op("F.softplus(x)", "log(1 + exp(v))", lambda v, _: math.log1p(math.exp(v)), 18),
+    "logsigmoid": _op("F.logsigmoid(x)", "-log(1 + exp(-v))", lambda v, _: -math.log1p(math.exp(-v)), 18),
+    "mish": _op("F.mish(x)", "v * tanh(log(1 + exp(v)))", lambda v, _: v * math.tanh(math.log1p(math.exp(v))), 18),
+    "elu": _op("F.elu(x)", "v > 0 ? v : exp(v) - 1", lambda v, _: v if v > 0 else math.expm1(v), 40),
+    "selu": _op(
         "F.selu(x)",
         "1.0507010f * (v > 0 ? v : 1.6732632f * (exp(v) - 1))",
         lambda v, _: 1.050701 * (v if v > 0 else 1.6732632 * math.expm1(v)),
         40,
     ),
-    "gelu": FamilyOperator(
+    "gelu": _op(
         "F.gelu(x)", "v * (1 + erf(v * 0.70710678f)) / 2", lambda v, _: v * (1 + math.erf(v / math.sqrt(2))) / 2
     ),
-    "erf": FamilyOperator("torch.erf(x)", "erf(v)", lambda v, _: math.erf(v)),
-    "sin": FamilyOperator("torch.sin(x)", "sin(v)", lambda v, _: math.sin(v), 60),
-    "cos": FamilyOperator("torch.cos(x)", "cos(v)", lambda v, _: math.cos(v), 60),
-    "atan": FamilyOperator("torch.atan(x)", "atan(v)", lambda v, _: math.atan(v)),
-    "softsign": FamilyOperator("F.softsign(x)", "v / (1 + fabs(v))", lambda v, _: v / (1 + abs(v))),
-    "hardtanh": FamilyOperator("F.hardtanh(x)", "fmin(fmax(v, -1.0f), 1.0f)", lambda v, _: min(max(v, -1.0), 1.0)),
-    "hardsigmoid": FamilyOperator(
+    "erf": _op("torch.erf(x)", "erf(v)", lambda v, _: math.erf(v)),
+    "sin": _op("torch.sin(x)", "sin(v)", lambda v, _: math.sin(v), 60),
+    "cos": _op("torch.cos(x)", "cos(v)", lambda v, _: math.cos(v), 60),
+    "atan": _op("torch.atan(x)", "atan(v)", lambda v, _: math.atan(v)),
+    "softsign": _op("F.softsign(x)", "v / (1 + fabs(v))", lambda v, _: v / (1 + abs(v))),
+    "hardtanh": _op("F.hardtanh(x)", "fmin(fmax(v, -1.0f), 1.0f)", lambda v, _: min(max(v, -1.0), 1.0)),
+    "hardsigmoid": _op(
         "F.hardsigmoid(x)", "fmin(fmax(v / 6 + 0.5f, 0.0f), 1.0f)", lambda v, _: min(max(v / 6 + 0.5, 0.0), 1.0)
     ),
-    "hardswish": FamilyOperator(
+    "hardswish": _op(
         "F.hardswish(x)", "v * fmin(fmax(v / 6 + 0.5f, 0.0f), 1.0f)", lambda v, _: v * min(max(v / 6 + 0.5, 0.0), 1.0)
     ),
-    "leaky_relu": FamilyOperator(
-        "F.leaky_relu(x, 0.{c})", "v > 0 ? v : v * 0.{c}f", lambda v, c: v if v > 0 else v * c / 10
-    ),
-    "clamp": FamilyOperator(
+    "leaky_relu": _op("F.leaky_relu(x, 0.{c})", "v > 0 ? v : v * 0.{c}f", lambda v, c: v if v > 0 else v * c / 10),
+    "clamp": _op(
         "torch.clamp(x, -0.{c}, 0.{c})", "fmin(fmax(v, -0.{c}f), 0.{c}f)", lambda v, c: min(max(v, -c / 10), c / 10)
     ),
-    "softshrink": FamilyOperator(
+    "softshrink": _op(
         "F.softshrink(x, 0.{c})", "v - fmin(fmax(v, -0.{c}f), 0.{c}f)", lambda v, c: v - min(max(v, -c / 10), c / 10)
     ),
-    "add": FamilyOperator("x + 0.{c}", "v + 0.{c}f", lambda v, c: v + c / 10),
-    "sub": FamilyOperator("x - 0.{c}", "v - 0.{c}f", lambda v, c: v - c / 10),
-    "mul": FamilyOperator("x * 0.{c}", "v * 0.{c}f", lambda v, c: v * c / 10),
-    "div": FamilyOperator("x / 0.{c}", "v / 0.{c}f", lambda v, c: v / c * 10),
-    "add_y": FamilyOperator("x + y", "v + w", lambda v, w: v + w),
-    "sub_y": FamilyOperator("x - y", "v - w", lambda v, w: v - w),
-    "mul_y": FamilyOperator("x * y", "v * w", lambda v, w: v * w),
-    "max_y": FamilyOperator("torch.maximum(x, y)", "v > w ? v : w", lambda v, w: max(v, w)),
-    "min_y": FamilyOperator("torch.minimum(x, y)", "v < w ? v : w", lambda v, w: min(v, w)),
+    "add": _op("x + 0.{c}", "v + 0.{c}f", lambda v, c: v + c / 10),
+    "sub": _op("x - 0.{c}", "v - 0.{c}f", lambda v, c: v - c / 10),
+    "mul": _op("x * 0.{c}", "v * 0.{c}f", lambda v, c: v * c / 10),
+    "div": _op("x / 0.{c}", "v / 0.{c}f", lambda v, c: v / c * 10),
+    "add_y": _op("x + y", "v + w", lambda v, w: v + w),
+    "sub_y": _op("x - y", "v - w", lambda v, w: v - w),
+    "mul_y": _op("x * y", "v * w", lambda v, w: v * w),
+    "max_y": _op("torch.maximum(x, y)", "v > w ? v : w", lambda v, w: max(v, w)),
+    "min_y": _op("torch.minimum(x, y)", "v < w ? v : w", lambda v, w: min(v, w)),
 }
 UNARY = tuple(name for name, operator in OPERATORS.items() if not operator.binary)
 BINARY = tuple(name for name, operator in OPERATORS.items() if operator.binary)
@@ -192,12 +188,31 @@ def make_task(spec: FamilySpec) -> Task:
     )
     ops = recompute_ops(code)
     task = Task("", code, ops, f"torch#{len(ops)}", family="teacher")
-    return Task(f"{'_'.join(spec.names)}-{task.digest[:8]}", code, ops, task.data_source, family="teacher")
+    return replace(task, name=f"{'_'.join(spec.names)}-{task.digest[:8]}")
 
 
 def combination(task: Task) -> str:
     """The key of the held-out split: the operators in order, without constants and shapes (``relu>mul_y>sum``)."""
     return ">".join(parse(task).names)
+
+
+def is_heldout(combination: str, seed: int, share: float) -> bool:
+    """Whether this combination is held out.  ``share`` in [0, 1]: held-out share of all combinations.
+
+    The split is by combination, because two tasks with the same operators and other shapes are the same problem for a
+    policy.  A hash decides: no list is stored, and a resumed run agrees with an uninterrupted one."""
+    digest = hashlib.sha256(f"{seed}/{combination}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def heldout_combinations(tasks: Iterable[Task], combination: Callable[[Task], str]) -> frozenset[str]:
+    """The combinations of the held-out tasks, which a training corpus must not contain."""
+    return frozenset(combination(task) for task in tasks if task.split == "heldout")
+
+
+def ops_combination(task: Task) -> str:
+    """The combination of a catalogue task: its operators, in any order."""
+    return "+".join(sorted(task.ops))
 
 
 @lru_cache(maxsize=256)
@@ -212,9 +227,9 @@ def parse(task: Task) -> FamilySpec:
     shape = re.search(r"torch\.randn\((\d+), (\d+)\)", task.code)
     endings: dict[str | None, str] = {None: "x"} | {name: ending.torch for name, ending in ENDINGS.items()}
     ending = [name for name, code in endings.items() if result and result[1] == code]
-    if not steps or not ending or not shape:
+    if not steps or not ending or not shape or not _STEPS.keys() >= set(steps):
         raise ValueError(f"task {task.name} is not of the teacher's family")
-    spec = FamilySpec(tuple(_parse_step(step) for step in steps), ending[0], int(shape[1]), int(shape[2]))
+    spec = FamilySpec(tuple(_STEPS[step] for step in steps), ending[0], int(shape[1]), int(shape[2]))
     if make_task(spec).code != task.code:
         raise ValueError(f"task {task.name} is not of the teacher's family")
     return spec
@@ -224,19 +239,11 @@ def _fill(template: str, constant: str | None) -> str:
     return template.replace("{c}", constant or "")
 
 
-def _parse_step(step: str) -> tuple[str, str | None]:
-    for name, pattern in _PATTERNS.items():
-        if match := pattern.fullmatch(step):
-            return name, match["c"] if OPERATORS[name].has_constant else None
-    raise ValueError(f"no operator of the teacher's family is written {step!r}")
-
-
-def _pattern(template: str) -> re.Pattern[str]:
-    before, *after = re.escape(template).split(re.escape("{c}"))
-    return re.compile(before + "".join((r"(?P<c>\d)" if i == 0 else r"(?P=c)") + s for i, s in enumerate(after)))
-
-
-_PATTERNS = {name: _pattern(operator.torch) for name, operator in OPERATORS.items()}
+_STEPS = {  # a line of code -> the operator and constant that it was made of
+    _fill(operator.torch, constant): (name, constant)
+    for name, operator in OPERATORS.items()
+    for constant in (CONSTANTS if operator.has_constant else (None,))
+}
 # Quantiles of the normal distribution out to what a million draws reach, and the second input beside them.
 _POINTS = (-5.2, -2.5, -1.5, -1.0, -0.6, -0.3, -0.1, 0.1, 0.3, 0.6, 1.0, 1.5, 2.5, 5.2)
 _OTHERS = (5.2, -0.7, 1.1, -1.8, 0.2, -0.4, 2.1, 0.9, -0.2, -2.4, 1.6, -1.2, 0.4, -5.2)

@@ -1,17 +1,16 @@
 """The filters of candidates: pure decisions over a candidate's source and the sandbox's probe of it.
 
 Published (five): runs in eager and under ``torch.compile``; deterministic; outputs neither constant nor
-indistinguishable between inputs; eager time inside a window; structural similarity to the evaluation set at most a
-bound.  Added here: form, byte duplicates, structural duplicates.  The cheap ones come first, the compilation last.
-
-What it does not cover: running candidates, which only the sandbox does.
+indistinguishable between inputs; eager time inside a window; similarity to the evaluation set.  Added here: form, byte
+duplicates, structural duplicates.  The cheap ones come first, the compilation last.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from cuda_agent.sandbox.wire import Probe
-from cuda_agent.synthesis.similarity import SimilarityIndex, duplicate_key
+from cuda_agent.synthesis.similarity import Shingles, duplicate_key, nearest
 from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.task import Task
 
@@ -40,20 +39,17 @@ class TaskRefused(Exception):
 
 
 class SourceFilter:
-    """The filters that need no execution.  It keeps the accepted candidates, to find duplicates."""
+    """The filters that need no execution.  It keeps the accepted candidates, to find duplicates.  ``references``: names
+    and subtrees of the evaluation set."""
 
-    def __init__(self, references: SimilarityIndex, max_similarity: float) -> None:
+    def __init__(self, references: Sequence[tuple[str, Shingles]], max_similarity: float) -> None:
         self.references, self.max_similarity = references, max_similarity
         self.digests: set[str] = set()
         self.keys: set[str] = set()
         self.scores: list[float] = []  # similarity of each candidate to the nearest task of the evaluation set
 
     def check(self, task: Task) -> None:
-        """Checks one candidate.  A second copy of an accepted candidate is refused.
-
-        Raises:
-            TaskRefused: A filter stops the candidate.
-        """
+        """Checks one candidate; a second copy of an accepted one is refused too.  Raises TaskRefused."""
         if found := problems(task.code):
             raise TaskRefused("form", found[0])
         if not task.ops:
@@ -65,19 +61,15 @@ class SourceFilter:
         if key in self.keys:
             raise TaskRefused("new structure")
         self.keys.add(key)
-        if self.references.names:
-            name, score = self.references.nearest(task.code)
+        if self.references:
+            name, score = nearest(task.code, self.references)
             self.scores.append(score)
             if score > self.max_similarity:
                 raise TaskRefused("unlike the evaluation set", name)
 
 
 def check_eager(probe: Probe, window: tuple[float, float]) -> None:
-    """Checks the eager probe.  ``window``: seconds, both ends included.
-
-    Raises:
-        TaskRefused: A filter stops the candidate.
-    """
+    """Checks the eager probe.  ``window``: seconds, both ends included.  Raises TaskRefused."""
     if probe.error or probe.eager_seconds is None:
         raise TaskRefused("runs in eager", last_line(probe.error))
     if not probe.deterministic:
@@ -93,11 +85,7 @@ def check_eager(probe: Probe, window: tuple[float, float]) -> None:
 
 
 def check_compiled(probe: Probe) -> None:
-    """Checks the compiled probe.
-
-    Raises:
-        TaskRefused: A filter stops the candidate.
-    """
+    """Checks the compiled probe.  Raises TaskRefused."""
     if probe.error or probe.compile_seconds is None:
         raise TaskRefused("compiles", last_line(probe.error))
 

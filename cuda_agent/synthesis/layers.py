@@ -1,22 +1,43 @@
 """Stand-alone layers of ``transformers`` as self-contained tasks: activations, norms, MLPs, attention, blocks.
 
-Each is a small random configuration of the layer, which the task imports from transformers.  ``available`` searches the
-installed package's source files for the classes and imports nothing.  What it does not cover: whole models, caches,
-masks, training-time dropout (layers run in ``eval``).
+Each is a small random configuration of the layer, which the task imports from transformers.  What it does not cover:
+whole models, caches, masks, training-time dropout (layers run in ``eval``).
 """
 
-import importlib.util
-import re
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from random import Random
-
-from cuda_agent.synthesis.render import render
+from typing import Any
 
 ROW = "torch.randn({batch}, {length}, {hidden})"
 WIDE_ROW = "torch.randn({batch}, {length}, {inner})"
 IMAGE = "torch.randn({batch}, {channels}, {side}, {side})"
+
+
+def render(
+    arguments: Sequence[tuple[str, int]],
+    init: Sequence[str],
+    forward: Sequence[str],
+    inputs: Sequence[tuple[str, str]],
+    imports: Sequence[str] = (),
+) -> str:
+    """The source of a task in the published form."""
+    names = "".join(f", {name}" for name, _ in arguments)
+    body = "".join(f"        {line}\n" for line in ("super().__init__()", *init))
+    uses_functional = any("F." in line for line in (*init, *forward))
+    head = ["import torch", "import torch.nn as nn"]
+    head += ["import torch.nn.functional as F"] if uses_functional else []
+    lines = "".join(f"        {line}\n" for line in forward)
+    sources = ", ".join(source for _, source in inputs)
+    parameters = ", ".join(name for name, _ in inputs)
+    values = ", ".join(str(value) for _, value in arguments)
+    return (
+        "\n".join((*head, *imports))
+        + f"\n\n\nclass Model(nn.Module):\n    def __init__(self{names}):\n{body}\n"
+        + f"    def forward(self, {parameters}):\n{lines}        return x\n\n\n"
+        + f"def get_inputs():\n    return [{sources}]\n\n\ndef get_init_inputs():\n    return [{values}]\n"
+    )
 
 
 @dataclass(frozen=True)
@@ -48,28 +69,9 @@ class Layer:
         sizes = _sizes(batch, wide, rng)
         names = sizes | {"rows": sizes["batch"] * sizes["length"]}
         factors = [[names.get(word) or float(word) for word in term.split(" * ")] for term in self.flops.split(" + ")]
-        flops = sum(_product(term) for term in factors)
         image = self.inputs[0][1] == IMAGE
         elements = batch * sizes["channels"] * sizes["side"] ** 2 if image else names["rows"] * sizes["hidden"]
-        return 6.0 * elements, flops
-
-
-@cache
-def available() -> tuple[Layer, ...]:
-    """The layers whose module and class the installed transformers has."""
-    return tuple(layer for layer in LAYERS if {layer.name, *layer.more} <= _classes(layer.module))
-
-
-@cache
-def _classes(module: str) -> frozenset[str]:
-    try:
-        found = importlib.util.find_spec("transformers")
-    except (ImportError, ValueError):
-        return frozenset()
-    if found is None or not found.origin:
-        return frozenset()
-    path = Path(found.origin).parent.joinpath(*module.split(".")).with_suffix(".py")
-    return frozenset(re.findall(r"^class (\w+)", path.read_text(), re.M)) if path.is_file() else frozenset()
+        return 6.0 * elements, sum(map(math.prod, factors))
 
 
 def _sizes(batch: int, wide: bool, rng: Random) -> dict[str, int]:
@@ -88,52 +90,58 @@ def _sizes(batch: int, wide: bool, rng: Random) -> dict[str, int]:
     }
 
 
-def _product(factors: list[float]) -> float:
-    product = 1.0
-    for factor in factors:
-        product *= factor
-    return product
-
-
 def _activation(name: str, work: int = 150, init: str = "") -> Layer:
     return Layer(name, "activations", init or f"{name}()", arguments=(), flops=f"{work} * rows * hidden")
 
 
-def _norm(name: str, module: str, init: str = "{}(hidden)") -> Layer:
-    return Layer(name, module, init.format(name), flops="60 * rows * hidden")
+def _module(model: str) -> str:
+    return f"models.{model}.modeling_{model}"
 
 
-def _mlp(name: str, module: str, config: str, init: str = "{}(config)", gated: bool = False, **more) -> Layer:
-    products = 6 if gated else 4
-    return Layer(
-        name,
-        module,
-        init.format(name),
-        config,
-        ("hidden", "inner"),
-        flops=f"{products} * rows * hidden * inner + 60 * rows * inner",
-        **more,
-    )
+def _norm(name: str, model: str) -> Layer:
+    return Layer(name, _module(model), f"{name}(hidden)", flops="60 * rows * hidden")
 
 
-_ATTENTION = "8 * rows * hidden * hidden + 6 * rows * length * hidden"
+def _mlp(name: str, model: str, config: str, init: str = "{}(config)", gated: bool = False, **more: Any) -> Layer:
+    flops = f"{6 if gated else 4} * rows * hidden * inner + 60 * rows * inner"
+    return Layer(name, _module(model), init.format(name), config, ("hidden", "inner"), flops=flops, **more)
+
+
 _SIZES = "hidden_size=hidden, intermediate_size=inner"
-_HEADS = 'hidden_size=hidden, num_attention_heads=heads, attn_implementation="sdpa"'
-_ROTARY = ("position = torch.arange(x.shape[1], device=x.device)[None]", "cos_sin = self.rotary(x, position)")
+_SDPA = 'attn_implementation="sdpa"'
+_HEADS = f"hidden_size=hidden, num_attention_heads=heads, {_SDPA}"
 
 
-def _rotary(model: str, folder: str, config: str) -> Layer:
-    return Layer(
-        f"{model}Attention",
-        f"models.{folder}.modeling_{folder}",
-        f"{model}Attention(config, layer_idx=0)",
+def _attention(
+    name: str,
+    model: str,
+    config: str,
+    init: str = "{}(config)",
+    forward: tuple[str, ...] = ("x = self.layer(x)[0]",),
+    **more: Any,
+) -> Layer:
+    flops = "8 * rows * hidden * hidden + 6 * rows * length * hidden"
+    return Layer(name, _module(model), init.format(name), config, ("hidden", "heads"), forward, flops=flops, **more)
+
+
+def _rotary(name: str, model: str, config: str) -> Layer:
+    return _attention(
+        f"{name}Attention",
+        model,
         config,
-        ("hidden", "heads"),
-        (*_ROTARY, "x = self.layer(x, cos_sin, attention_mask=None)[0]"),
-        more=(f"{model}RotaryEmbedding",),
-        more_init=(f"self.rotary = {model}RotaryEmbedding(config)",),
-        flops=_ATTENTION,
+        "{}(config, layer_idx=0)",
+        (
+            "position = torch.arange(x.shape[1], device=x.device)[None]",
+            "cos_sin = self.rotary(x, position)",
+            "x = self.layer(x, cos_sin, attention_mask=None)[0]",
+        ),
+        more=(f"{name}RotaryEmbedding",),
+        more_init=(f"self.rotary = {name}RotaryEmbedding(config)",),
     )
+
+
+def _image(name: str, model: str, init: str, flops: str, config: str = "") -> Layer:
+    return Layer(name, _module(model), init, config, ("channels",), inputs=(("x", IMAGE),), flops=flops)
 
 
 LAYERS: tuple[Layer, ...] = (
@@ -146,101 +154,63 @@ LAYERS: tuple[Layer, ...] = (
     _activation("ReLUSquaredActivation", 30),
     _activation("MishActivation", 150),
     _activation("ClippedGELUActivation", 60, "ClippedGELUActivation(-10, 10)"),
-    _norm("LlamaRMSNorm", "models.llama.modeling_llama"),
-    _norm("GemmaRMSNorm", "models.gemma.modeling_gemma"),
-    _norm("T5LayerNorm", "models.t5.modeling_t5"),
-    _norm("Olmo2RMSNorm", "models.olmo2.modeling_olmo2"),
-    _norm("OlmoLayerNorm", "models.olmo.modeling_olmo"),
-    _norm("NemotronLayerNorm1P", "models.nemotron.modeling_nemotron"),
+    _norm("LlamaRMSNorm", "llama"),
+    _norm("GemmaRMSNorm", "gemma"),
+    _norm("T5LayerNorm", "t5"),
+    _norm("Olmo2RMSNorm", "olmo2"),
+    _norm("OlmoLayerNorm", "olmo"),
+    _norm("NemotronLayerNorm1P", "nemotron"),
     Layer(
         "MambaRMSNormGated",
-        "models.mamba2.modeling_mamba2",
+        _module("mamba2"),
         "MambaRMSNormGated(hidden, hidden)",
         forward=("x = self.layer(x, gate)",),
         inputs=(("x", ROW), ("gate", ROW)),
         flops="120 * rows * hidden",
     ),
-    Layer(
+    _image(
         "ConvNextLayerNorm",
-        "models.convnext.modeling_convnext",
+        "convnext",
         'ConvNextLayerNorm(channels, data_format="channels_first")',
-        arguments=("channels",),
-        inputs=(("x", IMAGE),),
-        flops="60 * batch * channels * area",
+        "60 * batch * channels * area",
     ),
-    _mlp("LlamaMLP", "models.llama.modeling_llama", f"LlamaConfig({_SIZES})", gated=True),
-    _mlp("Qwen3MLP", "models.qwen3.modeling_qwen3", f"Qwen3Config({_SIZES})", gated=True),
-    _mlp("GemmaMLP", "models.gemma.modeling_gemma", f"GemmaConfig({_SIZES})", gated=True),
-    _mlp("Phi3MLP", "models.phi3.modeling_phi3", f"Phi3Config({_SIZES}, pad_token_id=0)", gated=True),
-    _mlp("PhiMLP", "models.phi.modeling_phi", f"PhiConfig({_SIZES})"),
-    _mlp("GPT2MLP", "models.gpt2.modeling_gpt2", "GPT2Config(n_embd=hidden)", "{}(inner, config)"),
-    _mlp("GPTNeoXMLP", "models.gpt_neox.modeling_gpt_neox", f"GPTNeoXConfig({_SIZES}, num_attention_heads=2)"),
-    _mlp("CLIPMLP", "models.clip.modeling_clip", f"CLIPVisionConfig({_SIZES}, num_attention_heads=2)"),
-    _mlp("SiglipMLP", "models.siglip.modeling_siglip", f"SiglipVisionConfig({_SIZES}, num_attention_heads=2)"),
-    _mlp("Starcoder2MLP", "models.starcoder2.modeling_starcoder2", f"Starcoder2Config({_SIZES})"),
-    _mlp("ModernBertMLP", "models.modernbert.modeling_modernbert", f"ModernBertConfig({_SIZES})", gated=True),
-    _mlp("FalconMLP", "models.falcon.modeling_falcon", "FalconConfig(hidden_size=hidden, ffn_hidden_size=inner)"),
-    _mlp("T5LayerFF", "models.t5.modeling_t5", "T5Config(d_model=hidden, d_ff=inner)"),
-    _mlp("BertIntermediate", "models.bert.modeling_bert", f"BertConfig({_SIZES})"),
+    _mlp("LlamaMLP", "llama", f"LlamaConfig({_SIZES})", gated=True),
+    _mlp("Qwen3MLP", "qwen3", f"Qwen3Config({_SIZES})", gated=True),
+    _mlp("GemmaMLP", "gemma", f"GemmaConfig({_SIZES})", gated=True),
+    _mlp("Phi3MLP", "phi3", f"Phi3Config({_SIZES}, pad_token_id=0)", gated=True),
+    _mlp("PhiMLP", "phi", f"PhiConfig({_SIZES})"),
+    _mlp("GPT2MLP", "gpt2", "GPT2Config(n_embd=hidden)", "{}(inner, config)"),
+    _mlp("GPTNeoXMLP", "gpt_neox", f"GPTNeoXConfig({_SIZES}, num_attention_heads=2)"),
+    _mlp("CLIPMLP", "clip", f"CLIPVisionConfig({_SIZES}, num_attention_heads=2)"),
+    _mlp("SiglipMLP", "siglip", f"SiglipVisionConfig({_SIZES}, num_attention_heads=2)"),
+    _mlp("Starcoder2MLP", "starcoder2", f"Starcoder2Config({_SIZES})"),
+    _mlp("ModernBertMLP", "modernbert", f"ModernBertConfig({_SIZES})", gated=True),
+    _mlp("FalconMLP", "falcon", "FalconConfig(hidden_size=hidden, ffn_hidden_size=inner)"),
+    _mlp("T5LayerFF", "t5", "T5Config(d_model=hidden, d_ff=inner)"),
+    _mlp("BertIntermediate", "bert", f"BertConfig({_SIZES})"),
     _mlp(
         "BertOutput",
-        "models.bert.modeling_bert",
+        "bert",
         f"BertConfig({_SIZES})",
         forward=("x = self.layer(x, residual)",),
         inputs=(("x", WIDE_ROW), ("residual", ROW)),
     ),
     _rotary("Llama", "llama", f"LlamaConfig({_HEADS}, num_key_value_heads=heads)"),
     _rotary("Qwen3", "qwen3", f"Qwen3Config({_HEADS}, num_key_value_heads=heads // 2, head_dim=hidden // heads)"),
-    Layer(
-        "GPT2Attention",
-        "models.gpt2.modeling_gpt2",
-        "GPT2Attention(config, layer_idx=0)",
-        'GPT2Config(n_embd=hidden, n_head=heads, attn_implementation="sdpa")',
-        ("hidden", "heads"),
-        ("x = self.layer(x)[0]",),
-        flops=_ATTENTION,
+    _attention("GPT2Attention", "gpt2", f"GPT2Config(n_embd=hidden, n_head=heads, {_SDPA})", "{}(config, layer_idx=0)"),
+    _attention("BertSelfAttention", "bert", f"BertConfig({_HEADS})"),
+    _attention("CLIPAttention", "clip", f"CLIPVisionConfig({_HEADS})"),
+    _image(
+        "ResNetConvLayer", "resnet", "ResNetConvLayer(channels, channels)", "30 * batch * area * channels * channels"
     ),
-    Layer(
-        "BertSelfAttention",
-        "models.bert.modeling_bert",
-        "BertSelfAttention(config)",
-        f"BertConfig({_HEADS})",
-        ("hidden", "heads"),
-        ("x = self.layer(x)[0]",),
-        flops=_ATTENTION,
+    _image(
+        "ResNetBasicLayer", "resnet", "ResNetBasicLayer(channels, channels)", "60 * batch * area * channels * channels"
     ),
-    Layer(
-        "CLIPAttention",
-        "models.clip.modeling_clip",
-        "CLIPAttention(config)",
-        f"CLIPVisionConfig({_HEADS})",
-        ("hidden", "heads"),
-        ("x = self.layer(x)[0]",),
-        flops=_ATTENTION,
-    ),
-    Layer(
-        "ResNetConvLayer",
-        "models.resnet.modeling_resnet",
-        "ResNetConvLayer(channels, channels)",
-        arguments=("channels",),
-        inputs=(("x", IMAGE),),
-        flops="30 * batch * area * channels * channels",
-    ),
-    Layer(
-        "ResNetBasicLayer",
-        "models.resnet.modeling_resnet",
-        "ResNetBasicLayer(channels, channels)",
-        arguments=("channels",),
-        inputs=(("x", IMAGE),),
-        flops="60 * batch * area * channels * channels",
-    ),
-    Layer(
+    _image(
         "ConvNextLayer",
-        "models.convnext.modeling_convnext",
+        "convnext",
         "ConvNextLayer(config, channels)",
+        "20 * batch * area * channels * channels + 300 * batch * area * channels",
         "ConvNextConfig()",
-        ("channels",),
-        inputs=(("x", IMAGE),),
-        flops="20 * batch * area * channels * channels + 300 * batch * area * channels",
     ),
 )

@@ -1,21 +1,15 @@
-"""Structural similarity of two tasks.
+"""Structural similarity of two tasks: Dice's coefficient of the multisets of the syntax trees' subtrees (Baxter, 1998).
 
-The class ``Model`` is parsed, its names are made anonymous (imported names keep their full path, so that ``F.relu`` and
-``torch.nn.functional.relu`` agree), constants keep only their type, docstrings are dropped.  Then the multisets of all
-subtrees of height one and more are compared with Dice's coefficient, 2 |A and B| / (|A| + |B|), which is symmetric,
-lies in [0, 1], and is 1 for equal structure under other variable names.  Comparing subtrees is known from clone
-detection on syntax trees (Baxter et al., 1998).  ``duplicate_key`` is stricter: same structure *and* same constants and
-shapes anywhere in the file.
-
-What it does not cover: different code for the same function (``x * x`` and ``torch.square(x)`` are unlike).
+The class ``Model`` is parsed, its names are made anonymous (imported names keep their full path), constants keep only
+their type, docstrings are dropped.  ``duplicate_key`` is stricter: same structure *and* same constants and shapes
+anywhere in the file.  Different code for the same function is unlike (``x * x`` and ``torch.square(x)``).
 """
 
 import ast
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-
-import numpy as np
+from typing import TypeGuard
 
 from cuda_agent.tasks.inspect import Aliases, dotted, import_aliases
 
@@ -34,41 +28,17 @@ def shingles(code: str) -> Shingles:
     return found
 
 
-def similarity(left: str, right: str) -> float:
-    """Structural similarity of two sources, in [0, 1]."""
-    a, b = shingles(left), shingles(right)
-    total = a.total() + b.total()
-    return 2.0 * (a & b).total() / total if total else 1.0
+def similarity(left: Shingles, right: Shingles) -> float:
+    """Dice's coefficient of two multisets, in [0, 1]."""
+    total = left.total() + right.total()
+    return 2.0 * (left & right).total() / total if total else 1.0
 
 
-class SimilarityIndex:
-    """Compares one source with many by one matrix of (references x subtrees) counts: 0.3 ms per query at 250
-    references."""
-
-    def __init__(self, references: Sequence[tuple[str, str]]) -> None:
-        """``references`` are (name, source)."""
-        self.names = [name for name, _ in references]
-        counted = [shingles(code) for _, code in references]
-        self.columns = {key: place for place, key in enumerate(sorted(set().union(*counted)))} if counted else {}
-        self.totals = np.array([count.total() for count in counted], dtype=np.int64)
-        # One row per subtree: a query reads only the rows that it needs.
-        self.counts = np.zeros((len(self.columns), len(counted)), dtype=np.int32)
-        for place, count in enumerate(counted):
-            for key, number in count.items():
-                self.counts[self.columns[key], place] = number
-
-    def nearest(self, code: str) -> tuple[str, float]:
-        """(name, similarity) of the most similar reference; ("", 0.0) without references."""
-        if not self.names:
-            return "", 0.0
-        mine = shingles(code)
-        shared = [(self.columns[key], number) for key, number in mine.items() if key in self.columns]
-        rows = [row for row, _ in shared]
-        numbers = np.array([number for _, number in shared], dtype=np.int32)[:, None]
-        common = np.minimum(self.counts[rows], numbers).sum(axis=0) if shared else np.zeros(len(self.names))
-        scores = 2.0 * common / np.maximum(1, self.totals + mine.total())
-        best = int(scores.argmax())
-        return self.names[best], float(scores[best])
+def nearest(code: str, references: Sequence[tuple[str, Shingles]]) -> tuple[str, float]:
+    """(name, similarity) of the most similar reference; ("", 0.0) without references."""
+    mine = shingles(code)
+    scores = [(name, similarity(mine, theirs)) for name, theirs in references]
+    return max(scores, key=lambda score: score[1], default=("", 0.0))
 
 
 def duplicate_key(code: str) -> str:
@@ -85,16 +55,15 @@ def duplicate_key(code: str) -> str:
         and isinstance(node.targets[0], ast.Name)
         and isinstance(node.value, ast.Constant)
     }
+    names: dict[str, str] = {}
     kept = [
-        node
+        _canonical(node, aliases, constants, names)
         for node in tree.body
         if not isinstance(node, ast.Import | ast.ImportFrom)
         and not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant))
         and not _is_docstring(node)
     ]
-    names: dict[str, str] = {}
-    text = "\n".join(_canonical(node, aliases, constants, names) for node in kept)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
 
 
 def _fold(node: ast.AST, aliases: Aliases, found: Shingles) -> tuple[int, int]:
@@ -110,8 +79,8 @@ def _fold(node: ast.AST, aliases: Aliases, found: Shingles) -> tuple[int, int]:
         part, depth = _fold(child, aliases, found)
         parts.append(part)
         height = max(height, depth + 1)
-    if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
-        label += node.attr  # x.softmax(...): the method matters; self.fc1 is a name like any other
+    if _is_method(node):
+        label += node.attr
     value = _hash((label, *parts))
     if height:
         found[value] += 1
@@ -125,6 +94,11 @@ def _hash(value: object) -> int:
 
 def _is_docstring(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _is_method(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    """Whether an attribute's name matters: ``x.softmax``; ``self.fc1`` is a name like any other."""
+    return isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self")
 
 
 def _canonical(node: ast.AST, aliases: Aliases, constants: dict[str, ast.expr], names: dict[str, str]) -> str:
@@ -148,11 +122,7 @@ def _canonical(node: ast.AST, aliases: Aliases, constants: dict[str, ast.expr], 
                 if not _is_docstring(item):
                     parts.append(_canonical(item, aliases, constants, names))
             elif isinstance(item, str):
-                method = isinstance(node, ast.Attribute) and not (
-                    isinstance(node.value, ast.Name) and node.value.id == "self"
-                )
-                keyword = isinstance(node, ast.keyword)
-                parts.append(item if method or keyword else name(item))
+                parts.append(item if _is_method(node) or isinstance(node, ast.keyword) else name(item))
             elif item is not None:
                 parts.append(repr(item))
     return f"{type(node).__name__}({','.join(parts)})"

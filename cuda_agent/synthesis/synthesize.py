@@ -1,21 +1,16 @@
 """The driver of synthesis: proposes, filters and splits candidates until enough tasks of each kind pass.
 
-There are three kinds of tasks: ``train``; ``heldout`` of the teacher's family, with combinations that training never
-sees; and ``catalogue`` tasks of the full operator catalogue, held out and scored apart (``catalogue_share`` of the
-training tasks come from the catalogue too, with other combinations).
-
-The result is a function of the configuration, the seed and the verdicts of the sandbox: candidate ``i`` of a stream is
-made from (seed, stream, i) alone.  Candidates are judged in this order; the probes of the next ones run while one is
-compiled.  Every probe is reported when it is done and taken from ``known`` the next time, so that a kill loses only
-running ones.
-
-What it does not cover: writing the task set (``tasks/io.py``), and running candidates, which only the sandbox does.
+Kinds: ``train``; ``heldout`` of the teacher's family, with combinations that training never sees; ``catalogue`` tasks,
+held out and scored apart.  The result is a function of configuration, seed and verdicts: candidate ``i`` of a stream is
+made from (seed, stream, i) alone.  Candidates are judged in order; the probes of the next ones run while one is
+compiled.  Every probe is reported when it is done and taken from ``known`` the next time.
 """
 
 import asyncio
 import contextlib
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,19 +19,19 @@ from typing import Any, Protocol
 
 from cuda_agent.config import Synthesis
 from cuda_agent.sandbox.wire import Probe
-from cuda_agent.synthesis import catalogue, layers
-from cuda_agent.synthesis.card import data_card
-from cuda_agent.synthesis.compose import ComposeError, Composer, ProgrammaticWriter, speed_of
+from cuda_agent.synthesis.catalogue import CATALOGUE
+from cuda_agent.synthesis.compose import ComposeError, Composer, ModelWriter, ProgrammaticWriter, speed_of
+from cuda_agent.synthesis.family import combination, is_heldout, ops_combination, sample_task
 from cuda_agent.synthesis.filters import SourceFilter, TaskRefused, check_compiled, check_eager, yields
-from cuda_agent.synthesis.similarity import SimilarityIndex, duplicate_key
-from cuda_agent.synthesis.split import is_heldout, ops_combination
-from cuda_agent.synthesis.writer import ModelWriter
+from cuda_agent.synthesis.layers import LAYERS
+from cuda_agent.synthesis.similarity import duplicate_key, shingles
 from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.io import read_any
 from cuda_agent.tasks.task import Task
 
 ATTEMPTS_A_TASK = 60  # most proposals per wanted task of a stream
 PROBES_A_COMPILE = 6  # eager probes per allowed compilation
+BINS = 12  # of the card's histogram of times
 AHEAD = 3  # candidates whose probes run before their turn: one compilation uses one core
 
 
@@ -69,15 +64,13 @@ class Stream:
         return not any(self.wants(split) for split in self.wanted)
 
 
-@dataclass(frozen=True)
-class SampledFamily:
-    """A composer around a sampler of a family."""
+class FamilyWriter:
+    """The teacher's family as a composer."""
 
-    sampler: Callable[[Random], Task]
-    repeatable: bool = True
+    repeatable = True
 
     async def compose(self, rng: Random) -> Task:
-        return self.sampler(rng)
+        return sample_task(rng)
 
 
 async def synthesize(
@@ -85,8 +78,6 @@ async def synthesize(
     seed: int,
     sandbox: Prober,
     *,
-    family_sampler: Callable[[Random], Task],
-    family_combination: Callable[[Task], str],
     device: str = "cpu",
     threads: int = 2,
     progress: Callable[[int, int], None] | None = None,
@@ -103,25 +94,18 @@ async def synthesize(
 
     Raises:
         TaskError: The evaluation set cannot be read.
-        WriterUnavailable: The model writer's address does not answer.
+        ServedModelError: The model writer's address does not answer.
     """
     window = (max(config.window_ms[0], 1e-3) * 1e-3, config.window_ms[1] * 1e-3)  # seconds; nothing takes under 1 us
     references = read_any(Path(config.evaluation_set)) if config.evaluation_set else []
-    source = SourceFilter(SimilarityIndex([(task.name, task.code) for task in references]), config.max_similarity)
+    source = SourceFilter([(task.name, shingles(task.code)) for task in references], config.max_similarity)
     from_catalogue = round(config.train * config.catalogue_share)
+    family = {"train": config.train - from_catalogue, "heldout": config.heldout}
+    whole = {"train": from_catalogue, "heldout": config.catalogue}
+    composer = composer or make_composer(config, window, device, threads)
     streams = [
-        Stream(
-            "teacher",
-            SampledFamily(family_sampler),
-            family_combination,
-            {"train": config.train - from_catalogue, "heldout": config.heldout},
-        ),
-        Stream(
-            "catalogue",
-            composer or make_composer(config, window, device, threads),
-            ops_combination,
-            {"train": from_catalogue, "heldout": config.catalogue},
-        ),
+        Stream("teacher", FamilyWriter(), combination, family),
+        Stream("catalogue", composer, ops_combination, whole),
     ]
     work = _Work(config, seed, sandbox, window, source, dict(known or {}), report or (lambda key, value: None))
     total = config.train + config.heldout + config.catalogue
@@ -138,15 +122,14 @@ async def synthesize(
     finally:
         await work.close()
 
-    tasks = [
-        task for split in ("train", "heldout") for stream in streams for task in stream.tasks if task.split == split
-    ]
+    made = [task for stream in streams for task in stream.tasks]
+    tasks = sorted(made, key=lambda task: task.split, reverse=True)  # train before heldout; a stable sort
     facts = {
         "seed": seed,
         "device": device,
         "writer": config.writer,
-        "operators": len(catalogue.available()),
-        "layers": len(layers.available()),
+        "operators": len(CATALOGUE),
+        "layers": len(LAYERS),
         "yield": {stream.family: yields(stream.refused, len(stream.tasks)) for stream in streams},
         "reasons": {stream.family: dict(stream.reasons.most_common(20)) for stream in streams},
         "short": {
@@ -167,17 +150,46 @@ def make_composer(config: Synthesis, window: tuple[float, float], device: str, t
     if config.writer == "model":
         if not config.writer_url or not config.writer_model:
             raise ValueError("synthesis.writer=model needs synthesis.writer_url and synthesis.writer_model")
-        return ModelWriter(
-            config.writer_url,
-            config.writer_model,
-            config.writer_key_env,
-            catalogue.available(),
-            window,
-            device,
-            config.max_ops,
-        )
-    speed = speed_of(device, threads)
-    return ProgrammaticWriter(catalogue.available(), layers.available(), speed, window, config.max_ops)
+        address = config.writer_url, config.writer_model, config.writer_key_env
+        return ModelWriter(*address, window, device, config.max_ops)
+    return ProgrammaticWriter(speed_of(device, threads), window, config.max_ops)
+
+
+def _counts(tasks: Sequence[Task], key: Callable[[Task], str]) -> dict[str, int]:
+    return dict(sorted(Counter(map(key, tasks)).items()))
+
+
+def _log_histogram(values: Sequence[float], low: float, high: float) -> dict[str, list[float]]:
+    """Counts in intervals of equal ratio from ``low`` to ``high`` (both > 0); outliers fall into the ends."""
+    edges = [low * (high / low) ** (step / BINS) for step in range(BINS + 1)]
+    found = [0.0] * BINS
+    for value in values:
+        place = math.floor(BINS * math.log(max(value, 1e-12) / low) / math.log(high / low))
+        found[min(BINS - 1, max(0, place))] += 1
+    return {"edges": edges, "counts": found}
+
+
+def data_card(
+    tasks: Sequence[Task],
+    times: Mapping[str, tuple[float, float | None]],
+    window_ms: tuple[float, float],
+    facts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The card.  ``times``: task name -> (eager seconds, compiled seconds).  ``facts`` are copied unchanged."""
+    eager = [times[task.name][0] * 1e3 for task in tasks if task.name in times]
+    return dict(facts) | {
+        "tasks": len(tasks),
+        "window_ms": list(window_ms),
+        "by_split": _counts(tasks, lambda task: task.split),
+        "by_family": _counts(tasks, lambda task: task.family),
+        "by_family_and_split": _counts(tasks, lambda task: f"{task.family}/{task.split}"),
+        "by_data_source": _counts(tasks, lambda task: task.data_source),
+        "ops": dict(Counter(op for task in tasks for op in task.ops).most_common()),
+        "eager_ms": _log_histogram(eager, *window_ms),
+        "times": {
+            name: {"eager_seconds": eager, "compile_seconds": compiled} for name, (eager, compiled) in times.items()
+        },
+    }
 
 
 @lru_cache(maxsize=1024)  # a candidate's key is needed repeatedly before its turn
@@ -245,17 +257,15 @@ class _Work:
         for number in range(index, index + ATTEMPTS_A_TASK):
             with contextlib.suppress(ComposeError):
                 task = await self._compose(stream, number)
-                split, combination = self._side(stream, task), stream.combination(task)
-                if split is None or combination in combinations:
-                    continue
-                if (key := _key(task.code)) is None or key in keys:
+                split, drawn = self._side(stream, task), stream.combination(task)
+                if split is None or drawn in combinations or (key := _key(task.code)) is None or key in keys:
                     continue
                 pending[split] += 1
                 if stream.made(split) + pending[split] > stream.wanted[split]:
                     continue
                 keys.add(key)
                 if split == "heldout":
-                    combinations.add(combination)
+                    combinations.add(drawn)
                 place = (stream.family, number)
                 if number > index and place not in self.early:
                     self.early[place] = asyncio.create_task(self._early(task, self.compiled + pending.total()))
@@ -278,11 +288,9 @@ class _Work:
     def _side(self, stream: Stream, task: Task) -> str | None:
         """The side of the split that the candidate belongs to; None if no more are wanted there.  Each held-out
         combination is taken once, so that all weigh the same in scores."""
-        wanted = sum(stream.wanted.values())
-        combination = stream.combination(task)
-        heldout = is_heldout(combination, self.seed, stream.wanted["heldout"] / wanted)
-        split = "heldout" if heldout else "train"
-        return split if stream.wants(split) and combination not in stream.heldout else None
+        drawn, share = stream.combination(task), stream.wanted["heldout"] / sum(stream.wanted.values())
+        split = "heldout" if is_heldout(drawn, self.seed, share) else "train"
+        return split if stream.wants(split) and drawn not in stream.heldout else None
 
     async def _compose(self, stream: Stream, index: int) -> Task:
         rng = Random(f"{self.seed}/{stream.family}/{index}")

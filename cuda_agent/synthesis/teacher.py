@@ -1,17 +1,14 @@
 """The scripted teacher: correct kernels for the tasks of ``family``, with design choices drawn at random.
 
-It replaces pre-training: ``bootstrap`` trains a small model on its solutions, and no later stage uses it.  Every choice
-is drawn uniformly, so that its kernels range from ten times slower than eager to several times faster than
-``torch.compile``, and the policy has to learn which of them are fast.  ``spoil`` adds one realistic mistake to a
-solution, for episodes that repair it.
-
-What it does not cover: dialogues (``rl.dialogues``), the GPU, tasks outside the family.
+``bootstrap`` trains a small model on its solutions, and no later stage uses it.  Every choice is drawn uniformly, so
+that its kernels range from ten times slower than eager to several times faster than ``torch.compile``.  ``spoil`` adds
+one realistic mistake to a solution, for episodes that repair it.
 """
 
 import json
 import random
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from cuda_agent.synthesis.family import CONSTANTS, ENDINGS, OPERATORS, UNARY, FamilySpec, chain_values, parse
 from cuda_agent.tasks.task import Task
@@ -19,6 +16,13 @@ from cuda_agent.tasks.task import Task
 KERNEL, PLAN = "kernels/fused.cpp", "plan.json"
 ROWS = "in0.shape[0]"
 GRIDS: tuple[int | str, ...] = (1, 2, 8, ROWS)
+DESIGNS: dict[str, tuple[Any, ...]] = {
+    "number": ("float", "double"),
+    "order": ("chunk", "stride"),
+    "grid": GRIDS,
+    "passes": ("fused", "split"),
+    "moments": ("one", "two"),
+}
 
 
 @dataclass(frozen=True)
@@ -63,13 +67,7 @@ class Mistake:
 
 def draw_choices(rng: random.Random) -> Choices:
     """A design, drawn uniformly."""
-    return Choices(
-        number=rng.choice(("float", "double")),
-        order=rng.choice(("chunk", "stride")),
-        grid=rng.choice(GRIDS),
-        passes=rng.choice(("fused", "split")),
-        moments=rng.choice(("one", "two")),
-    )
+    return Choices(**{choice: rng.choice(values) for choice, values in DESIGNS.items()})
 
 
 def solve(task: Task, rng: random.Random, choices: Choices | None = None) -> Worked:
@@ -152,37 +150,25 @@ class _Reduction:
     result: str = ""
 
 
+_LARGEST = "s = -1e30f, t = 0", "s = v > s ? v : s;"
+_MOMENTS, _MEAN = ("s = 0, t = 0", "s += v; t += v * v;"), ("s = 0, t = 0", "s += v;")
+_VARIANCE = "s /= m;", "loop: t += (@[i] - s) * (@[i] - s);"
 _REDUCTIONS: dict[str, _Reduction] = {
     "sum": _Reduction("s = 0", "s += v;", result="s"),
     "mean": _Reduction("s = 0", "s += v;", result="s / m"),
     "amax": _Reduction("s = -1e30f", "s = v > s ? v : s;", result="s"),
     "amin": _Reduction("s = 1e30f", "s = v < s ? v : s;", result="s"),
     "norm": _Reduction("s = 0", "s += v * v;", result="sqrt(s)"),
-    "var": _Reduction("s = 0, t = 0", "s += v; t += v * v;", result="(t - s * s / m) / (m - 1)"),
-    "var two": _Reduction("s = 0, t = 0", "s += v;", ("s /= m;", "loop: t += (@[i] - s) * (@[i] - s);"), "t / (m - 1)"),
-    "softmax": _Reduction(
-        "s = -1e30f, t = 0", "s = v > s ? v : s;", ("loop: t += @[i] = exp(@[i] - s);", "loop: @[i] /= t;")
-    ),
-    "log_softmax": _Reduction(
-        "s = -1e30f, t = 0", "s = v > s ? v : s;", ("loop: t += exp(@[i] - s);", "s += log(t);", "loop: @[i] -= s;")
-    ),
+    "var": _Reduction(*_MOMENTS, result="(t - s * s / m) / (m - 1)"),
+    "var two": _Reduction(*_MEAN, _VARIANCE, "t / (m - 1)"),
+    "softmax": _Reduction(*_LARGEST, ("loop: t += @[i] = exp(@[i] - s);", "loop: @[i] /= t;")),
+    "log_softmax": _Reduction(*_LARGEST, ("loop: t += exp(@[i] - s);", "s += log(t);", "loop: @[i] -= s;")),
     "normalize": _Reduction("s = 0", "s += v * v;", ("s = 1 / (sqrt(s) + 1e-12f);", "loop: @[i] *= s;")),
     "rms_norm": _Reduction("s = 0", "s += v * v;", ("s = 1 / sqrt(s / m + 1e-7f);", "loop: @[i] *= s;")),
     "layer_norm": _Reduction(
-        "s = 0, t = 0",
-        "s += v; t += v * v;",
-        ("s /= m;", "t = 1 / sqrt(t / m - s * s + 1e-5f);", "loop: @[i] = (@[i] - s) * t;"),
+        *_MOMENTS, ("s /= m;", "t = 1 / sqrt(t / m - s * s + 1e-5f);", "loop: @[i] = (@[i] - s) * t;")
     ),
-    "layer_norm two": _Reduction(
-        "s = 0, t = 0",
-        "s += v;",
-        (
-            "s /= m;",
-            "loop: t += (@[i] - s) * (@[i] - s);",
-            "t = 1 / sqrt(t / m + 1e-5f);",
-            "loop: @[i] = (@[i] - s) * t;",
-        ),
-    ),
+    "layer_norm two": _Reduction(*_MEAN, (*_VARIANCE, "t = 1 / sqrt(t / m + 1e-5f);", "loop: @[i] = (@[i] - s) * t;")),
 }
 _ROW = "for (long i = r * m; i < r * m + m; i++)"
 

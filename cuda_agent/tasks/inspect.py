@@ -1,15 +1,12 @@
-"""Static analysis of a task's source.
+"""Static analysis of a task's source: ``problems`` checks its form, ``recompute_ops`` finds the operators that it uses.
 
-``problems`` checks the published form (``Model``, ``get_inputs``, ``get_init_inputs``); ``recompute_ops`` finds the
-torch operators that the code really uses.  Both read the syntax tree only: nothing is imported or executed, so that
-both are safe on untrusted source.
-
-What it does not cover: whether the task runs (the sandbox), names made at run time (``getattr(torch, name)``), and
-operators inside layers of other packages.
+Both read the syntax tree only, so that both are safe on untrusted source.  Not covered: names made at run time
+(``getattr(torch, name)``), and operators inside layers of other packages.
 """
 
 import ast
 import builtins
+from collections.abc import Iterator
 
 DEEPEST = 150  # most levels of a syntax tree; normal code has about twenty
 Aliases = dict[str, str]  # local name -> dotted path it was imported from
@@ -34,24 +31,10 @@ _NOT_TENSORS = _words("size dim numel item tolist stride is_contiguous element_s
 _NO_WORK = _words("to float half double bfloat16 long int bool cpu cuda type type_as detach requires_grad_")
 _TENSOR_ONLY = _words("view view_as contiguous expand expand_as repeat fill_ copy_ new_zeros new_ones new_full")
 _OPERATORS: dict[type, str] = {
-    ast.Add: "torch.add",
-    ast.Sub: "torch.sub",
-    ast.Mult: "torch.mul",
-    ast.Div: "torch.div",
-    ast.FloorDiv: "torch.floor_divide",
-    ast.Mod: "torch.remainder",
-    ast.Pow: "torch.pow",
-    ast.MatMult: "torch.matmul",
-    ast.USub: "torch.neg",
-}
-_COMPARISONS: dict[type, str] = {
-    ast.Lt: "torch.lt",
-    ast.LtE: "torch.le",
-    ast.Gt: "torch.gt",
-    ast.GtE: "torch.ge",
-    ast.Eq: "torch.eq",
-    ast.NotEq: "torch.ne",
-}
+    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.FloorDiv: "floor_divide",
+    ast.Mod: "remainder", ast.Pow: "pow", ast.MatMult: "matmul", ast.USub: "neg",
+    ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne",
+}  # fmt: skip
 
 
 def problems(code: str) -> list[str]:
@@ -65,13 +48,14 @@ def problems(code: str) -> list[str]:
     if _depth(tree) > DEEPEST:  # the analysis is recursive
         return [f"nested more than {DEEPEST} levels deep"]
     found = []
-    model = _definitions(tree).get("Model")
+    definitions = _definitions(tree)
+    model = definitions.get("Model")
     if not isinstance(model, ast.ClassDef):
         found.append("no class Model")
     elif "forward" not in _methods(model) and len(model.bases) == 0:
         found.append(f"line {model.lineno}: class Model has no forward and no base class")
     for name in ("get_inputs", "get_init_inputs"):
-        function = _definitions(tree).get(name)
+        function = definitions.get(name)
         if not isinstance(function, ast.FunctionDef):
             found.append(f"no function {name}")
         elif len(function.args.args) > len(function.args.defaults):
@@ -170,9 +154,7 @@ class _Reader:
         methods = _methods(node)
         attributes = {
             name: value
-            for init in [methods.get("__init__")]
-            if init
-            for statement in ast.walk(init)
+            for statement in _walk(methods.get("__init__"))
             if isinstance(statement, ast.Assign | ast.AnnAssign) and (value := statement.value)
             for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
             if (name := _self_attribute(target))
@@ -203,17 +185,15 @@ class _Reader:
         path = dotted(node, self.aliases)
         if path is None:
             return False
-        if path.startswith("transformers.") and path.rsplit(".", 1)[-1][:1].isupper():
-            self.ops.append("transformers." + path.rsplit(".", 1)[-1])
-            return True
-        name = op_name(path)
+        last = path.rsplit(".", 1)[-1]
+        name = f"transformers.{last}" if path.startswith("transformers.") and last[:1].isupper() else op_name(path)
         if name is not None:
             self.ops.append(name)
         return name is not None
 
-    def note_layers(self, value: ast.AST) -> None:
+    def note_layers(self, value: ast.AST | None) -> None:
         """Adds the layers constructed in ``self.name = value``, containers included."""
-        for call in ast.walk(value):
+        for call in _walk(value):
             if isinstance(call, ast.Call):
                 self.note(call.func)
             elif isinstance(call, ast.Subscript) and (dotted(call.value, self.aliases) or "").endswith(".ACT2FN"):
@@ -238,8 +218,8 @@ class _Scope:
                     if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
                         (self.tensors.add if tensor else self.tensors.discard)(name.id)
             return
-        if isinstance(node, ast.For) and (made := self.attributes.get(_self_attribute(node.iter))):
-            self.reader.note_layers(made)
+        if isinstance(node, ast.For):
+            self.reader.note_layers(self.attributes.get(_self_attribute(node.iter)))
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.stmt):
                 self.statement(child)
@@ -250,7 +230,7 @@ class _Scope:
 
     def operator(self, op: ast.AST) -> None:
         if name := _OPERATORS.get(type(op)):
-            self.reader.ops.append(name)
+            self.reader.ops.append(f"torch.{name}")
 
     def value(self, node: ast.expr) -> bool:
         """Adds the operators of an expression, operands first.  Returns whether its value is certainly a tensor."""
@@ -259,7 +239,9 @@ class _Scope:
                 return node.id in self.tensors
             case ast.Attribute():
                 if name := _self_attribute(node):
-                    return self.parameter(name)
+                    made = self.attributes.get(name)
+                    path = dotted(made.func, self.reader.aliases) if isinstance(made, ast.Call) else None
+                    return (path or "").endswith(("nn.Parameter", "nn.Buffer"))
                 return self.value(node.value) and node.attr in ("T", "mT", "data")
             case ast.BinOp():
                 left, right = self.value(node.left), self.value(node.right)
@@ -272,8 +254,8 @@ class _Scope:
                 return tensor
             case ast.Compare():
                 tensor = any([self.value(part) for part in (node.left, *node.comparators)])
-                if tensor and (name := _COMPARISONS.get(type(node.ops[0]))):
-                    self.reader.ops.append(name)
+                if tensor:
+                    self.operator(node.ops[0])
                 return tensor
             case ast.Subscript():
                 tensor = self.value(node.value)
@@ -286,18 +268,11 @@ class _Scope:
                 return self.call(node)
         return any([self.value(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)])
 
-    def parameter(self, name: str) -> bool:
-        made = self.attributes.get(name)
-        return isinstance(made, ast.Call) and (dotted(made.func, self.reader.aliases) or "").endswith(
-            ("nn.Parameter", "nn.Buffer")
-        )
-
     def call(self, node: ast.Call) -> bool:
         reader, function = self.reader, node.func
         method = function.attr if isinstance(function, ast.Attribute) and not dotted(function, reader.aliases) else None
         tensor = isinstance(function, ast.Attribute) and not _self_attribute(function) and self.value(function.value)
-        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-        given = any([self.value(argument) for argument in arguments])
+        given = any([self.value(argument) for argument in (*node.args, *(word.value for word in node.keywords))])
         if name := _self_attribute(function):
             if name in self.attributes:
                 reader.note_layers(self.attributes[name])
@@ -309,8 +284,7 @@ class _Scope:
             reader.note_layers(function)
             return True
         if isinstance(function, ast.Subscript) and (name := _self_attribute(function.value)):
-            if name in self.attributes:
-                reader.note_layers(self.attributes[name])
+            reader.note_layers(self.attributes.get(name))
             return True
         if isinstance(function, ast.Name) and isinstance(local := reader.definitions.get(function.id), ast.FunctionDef):
             reader.read_function(local, {}, {})
@@ -327,6 +301,10 @@ class _Scope:
         if path := dotted(function, reader.aliases):  # torch.zeros(...) is a tensor, math.sqrt(...) is none
             return path.startswith("torch.") and path.rsplit(".", 1)[-1] in _MAKES_TENSORS
         return given and isinstance(function, ast.Name) and not hasattr(builtins, function.id)
+
+
+def _walk(tree: ast.AST | None) -> Iterator[ast.AST]:
+    return ast.walk(tree) if tree else iter(())
 
 
 def _self_attribute(node: ast.AST | None) -> str | None:

@@ -7,7 +7,7 @@ whether a task runs (the sandbox).
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,7 @@ def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
         raise TaskError(f"task names are not unique: {', '.join(repeated[:5])}")
     text = pa.string()
     schema = pa.schema([("ops", pa.list_(text)), *((column, text) for column in (*PUBLISHED[1:], *OWN))])
-    columns = {field: [getattr(task, field) for task in tasks] for field in schema.names}
-    columns["ops"] = [list(ops) for ops in columns["ops"]]
-    table = pa.table(columns, schema=schema)
+    table = pa.Table.from_pylist([vars(task) for task in tasks], schema)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         pq.write_table(table, folder / FILE)
@@ -56,10 +54,7 @@ def read_tasks(folder: Path) -> list[Task]:
 
 
 def read_ops6k(path: Path) -> list[Task]:
-    """The tasks of a parquet file in the published form (``ops``, ``data_source``, ``code``); ``ops`` may be a list or
-    a JSON list.
-
-    ``ops`` is kept as declared, which may differ from the code: see ``recompute_ops``.
+    """The tasks of a parquet file in the published form; ``ops``, a list or a JSON list, is kept as declared.
 
     Raises:
         TaskError: The file cannot be read, or holds an invalid row.
@@ -67,37 +62,16 @@ def read_ops6k(path: Path) -> list[Task]:
     rows = _rows(path, required=PUBLISHED)
     width = max(4, len(str(len(rows))))
     return [
-        Task(
-            name=f"ops6k-{index:0{width}d}",
-            code=row["code"],
-            ops=_ops_list(row["ops"], path, index),
-            data_source=row["data_source"],
-            family="ops6k",
-        )
-        for index, row in enumerate(rows)
+        Task(f"ops6k-{n:0{width}d}", row["code"], _ops_list(row["ops"], path, n), row["data_source"], "ops6k")
+        for n, row in enumerate(rows)
     ]
 
 
-def read_kernelbench(folder: Path) -> list[Task]:
-    """The ``*.py`` files of a folder, or of its ``level1``, ``level2``... folders, in KernelBench's own order.
+def _read_kernelbench(folder: Path) -> tuple[list[Task], list[TaskError]]:
+    """The ``*.py`` files of a folder, or of its ``level1``, ``level2``... folders, in KernelBench's own order, and the
+    error of each file that is no task.
 
-    The family is the level (``kernelbench`` for a flat folder), the name ``level1/19_ReLU``, the split ``heldout``.
-
-    Raises:
-        TaskError: A file is no task (no ``Model``, syntax error): scores of an incomplete benchmark would mislead.
-    """
-    if folder.is_file():
-        return [task_from_file(folder)]
-    found, refused = _of_folder(folder)
-    if refused:
-        raise refused[0]
-    return found
-
-
-def _of_folder(folder: Path) -> tuple[list[Task], list[TaskError]]:
-    """The tasks of ``read_kernelbench``, and the error of each file that is no task."""
-    if not folder.is_dir():
-        raise TaskError(f"{folder}: no such folder")
+    The family is the level (``kernelbench`` for a flat folder), the name ``level1/19_ReLU``, the split ``heldout``."""
     levels = sorted((p for p in folder.iterdir() if p.is_dir() and re.fullmatch(r"level\d+", p.name)), key=_natural)
     found, refused = list[Task](), list[TaskError]()
     for place in levels or [folder]:
@@ -140,13 +114,18 @@ def read_any(source: Path) -> list[Task]:
     ``.py`` file.
 
     Raises:
-        TaskError: The source cannot be read.
+        TaskError: The source cannot be read, or a file of the folder is no task: scores of an incomplete benchmark
+            would mislead.
     """
     if not source.exists():
         raise TaskError(f"{source}: no such file or folder")
     if source.is_dir():
-        table = _table_in(source)
-        return read_kernelbench(source) if table is None else read_any(table)
+        if (table := _table_in(source)) is not None:
+            return read_any(table)
+        found, refused = _read_kernelbench(source)
+        if refused:
+            raise refused[0]
+        return found
     if source.suffix == ".py":
         return [task_from_file(source)]
     return read_tasks(source) if set(OWN) <= set(_columns(source)) else read_ops6k(source)
@@ -175,7 +154,7 @@ def import_tasks(source: Path, folder: Path) -> Imported:
         TaskError: No task is left, or ``source`` cannot be read.
     """
     files = source.is_dir() and _table_in(source) is None
-    found, refused = _of_folder(source) if files else (read_any(source), [])
+    found, refused = _read_kernelbench(source) if files else (read_any(source), [])
     dropped = [str(error) for error in refused]
     tasks: dict[str, Task] = {}
     for task in found:
@@ -202,16 +181,15 @@ def _columns(path: Path) -> list[str]:
         raise TaskError(f"{path}: not a parquet file: {str(error).splitlines()[0]}") from None
 
 
-def _rows(path: Path, required: Iterable[str]) -> list[dict[str, Any]]:
+def _rows(path: Path, required: Sequence[str]) -> list[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    required = list(required)
     there = _columns(path)
     if missing := [column for column in required if column not in there]:
         raise TaskError(f"{path}: no column {', '.join(missing)}; it has {', '.join(there) or 'none'}")
     try:
-        return pq.read_table(path, columns=required).to_pylist()
+        return pq.read_table(path, columns=list(required)).to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise TaskError(f"{path}: damaged parquet file: {str(error).splitlines()[0]}") from None
 

@@ -17,8 +17,8 @@ class Task:
 
     name: str
     code: str
-    ops: tuple[str, ...]
-    data_source: str  # "torch#2": how many torch operators are fused; "transformers": a stand-alone layer
+    ops: tuple[str, ...] = ()
+    data_source: str = ""  # "torch#2": how many torch operators are fused; "transformers": a stand-alone layer
     family: str = "catalogue"
     split: str = "train"
 

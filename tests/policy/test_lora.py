@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from cuda_agent.errors import PolicyError
-from cuda_agent.policy.lora import ADAPTER, Adapted, adapters, attach, merge_adapter, merged_parameters, save_adapter
+from cuda_agent.policy.lora import ADAPTER, Adapted, adapters, attach, merged_parameters, save_adapter
 from cuda_agent.policy.model import load_model, load_policy, save_policy
+from tests.policy.adapters import merge_adapter
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])

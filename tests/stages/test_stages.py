@@ -14,7 +14,7 @@ from cuda_agent.errors import BadConfiguration, NotGoodEnough, PolicyError, TryA
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.episode import Episode, write_episodes
-from cuda_agent.policy.lora import ADAPTER, merge_adapter
+from cuda_agent.policy.lora import ADAPTER
 from cuda_agent.policy.model import load_model, load_policy, new_policy, save_policy, train_tokenizer
 from cuda_agent.rl.rollouts import draw, episode_settings, open_rollouts, seed_of
 from cuda_agent.stages import bootstrap, critic, rft
@@ -23,6 +23,7 @@ from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import FileTracker, read_metrics
 from cuda_agent.training.critic import critic_from_policy, load_critic
 from cuda_agent.training.ranks import Ranks
+from tests.policy.adapters import merge_adapter
 
 POLICY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 32, "vocab": 320}
 

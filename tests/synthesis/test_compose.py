@@ -8,9 +8,18 @@ from random import Random
 
 import pytest
 
-from cuda_agent.synthesis import catalogue, layers
-from cuda_agent.synthesis.compose import ComposeError, ProgrammaticWriter, batch_for, build, pick_operators, speed_of
-from cuda_agent.synthesis.writer import ModelWriter, WriterUnavailable, task_from_answer
+from cuda_agent.policy.served import ServedModelError
+from cuda_agent.synthesis import catalogue
+from cuda_agent.synthesis.compose import (
+    ComposeError,
+    ModelWriter,
+    ProgrammaticWriter,
+    batch_for,
+    build,
+    pick_operators,
+    speed_of,
+    task_from_answer,
+)
 from cuda_agent.tasks.inspect import problems
 from tests.synthesis.test_catalogue import run
 
@@ -18,7 +27,7 @@ WINDOW = (1e-4, 5e-3)
 
 
 def writer(max_ops: int = 5, window=WINDOW, device: str = "cpu") -> ProgrammaticWriter:
-    return ProgrammaticWriter(catalogue.available(), layers.available(), speed_of(device, 2), window, max_ops)
+    return ProgrammaticWriter(speed_of(device, 2), window, max_ops)
 
 
 def compose(writer, seed):
@@ -51,7 +60,7 @@ def test_stacks_of_several_operators_run_and_give_the_shape_they_promise():
     built = 0
     for seed in range(300):
         rng = Random(seed)
-        operators = pick_operators(catalogue.available(), rng.choice((2, 3, 4, 5)), rng)
+        operators = pick_operators(catalogue.CATALOGUE, rng.choice((2, 3, 4, 5)), rng)
         ranks = [rank for rank in operators[0].ranks if rank in tiny] if operators else []
         chain = build(operators, tiny[rng.choice(ranks)], rng) if ranks else None
         if chain is not None and chain.largest < 1 << 20:
@@ -145,7 +154,7 @@ def server():
 
 
 def model_writer(url: str) -> ModelWriter:
-    return ModelWriter(url, "some-model", "WRITER_TEST_KEY", catalogue.available(), WINDOW, pause=0.001)
+    return ModelWriter(url, "some-model", "WRITER_TEST_KEY", WINDOW, pause=0.001)
 
 
 def answer(text):
@@ -169,24 +178,30 @@ def test_the_model_writer_tries_again_when_the_server_is_busy(server):
     assert len(requests) == 3 and requests[0][1] is None
 
 
-@pytest.mark.parametrize("body", [b"not json", [], {}, {"choices": []}, answer(None), answer(7)])
-def test_an_answer_of_another_form_is_one_lost_attempt(server, body):
+@pytest.mark.parametrize("text", [None, 7, "", "no code"])
+def test_an_answer_without_a_task_is_one_lost_attempt(server, text):
     url, replies, _ = server
-    replies.append((200, body))
+    replies.append((200, answer(text)))
     with pytest.raises(ComposeError):
         compose(model_writer(url), "1")
 
 
-@pytest.mark.parametrize(
-    ("status", "message"), [(401, "WRITER_TEST_KEY is not set"), (404, "404"), (500, "4 attempts")]
-)
+@pytest.mark.parametrize("body", [b"not json", [], {}, {"choices": []}])
+def test_an_address_that_gives_no_chat_completions_is_named(server, body):
+    url, replies, _ = server
+    replies.append((200, body))
+    with pytest.raises(ServedModelError, match="no chat completion"):
+        compose(model_writer(url), "1")
+
+
+@pytest.mark.parametrize(("status", "message"), [(401, "WRITER_TEST_KEY is not set"), (404, "404"), (500, "HTTP 500")])
 def test_an_address_that_refuses_is_named(server, status, message):
     url, replies, _ = server
     replies.append((status, b"no"))
-    with pytest.raises(WriterUnavailable, match=message):
+    with pytest.raises(ServedModelError, match=message):
         compose(model_writer(url), "1")
 
 
 def test_an_address_that_is_not_there_is_named():
-    with pytest.raises(WriterUnavailable, match="ConnectError"):
+    with pytest.raises(ServedModelError, match="ConnectError"):
         compose(model_writer("http://127.0.0.1:9/v1"), "1")

@@ -19,10 +19,8 @@ from cuda_agent.config import Synthesis
 from cuda_agent.sandbox.wire import Probe
 from cuda_agent.synthesis import filters
 from cuda_agent.synthesis.compose import as_task
-from cuda_agent.synthesis.family import combination, sample_task
+from cuda_agent.synthesis.family import combination, heldout_combinations, is_heldout, ops_combination, sample_task
 from cuda_agent.synthesis.filters import SourceFilter, TaskRefused, check_compiled, check_eager, yields
-from cuda_agent.synthesis.similarity import SimilarityIndex
-from cuda_agent.synthesis.split import heldout_combinations, is_heldout, ops_combination
 from cuda_agent.synthesis.synthesize import AHEAD, synthesize
 from tests.synthesis.test_similarity import CODE, RENAMED
 
@@ -59,10 +57,7 @@ class InProcess:
 
 
 def make(config=SMALL, seed=0, prober=None, **more):
-    sampler = more.pop("family_sampler", sample_task)
-    return asyncio.run(
-        synthesize(config, seed, prober or InProcess(), family_sampler=sampler, family_combination=combination, **more)
-    )
+    return asyncio.run(synthesize(config, seed, prober or InProcess(), **more))
 
 
 def test_as_many_tasks_of_each_kind_as_asked_for():
@@ -157,8 +152,9 @@ def test_no_more_candidates_are_compiled_than_allowed_and_the_card_says_what_is_
     assert sum(card["short"].values()) == 15 - len(tasks)
 
 
-def test_a_family_of_one_task_ends_and_is_short():
-    tasks, card = make(family_sampler=lambda rng: sample_task(Random(3)))
+def test_a_family_of_one_task_ends_and_is_short(monkeypatch):
+    monkeypatch.setattr("cuda_agent.synthesis.synthesize.sample_task", lambda rng: sample_task(Random(3)))
+    tasks, card = make()
     assert sum(task.family == "teacher" for task in tasks) <= 1
     assert card["yield"]["teacher"][2]["dropped"] > 10  # new bytes
     assert card["short"]
@@ -214,7 +210,7 @@ def test_what_does_not_compile_is_refused_with_its_last_line():
 
 
 def test_copies_and_renamed_copies_are_refused():
-    source = SourceFilter(SimilarityIndex([]), 0.9)
+    source = SourceFilter([], 0.9)
     source.check(as_task(CODE, ""))
     with pytest.raises(TaskRefused, match="new bytes"):
         source.check(as_task(CODE, ""))

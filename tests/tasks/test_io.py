@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cuda_agent.errors import TaskError
-from cuda_agent.tasks.io import import_tasks, read_any, read_kernelbench, read_ops6k, read_tasks, write_tasks
+from cuda_agent.tasks.io import import_tasks, read_any, read_ops6k, read_tasks, write_tasks
 from cuda_agent.tasks.task import Task
 
 CODE = """import torch
@@ -65,11 +65,11 @@ def test_kernelbench_levels_become_families_in_natural_order(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(CODE.format(4))
-    tasks = read_kernelbench(tmp_path)
+    tasks = read_any(tmp_path)
     assert [t.name for t in tasks] == ["level1/2_a", "level1/10_b", "level2/1_c"]
     assert [t.family for t in tasks] == ["level1", "level1", "level2"]
     assert {t.split for t in tasks} == {"heldout"} and tasks[0].ops == ("torch.relu",)
-    assert [t.name for t in read_kernelbench(tmp_path / "level2")] == ["1_c"]
+    assert [t.name for t in read_any(tmp_path / "level2")] == ["1_c"]
 
 
 def test_import_recomputes_ops_and_drops_copies(tmp_path):

@@ -1,75 +1,37 @@
 """Decoders: the arithmetic of the in-process engine, prompt tokens and one-token steps over rows of a key-value cache.
 
-``DenseDecoder`` is a fast forward pass for dense Llama, Qwen2 and Qwen3 models.  It holds a rearranged copy of the
-weights: q, k, v in one matrix, gate and up in one, norm weights folded into the next matrix, and q and k with each
-rotary pair side by side, so that the rotation is one complex product.  ``GenericDecoder`` runs any other causal model
-through its own forward pass, one row after the other: correct for every architecture, and slow.
-
-Rows 0..n-1 are the active ones (``move`` closes holes), so that attention reads the cache without gathering it.  On a
-GPU the steps of ``DenseDecoder`` are CUDA graphs (``graphs``).
-
-What it does not cover: sampling, batching, threads (``local``), and gradients.
+``DenseDecoder`` is a fast forward pass for dense Llama, Qwen2 and Qwen3 models: q, k, v are one matrix, gate and up
+another, norms are folded into the next matrix, and the numbers of a rotary pair are neighbours: the rotation is one
+complex product.  ``GenericDecoder`` runs any other causal model, one row after the other.  Rows 0..n-1 are the
+active ones (``move`` closes holes), so that attention reads the cache without gathering it.
 """
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cuda_agent.policy.engines import native
+from cuda_agent.policy.engines.engine import probe_prompt
 from cuda_agent.policy.engines.graphs import StepGraphs
 
 THREADED_ROWS = 256  # fewest rows for which the native functions use threads
 
+Weights = tuple[Tensor, list[dict[str, Any]], Tensor, Tensor]
 Job = tuple[int, int, Sequence[int]]  # row, position of the first new token, the new tokens
-
-
-class Decoder(Protocol):
-    context: int  # most tokens of a row
-    partial: bool  # whether a kept row may be restored cut short
-
-    def take(self, model: Any) -> bool:
-        """Switches to this model's weights with empty rows.  Returns False if the model has another shape."""
-        ...
-
-    def prefill(self, jobs: Sequence[Job]) -> Tensor:
-        """Appends tokens to rows; float32 logits [jobs, vocab] after the last token of each."""
-        ...
-
-    def step(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Appends one token to each of the rows 0..n-1: ids and positions int64 [n], ``longest`` their greatest
-        position; float32 logits [n, vocab]."""
-        ...
-
-    def keep(self, row: int, length: int) -> Any:
-        """A snapshot of the first ``length`` tokens of the row, for ``restore``."""
-        ...
-
-    def restore(self, row: int, kept: Any, length: int) -> None: ...
-
-    def copy(self, source: int, target: int, length: int) -> None: ...
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Like ``copy``; the source is no longer needed afterwards."""
-        ...
-
-
-def make_decoder(model: Any, rows: int) -> Decoder:
-    """The fast decoder for a supported architecture, else the generic one.  The model is copied."""
-    return DenseDecoder(model, rows) if DenseDecoder.knows(model) else GenericDecoder(model, rows)
 
 
 class DenseDecoder:
     """Shapes: n rows or tokens, H query heads, K key-value heads, G = H / K, D head size."""
 
-    partial = True
+    partial = True  # a kept row may be restored cut short
 
     def __init__(self, model: Any, rows: int) -> None:
         config = model.config
-        self.context: int = config.max_position_embeddings
+        self.context: int = config.max_position_embeddings  # most tokens of a row
         self.eps: float = config.rms_norm_eps
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
@@ -97,7 +59,7 @@ class DenseDecoder:
         plain = (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)
         return all(linear.bias is None for linear in plain)
 
-    def _weights(self, model: Any) -> tuple[Tensor, list[dict[str, Any]], Tensor, Tensor]:
+    def _weights(self, model: Any) -> Weights:
         """Embedding, layers, output layer and rotations (complex64 [context, D / 2])."""
         embed = model.model.embed_tokens.weight.detach().clone()
         rotary = model.model.rotary_emb
@@ -108,19 +70,18 @@ class DenseDecoder:
 
     @torch.inference_mode()
     def take(self, model: Any) -> bool:
+        """Switches to this model's weights with empty rows.  Returns False if the model has another shape."""
         config = model.config
         numbers = config.max_position_embeddings, config.rms_norm_eps, config.num_attention_heads
         if not self.knows(model) or numbers != (self.context, self.eps, self.heads):
             return False
-        new, old = (list(_tensors(weights)) for weights in (self._weights(model), self._all_weights()))
+        held = self.embed, self.layers, self.unembed, self.rotations
+        new, old = (list(_tensors(weights)) for weights in (self._weights(model), held))
         if [(x.shape, x.dtype, x.device) for x in new] != [(x.shape, x.dtype, x.device) for x in old]:
             return False
         for ours, theirs in zip(old, new, strict=True):
             ours.copy_(theirs)
         return True
-
-    def _all_weights(self) -> tuple[Tensor, list[dict[str, Any]], Tensor, Tensor]:
-        return self.embed, self.layers, self.unembed, self.rotations
 
     def _layer(self, layer: Any) -> dict[str, Any]:
         attention, mlp, half = layer.self_attn, layer.mlp, self.head // 2
@@ -190,19 +151,18 @@ class DenseDecoder:
         return x.addmm_(gated, layer["down"])
 
     def prefill(self, jobs: Sequence[Job]) -> Tensor:
+        """Appends tokens to rows; float32 logits [jobs, vocab] after the last token of each."""
         device = self.embed.device
         self._reserve(max(start + len(ids) for _, start, ids in jobs))
-        counts = [len(ids) for _, _, ids in jobs]
         tokens = torch.tensor([i for _, _, ids in jobs for i in ids], device=device)
-        rows = torch.tensor([row for (row, _, _), count in zip(jobs, counts, strict=True) for _ in range(count)])
+        rows = torch.tensor([row for row, _, ids in jobs for _ in ids], device=device)
         positions = torch.cat([torch.arange(start, start + len(ids)) for _, start, ids in jobs]).to(device)
-        rows = rows.to(device)
         spans, masks, begin = [], [], 0
-        for (_, start, ids), count in zip(jobs, counts, strict=True):
-            spans.append(slice(begin, begin + count))
-            seen = torch.arange(start + len(ids), device=device) <= positions[begin : begin + count, None]
+        for _, start, ids in jobs:
+            spans.append(slice(begin, begin + len(ids)))
+            seen = torch.arange(start + len(ids), device=device) <= positions[spans[-1], None]
             masks.append(seen if start else None)  # from position 0 on the mask is plainly causal
-            begin += count
+            begin += len(ids)
         ends = torch.tensor([span.stop - 1 for span in spans], device=device)
         x = self.embed[tokens]
         for index, layer in enumerate(self.layers):
@@ -241,6 +201,8 @@ class DenseDecoder:
         return qkv.view(len(x), -1, self.head)
 
     def step(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """Appends one token to each of the rows 0..n-1: ids and positions int64 [n], ``longest`` their greatest
+        position; float32 logits [n, vocab]."""
         self._reserve(longest + 1)
         if self.native:
             return self._native_step(self.native, ids, positions)
@@ -287,6 +249,7 @@ class DenseDecoder:
         return torch.get_num_threads() if rows >= THREADED_ROWS else 1
 
     def keep(self, row: int, length: int) -> Tensor:
+        """A snapshot of the first ``length`` tokens of the row, for ``restore``."""
         return self.cache[:, row, :, :length].clone()
 
     def restore(self, row: int, kept: Tensor, length: int) -> None:
@@ -296,7 +259,7 @@ class DenseDecoder:
     def copy(self, source: int, target: int, length: int) -> None:
         self.cache[:, target, :, :length] = self.cache[:, source, :, :length]
 
-    move = copy
+    move = copy  # the source is no longer needed afterwards
 
 
 class GenericDecoder:
@@ -342,6 +305,14 @@ class GenericDecoder:
         self.rows[target], self.rows[source] = self.rows[source], None
 
 
+Decoder = DenseDecoder | GenericDecoder
+
+
+def make_decoder(model: Any, rows: int) -> Decoder:
+    """The fast decoder for a supported architecture, else the generic one.  The model is copied."""
+    return DenseDecoder(model, rows) if DenseDecoder.knows(model) else GenericDecoder(model, rows)
+
+
 def _tensors(weights: Any) -> Iterator[Tensor]:
     """The tensors in nested lists, tuples and dictionaries, in order."""
     if isinstance(weights, Tensor):
@@ -365,8 +336,7 @@ def _fold(weight: Tensor, norm: Tensor) -> Tensor:
 def verify(decoder: Decoder, model: Any) -> float:
     """The largest expected difference of log-probabilities between decoder and model on a fixed probe that goes
     through prompts, single steps and kept rows.  Uses rows 0 and 1 and leaves them dirty."""
-    vocab, device = model.config.get_text_config().vocab_size, model.device
-    ids = [(7919 * i + 13) % vocab for i in range(20)]
+    ids, device = probe_prompt(model, 20), model.device
     with torch.inference_mode():
         wanted = torch.log_softmax(model(input_ids=torch.tensor([ids], device=device)).logits[0].float(), -1)
         first = decoder.prefill([(0, 0, ids[:12]), (1, 0, ids[:12])])

@@ -4,7 +4,7 @@ Everything that trains speaks token ids; text is never re-tokenized between turn
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 
@@ -57,3 +57,32 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def probe_prompt(model: Any, count: int) -> list[int]:
+    """A fixed prompt that every model can read, for comparing log-probabilities."""
+    vocab = model.config.get_text_config().vocab_size
+    return [(7919 * i + 13) % vocab for i in range(count)]
+
+
+def fitted(params: SamplingParams, prompt: Sequence[int], context: int) -> SamplingParams:
+    """The parameters with ``max_tokens`` cut to the room behind the prompt.  Raises ValueError if there is none."""
+    limit = min(params.max_tokens, context - len(prompt))
+    if not prompt or limit < 1:
+        raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {context}")
+    return replace(params, max_tokens=limit)
+
+
+def logprobs_of(model: Any, ids: list[int], count: int, temperature: float) -> list[float]:
+    """Log-probabilities of the last ``count`` tokens, by the model's forward pass."""
+    import torch
+
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([ids], device=model.device)).logits[0, -count - 1 : -1].float()
+    finally:
+        model.train(training)
+    wanted = torch.tensor(ids[-count:], device=logits.device)[:, None]
+    return list(torch.log_softmax(logits / temperature, -1).gather(-1, wanted)[:, 0].tolist())

@@ -2,8 +2,6 @@
 
 A graph is recorded for a number of rows and of cache positions; a step runs in the smallest graph that fits, so that
 few are recorded (about a dozen for a whole batch).  Unused rows compute values that are ignored.
-
-What it does not cover: the arithmetic (``decoder``), and shapes that depend on data.
 """
 
 from collections.abc import Callable
@@ -51,9 +49,8 @@ class StepGraphs:
         with torch.cuda.stream(side):
             self._step(*arguments)  # libraries allocate and select algorithms at the first call
         torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(
-            graph, pool=self._pool, capture_error_mode="thread_local"
-        ):  # for other threads on the GPU
+        # thread_local: other threads may use the GPU meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._step(*arguments)
         return graph, logits
 

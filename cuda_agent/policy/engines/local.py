@@ -1,22 +1,14 @@
-"""LocalEngine: serves the policy inside this process, with continuous batching.
-
-Requests join and leave the batch between decoding steps.  All arithmetic runs in one worker thread, so that the event
-loop stays free; between steps the engine releases the timing lease.  The cache of finished sequences is kept, and a
-later prompt (the same episode's next turn, another sample of the same task) starts behind the longest prefix that it
-shares with one.
+"""LocalEngine: serves the policy inside this process, with continuous batching, prefix reuse and one worker thread.
 
 Weights, prompt and seed determine a completion up to rounding, because each token is drawn with noise derived from
 (seed, position) alone.  Rounding depends on the batch.  Batches form in order of submission, and a batch is closed only
 when the event loop has run ``QUIET_PASSES`` times without a new request.  Callers that wait only for this engine and
-for each other therefore get the same batches, and the same bits, every time; callers that wait for other things (tools,
-clocks) get the same up to rounding.
-
-What it does not cover: several devices or processes, streaming, top-p and the like (they bias the training ratio).
+for each other therefore get the same batches, and the same bits, every time.  Not covered: several devices, top-p and
+the like (they bias the training ratio).
 """
 
 import asyncio
 import copy
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -29,7 +21,7 @@ from torch import Tensor
 
 from cuda_agent.lease import Lease
 from cuda_agent.policy.engines.decoder import Decoder, Job, make_decoder, verify
-from cuda_agent.policy.engines.engine import Completion, EngineError, SamplingParams
+from cuda_agent.policy.engines.engine import Completion, EngineError, SamplingParams, fitted
 from cuda_agent.policy.model import load_model
 
 QUIET_PASSES = 8
@@ -41,9 +33,8 @@ PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # else 0.05; round
 @dataclass(eq=False)
 class _Request:
     prompt: list[int]
-    params: SamplingParams
-    limit: int  # most tokens to sample, also limited by the context
-    noise: np.ndarray  # float64 [limit], uniform in [0, 1)
+    params: SamplingParams  # fitted to the context
+    noise: np.ndarray  # float64 [max_tokens], uniform in [0, 1)
     future: "asyncio.Future[Completion]"
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -57,7 +48,6 @@ class Counts:
     prefilled: int = 0  # prompt tokens computed
     reused: int = 0  # prompt tokens copied from a kept prefix or an equal prompt
     steps: int = 0
-    seconds: float = 0.0  # spent in arithmetic, waiting for the lease excluded
 
 
 class LocalEngine:
@@ -77,11 +67,10 @@ class LocalEngine:
         batch: int = 32,
         lease: Lease | None = None,
         *,
-        version: int = 0,
         device: str = "cpu",
         dtype: str | None = None,
     ) -> None:
-        self.version = version
+        self.version = 0
         self.counts = Counts()
         self._batch = batch
         self._lease = lease
@@ -92,15 +81,10 @@ class LocalEngine:
         self._kept: list[tuple[np.ndarray, Any]] = []  # (ids, the decoder's snapshot), oldest first
         self._interrupt = False  # tells the worker to return after its current step
         self._driver: asyncio.Task[None] | None = None
-        self._updating: asyncio.Lock | None = None
+        self._updating = asyncio.Lock()
         self._failure: BaseException | None = None
         self._worker = ThreadPoolExecutor(1, "engine", initializer=_init_thread, initargs=(threads, self._device))
         self._decoder: Decoder = self._worker.submit(self._load, model, None).result()
-
-    @property
-    def context(self) -> int:
-        """Most tokens of prompt and completion together."""
-        return self._decoder.context
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
         """Samples until a stop token, ``max_tokens`` or the end of the context.
@@ -108,12 +92,15 @@ class LocalEngine:
         Raises:
             ValueError: The prompt is empty or leaves no room.
         """
-        limit = min(params.max_tokens, self._decoder.context - len(prompt))
-        if not prompt or limit < 1:
-            raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._decoder.context}")
-        noise = uniforms(params.seed, len(prompt), limit)
-        request = _Request(list(prompt), params, limit, noise, asyncio.get_running_loop().create_future())
-        self._submit(request)
+        params = fitted(params, prompt, self._decoder.context)
+        noise = uniforms(params.seed, len(prompt), params.max_tokens)
+        future = asyncio.get_running_loop().create_future()
+        request = _Request(list(prompt), params, noise, future)
+        if self._failure:
+            raise EngineError(f"the engine has failed: {self._failure}") from self._failure
+        self._waiting.append(request)
+        self._interrupt = True
+        self._wake()
         try:
             return await request.future
         except asyncio.CancelledError:
@@ -123,7 +110,6 @@ class LocalEngine:
     async def update_from(self, model: Any, version: int) -> None:
         """See ``Engine.update_from``.  Requests in the batch finish on the old weights first; waiting ones get the
         new."""
-        self._updating = self._updating or asyncio.Lock()
         async with self._updating:
             if self._driver and not self._driver.done():
                 await asyncio.wait([self._driver])  # ends with the active requests
@@ -159,13 +145,6 @@ class LocalEngine:
 
     # On the event loop
 
-    def _submit(self, request: _Request) -> None:
-        if self._failure:
-            raise EngineError(f"the engine has failed: {self._failure}") from self._failure
-        self._waiting.append(request)
-        self._interrupt = True
-        self._wake()
-
     def _wake(self) -> None:
         if self._driver is None or self._driver.done():
             self._driver = asyncio.get_running_loop().create_task(self._drive())
@@ -177,7 +156,8 @@ class LocalEngine:
             while True:
                 await self._wait_until_quiet()
                 free = self._batch - sum(not request.future.cancelled() for request in self._active)
-                joining = [] if self._paused else [r for r in self._waiting if not r.future.cancelled()][:free]
+                updating = self._updating.locked()
+                joining = [] if updating else [r for r in self._waiting if not r.future.cancelled()][:free]
                 if not joining and not self._active:
                     return
                 taken = set(map(id, joining))
@@ -192,9 +172,8 @@ class LocalEngine:
             self._interrupt = True
             for request in [*self._waiting, *self._active]:
                 if not request.future.done() and not request.future.get_loop().is_closed():
-                    request.future.cancel() if self._failure is None else request.future.set_exception(
-                        EngineError(f"the engine has failed: {error}")
-                    )
+                    failed = EngineError(f"the engine has failed: {error}")
+                    request.future.set_exception(failed) if self._failure else request.future.cancel()
             self._waiting.clear()
             if self._failure is None:
                 raise
@@ -206,10 +185,6 @@ class LocalEngine:
             before = len(self._waiting)
             await asyncio.sleep(0)
             quiet = quiet + 1 if len(self._waiting) == before else 0
-
-    @property
-    def _paused(self) -> bool:
-        return self._updating is not None and self._updating.locked()
 
     # In the worker thread
 
@@ -242,22 +217,17 @@ class LocalEngine:
             ended = self._sample(logits, len(self._active) - len(joining))
         if not self._active or ended:
             return ended
-        device = self._device
-        ids = torch.tensor([request.ids[-1] for request in self._active], device=device)
         lengths = [len(request.prompt) + len(request.ids) for request in self._active]
-        positions, longest = torch.tensor(lengths, device=device) - 1, max(lengths) - 1
-        while not ended:
+        positions, longest = torch.tensor(lengths, device=self._device) - 1, max(lengths) - 1
+        while True:
             with self._working():
-                started = time.perf_counter()
+                ids = torch.tensor([request.ids[-1] for request in self._active], device=self._device)
                 ended = self._sample(self._decoder.step(ids, positions, longest), 0)
-                self.counts.seconds += time.perf_counter() - started
                 self.counts.steps += 1
             if ended or self._interrupt:
-                break
-            ids = torch.tensor([request.ids[-1] for request in self._active], device=device)
+                return ended
             positions += 1
             longest += 1
-        return ended
 
     def _join(self, joining: list[_Request]) -> Tensor:
         """Computes the prompts in new rows; float32 logits [joining, vocab] after each prompt."""
@@ -280,9 +250,7 @@ class LocalEngine:
         parts = []
         for chunk in _chunks(jobs, PREFILL_TOKENS[self._device.type]):
             with self._working():
-                started = time.perf_counter()
                 parts.append(self._decoder.prefill(chunk))
-                self.counts.seconds += time.perf_counter() - started
         logits = torch.cat(parts)
         for source, row, length in twins:
             self._decoder.copy(source, row, length)
@@ -321,7 +289,7 @@ class LocalEngine:
             request.logprobs.append(logprob)
             if token in request.params.stop_ids:
                 ended.append((row, request, "stop"))
-            elif len(request.ids) == request.limit:
+            elif len(request.ids) == request.params.max_tokens:
                 ended.append((row, request, "length"))
         self.counts.sampled += len(requests)
         for row, request, _ in reversed(ended):
@@ -344,7 +312,6 @@ class LocalEngine:
 
 
 def _init_thread(threads: int, device: torch.device) -> None:
-    """Settings of the worker thread."""
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -7,7 +7,7 @@ sampling; the seed only reaches the function.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cuda_agent.policy.engines.engine import Completion, SamplingParams
+from cuda_agent.policy.engines.engine import Completion, SamplingParams, logprobs_of
 
 Answer = Callable[[list[int], int], str | Sequence[int]]  # prompt ids, seed
 
@@ -16,13 +16,11 @@ class ScriptedEngine:
     """``answer(prompt ids, seed)`` gives the turn: ids, or text, which ``tokenizer`` encodes and the first stop
     id closes.  ``calls`` records the prompts in order; ``updates`` the (version, model) served since."""
 
-    def __init__(self, answer: Answer, tokenizer: Any = None, model: Any = None, version: int = 0) -> None:
-        self.version = version
+    def __init__(self, answer: Answer, tokenizer: Any = None, model: Any = None) -> None:
+        self.version = 0
         self.calls: list[list[int]] = []
         self.updates: list[tuple[int, Any]] = []
-        self._answer = answer
-        self._tokenizer = tokenizer
-        self._model = model
+        self._answer, self._tokenizer, self._model = answer, tokenizer, model
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
         prompt = list(prompt)
@@ -34,7 +32,13 @@ class ScriptedEngine:
             ids = list(answer)
         ids = ids[: params.max_tokens]
         stopped = bool(ids) and ids[-1] in params.stop_ids
-        return Completion(ids, self._logprobs(prompt, ids, params), self.version, "stop" if stopped else "length")
+        temperature = params.temperature or 1.0
+        logprobs = (
+            logprobs_of(self._model, prompt + ids, len(ids), temperature)
+            if self._model is not None
+            else [-1.0] * len(ids)
+        )
+        return Completion(ids, logprobs, self.version, "stop" if stopped else "length")
 
     async def update_from(self, model: Any, version: int) -> None:
         if self._model is not None:
@@ -47,13 +51,3 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         pass
-
-    def _logprobs(self, prompt: list[int], ids: list[int], params: SamplingParams) -> list[float]:
-        if self._model is None:
-            return [-1.0] * len(ids)
-        import torch
-
-        with torch.inference_mode():
-            logits = self._model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-            logprobs = torch.log_softmax(logits.float() / (params.temperature or 1.0), -1)
-        return logprobs.gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()

@@ -1,24 +1,15 @@
-"""VllmEngine: the policy served by vLLM, one server or many, over HTTP.
+"""VllmEngine: the policy served by vLLM, one server or many, over HTTP (docs/engines.md).
 
-Prompts and completions are token ids, with the log-probabilities that the sampler used.  All turns of an episode go to
-one server, which keeps its prefix cache; a new episode goes to the server that got the fewest since the last change of
-weights.  The requests of a dead server go to the others; since a completion depends on weights, prompt and seed alone,
-up to rounding, nothing is lost.
-
-New weights come between requests: running requests finish on the old ones, new ones wait.  Then every server must prove
-that it serves the new weights: its log-probabilities of a fixed prompt and of sampled tokens must match the trainer's
-model, and be nearer to it than to the weights before, and its weights must have changed if the trainer's have.
-Otherwise the engine fails for good.  Cached prefixes are salted with the version.
-
-What it does not cover: requests to one server (``vllm_replica``), starting servers (``vllm_server``), transfers of
-weights (``vllm_weights``), streaming, top-p and the like (they bias the training ratio), and restarting a dead server.
+All turns of an episode go to one server, which keeps its prefix cache.  The requests of a dead server go to the others;
+a completion depends on weights, prompt and seed alone, up to rounding, so that nothing is lost.  New weights come
+between requests, and every server must prove that it serves them.  Not covered: restarting a dead server, top-p and the
+like (they bias the training ratio).
 """
 
 import asyncio
 import contextlib
 import os
 import shutil
-import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,18 +18,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cuda_agent.machine import gpus
-from cuda_agent.policy.engines.engine import Completion, EngineError, EngineLost, SamplingParams
-from cuda_agent.policy.engines.vllm_plugin import cache_bytes, digest
+from cuda_agent.policy.engines.engine import (
+    Completion,
+    EngineError,
+    EngineLost,
+    SamplingParams,
+    fitted,
+    logprobs_of,
+    probe_prompt,
+)
+from cuda_agent.policy.engines.vllm_plugin import digest
 from cuda_agent.policy.engines.vllm_pool import FIRST
-from cuda_agent.policy.engines.vllm_replica import HEALTH_SECONDS, Busy, Fault, Replica
-from cuda_agent.policy.engines.vllm_server import VllmServer
-from cuda_agent.policy.engines.vllm_weights import Broadcast, save_weights
+from cuda_agent.policy.engines.vllm_server import HEALTH_SECONDS, Busy, Fault, Replica, VllmServer
+from cuda_agent.policy.engines.vllm_weights import Broadcast
+from cuda_agent.policy.lora import save_adapter, save_merged
 
 Sync = Literal["disk", "lora", "nccl"]
 SHARED = "CUDA_AGENT_ENGINE_FOLDER"  # folder for new weights that the servers can read
 
 TRIES = 3  # tries of one request at one server
-START_SECONDS = 1800.0  # for servers of a pool to load the first policy
 PAUSE_SECONDS = 0.25  # before the second try, twice that before the third; a busy server is asked for longer
 BUSY_TRIES = 40
 BUSY_SECONDS = 8.0  # longest pause for a busy server
@@ -74,15 +72,8 @@ class VllmEngine:
         self._worker = ThreadPoolExecutor(1, "training", initializer=torch.set_num_threads, initargs=(threads,))
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
-        """See ``LocalEngine.generate``.
-
-        Raises:
-            EngineLost: No server is left.
-        """
-        limit = min(params.max_tokens, self.context - len(prompt))
-        if not prompt or limit < 1:
-            raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
-        params = SamplingParams(limit, params.seed, params.temperature, params.stop_ids, params.key)
+        """See ``LocalEngine.generate``.  Raises EngineLost if no server is left."""
+        params = fitted(params, prompt, self.context)
         while not self._open.is_set():
             await self._open.wait()
         self._underway += 1
@@ -117,11 +108,7 @@ class VllmEngine:
                 self._open.set()
 
     async def verify(self, model: Any) -> None:
-        """Checks that every server serves the weights of ``model``.
-
-        Raises:
-            EngineError: One does not.
-        """
+        """Raises EngineError unless every server serves the weights of ``model``."""
         await self._each(lambda replica: self._prove(replica, model, []))
         self._old = await self.compute(lambda: _fingerprint(model))
 
@@ -170,9 +157,8 @@ class VllmEngine:
     def _drop(self, replica: Replica, error: Exception) -> None:
         if replica.alive:
             replica.alive = False
-            self._last_error = f"{replica.url}: {error}"
-            if replica.server is not None:
-                self._last_error += f"\n{replica.server.tail()}"
+            log = f"\n{replica.server.tail()}" if replica.server else ""
+            self._last_error = f"{replica.url}: {error}{log}"
 
     async def _patiently(self, replica: Replica, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
         """Retries a failed request unless the server is gone; retries a busy server for longer."""
@@ -202,13 +188,9 @@ class VllmEngine:
         folder: Path | None = None
         if self._sync != "nccl":
             folder = self._work / "weights" / f"{version}-{uuid.uuid4().hex[:8]}"
-            await self.compute(lambda: save_weights(model, folder, self._sync == "lora"))
-        before: dict[Replica, list[Any]] = {}
-
-        async def note(replica: Replica) -> None:
-            before[replica] = await replica.call("cuda_agent_weights")
-
-        await self._each(note)
+            save = save_adapter if self._sync == "lora" else save_merged
+            await self.compute(lambda: save(model, folder))
+        before = await self._each(lambda replica: replica.call("cuda_agent_weights"))
         await self._each(lambda replica: replica.ask("/pause?mode=wait", {}))
         try:
             await self._send(version, model, folder)
@@ -248,12 +230,8 @@ class VllmEngine:
             self._adapter = name
 
     async def _prove(self, replica: Replica, model: Any, before: list[Any]) -> None:
-        """Checks that the replica computes with the weights of ``model``.
-
-        Raises:
-            EngineError: It does not.
-        """
-        prompt = _probe_prompt(model)
+        """Raises EngineError unless the replica computes with the weights of ``model``."""
+        prompt = probe_prompt(model, PROBE_TOKENS)
         params = SamplingParams(PROBE_SAMPLED, seed=1, temperature=PROBE_TEMPERATURE)
         served_name = self._adapter or replica.model
         choice = await replica.complete(prompt, params, served_name, uuid.uuid4().hex, prompt_logprobs=0)
@@ -264,7 +242,7 @@ class VllmEngine:
         except (KeyError, TypeError, ValueError) as error:
             raise Fault(f"no log-probabilities of the prompt: {type(error).__name__} {error}") from error
         trainer, wanted = await self.compute(lambda: _fingerprint(model))
-        sampled = await self.compute(lambda: _logprobs(model, [*prompt, *ids], PROBE_TEMPERATURE)[-len(ids) :])
+        sampled = await self.compute(lambda: logprobs_of(model, [*prompt, *ids], len(ids), PROBE_TEMPERATURE))
         difference = _distance(choice["logprobs"]["token_logprobs"], sampled) / len(ids)
         tolerance = PROBE_TOLERANCE.get(replica.dtype, PROBE_TOLERANCE_LOW)
         if not difference <= tolerance:
@@ -281,17 +259,20 @@ class VllmEngine:
                 raise EngineError(f"{replica.url} has not changed its weights, and the trainer has")
         replica.noise = off
 
-    async def _each(self, action: Callable[[Replica], Awaitable[Any]]) -> None:
-        """Runs ``action`` for every living server.  A server that fails is dropped, unless it was the last."""
+    async def _each(self, action: Callable[[Replica], Awaitable[Any]]) -> dict[Replica, Any]:
+        """Runs ``action`` for every living server and returns the results.  A server that fails is dropped, unless it
+        was the last."""
+        results: dict[Replica, Any] = {}
 
         async def one(replica: Replica) -> None:
             try:
-                await action(replica)
+                results[replica] = await action(replica)
             except Fault as error:
                 self._drop(replica, error)
 
         await asyncio.gather(*(one(replica) for replica in self._alive()))
         self._alive()
+        return results
 
 
 def _put_first(policy: Path, shared: Path) -> None:
@@ -307,37 +288,10 @@ def _put_first(policy: Path, shared: Path) -> None:
         shutil.rmtree(made)
 
 
-async def _answers(replica: Replica) -> None:
-    """Returns when the server is up; raises if it takes too long."""
-    end = time.monotonic() + START_SECONDS
-    while not await replica.healthy() and time.monotonic() < end:
-        await asyncio.sleep(1.0)
-
-
-def _probe_prompt(model: Any) -> list[int]:
-    vocab = model.config.get_text_config().vocab_size
-    return [(7919 * i + 13) % vocab for i in range(PROBE_TOKENS)]
-
-
 def _fingerprint(model: Any) -> tuple[str, list[float]]:
     """The digest of a model's weights, and its log-probabilities of the probe's prompt."""
-    return digest(model.named_parameters()), _logprobs(model, _probe_prompt(model), 1.0)
-
-
-def _logprobs(model: Any, ids: list[int], temperature: float) -> list[float]:
-    """Log-probabilities of every token but the first, by the model's forward pass."""
-    import torch
-
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            logits = model(input_ids=torch.tensor([ids], device=model.device)).logits[0, :-1].float()
-    finally:
-        model.train(training)
-    wanted = torch.tensor(ids[1:], device=logits.device)[:, None]
-    values: list[float] = torch.log_softmax(logits / temperature, -1).gather(-1, wanted)[:, 0].tolist()
-    return values
+    prompt = probe_prompt(model, PROBE_TOKENS)
+    return digest(model.named_parameters()), logprobs_of(model, prompt, len(prompt) - 1, 1.0)
 
 
 def _distance(a: Sequence[float], b: Sequence[float]) -> float:
@@ -370,18 +324,16 @@ async def open_vllm(
     try:
         if not servers:
             devices = gpus()
-            settings: dict[str, Any] = {"batch": batch, "threads": threads, "memory": memory, "lora": sync == "lora"}
-            shape = model.config.get_text_config()
-            context = min(context, getattr(shape, "max_position_embeddings", None) or context)
-            settings |= {"context": context, "cache": cache_bytes(shape, 2 * batch * context)}
+            settings: dict[str, Any] = {"context": context, "batch": batch, "threads": threads, "memory": memory}
+            settings |= {"lora": sync == "lora", "lease": None if devices else lease}
             for index in range(replicas):
                 device = devices - 1 - index % devices if devices else None  # the trainer uses the first GPU
-                own.append(VllmServer(policy, **settings, lease=None if devices else lease, device=device))
+                own.append(VllmServer(policy, **settings, device=device))
             found = [Replica(f"unix:{server.socket}", server) for server in own]
-            await asyncio.gather(*(server.ready() for server in own))
         elif shared := os.environ.get(SHARED):
             await asyncio.to_thread(_put_first, policy, Path(shared))
-            await asyncio.gather(*(_answers(replica) for replica in found))
+        if own or SHARED in os.environ:
+            await asyncio.gather(*(replica.ready() for replica in found))
         try:
             await asyncio.gather(*(replica.greet() for replica in found))
         except Fault as error:
@@ -393,10 +345,7 @@ async def open_vllm(
             await engine.verify(model)
         yield engine
     finally:
-        if engine is not None:
-            await engine.close()
-        else:
-            await asyncio.gather(*(replica.close() for replica in found))
+        await (engine.close() if engine else asyncio.gather(*(replica.close() for replica in found)))
         for server in own:
             server.process.terminate()
         for server in own:

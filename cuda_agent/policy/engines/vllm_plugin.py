@@ -1,16 +1,14 @@
 """Code inside vLLM's processes: a plugin, and an extension of its workers.
 
 vLLM calls ``register`` in each process by the entry point ``vllm.general_plugins``, and mixes ``WeightSync`` into its
-workers (``--worker-extension-cls``); the engine calls its methods by ``/collective_rpc``.  The servers' environment
-needs this package, but not its requirements: only ``torch`` is imported, and that late.  Run as a program this module
-becomes a server (``vllm_server``); so does ``vllm_pool``.
-
-What it does not cover: the engine's end of a transfer (``vllm_weights``), and adapters, which vLLM loads itself.
+workers; the engine calls its methods by ``/collective_rpc``.  The servers' environment needs this package, but not its
+requirements: only ``torch`` is imported, and that late.  Run as a program this module becomes a server.
 """
 
 import ctypes
 import functools
 import hashlib
+import json
 import multiprocessing
 import os
 import signal
@@ -22,6 +20,7 @@ from typing import Any
 
 LEASE = "CUDA_AGENT_ENGINE_LEASE"  # folder of the timing lease, if kernels are timed on the same processor
 
+LEAST_CACHE = 64 << 20  # bytes of keys and values on a processor, below which vLLM does not start
 STEP_TOKENS = 4096  # of prompts that start together on a processor
 WHOLE = "CUDA_AGENT_ENGINE_WHOLE"  # set for servers started here: their processes end with the first one
 TRANSFER_SECONDS = 600.0  # one tensor, at most
@@ -163,16 +162,13 @@ def digest(parameters: Iterable[tuple[str, Any]]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def served(
-    policy: Path, name: str, context: int, batch: int, *, memory: float | None, cache: int, rank: int | None
-) -> list[str]:
-    """Arguments of vLLM's server, except for its address.
-
-    Args:
-        name: name under which it serves the folder ``policy``.
-        memory: share of a GPU's memory;  None: it computes on the processor, with ``cache`` bytes for keys and values.
-        rank: largest rank of an adapter.
-    """
+def served(policy: Path, name: str, context: int, batch: int, memory: float | None, rank: int | None) -> list[str]:
+    """Arguments of vLLM's server, except for its address.  ``name``: under which it serves the folder ``policy``.
+    ``context``: also limited by the model's positions.  ``memory``: share of a GPU's memory; None: it computes on the
+    processor, in float32.  ``rank``: largest rank of an adapter."""
+    config = json.loads((policy / "config.json").read_text())
+    shape = config.get("text_config") or config
+    context = min(context, shape.get("max_position_embeddings") or context)
     command = ["--model", str(policy), "--served-model-name", name]
     command += ["--max-model-len", str(context), "--max-num-seqs", str(batch)]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
@@ -181,19 +177,14 @@ def served(
     if memory is not None:
         command += ["--gpu-memory-utilization", str(memory)]
     else:  # on the processor compiling takes longer than it saves
-        command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(cache)]
+        heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
+        head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+        cache = 2 * 4 * 2 * batch * context * shape["num_hidden_layers"] * heads * head  # keys and values in float32
+        command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(max(LEAST_CACHE, cache))]
         # A prompt in pieces would have vLLM wind back the request's random numbers, and it dies: PyTorch cannot do
         # that on a processor.
         command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, STEP_TOKENS))]
     return command if rank is None else [*command, "--enable-lora", "--max-lora-rank", str(rank)]
-
-
-def cache_bytes(shape: Any, tokens: int) -> int:
-    """Bytes of keys and values for ``tokens`` in float32, at least the minimum for a small model's server.  ``shape``:
-    a model's configuration."""
-    head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    return max(64 << 20, int(2 * 4 * tokens * shape.num_hidden_layers * heads * head))
 
 
 def on_processor(environment: dict[str, str], lib: Path, threads: int) -> dict[str, str]:

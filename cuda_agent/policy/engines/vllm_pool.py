@@ -1,26 +1,19 @@
 """A vLLM server of a run's pool on a cluster: it waits for the run's first policy, then becomes vLLM's server.
 
-    python3 -P -m cuda_agent.policy.engines.vllm_pool FOLDER --context 4096 --batch 32 ...
-
-A pool starts before the run has a policy.  The first stage that needs an engine writes one atomically into
-``FOLDER/policy``, and then sends the weights to serve, as every later stage does.  Each start serves under a new name:
-a restarted server refuses earlier requests instead of answering them with its initial weights.
-
-Like ``vllm_plugin`` it imports none of the package's requirements.  What it does not cover: replacing weights
-(``vllm``), and the pool's objects (``cluster.engines``).
+The first stage that needs an engine writes the policy atomically into ``FOLDER/policy``.  Each start serves under a new
+name: a restarted server refuses earlier requests instead of answering them with its initial weights.  Like
+``vllm_plugin`` this module imports none of the package's requirements.
 """
 
 import argparse
-import json
 import os
 import secrets
 import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
-from cuda_agent.policy.engines.vllm_plugin import cache_bytes, on_processor, served
+from cuda_agent.policy.engines.vllm_plugin import on_processor, served
 
 FIRST = "policy"  # sub-folder of the shared folder with the initial policy
 
@@ -28,24 +21,18 @@ FIRST = "policy"  # sub-folder of the shared folder with the initial policy
 def command(policy: Path, port: int, context: int, batch: int, memory: float, gpus: int) -> list[str]:
     """Arguments of the interpreter for vLLM's server on ``gpus`` GPUs (0: the processor), for the policy in this
     folder."""
-    shape = SimpleNamespace(**json.loads((policy / "config.json").read_text()))
-    context = min(context, getattr(shape, "max_position_embeddings", None) or context)
-    share = memory if gpus else None
-    cache = cache_bytes(shape, 2 * batch * context)
     name = f"policy-{secrets.token_hex(6)}"
     line = ["-P", "-m", "vllm.entrypoints.openai.api_server", "--host", "0.0.0.0", "--port", str(port)]
-    line += served(policy, name, context, batch, memory=share, cache=cache, rank=None)
+    line += served(policy, name, context, batch, memory if gpus else None, None)
     return [*line, "--tensor-parallel-size", str(gpus)] if gpus > 1 else line
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--context", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--memory", type=float, required=True)
-    parser.add_argument("--threads", type=int, required=True)
+    for name in ("--port", "--context", "--batch", "--threads"):
+        parser.add_argument(name, type=int, required=True)
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # process 1 of a container has no default handler
     policy = given.folder / FIRST

@@ -1,46 +1,41 @@
-"""A vLLM server that this process starts on this machine, and that ends with it.
+"""One vLLM server: started here on this machine, or external; requests to it over HTTP, and checked answers.
 
-It listens on a Unix socket in a private folder: the interface that replaces weights has no password, and must not be an
-open port. vLLM requires its own PyTorch version, so it may be in another environment, whose interpreter the variable
-``CUDA_AGENT_VLLM_PYTHON`` names; that environment need not have this package, which is added to its path.
-
-What it does not cover: external servers (``vllm.connect`` takes their addresses), several GPUs for one server.
+A server started here listens on a Unix socket in a private folder: the interface that replaces weights has no password.
+vLLM requires its own PyTorch version, so its interpreter may be another (``CUDA_AGENT_VLLM_PYTHON``), whose environment
+need not have this package.  Not covered: the choice of the server, retries, weights (``vllm``), several GPUs.
 """
 
 import asyncio
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 import cuda_agent
 from cuda_agent.config import SERVED_RANK
 from cuda_agent.errors import PolicyError
-from cuda_agent.policy.engines.engine import EngineLost
+from cuda_agent.policy.engines.engine import EngineError, EngineLost, SamplingParams
 from cuda_agent.policy.engines.vllm_plugin import LEASE, WHOLE, on_processor, served
 
 PYTHON = "CUDA_AGENT_VLLM_PYTHON"
 NAME = "policy"  # name under which it serves the weights
-_START_SECONDS = 900.0
 _STOP_SECONDS = 20.0
 _ENTRY_POINT = "[vllm.general_plugins]\ncuda_agent = cuda_agent.policy.engines.vllm_plugin:register\n"
 
 
 class VllmServer:
-    """One server.  The thread that creates it must live as long as the server, so use the main thread: the kernel ends
-    the server with that thread.
-
-    Args:
-        policy: the Hugging Face folder to serve.
-        device: number of the GPU; None: the processor.
-        memory: share of that GPU's memory.
-        cache: bytes for keys and values on a processor.
-        lease: folder of the timing lease, under which it pauses.
+    """A server started here.  The thread that creates it must live as long as the server, so use the main thread: the
+    kernel ends the server with that thread.  ``device``: number of the GPU; None: the processor.  ``memory``: share of
+    that GPU's memory.  ``lease``: folder of the timing lease, under which it pauses.
 
     Raises:
         PolicyError: vLLM is not installed.
@@ -54,7 +49,6 @@ class VllmServer:
         batch: int,
         threads: int = 2,
         memory: float = 0.9,
-        cache: int = 64 << 20,
         lora: bool = False,
         lease: Path | None = None,
         device: int | None = None,
@@ -66,59 +60,31 @@ class VllmServer:
         command = [self.python, "-P", "-m", "cuda_agent.policy.engines.vllm_plugin", str(os.getpid())]
         command += ["--uds", str(self.socket)]
         share, rank = memory if device is not None else None, SERVED_RANK if lora else None
-        command += served(policy, NAME, context, batch, memory=share, cache=cache, rank=rank)
+        command += served(policy, NAME, context, batch, share, rank)
+        environment = self._environment(threads, lora, lease, device)
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environment(threads, lora, lease, device),
-            )
+            self.process = subprocess.Popen(command, stdout=log, env=environment, **streams)
 
     def _environment(self, threads: int, lora: bool, lease: Path | None, device: int | None) -> dict[str, str]:
-        """This process's environment without the variables that lead Python to its packages."""
         package = self._folder / "package"
-        (package / "cuda_agent_plugin-0.dist-info").mkdir(parents=True)
-        (package / "cuda_agent_plugin-0.dist-info" / "METADATA").write_text("Name: cuda-agent-plugin\nVersion: 0\n")
-        (package / "cuda_agent_plugin-0.dist-info" / "entry_points.txt").write_text(_ENTRY_POINT)
+        plugin = package / "cuda_agent_plugin-0.dist-info"
+        plugin.mkdir(parents=True)
+        (plugin / "METADATA").write_text("Name: cuda-agent-plugin\nVersion: 0\n")
+        (plugin / "entry_points.txt").write_text(_ENTRY_POINT)
         (package / "cuda_agent").symlink_to(Path(cuda_agent.__file__).parent.resolve())
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        environment |= {
-            "PYTHONPATH": str(package),
-            WHOLE: "1",
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
+        environment = _clean_environment() | {"PYTHONPATH": str(package)}
+        environment |= dict.fromkeys((WHOLE, "VLLM_SERVER_DEV_MODE", "VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"), "1")
         if lora:
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if lease is not None:
             environment[LEASE] = str(lease)
         if device is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = _visible(device)
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # those that this process may use
+            environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device] if visible else str(device)
         else:
             environment = on_processor(environment, Path(self.python).parent.parent / "lib", threads)
         return environment
-
-    async def ready(self) -> None:
-        """Returns when the server answers.
-
-        Raises:
-            EngineLost: It has ended or takes too long; the message has the end of its log.
-        """
-        transport = httpx.AsyncHTTPTransport(uds=str(self.socket))
-        async with httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=5.0) as client:
-            for _ in range(int(_START_SECONDS / 0.25)):
-                if self.process.poll() is not None:
-                    raise EngineLost(f"vLLM ended with code {self.process.returncode} at its start:\n{self.tail()}")
-                try:
-                    if (await client.get("/health")).status_code == 200:
-                        return
-                except httpx.HTTPError:
-                    pass
-                await asyncio.sleep(0.25)
-        raise EngineLost(f"vLLM did not answer within {_START_SECONDS:.0f} s:\n{self.tail()}")
 
     def tail(self, lines: int = 25) -> str:
         """The last lines of its log."""
@@ -144,9 +110,8 @@ def interpreter() -> str:
     """
     python = os.environ.get(PYTHON, sys.executable)
     search = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     try:
-        found = subprocess.run([python, "-c", search], env=clean, capture_output=True).returncode == 0
+        found = not subprocess.run([python, "-c", search], env=_clean_environment(), capture_output=True).returncode
     except OSError as error:
         raise PolicyError(f"{PYTHON}={python} cannot be run: {error}") from error
     if not found:
@@ -157,7 +122,144 @@ def interpreter() -> str:
     return python
 
 
-def _visible(device: int) -> str:
-    """The value of CUDA_VISIBLE_DEVICES for the ``device``-th GPU that this process may use."""
-    mine = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return mine.split(",")[device] if mine else str(device)
+def _clean_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+
+KEY = "CUDA_AGENT_ENGINE_KEY"  # bearer token of external servers
+REQUEST_SECONDS = 1800.0  # limit of one completion; then the server counts as dead
+HEALTH_SECONDS = 10.0
+START_SECONDS = 1800.0  # to load the first policy
+KEPT_SECONDS = 2.0  # longest idle time of a reused connection; vLLM closes it after 5
+
+
+class Fault(Exception):
+    """This server failed; another may work."""
+
+
+class Busy(Fault):
+    """The server is overloaded."""
+
+
+class Replica:
+    """One server.  ``url``: ``http://host:port``, or ``unix:/path`` of a socket."""
+
+    def __init__(self, url: str, server: VllmServer | None = None) -> None:
+        self.url, self.server = url, server
+        self.alive = True
+        self.episodes = 0  # episodes assigned since the last change of weights
+        self.model = ""  # name under which it serves the policy
+        self.context = 0
+        self.workers = 0
+        self.dtype, self.device = "", ""
+        self.noise = math.inf  # difference of its last successful probe
+        key = os.environ.get(KEY) if server is None else None
+        unix = url.removeprefix("unix:") if url.startswith("unix:") else None
+
+        def client(keep: int | None) -> httpx.AsyncClient:
+            limits = httpx.Limits(max_keepalive_connections=keep, keepalive_expiry=KEPT_SECONDS)
+            return httpx.AsyncClient(
+                transport=httpx.AsyncHTTPTransport(uds=unix, limits=limits),
+                base_url="http://vllm" if unix else url.rstrip("/"),
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+                timeout=httpx.Timeout(REQUEST_SECONDS, connect=HEALTH_SECONDS),
+            )
+
+        self._client, self._anew = client(None), client(0)  # the second opens a new connection per request
+
+    async def close(self) -> None:
+        await self._client.aclose()
+        await self._anew.aclose()
+
+    async def healthy(self) -> bool:
+        if self.server is not None and self.server.process.poll() is not None:
+            return False
+        try:
+            return (await self._anew.get("/health", timeout=HEALTH_SECONDS)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def ready(self) -> None:
+        """Returns when the server answers.  Raises EngineLost, with its last lines, if it ends or is too slow."""
+        end, server = time.monotonic() + START_SECONDS, self.server
+        while not await self.healthy():
+            log = f":\n{server.tail()}" if server else ""
+            if server and server.process.poll() is not None:
+                raise EngineLost(f"vLLM ended with code {server.process.returncode} at its start{log}")
+            if time.monotonic() > end:
+                raise EngineLost(f"{self.url}: vLLM did not answer within {START_SECONDS:.0f} s{log}")
+            await asyncio.sleep(0.25)
+
+    async def ask(self, path: str, body: Any = None) -> Any:
+        """The JSON answer, None if it is empty; GET without a body.  Raises EngineError if the server refuses the
+        request, Fault if it failed."""
+        method = "GET" if body is None else "POST"
+        try:
+            try:
+                answer = await self._client.request(method, path, json=body)
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                # The server may have closed a kept connection, with nothing said against it; hundreds after a pause.
+                answer = await self._anew.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise Fault(f"{type(error).__name__} {error}".strip()) from error
+        code = answer.status_code
+        said = f"HTTP {code}: {answer.text[:500]}"
+        if code == 429:
+            raise Busy(said)
+        if code in (408, 499) or code >= 500:
+            raise Fault(said)
+        if code == 404 and "does not exist" in answer.text:
+            raise Fault(f"it serves other models than before, so it was started again: {said}")
+        if code != 200:
+            hint = f" (is the key in {KEY}?)" if code in (401, 403) else ""
+            hint = " (was it started as docs/engines.md says?)" if code == 404 else hint
+            raise EngineError(f"{self.url}{path} refuses: {said}{hint}")
+        try:
+            return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
+        except ValueError as error:
+            raise Fault(f"no JSON: {error}") from error
+
+    async def call(self, method: str, **arguments: Any) -> list[Any]:
+        answer = await self.ask("/collective_rpc", {"method": method, "kwargs": arguments})
+        return list((answer or {}).get("results", []))
+
+    async def greet(self) -> None:
+        """Asks the server for its model, context and workers."""
+        models = [model for model in (await self.ask("/v1/models"))["data"] if not model.get("parent")]
+        self.model, self.context = models[0]["id"], models[0]["max_model_len"]
+        weights = await self.call("cuda_agent_weights")
+        self.workers, self.dtype, self.device = len(weights), weights[0]["dtype"], weights[0]["device"]
+
+    async def complete(
+        self, prompt: Sequence[int], params: SamplingParams, model: str, salt: str, **more: Any
+    ) -> dict[str, Any]:
+        """vLLM's choice, checked: ``token_ids``, their ``logprobs``, ``finish_reason``."""
+        body = {
+            "model": model,
+            "prompt": list(prompt),
+            "max_tokens": params.max_tokens,
+            "seed": params.seed % 2**63,
+            "temperature": params.temperature,
+            "stop_token_ids": list(params.stop_ids),
+            "cache_salt": salt,
+            "logprobs": 0,  # only of the sampled token
+            "return_token_ids": True,
+            "ignore_eos": True,  # stop tokens are given explicitly
+            "skip_special_tokens": False,
+            # parameters whose defaults differ between servers
+            **{"top_p": 1.0, "top_k": 0, "min_p": 0.0, "n": 1, "min_tokens": 0},
+            **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+        }
+        answer = await self.ask("/v1/completions", body | more)
+        try:
+            choice = answer["choices"][0]
+            ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            finish, served = choice["finish_reason"], answer["model"]
+            right = 0 < len(ids) == len(logprobs) <= params.max_tokens and all(x <= 1e-3 for x in logprobs)
+            right = right and finish == ("stop" if ids[-1] in params.stop_ids else "length")
+            right = right and (finish == "stop" or len(ids) == params.max_tokens) and served == model
+        except (KeyError, IndexError, TypeError) as error:
+            raise Fault(f"no completion in its answer: {type(error).__name__} {error}") from error
+        if not right:
+            raise Fault(f"{len(ids)} tokens of {params.max_tokens} by {served!r}, finished by {finish!r}")
+        return dict(choice)

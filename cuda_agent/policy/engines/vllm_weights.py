@@ -1,37 +1,20 @@
-"""Transfers of new weights to vLLM: by a folder on disk, by a LoRA adapter, or by a broadcast.
+"""Broadcasts of new weights into the memory of vLLM's workers: NCCL between GPUs, Gloo between CPUs.
 
-Each way is one function of the replicas and the weights; pausing, deaths and verification belong to ``vllm``.  A
-broadcast uses NCCL between GPUs and Gloo between CPUs, in a separate process group.
-
-What it does not cover: the workers' end (``vllm_plugin``), and trainers of several processes, whose weights must be
-gathered first.
+Pausing, deaths and verification belong to ``vllm``; weights of a trainer of several processes are gathered first.
 """
 
 import asyncio
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from concurrent.futures import Future
+from typing import Any
 from urllib.parse import urlsplit
 
-from cuda_agent.errors import PolicyError
 from cuda_agent.policy.engines.engine import EngineError
 from cuda_agent.policy.engines.vllm_plugin import TRANSFER_SECONDS, transfer_group, transfer_store
-from cuda_agent.policy.lora import adapters, merged_parameters, save_adapter, save_merged
-
-
-class WeightReceiver(Protocol):
-    """The part of a server that a transfer uses."""
-
-    url: str
-    workers: int  # processes that hold weights
-    dtype: str
-    device: str
-
-    async def call(self, method: str, **arguments: Any) -> list[Any]:
-        """Calls a method in each worker and returns their answers."""
-        ...
+from cuda_agent.policy.engines.vllm_server import Replica
+from cuda_agent.policy.lora import merged_parameters
 
 
 class Broadcast:
@@ -39,9 +22,9 @@ class Broadcast:
 
     def __init__(self) -> None:
         self._group: Any = None
-        self._members: list[WeightReceiver] = []
+        self._members: list[Replica] = []
 
-    async def send(self, replicas: Sequence[WeightReceiver], model: Any) -> None:
+    async def send(self, replicas: Sequence[Replica], model: Any) -> None:
         """Sends the model's parameters to all ``replicas``.  A failure of one ends the group; the next call creates
         another."""
         device = model.device.type
@@ -63,17 +46,16 @@ class Broadcast:
             self._group, self._members = None, []
             raise
 
-    async def _join(self, replicas: Sequence[WeightReceiver], device: str) -> None:
+    async def _join(self, replicas: Sequence[Replica], device: str) -> None:
         size = 1 + sum(replica.workers for replica in replicas)
         host = _address_towards([urlsplit(replica.url).hostname for replica in replicas])
         store = transfer_store(host, 0, size, True)
-        group: list[Any] = []
         calls, rank = [], 1
         for replica in replicas:
             calls.append(replica.call("cuda_agent_join", host=host, port=store.port, rank=rank, size=size))
             rank += replica.workers
-        await _collective(lambda: group.append(transfer_group(store, host, 0, size, device)), calls)
-        self._group, self._members = group[0], list(replicas)
+        self._group = await _collective(lambda: transfer_group(store, host, 0, size, device), calls)
+        self._members = list(replicas)
 
 
 def _send(group: Any, parameters: Iterable[tuple[str, Any]], device: str, dtype: str) -> None:
@@ -96,50 +78,26 @@ def _address_towards(hosts: Sequence[str | None]) -> str:
         return str(probe.getsockname()[0])
 
 
-async def _collective(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) -> None:
+async def _collective(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) -> Any:
     """Runs the collective ``work`` in a thread, beside the calls that make the others take part.  If a call fails the
     collective may never end; the thread is then left behind."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def finish(error: BaseException | None) -> None:
-        if not done.done():
-            done.set_result(None) if error is None else done.set_exception(
-                EngineError(f"weights could not be broadcast: {error}")
-            )
+    result: Future[Any] = Future()
+    result.set_running_or_notify_cancel()
 
     def run() -> None:
-        error: BaseException | None = None
         try:
-            work()
-        except BaseException as caught:
-            error = caught
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(finish, error)
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(EngineError(f"weights could not be broadcast: {error}"))
 
     threading.Thread(target=run, name="broadcast", daemon=True).start()
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         async with asyncio.timeout(TRANSFER_SECONDS):
             await asyncio.gather(*tasks)
-            await done
+            return await asyncio.wrap_future(result)
     except TimeoutError:
         raise EngineError(f"weights were not broadcast within {TRANSFER_SECONDS:.0f} s") from None
     finally:
         for task in tasks:
             task.cancel()
-        done.cancel()
-
-
-def save_weights(model: Any, folder: Path, adapter: bool) -> None:
-    """Writes the folder for ``disk`` or ``lora``.
-
-    Raises:
-        PolicyError: ``adapter`` is set and the model has none.
-    """
-    if not adapter:
-        save_merged(model, folder)
-    elif not adapters(model):
-        raise PolicyError("policy.vllm.sync=lora serves adapters, and what is trained has none: set lora.rank")
-    else:
-        save_adapter(model, folder)

@@ -26,8 +26,7 @@ from cuda_agent.policy.engines.engine import EngineError, EngineLost, SamplingPa
 from cuda_agent.policy.engines.local import LocalEngine
 from cuda_agent.policy.engines.vllm import SHARED, open_vllm
 from cuda_agent.policy.engines.vllm_plugin import STEP_TOKENS, WHOLE
-from cuda_agent.policy.engines.vllm_replica import Replica
-from cuda_agent.policy.engines.vllm_server import _ENTRY_POINT, VllmServer, interpreter
+from cuda_agent.policy.engines.vllm_server import _ENTRY_POINT, Replica, VllmServer, interpreter
 from cuda_agent.policy.lora import adapters, attach
 from cuda_agent.policy.model import load_model
 from tests.ports import free_port
@@ -61,6 +60,12 @@ def start(policies):
         server.close()  # again does nothing
 
 
+async def ready(server: VllmServer) -> None:
+    replica = Replica(f"unix:{server.socket}", server)
+    await replica.ready()
+    await replica.close()
+
+
 @pytest.fixture(scope="session")
 def lease(tmp_path_factory):
     return tmp_path_factory.mktemp("lease")
@@ -70,7 +75,7 @@ def lease(tmp_path_factory):
 def server(start, lease):
     """One that the tests share; it takes adapters, and pauses under the lease."""
     server = start(lora=True, lease=lease)
-    asyncio.run(server.ready())
+    asyncio.run(ready(server))
     return server
 
 
@@ -335,7 +340,7 @@ def test_a_reload_that_misses_what_is_computed_with_fails_loudly(start, open_eng
     plain = start()
 
     async def script():
-        await plain.ready()
+        await ready(plain)
         with pytest.raises(EngineError, match="does not serve the weights"):
             async with open_engine(servers=[plain]) as engine:
                 await engine.update_from(policies[1][1], 1)

@@ -12,8 +12,7 @@ from vllm_cases import CONTEXT, reference, write_policy
 from cuda_agent.errors import PolicyError
 from cuda_agent.policy.engines.engine import EngineError, SamplingParams
 from cuda_agent.policy.engines.vllm import open_vllm
-from cuda_agent.policy.engines.vllm_replica import Replica
-from cuda_agent.policy.engines.vllm_server import interpreter
+from cuda_agent.policy.engines.vllm_server import Replica, interpreter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 

@@ -18,8 +18,7 @@ from cuda_agent.policy.engines.engine import EngineError, EngineLost, SamplingPa
 from cuda_agent.policy.engines.vllm import open_vllm
 from cuda_agent.policy.engines.vllm_plugin import digest
 from cuda_agent.policy.engines.vllm_server import PYTHON, interpreter
-from cuda_agent.policy.engines.vllm_weights import save_weights
-from cuda_agent.policy.lora import adapters, attach
+from cuda_agent.policy.lora import adapters, attach, save_adapter
 from cuda_agent.policy.model import load_model
 
 PROMPT = [5, 6, 7, 8]
@@ -413,7 +412,7 @@ def test_an_adapter_is_merged_as_its_format_says(policies, tmp_path):
 
 def test_a_model_without_adapter_cannot_be_served_as_one(policies, tmp_path):
     with pytest.raises(PolicyError, match=r"set lora\.rank"):
-        save_weights(policies[0][1], tmp_path, adapter=True)
+        save_adapter(policies[0][1], tmp_path)
 
 
 @pytest.mark.parametrize("python", ["/usr/bin/python3", "/nowhere/python"])

@@ -11,8 +11,8 @@ import torch
 
 from cuda_agent.config import PolicyConfig
 from cuda_agent.policy.engines.vllm_plugin import digest
-from cuda_agent.policy.lora import merge_adapter
 from cuda_agent.policy.model import load_model, new_policy, save_policy
+from tests.policy.adapters import merge_adapter
 
 CONTEXT = 512
 _LOADING = threading.Lock()  # transformers cannot load two models at once

@@ -1,0 +1,115 @@
+"""What the client of a served model sends, and what it makes of answers; misbehaving servers are in optimize."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from cuda_agent.policy.served import Reply, ServedModel, ServedModelError, check_address
+from cuda_agent.policy.text_calls import on_the_wire
+
+TOOLS = [{"type": "function", "function": {"name": "Bash", "description": "Runs.", "parameters": {"properties": {}}}}]
+ASKED = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "go"}]
+
+
+def stream(*chunks: dict, done: bool = True) -> httpx.Response:
+    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"] * done
+    return httpx.Response(200, headers={"content-type": "text/event-stream"}, content="".join(lines))
+
+
+def text(piece: str, finish: str | None = None) -> dict:
+    return {"choices": [{"delta": {"content": piece}, "finish_reason": finish}]}
+
+
+def chat(*answers: httpx.Response, form="native", **asked):
+    """The reply, the bodies of the requests, what a listener heard, and the model."""
+    waiting, sent, heard = list(answers), [], []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(json.loads(request.content))
+        return waiting.pop(0)
+
+    async def script():
+        async with ServedModel("http://there/v1/", "m", form=form, pause=0.0) as model:
+            await model._client.aclose()
+            model._client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+            return await model.chat(ASKED, listen=lambda what, said: heard.append((what, said)), **asked), model
+
+    reply, model = asyncio.run(script())
+    return reply, sent, heard, model
+
+
+def test_a_body_that_is_not_streamed_is_read_with_its_calls_and_counts():
+    calls = [{"id": "a1", "function": {"name": "Bash", "arguments": '{"command": "ls"}'}}]
+    message = {"content": "I look.", "reasoning_content": "hm", "tool_calls": calls}
+    usage = {"prompt_tokens": 7, "completion_tokens": 3}
+    body = {"choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": usage}
+    reply, _, _, _ = chat(httpx.Response(200, json=body), tools=TOOLS)
+    asked = [{"id": "a1", "name": "Bash", "arguments": {"command": "ls"}}]
+    assert reply == Reply("I look.", asked, tokens=3, prompt_tokens=7, thought="hm")
+    assert reply.message() == {"role": "assistant", "content": "I look.", "tool_calls": asked}
+
+
+def test_calls_that_come_in_pieces_are_put_together_in_order():
+    def piece(index: int, name: str, arguments: str) -> dict:
+        return {
+            "choices": [
+                {"delta": {"tool_calls": [{"index": index, "function": {"name": name, "arguments": arguments}}]}}
+            ]
+        }
+
+    reply, _, _, _ = chat(
+        stream(piece(1, "Ba", '{"a'), piece(0, "Bash", ""), piece(1, "sh", '": 1}'), text("", "tool_calls")),
+        tools=TOOLS,
+    )
+    assert [(call["id"], call["name"], call["arguments"]) for call in reply.calls] == [
+        ("call-0", "Bash", {}),
+        ("call-1", "Bash", {"a": 1}),
+    ]
+
+
+def test_an_answer_that_breaks_off_is_asked_again_and_counted_as_lost():
+    reply, sent, heard, model = chat(stream(text("x" * 400), done=False), stream(text("whole", "stop")))
+    assert reply.content == "whole" and sent[0] == sent[1] and model.lost == 100
+    assert [what for what, _ in heard] == ["text", "again", "wait", "text"]
+
+
+def test_text_at_the_limit_is_cut_and_endless_text_is_left():
+    assert chat(stream(text("abc", "length")))[0].cut
+    pieces = [text("x" * 10_000) for _ in range(9)]
+    reply, _, _, _ = chat(stream(*pieces, text("never read", "stop")), max_tokens=10)
+    assert reply.cut and "never" not in reply.content
+
+
+def test_a_request_holds_what_was_asked_for_and_no_more():
+    _, (body,), _, _ = chat(stream(text("hi", "stop")), tools=TOOLS, seed=2**31 + 5, max_tokens=9, call=False)
+    assert (body["seed"], body["max_tokens"], body["tool_choice"], body["tools"]) == (5, 9, "none", TOOLS)
+    _, (body,), _, _ = chat(stream(text("hi", "stop")))
+    assert body.keys() == {"model", "messages", "temperature", "stream", "stream_options"}
+
+
+def test_a_last_turn_of_text_calls_lists_no_tools():
+    _, (body,), _, _ = chat(stream(text("hi", "stop")), form="text", tools=TOOLS, call=False)
+    assert body["messages"] == ASKED and "tools" not in body
+
+
+def test_text_calls_alternate_between_user_and_assistant():
+    call = {"id": "c", "name": "Bash", "arguments": {"command": "ls", "n": 2}}
+    said = {"role": "assistant", "content": "I look.", "tool_calls": [call]}
+    results = [{"role": "tool", "tool_call_id": "c", "content": name} for name in ("one", "two")]
+    sent = on_the_wire([*ASKED, said, *results, {"role": "user", "content": "more"}], TOOLS, "text")
+    assert [message["role"] for message in sent] == ["system", "user", "assistant", "user"]
+    assert "## Bash" in sent[0]["content"] and "<parameter=n>\n2\n</parameter>" in sent[2]["content"]
+    assert sent[3]["content"].count("<tool_response>") == 2 and sent[3]["content"].endswith("more")
+    raw = on_the_wire([said | {"raw": "as it came"}, *results], TOOLS, "raw")
+    assert raw[0] == {"role": "assistant", "content": "as it came"} and raw[1] == results[0]
+
+
+@pytest.mark.parametrize("url", ["", "there/v1", "ftp://there", "http://", "http://[::1", "http://there:0/v1"])
+def test_what_is_no_address_is_refused_before_anything_is_sent(url):
+    check_address("https://there:8000/v1", "KEY")
+    with pytest.raises(ServedModelError, match="expected an address"):
+        check_address(url, "KEY")
+    with pytest.raises(ServedModelError, match="as KEY"):
+        check_address("http://me:secret@there/v1", "KEY")
