@@ -49,7 +49,7 @@ RETRY = (
     "(lastRetry.status == 'Error' || lastRetry.exitCode in ['75', '137', '143', '-1']))"
 )
 
-_EXECUTOR_RESOURCES = {
+EXECUTOR_RESOURCES = {
     "requests": {"cpu": "10m", "memory": "64Mi", "ephemeral-storage": "64Mi"},
     "limits": {"cpu": "500m", "memory": "256Mi", "ephemeral-storage": "1Gi"},
 }
@@ -350,7 +350,7 @@ def _retries() -> models.RetryStrategy:
 def _patch(grace: int) -> str:
     """Returns the pod settings that an Argo template cannot express otherwise: the termination grace period, and the
     security context and limits of the executor's containers, whatever the controller's settings are."""
-    executor = {"securityContext": CONTAINER_SECURITY, "resources": _EXECUTOR_RESOURCES}
+    executor = {"securityContext": CONTAINER_SECURITY, "resources": EXECUTOR_RESOURCES}
     patch = {
         "terminationGracePeriodSeconds": grace,
         "enableServiceLinks": False,

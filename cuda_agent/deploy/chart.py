@@ -67,8 +67,8 @@ def write(root: Path) -> list[str]:
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of the values; it refuses unknown keys, and leaves out the annotations for tests."""
-    made: dict[str, Any] = _without(Values.model_json_schema(), {"renders", "example", "title", "default"})
+    """JSON schema of the values; it refuses unknown keys."""
+    made: dict[str, Any] = _without(Values.model_json_schema(), {"title", "default"})
     made["$defs"]["Profile"]["properties"]["stages"]["additionalProperties"] = False
     # Helm passes `global` to a subchart; nothing of it is used.
     made["properties"]["global"] = {"type": "object", "description": "given by Helm to charts inside of others; unused"}
