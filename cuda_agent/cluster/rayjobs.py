@@ -11,29 +11,31 @@ a single pod.
 What it does not cover: the processes in Ray (``rl.ray``), and KubeRay's operator.
 """
 
-import copy
 import hashlib
 import json
 import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 from cuda_agent.cluster.api import Cluster
 from cuda_agent.cluster.pools import (
+    COMMAND,
     COMPONENT_LABEL,
-    CONTAINER_SECURITY,
-    NAME_LABEL,
+    HOME,
     POOL_LABEL,
     PORT,
     RUN_NAME,
-    SCRATCH_MOUNTS,
+    container,
     from_to,
+    labels_of,
     network_policy,
-    owned_by,
+    of_run,
+    peers,
     pod_spec,
+    token_of,
+    variables,
 )
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY
@@ -47,7 +49,7 @@ DASHBOARD = 8265
 STARTING_SECONDS = 3600  # for all pods to start: a cluster may have to add nodes
 GONE_SECONDS = 300.0  # for a failed job to be deleted
 DAY = 86400
-COMMAND = ["python3", "-m", "cuda_agent.cli"]
+_REPLICAS = ("replicas", "minReplicas", "maxReplicas")
 _ENDED = ("Complete", "Failed", "ValidationFailed")
 _LEARN = {stage.name for stage in ROWS if "training" in stage.config}
 
@@ -74,11 +76,21 @@ def job_name(workflow: str, stage: str) -> str:
 
 def ray_objects() -> list[dict[str, Any]]:
     """The objects without a profile, a stage and a run, in the order of creation."""
-    labels = {NAME_LABEL: "cuda-agent", COMPONENT_LABEL: "stage", POOL_LABEL: RUN_NAME, RAY_LABEL: RUN_NAME}
-    between = {"podSelector": {"matchLabels": {RAY_LABEL: RUN_NAME}}}
+    labels = labels_of("stage") | {RAY_LABEL: RUN_NAME}
+    own = {RAY_LABEL: RUN_NAME}
+    between = peers(own)
     operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kuberay"}}}
-    ingress = [{"from": [between]}, from_to([operator], DASHBOARD)]
-    policy = network_policy(RUN_NAME, labels, {RAY_LABEL: RUN_NAME}, ingress, [{"to": [between]}])
+    policy = network_policy(
+        RUN_NAME, labels, own, [{"from": between}, from_to([operator], DASHBOARD)], [{"to": between}]
+    )
+    servers = {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "sandbox"}
+    sandbox = network_policy(f"{RUN_NAME}-sandbox", labels, servers, [from_to(between, PORT)])
+    actors = {
+        "groupName": "actors",
+        **dict.fromkeys(_REPLICAS, 1),
+        "rayStartParams": {},
+        "template": _pod(labels, 30, 52365),
+    }
     job = {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -99,45 +111,24 @@ def ray_objects() -> list[dict[str, Any]]:
                     "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
                     "template": _pod(labels, 120, 6379),
                 },
-                "workerGroupSpecs": [
-                    {
-                        "groupName": "actors",
-                        "replicas": 1,
-                        "minReplicas": 1,
-                        "maxReplicas": 1,
-                        "rayStartParams": {},
-                        "template": _pod(labels, 30, 52365),
-                    }
-                ],
+                "workerGroupSpecs": [actors],
             },
         },
     }
-    servers = {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "sandbox"}
-    sandbox = network_policy(f"{RUN_NAME}-sandbox", labels, servers, [from_to([between], PORT)])
     return [policy, sandbox, job]
 
 
 def _pod(labels: Mapping[str, str], grace: int, port: int) -> dict[str, Any]:
     """A pod's template.  ``port``: open when Ray is up; KubeRay's own probes need a program that the image may lack."""
     probe = {"tcpSocket": {"port": port}, "periodSeconds": 5, "timeoutSeconds": 5}
-    container = {
-        "name": "ray",
-        "image": f"cuda-agent-ray:{version('cuda-agent')}",
-        "env": [
-            {"name": "HOME", "value": "/scratch"},
-            {"name": "CUDA_AGENT_HOME", "value": "/scratch/home"},
-            {"name": "CUDA_AGENT_RAY_ADDRESS", "value": "auto"},
-            {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
-        ],
-        "readinessProbe": probe | {"failureThreshold": 12},
-        "livenessProbe": probe | {"failureThreshold": 60, "initialDelaySeconds": 60},
-        "securityContext": CONTAINER_SECURITY,
-        "volumeMounts": SCRATCH_MOUNTS,
-    }
-    return {
-        "metadata": {"labels": dict(labels)},
-        "spec": pod_spec("stage", grace, container) | {"restartPolicy": "Never"},
-    }
+    made = container(
+        "cuda-agent-ray",
+        HOME | {"CUDA_AGENT_RAY_ADDRESS": "auto", "RAY_USAGE_STATS_ENABLED": "0"},
+        name="ray",
+        readinessProbe=probe | {"failureThreshold": 12},
+        livenessProbe=probe | {"failureThreshold": 60, "initialDelaySeconds": 60},
+    )
+    return {"metadata": {"labels": labels}, "spec": pod_spec("stage", grace, made) | {"restartPolicy": "Never"}}
 
 
 def objects(
@@ -162,41 +153,19 @@ def objects(
         config: the run's configuration.
         engines: addresses of its engine replicas, separated by commas.
     """
-    name = job_name(workflow, stage)
-    owner = owned_by(workflow, uid)
-    token = {"secretKeyRef": {"name": f"{workflow}-sandbox", "key": "token", "optional": True}}
-    servants = [
-        {"name": "CUDA_AGENT_SANDBOX_SERVERS", "value": servers},
-        {"name": "CUDA_AGENT_SANDBOX_TOKEN", "valueFrom": token},
-        {"name": "CUDA_AGENT_ENGINE_SERVERS", "value": engines},
-    ]
-    made = []
-    for item in base:
-        own = _with_names(copy.deepcopy(dict(item)), workflow, name)
-        own["metadata"]["name"] = name + item["metadata"]["name"].removeprefix(RUN_NAME)
-        own["metadata"]["ownerReferences"] = [owner]
-        if own["kind"] == "RayJob":
-            own["spec"]["entrypoint"] = shlex.join([*COMMAND, *arguments])
-            cluster = own["spec"]["rayClusterSpec"]
-            for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-                group["template"]["spec"]["containers"][0]["env"] += servants
-            for group in cluster["workerGroupSpecs"]:
-                trainers = config.ray.trainers if stage in _LEARN else 0
-                group |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), config.ray.workers + trainers)
-        made.append(own)
+    env = {
+        "CUDA_AGENT_SANDBOX_SERVERS": servers,
+        "CUDA_AGENT_SANDBOX_TOKEN": token_of(workflow, optional=True),
+        "CUDA_AGENT_ENGINE_SERVERS": engines,
+    }
+    made = of_run(base, workflow, uid, {POOL_LABEL: workflow}, job_name(workflow, stage))
+    job = next(item for item in made if item["kind"] == "RayJob")["spec"]
+    job["entrypoint"] = shlex.join([*COMMAND, *arguments])
+    head, (actors,) = (job["rayClusterSpec"][key] for key in ("headGroupSpec", "workerGroupSpecs"))
+    for group in (head, actors):
+        group["template"]["spec"]["containers"][0]["env"] += variables(env)
+    actors |= dict.fromkeys(_REPLICAS, config.ray.workers + (config.ray.trainers if stage in _LEARN else 0))
     return made
-
-
-def _with_names(value: Any, workflow: str, name: str) -> Any:
-    """The value with the placeholders in labels replaced: by the Workflow's name for the run, by the job's name for its
-    pods."""
-    if isinstance(value, dict):
-        names = {RAY_LABEL: name, POOL_LABEL: workflow}
-        return {
-            key: names[key] if key in names and inner == RUN_NAME else _with_names(inner, workflow, name)
-            for key, inner in value.items()
-        }
-    return [_with_names(inner, workflow, name) for inner in value] if isinstance(value, list) else value
 
 
 def follow(

@@ -42,7 +42,7 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
             if time.monotonic() > deadline:
                 raise ClusterError(f"No server of {name} became ready in {POOL_SECONDS:.0f} s: {_why(cluster, name)}")
             time.sleep(0.5)
-    return pools.addresses(made)
+    return pools.addresses(made, pools.PORT)
 
 
 def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
@@ -51,7 +51,7 @@ def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str
     made = engines.objects(base, workflow, cluster.get("Workflow", workflow)["metadata"]["uid"], config)
     for item in made:
         cluster.create_if_absent(item)
-    return engines.addresses(made)
+    return pools.addresses(made, engines.ENGINE_PORT)
 
 
 def remove_pools(cluster: Cluster, workflow: str) -> None:
