@@ -40,7 +40,9 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
             if cluster.get("StatefulSet", name).get("status", {}).get("readyReplicas"):
                 break
             if time.monotonic() > deadline:
-                raise ClusterError(f"No server of {name} became ready in {POOL_SECONDS:.0f} s: {_why(cluster, name)}")
+                pods = [pod for pod in cluster.all("Pod") if pod["metadata"]["name"].startswith(f"{name}-")]
+                why = why_not_ready(pods)
+                raise ClusterError(f"No server of {name} became ready in {POOL_SECONDS:.0f} s: {why}")
             time.sleep(0.5)
     return pools.addresses(made, pools.PORT)
 
@@ -64,17 +66,16 @@ def remove_pools(cluster: Cluster, workflow: str) -> None:
     rayjobs.remove_walls(cluster, workflow, ROWS)
 
 
-def _why(cluster: Cluster, name: str) -> str:
-    """What Kubernetes says of the pods of a pool that does not become ready."""
+def why_not_ready(pods: Sequence[dict[str, Any]]) -> str:
+    """What Kubernetes says of pods that do not become ready."""
+    if not pods:
+        return "it has no pods (a quota, or admission?)"
     reasons = []
-    for pod in cluster.all("Pod"):
-        if not pod["metadata"]["name"].startswith(f"{name}-"):
-            continue
-        status = pod.get("status", {})
+    for status in (pod.get("status", {}) for pod in pods):
         for container in status.get("containerStatuses", []):
             for state in container.get("state", {}).values():
                 reasons.append(" ".join(filter(None, [state.get("reason"), state.get("message")])))
         for condition in status.get("conditions", []):
             if condition.get("status") != "True" and condition.get("message"):
                 reasons.append(condition["message"])
-    return "; ".join(dict.fromkeys(filter(None, reasons)))[:600] or "it has no pods (a quota, or admission?)"
+    return "; ".join(dict.fromkeys(filter(None, reasons)))[:600] or "its pods give no reason"
