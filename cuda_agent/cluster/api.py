@@ -2,8 +2,6 @@
 
 The credentials come from a kubeconfig (certificates, tokens, plugins), inside a pod from its service account.  Every
 failure is a ``ClusterError`` that names the operation, the cluster and a remedy.
-
-What it does not cover: the meaning of the objects (``pools``, ``engines``, ``rayjobs``, ``submit``).
 """
 
 import json

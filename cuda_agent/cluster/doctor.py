@@ -1,11 +1,7 @@
 """Checks whether a cluster has everything that a run needs.  One line per check; a failed check names the remedy.
 
-First the checks with the person's own rights: the API server, Argo's definitions, the person's rights, the chart,
-policies and nodes.  Then those that need a pod (``pod_maintenance.doctor``): the store, MLflow, and whether the walls
-hold.
-
-What it does not cover: free capacity for a run's pods, images that only some nodes can pull, and the internals of
-network plugins and runtimes.
+First the checks with the person's own rights.  Then those that need a pod (``pod_maintenance.doctor``).  Free capacity,
+images that only some nodes can pull, and the internals of network plugins and runtimes are not checked.
 """
 
 import json

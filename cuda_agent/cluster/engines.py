@@ -4,12 +4,7 @@
     NetworkPolicy   in: from this run's stages and the pods of their Ray; out: nothing, not even DNS
     StatefulSet     the replicas, which wait for the run's first policy (``policy.engines.vllm_pool``)
 
-With ``policy.vllm.sync=nccl`` stages and replicas also reach the other ports of each other, which NCCL chooses.  The
-run's Workflow owns all objects.  As in ``pools``, the objects are data with ``RUN`` as a placeholder for the Workflow's
-name; for each profile the chart merges image, resources, node placement and the claim of the weights into them.
-
-What it does not cover: the servers (``policy.engines.vllm_pool``), and LoRA adapters, whose base model would have to be
-present before the stage that trains them.
+With ``policy.vllm.sync=nccl`` stages and replicas also reach the other ports of each other, which NCCL chooses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -94,6 +89,6 @@ def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: 
 
 
 def names(workflow: str) -> list[tuple[str, str]]:
-    """Kind and name of every object that a run may have, servers first."""
-    found = [(kind, f"{workflow}-engine") for kind in ("StatefulSet", "Service", "NetworkPolicy")]
-    return [*found, *(("NetworkPolicy", f"{workflow}-engine-{suffix}") for suffix in ("stages", "ray"))]
+    """Kind and name of every object that a run's engine may have."""
+    walls = [("NetworkPolicy", f"{workflow}-engine-{suffix}") for suffix in ("stages", "ray")]
+    return [*((kind, f"{workflow}-engine") for kind in ("StatefulSet", "Service", "NetworkPolicy")), *walls]

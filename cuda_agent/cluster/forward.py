@@ -1,9 +1,4 @@
-"""Forwards a local port to a port of a pod, through the API server: needs a kubeconfig only.
-
-Every connection to the local port is a separate stream.
-
-What it does not cover: switching to another pod, and protocols other than TCP.
-"""
+"""Forwards a local port to a port of a pod, through the API server: needs a kubeconfig only."""
 
 import contextlib
 import socket

@@ -1,11 +1,8 @@
 """The work of the maintenance pods: garbage collection, and checks from inside the cluster.
 
-    gc        removes runs, artifacts and checkpoints beyond the newest runs; pools whose Workflow has ended or is
-              gone; configurations whose Workflow is gone
-    doctor    tests the store and MLflow as a run's pods reach them; then starts a pod with a sandbox's walls, which
-              tries to connect to them, to the API server and to DNS, and must fail where this pod succeeds
-
-What it does not cover: checks with a person's own rights (``doctor``), and walls between two sandboxes.
+gc        removes runs, artifacts and checkpoints beyond the newest runs; pools and configurations of ended runs
+doctor    tests the store and MLflow as a run's pods reach them; then starts a pod with a sandbox's walls, which
+          tries to connect to them, to the API server and to DNS, and must fail where this pod succeeds
 """
 
 import contextlib

@@ -5,11 +5,8 @@
     NetworkPolicy   in: from this run's stages; out: nothing, not even DNS
     StatefulSet     one per role: workspace, build, evaluate
 
-The run's Workflow owns all objects, so they are deleted with it at the latest.  The objects are data with ``RUN`` as a
-placeholder for the Workflow's name.  For each profile the chart merges images, resources and node placement into them,
-and ``objects`` fills in the run.
-
-What it does not cover: the connection to a cluster (``api``), and the servers (``sandbox.service``).
+The objects are data with ``RUN`` as a placeholder for the name of the Workflow, which owns them.  For each profile the
+chart merges images, resources and node placement into them, and ``objects`` fills in the run.
 """
 
 import json
@@ -261,3 +258,9 @@ def settings(config: SandboxConfig) -> list[str]:
     """The overrides that give a server these sandbox settings."""
     values = config.model_dump(mode="json", exclude=set(WHERE_JUDGED))
     return [f"sandbox.{name}={json.dumps(value)}" for name, value in values.items()]
+
+
+def names(workflow: str) -> list[tuple[str, str]]:
+    """Kind and name of every object of a run's pools."""
+    shared = [(kind, f"{workflow}-sandbox") for kind in ("Service", "Secret", "NetworkPolicy")]
+    return [*(("StatefulSet", f"{workflow}-{role}") for role in ROLES), *shared]

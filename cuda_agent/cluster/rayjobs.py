@@ -4,11 +4,8 @@
     NetworkPolicy   between these pods everything, and from KubeRay's operator to the head's dashboard
     NetworkPolicy   from these pods to the run's sandbox
 
-The run's Workflow owns all objects, and their names follow from its name, so that a restarted step finds the job of its
-predecessor and follows it.  A failed job is created anew; only Argo retries.  The stage's result is in the store, as in
-a single pod.
-
-What it does not cover: the processes in Ray (``rl.ray``), and KubeRay's operator.
+The names follow from the Workflow's, so that a restarted step finds the job of its predecessor and follows it.  A
+failed job is created anew; only Argo retries.  The stage's result is in the store, as in a single pod.
 """
 
 import hashlib
@@ -145,12 +142,8 @@ def objects(
 
     Args:
         base: the objects of ``ray_objects`` with the profile's values.
-        workflow: name of the Workflow.
-        uid: its uid.
-        stage: name of the stage.
         arguments: of ``cuda-agent pod stage``.
         servers: addresses of the run's sandbox, separated by commas.
-        config: the run's configuration.
         engines: addresses of its engine replicas, separated by commas.
     """
     env = {
@@ -240,12 +233,7 @@ def _delete(cluster: Cluster, name: str, pause: float) -> None:
         time.sleep(pause)
 
 
-def remove_jobs(cluster: Cluster, workflow: str, stages: Sequence[Stage]) -> None:
-    for stage in filter(can_be_spread, stages):
-        cluster.delete("RayJob", job_name(workflow, stage.name))
-
-
-def remove_walls(cluster: Cluster, workflow: str, stages: Sequence[Stage]) -> None:
-    for stage in filter(can_be_spread, stages):
-        for suffix in ("", "-sandbox"):
-            cluster.delete("NetworkPolicy", job_name(workflow, stage.name) + suffix)
+def names(workflow: str) -> list[tuple[str, str]]:
+    """Kind and name of every object that the stages of a run may have, jobs first."""
+    jobs = [job_name(workflow, stage.name) for stage in ROWS if can_be_spread(stage)]
+    return [("RayJob", job) for job in jobs] + [("NetworkPolicy", job + of) for job in jobs for of in ("", "-sandbox")]

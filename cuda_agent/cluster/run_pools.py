@@ -12,7 +12,6 @@ from cuda_agent.cluster import engines, pools, rayjobs
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.config import Config
 from cuda_agent.errors import TryAgain
-from cuda_agent.pipeline.graph import ROWS
 
 POOL_SECONDS = 900.0  # until every pool has a server that is ready
 
@@ -58,12 +57,10 @@ def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str
 
 def remove_pools(cluster: Cluster, workflow: str) -> None:
     """Servers first: nothing of a run answers when its walls go."""
-    names = [("StatefulSet", f"{workflow}-{role}") for role in pools.ROLES] + engines.names(workflow)
-    names += [(kind, f"{workflow}-sandbox") for kind in ("Service", "Secret", "NetworkPolicy")]
-    rayjobs.remove_jobs(cluster, workflow, ROWS)
-    for kind, name in names:
+    order = ("StatefulSet", "RayJob", "Service", "Secret", "NetworkPolicy")
+    names = [*pools.names(workflow), *engines.names(workflow), *rayjobs.names(workflow)]
+    for kind, name in sorted(names, key=lambda item: order.index(item[0])):
         cluster.delete(kind, name)
-    rayjobs.remove_walls(cluster, workflow, ROWS)
 
 
 def why_not_ready(pods: Sequence[dict[str, Any]]) -> str:

@@ -2,18 +2,12 @@
 
     prepare ─► a task a stage ─► finish;  on failure: exit ─► finish
 
-One template serves every variant of the graph: it has a task for each row, after the sources of all variants.  A task
-is skipped without a pod when ``prepare`` reports that the cache has its stage or that the run's graph leaves it out. A
-stage that Ray can spread over several pods has a second task, which creates the stage's Ray cluster and follows it;
-``prepare`` chooses between the two.
+One template serves every variant of the graph: a task is skipped without a pod when ``prepare`` reports that the cache
+has its stage or that the run's graph leaves it out.  A stage that Ray can spread over several pods has a second task,
+which creates the stage's Ray cluster and follows it; ``prepare`` chooses between the two.
 
-The result is data without a release: the chart reads it, merges image, resources, placement and names for each profile
-and makes one template per profile.  A submission passes ``run``, ``config`` and optionally a ``group``.  Only fields
-that Argo 3.7 and 4.x both have are used.  Argo carries each stage's manifest and log; data goes straight to the store.
-Maintenance jobs are templates of one pod.
-
-Not covered: the commands in the pods (``cluster.pod``), the sandbox's pods (``cluster.pools``), and the settings of a
-profile (the chart's values).
+The chart merges image, resources, placement and names for each profile into the template.  A submission passes ``run``,
+``config`` and optionally a ``group``.  Only fields that Argo 3.7 and 4.x both have are used.
 """
 
 import json

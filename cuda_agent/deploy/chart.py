@@ -1,12 +1,7 @@
 """Renders the generated files of ``workflows/`` and ``charts/cuda-agent``: manifests, values, schema, README.
 
-    workflows/{workflow-template,cron-workflow,maintenance}.json    for use without Helm
-    charts/cuda-agent/files/{workflow-template,cron-workflow,maintenance,pools,engine,ray,dashboard,alerts}.json
-    charts/cuda-agent/{Chart.yaml,values.yaml,values.schema.json,README.md}
-
 ``files`` is a pure function of the graph and the schema of values; a test fails if the stored files differ from it.
-
-What it does not cover: the chart's templates, which are written by hand.
+The chart's templates are written by hand.
 """
 
 import json

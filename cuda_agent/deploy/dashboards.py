@@ -1,7 +1,4 @@
-"""A Grafana dashboard and alert rules over the sandbox's metrics.
-
-What it does not cover: metrics of a run (MLflow) and of Argo (its own dashboard).
-"""
+"""A Grafana dashboard and alert rules over the sandbox's metrics."""
 
 from typing import Any
 
