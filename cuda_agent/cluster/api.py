@@ -11,20 +11,25 @@ from typing import Any
 
 from cuda_agent.errors import UserError
 
-# kind -> path of its collection in a namespace
-_PATHS = {
-    "ConfigMap": "/api/v1/namespaces/{}/configmaps",
-    "Event": "/api/v1/namespaces/{}/events",
-    "Pod": "/api/v1/namespaces/{}/pods",
-    "Secret": "/api/v1/namespaces/{}/secrets",
-    "Service": "/api/v1/namespaces/{}/services",
-    "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
-    "RayJob": "/apis/ray.io/v1/namespaces/{}/rayjobs",
-    "StatefulSet": "/apis/apps/v1/namespaces/{}/statefulsets",
-    "Workflow": "/apis/argoproj.io/v1alpha1/namespaces/{}/workflows",
-    "WorkflowTemplate": "/apis/argoproj.io/v1alpha1/namespaces/{}/workflowtemplates",
+API_VERSIONS = {
+    "ConfigMap": "v1",
+    "Event": "v1",
+    "Pod": "v1",
+    "Secret": "v1",
+    "Service": "v1",
+    "StatefulSet": "apps/v1",
+    "NetworkPolicy": "networking.k8s.io/v1",
+    "RayJob": "ray.io/v1",
+    "Workflow": "argoproj.io/v1alpha1",
+    "WorkflowTemplate": "argoproj.io/v1alpha1",
 }
 _SECONDS = 30.0  # for one request
+
+
+def item(kind: str, name: str, labels: Mapping[str, str], **fields: Any) -> dict[str, Any]:
+    """An object that ``Cluster.create`` takes."""
+    metadata = {"name": name, "labels": labels}
+    return {"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": metadata} | fields
 
 
 class ClusterError(UserError):
@@ -137,7 +142,8 @@ class Cluster:
             yield rest.decode(errors="replace")
 
     def _path(self, kind: str) -> str:
-        return _PATHS[kind].format(self.namespace)
+        version, plural = API_VERSIONS[kind], f"{kind.lower()}s".replace("ys", "ies")
+        return f"/api{'s' if '/' in version else ''}/{version}/namespaces/{self.namespace}/{plural}"
 
     def _ask(self, *request: Any, **more: Any) -> dict[str, Any]:
         return json.loads(self._request(*request, **more).data)

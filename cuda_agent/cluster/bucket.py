@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from cuda_agent.diagnostics.doctor import Check
 from cuda_agent.storage import StoreError, StoreUnavailable, open_store
 
 PATIENCE = 120.0  # seconds for a server to start
@@ -50,27 +51,33 @@ def make(store: str, expire_logs_days: int) -> str:
             time.sleep(2)
 
 
-def probe(store: str, mlflow: str) -> Iterator[tuple[str, bool]]:
-    """Tests the store and MLflow.  Yields a line for a person, and whether the test passed."""
+def probe(store: str, mlflow: str) -> Iterator[Check]:
+    """Tests the store and MLflow as a run uses them."""
+
+    def check(name: str, ok: bool, text: str) -> Check:
+        values = "tracking" if name == "mlflow" else name
+        return Check(name, ok, text, "" if ok else f"look at the chart's values {values} and networkPolicy")
+
     key = f"doctor/{secrets.token_hex(8)}"
     try:
         opened = open_store(store)
         opened.put(key, b"one")
-        yield f"{store}: written", True
-        yield f"{store}: read back", opened.get(key) == b"one"
+        yield check("store", True, f"{store}: written")
+        yield check("store", opened.get(key) == b"one", f"{store}: read back")
         kept = not opened.create(key, b"two") and opened.get(key) == b"one"
-        yield f"{store}: {'create-if-absent holds' if kept else 'overwrites what should be absent'}", kept
+        said = "create-if-absent holds" if kept else "overwrites what should be absent"
+        yield check("store", kept, f"{store}: {said}")
         opened.delete(key)
-        yield f"{store}: deleted", not opened.exists(key)
+        yield check("store", not opened.exists(key), f"{store}: deleted")
     except StoreError as error:
-        yield str(error).splitlines()[0], False
+        yield check("store", False, str(error).splitlines()[0])
     if mlflow == "off":
-        yield "MLflow: none", True
+        yield check("mlflow", True, "MLflow: none")
         return
     import httpx
 
     try:
         answer = httpx.get(f"{mlflow}/health", timeout=10, trust_env=False)
-        yield f"{mlflow}: {answer.status_code} {answer.text[:60]}", answer.status_code == 200
+        yield check("mlflow", answer.status_code == 200, f"{mlflow}: {answer.status_code} {answer.text[:60]}")
     except httpx.HTTPError as error:
-        yield f"{mlflow}: {error}", False
+        yield check("mlflow", False, f"{mlflow}: {error}")

@@ -91,27 +91,11 @@ def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
 
 
 def doctor(
-    here: PodEnvironment,
-    workflow: str,
-    cluster: Cluster,
-    base: Sequence[Mapping[str, Any]],
-    addresses: Mapping[str, str],
+    here: PodEnvironment, workflow: str, cluster: Cluster, base: Sequence[Mapping[str, Any]], addresses: dict[str, str]
 ) -> list[Check]:
-    """All checks from inside.
-
-    Args:
-        here: the pod's environment.
-        workflow: the Workflow of this pod.
-        cluster: the namespace of the release.
-        base: the objects of a profile's pools.
-        addresses: name -> address:port of every service that a sandbox must not reach.
-    """
-    checks = []
-    for line, ok in bucket.probe(here.store, here.mlflow):
-        name, values = ("store", "store")
-        if line.startswith((f"{here.mlflow}:", "MLflow")):
-            name, values = ("mlflow", "tracking")
-        checks.append(Check(name, ok, line, "" if ok else f"look at the chart's values {values} and networkPolicy"))
+    """All checks from inside.  ``base``: the objects of a profile's pools; ``addresses``: name -> address:port of every
+    service that a sandbox must not reach."""
+    checks = list(bucket.probe(here.store, here.mlflow))
     control = reach([*addresses.values()])
     try:
         tried = from_sandbox(cluster, workflow, base, [*addresses.values()])

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from cuda_agent.cluster.api import API_VERSIONS, item
 from cuda_agent.config import WHERE_JUDGED, SandboxConfig
 
 ROLES = ("workspace", "build", "evaluate")
@@ -34,9 +35,7 @@ CONTAINER_SECURITY: dict[str, Any] = {
 }
 POD_SECURITY: dict[str, Any] = {
     "runAsNonRoot": True,
-    "runAsUser": 65532,
-    "runAsGroup": 65532,
-    "fsGroup": 65532,
+    **dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), 65532),
     "seccompProfile": {"type": "RuntimeDefault"},
 }
 HOME: dict[str, Any] = {"HOME": "/scratch", "CUDA_AGENT_HOME": "/scratch/home"}  # the folder that a pod may write to
@@ -96,7 +95,7 @@ def labels_of(component: str) -> dict[str, str]:
 
 def peers(*labels: Mapping[str, str]) -> list[dict[str, Any]]:
     """The pods with these labels, as peers of a NetworkPolicy."""
-    return [{"podSelector": {"matchLabels": item}} for item in labels]
+    return [{"podSelector": {"matchLabels": own}} for own in labels]
 
 
 def from_to(peers: Sequence[Mapping[str, Any]], port: int) -> dict[str, Any]:
@@ -113,12 +112,8 @@ def network_policy(
 ) -> dict[str, Any]:
     """Limits the traffic of the pods with these labels; without ``egress`` only what comes in."""
     rules = {"ingress": ingress} if egress is None else {"ingress": ingress, "egress": egress}
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": name, "labels": labels},
-        "spec": {"podSelector": {"matchLabels": pods}, "policyTypes": [key.capitalize() for key in rules]} | rules,
-    }
+    spec = {"podSelector": {"matchLabels": pods}, "policyTypes": [key.capitalize() for key in rules]} | rules
+    return item("NetworkPolicy", name, labels, spec=spec)
 
 
 def service_and_wall(component: str, port: int, clients: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -127,17 +122,15 @@ def service_and_wall(component: str, port: int, clients: Sequence[Mapping[str, A
     name, labels = f"{RUN_NAME}-{component}", labels_of(component)
     own = {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: component}
     service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name, "labels": labels},
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,  # an unready server can then be asked for the reason
-            "selector": own,
-            "ports": [{"name": "http", "port": port, "protocol": "TCP"}],
-        },
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,  # an unready server can then be asked for the reason
+        "selector": own,
+        "ports": [{"name": "http", "port": port, "protocol": "TCP"}],
     }
-    return [service, network_policy(name, labels, own, [from_to(clients, port)], [])]
+    return [
+        item("Service", name, labels, spec=service),
+        network_policy(name, labels, own, [from_to(clients, port)], []),
+    ]
 
 
 def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict[str, Any]) -> dict[str, Any]:
@@ -145,44 +138,31 @@ def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict
     labels = labels_of(component) | own
     (container,) = pod["containers"]
     container |= {"name": component, "ports": [{"name": "http", "containerPort": port, "protocol": "TCP"}]}
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "StatefulSet",
-        "metadata": {"name": f"{RUN_NAME}-{name}", "labels": labels},
-        "spec": {
-            "replicas": 1,
-            "podManagementPolicy": "Parallel",
-            "serviceName": f"{RUN_NAME}-{component}",
-            "selector": {"matchLabels": {POOL_LABEL: RUN_NAME} | own},
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-        },
+    spec = {
+        "replicas": 1,
+        "podManagementPolicy": "Parallel",
+        "serviceName": f"{RUN_NAME}-{component}",
+        "selector": {"matchLabels": {POOL_LABEL: RUN_NAME} | own},
+        "template": {"metadata": {"labels": labels}, "spec": pod},
     }
+    return item("StatefulSet", f"{RUN_NAME}-{name}", labels, spec=spec)
 
 
 def of_run(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, labels: Mapping[str, str] = {}, name: str = ""
 ) -> list[dict[str, Any]]:
-    """The objects with ``RUN`` replaced, owned by the run's Workflow.
-
-    Args:
-        base: objects of a profile.
-        workflow: name of the Workflow.
-        uid: its uid.
-        labels: label -> its value in place of ``RUN``, where that is another than the objects' name.
-        name: the objects' name; empty: the Workflow's.
-    """
-    made = [_named(item, name or workflow, labels) for item in base]
-    for item in made:
-        item["metadata"]["ownerReferences"] = [owned_by(workflow, uid)]
+    """The objects of a profile with ``RUN`` replaced by ``name`` (by default the Workflow's) or, as value of one of the
+    ``labels``, by the value given there.  The run's Workflow owns them."""
+    made = [_named(one, name or workflow, labels) for one in base]
+    for one in made:
+        one["metadata"]["ownerReferences"] = [owned_by(workflow, uid)]
     return made
 
 
 def owned_by(workflow: str, uid: str) -> dict[str, Any]:
     """The owner reference of objects that are deleted with the Workflow."""
-    return {
-        "apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": workflow, "uid": uid,
-        "controller": False, "blockOwnerDeletion": False,
-    }  # fmt: skip
+    of = {"apiVersion": API_VERSIONS["Workflow"], "kind": "Workflow", "name": workflow, "uid": uid}
+    return of | {"controller": False, "blockOwnerDeletion": False}
 
 
 def _named(value: Any, name: str, labels: Mapping[str, str]) -> Any:
@@ -202,10 +182,10 @@ def _named(value: Any, name: str, labels: Mapping[str, str]) -> Any:
 def addresses(made: Sequence[Mapping[str, Any]], port: int) -> list[str]:
     """The address of every pod of the StatefulSets."""
     return [
-        f"http://{item['metadata']['name']}-{number}.{item['spec']['serviceName']}:{port}"
-        for item in made
-        if item["kind"] == "StatefulSet"
-        for number in range(item["spec"]["replicas"])
+        f"http://{one['metadata']['name']}-{number}.{one['spec']['serviceName']}:{port}"
+        for one in made
+        if one["kind"] == "StatefulSet"
+        for number in range(one["spec"]["replicas"])
     ]
 
 
@@ -214,13 +194,7 @@ def addresses(made: Sequence[Mapping[str, Any]], port: int) -> list[str]:
 
 def pool_objects() -> list[dict[str, Any]]:
     """The objects without a profile and a run, in the order of creation."""
-    secret = {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {"name": f"{RUN_NAME}-sandbox", "labels": labels_of("sandbox")},
-        "type": "Opaque",
-        "stringData": {},
-    }
+    secret = item("Secret", f"{RUN_NAME}-sandbox", labels_of("sandbox"), type="Opaque", stringData={})
     stages = peers({WORKFLOW_LABEL: RUN_NAME, COMPONENT_LABEL: "stage"})
     return [secret, *service_and_wall("sandbox", PORT, stages), *map(_pool, ROLES)]
 
@@ -246,11 +220,11 @@ def objects(
 ) -> list[dict[str, Any]]:
     """The objects of one run, ready to be created, with its token and its sandbox settings."""
     made = of_run(base, workflow, uid)
-    for item in made:
-        if item["kind"] == "Secret":
-            item["stringData"] = {"token": token}
-        if item["kind"] == "StatefulSet":
-            item["spec"]["template"]["spec"]["containers"][0]["args"] += settings(config)
+    for one in made:
+        if one["kind"] == "Secret":
+            one["stringData"] = {"token": token}
+        if one["kind"] == "StatefulSet":
+            one["spec"]["template"]["spec"]["containers"][0]["args"] += settings(config)
     return made
 
 

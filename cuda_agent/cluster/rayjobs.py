@@ -16,24 +16,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cuda_agent.cluster.api import Cluster
-from cuda_agent.cluster.pools import (
-    COMMAND,
-    COMPONENT_LABEL,
-    HOME,
-    POOL_LABEL,
-    PORT,
-    RUN_NAME,
-    container,
-    from_to,
-    labels_of,
-    network_policy,
-    of_run,
-    peers,
-    pod_spec,
-    token_of,
-    variables,
-)
+from cuda_agent.cluster import pools
+from cuda_agent.cluster.api import Cluster, item
+from cuda_agent.cluster.pools import POOL_LABEL, RUN_NAME
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY
 from cuda_agent.pipeline.graph import ROWS, Stage
@@ -73,15 +58,15 @@ def job_name(workflow: str, stage: str) -> str:
 
 def ray_objects() -> list[dict[str, Any]]:
     """The objects without a profile, a stage and a run, in the order of creation."""
-    labels = labels_of("stage") | {RAY_LABEL: RUN_NAME}
+    labels = pools.labels_of("stage") | {RAY_LABEL: RUN_NAME}
     own = {RAY_LABEL: RUN_NAME}
-    between = peers(own)
+    between = pools.peers(own)
     operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kuberay"}}}
-    policy = network_policy(
-        RUN_NAME, labels, own, [{"from": between}, from_to([operator], DASHBOARD)], [{"to": between}]
+    policy = pools.network_policy(
+        RUN_NAME, labels, own, [{"from": between}, pools.from_to([operator], DASHBOARD)], [{"to": between}]
     )
-    servers = {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "sandbox"}
-    sandbox = network_policy(f"{RUN_NAME}-sandbox", labels, servers, [from_to(between, PORT)])
+    servers = {POOL_LABEL: RUN_NAME, pools.COMPONENT_LABEL: "sandbox"}
+    sandbox = pools.network_policy(f"{RUN_NAME}-sandbox", labels, servers, [pools.from_to(between, pools.PORT)])
     actors = {
         "groupName": "actors",
         **dict.fromkeys(_REPLICAS, 1),
@@ -89,43 +74,38 @@ def ray_objects() -> list[dict[str, Any]]:
         "template": _pod(labels, 30, 52365),
     }
     job = {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": {"name": RUN_NAME, "labels": labels},
-        "spec": {
-            "submissionMode": "HTTPMode",  # no separate submitter pod, which would lack our walls
-            "entrypoint": "",
-            "backoffLimit": 0,
-            "shutdownAfterJobFinishes": True,
-            "ttlSecondsAfterFinished": 0,
-            "preRunningDeadlineSeconds": STARTING_SECONDS,
-            "activeDeadlineSeconds": 7 * DAY,
-            "rayClusterSpec": {
-                "rayVersion": RAY_VERSION,
-                "authOptions": {"mode": "token"},
-                "headGroupSpec": {
-                    # The head runs no actor: it has the store's credentials and the stage's own process.
-                    "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
-                    "template": _pod(labels, 120, 6379),
-                },
-                "workerGroupSpecs": [actors],
+        "submissionMode": "HTTPMode",  # no separate submitter pod, which would lack our walls
+        "entrypoint": "",
+        "backoffLimit": 0,
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": 0,
+        "preRunningDeadlineSeconds": STARTING_SECONDS,
+        "activeDeadlineSeconds": 7 * DAY,
+        "rayClusterSpec": {
+            "rayVersion": RAY_VERSION,
+            "authOptions": {"mode": "token"},
+            "headGroupSpec": {
+                # The head runs no actor: it has the store's credentials and the stage's own process.
+                "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
+                "template": _pod(labels, 120, 6379),
             },
+            "workerGroupSpecs": [actors],
         },
     }
-    return [policy, sandbox, job]
+    return [policy, sandbox, item("RayJob", RUN_NAME, labels, spec=job)]
 
 
 def _pod(labels: Mapping[str, str], grace: int, port: int) -> dict[str, Any]:
     """A pod's template.  ``port``: open when Ray is up; KubeRay's own probes need a program that the image may lack."""
     probe = {"tcpSocket": {"port": port}, "periodSeconds": 5, "timeoutSeconds": 5}
-    made = container(
+    made = pools.container(
         "cuda-agent-ray",
-        HOME | {"CUDA_AGENT_RAY_ADDRESS": "auto", "RAY_USAGE_STATS_ENABLED": "0"},
+        pools.HOME | {"CUDA_AGENT_RAY_ADDRESS": "auto", "RAY_USAGE_STATS_ENABLED": "0"},
         name="ray",
         readinessProbe=probe | {"failureThreshold": 12},
         livenessProbe=probe | {"failureThreshold": 60, "initialDelaySeconds": 60},
     )
-    return {"metadata": {"labels": labels}, "spec": pod_spec("stage", grace, made) | {"restartPolicy": "Never"}}
+    return {"metadata": {"labels": labels}, "spec": pools.pod_spec("stage", grace, made) | {"restartPolicy": "Never"}}
 
 
 def objects(
@@ -148,15 +128,15 @@ def objects(
     """
     env = {
         "CUDA_AGENT_SANDBOX_SERVERS": servers,
-        "CUDA_AGENT_SANDBOX_TOKEN": token_of(workflow, optional=True),
+        "CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(workflow, optional=True),
         "CUDA_AGENT_ENGINE_SERVERS": engines,
     }
-    made = of_run(base, workflow, uid, {POOL_LABEL: workflow}, job_name(workflow, stage))
-    job = next(item for item in made if item["kind"] == "RayJob")["spec"]
-    job["entrypoint"] = shlex.join([*COMMAND, *arguments])
+    made = pools.of_run(base, workflow, uid, {POOL_LABEL: workflow}, job_name(workflow, stage))
+    job = next(one for one in made if one["kind"] == "RayJob")["spec"]
+    job["entrypoint"] = shlex.join([*pools.COMMAND, *arguments])
     head, (actors,) = (job["rayClusterSpec"][key] for key in ("headGroupSpec", "workerGroupSpecs"))
     for group in (head, actors):
-        group["template"]["spec"]["containers"][0]["env"] += variables(env)
+        group["template"]["spec"]["containers"][0]["env"] += pools.variables(env)
     actors |= dict.fromkeys(_REPLICAS, config.ray.workers + (config.ray.trainers if stage in _LEARN else 0))
     return made
 
@@ -179,15 +159,15 @@ def follow(
     Returns:
         Exit code of the stage, and a message.
     """
-    name = next(item["metadata"]["name"] for item in made if item["kind"] == "RayJob")
+    name = next(one["metadata"]["name"] for one in made if one["kind"] == "RayJob")
     found = cluster.find("RayJob", name)
     if found is not None and _state(found)[0] in _ENDED and _state(found)[1] != "SUCCEEDED":
         _delete(cluster, name, pause)
         found = None
     if found is None:
         store.delete(outcome_entry(run, stage))
-    for item in made:
-        cluster.create_if_absent(item)
+    for one in made:
+        cluster.create_if_absent(one)
     shown = ""
     while True:
         found = cluster.find("RayJob", name)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cuda_agent.cluster import rayjobs
-from cuda_agent.cluster.api import Cluster, ClusterError
+from cuda_agent.cluster.api import Cluster, ClusterError, item
 from cuda_agent.cluster.pools import ROLES, WORKFLOW_LABEL, owned_by, version_name
 from cuda_agent.compose import freeze
 from cuda_agent.config import Config
@@ -70,15 +70,10 @@ def template_name(release: str, profile: str) -> str:
 def _submission(name: str, labels: dict[str, str], text: str, sha256: str, template: str, group: str) -> Submission:
     values = {"run": labels[RUN_LABEL], "config": sha256} | ({"group": group} if group else {})
     parameters = [{"name": key, "value": value} for key, value in values.items()]
-    metadata = {"name": name, "labels": labels}
-    workflow = {
-        "apiVersion": "argoproj.io/v1alpha1",
-        "kind": "Workflow",
-        "metadata": metadata | {"annotations": {CONFIG_ANNOTATION: sha256}},
-        "spec": {"workflowTemplateRef": {"name": template}, "arguments": {"parameters": parameters}},
-    }
-    data = {"config.json": text}
-    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "data": data}
+    spec = {"workflowTemplateRef": {"name": template}, "arguments": {"parameters": parameters}}
+    workflow = item("Workflow", name, labels, spec=spec)
+    workflow["metadata"]["annotations"] = {CONFIG_ANNOTATION: sha256}
+    config_map = item("ConfigMap", name, labels, immutable=True, data={"config.json": text})
     return Submission(labels[RUN_LABEL], workflow, config_map)
 
 

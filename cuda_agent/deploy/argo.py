@@ -17,18 +17,8 @@ from typing import Any
 from hera.workflows import models
 from pydantic import BaseModel
 
-from cuda_agent.cluster.pools import (
-    COMMAND,
-    COMPONENT_LABEL,
-    CONTAINER_SECURITY,
-    HOME,
-    NAME_LABEL,
-    POD_SECURITY,
-    container,
-    pod_volumes,
-    token_of,
-    version_name,
-)
+from cuda_agent.cluster import pools
+from cuda_agent.cluster.pools import version_name
 from cuda_agent.cluster.rayjobs import can_be_spread, task_name
 from cuda_agent.pipeline.gc import LOCK_SECONDS
 from cuda_agent.pipeline.graph import ROWS, Stage, check
@@ -53,6 +43,8 @@ RETRY = (
     "!(lastRetry.message matches '(?i)deadline') && (lastRetry.message matches 'OOMKilled' ? retries == '0' : "
     "(lastRetry.status == 'Error' || lastRetry.exitCode in ['75', '137', '143', '-1']))"
 )
+
+BACKOFF = {"duration": "10s", "factor": 3, "cap": "10m"}
 
 EXECUTOR_RESOURCES = {
     "requests": {"cpu": "10m", "memory": "64Mi", "ephemeral-storage": "64Mi"},
@@ -132,8 +124,8 @@ def _template(name: str, templates: list[dict[str, Any]], **more: Any) -> dict[s
         "serviceAccountName": f"{NAME}-stage",
         "automountServiceAccountToken": False,
         "executor": {"serviceAccountName": f"{NAME}-executor"},
-        "securityContext": POD_SECURITY,
-        "volumes": pod_volumes(),
+        "securityContext": pools.POD_SECURITY,
+        "volumes": pools.pod_volumes(),
         "templates": templates,
     }
     return _typed(models.WorkflowTemplate, "WorkflowTemplate", name, spec | more)
@@ -170,13 +162,8 @@ def _tasks(stages: Sequence[Stage]) -> list[dict[str, Any]]:
             tasks.append(task | {"name": name, "template": name, "when": f"{planned % stage.name} == ray"})
     read = {above for stage in stages for above in stage.upstream}
     last = [stage.name for stage in stages if stage.name not in read]
-    finish = {
-        "name": "finish",
-        "template": "finish",
-        "dependencies": ["prepare", *_either(stages, last)],
-        "when": f"{planned % 'finish'} == run",
-    }
-    return [*tasks, finish]
+    finish = {"dependencies": ["prepare", *_either(stages, last)], "when": f"{planned % 'finish'} == run"}
+    return [*tasks, {"name": "finish", "template": "finish"} | finish]
 
 
 def _either(stages: Sequence[Stage], names: Sequence[str]) -> list[str]:
@@ -190,20 +177,16 @@ def _prepare(stages: Sequence[Stage]) -> dict[str, Any]:
     run's servers; and whether ``finish`` has work."""
     # Optional: a run that a schedule starts (cron) finds its configuration in the store.
     config = {"name": WORKFLOW, "optional": True, "defaultMode": 0o444}
-    return _pod(
-        "prepare",
-        "prepare",
-        ["pod", "prepare", *OF_THE_RUN],
-        1800,
-        account="operator",
-        mounts=[{"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True}],
-        volumes=[{"name": "config", "configMap": config}],
-        outputs=_answers([*(stage.name for stage in stages), *PLACES, "finish"]),
-    )
+    mounts = [{"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True}]
+    more = {
+        "volumes": [{"name": "config", "configMap": config}],
+        "outputs": _answers([*(stage.name for stage in stages), *PLACES, "finish"]),
+    }
+    return _pod("prepare", "prepare", ["pod", "prepare", *OF_THE_RUN], 1800, "operator", mounts=mounts, **more)
 
 
 def _stage(stage: Stage) -> dict[str, Any]:
-    env = _PLACES | {"CUDA_AGENT_SANDBOX_TOKEN": token_of(WORKFLOW, optional=True)}
+    env = _PLACES | {"CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(WORKFLOW, optional=True)}
     arguments = ["pod", "stage", stage.name, *OF_THE_RUN]
     return _pod(stage.name, "stage", arguments, 7 * DAY, grace=GRACE, env=env, **_manifest(stage))
 
@@ -250,7 +233,7 @@ def _pod(
     # The patch has what a template cannot express otherwise: the grace period, and the security context and limits of
     # the executor's containers, whatever the controller's settings are.
     token = {"serviceAccountName": f"{NAME}-{account}", "automountServiceAccountToken": True} if account else {}
-    executor = {"securityContext": CONTAINER_SECURITY, "resources": EXECUTOR_RESOURCES}
+    executor = {"securityContext": pools.CONTAINER_SECURITY, "resources": EXECUTOR_RESOURCES}
     patch = {
         "terminationGracePeriodSeconds": grace,
         "enableServiceLinks": False,
@@ -259,15 +242,10 @@ def _pod(
     }
     return {
         "name": name,
-        "metadata": {"labels": {NAME_LABEL: NAME, COMPONENT_LABEL: component}},
+        "metadata": {"labels": {pools.NAME_LABEL: NAME, pools.COMPONENT_LABEL: component}},
         **token,
         "activeDeadlineSeconds": seconds,
-        "retryStrategy": {
-            "limit": "4",
-            "retryPolicy": "Always",
-            "expression": RETRY,
-            "backoff": {"duration": "10s", "factor": 3, "cap": "10m"},
-        },
+        "retryStrategy": {"limit": "4", "retryPolicy": "Always", "expression": RETRY, "backoff": BACKOFF},
         "podSpecPatch": json.dumps(patch, sort_keys=True),
-        "container": container(NAME, {**HOME, **env}, mounts, command=COMMAND, args=arguments),
+        "container": pools.container(NAME, {**pools.HOME, **env}, mounts, command=pools.COMMAND, args=arguments),
     } | more

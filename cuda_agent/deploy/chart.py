@@ -36,8 +36,8 @@ def files() -> dict[str, str]:
     return {
         **{f"workflows/{name}.json": _json(item) for name, item in workflows.items()},
         **{f"{CHART}/files/{name}.json": _json(item) for name, item in read_by_the_chart.items()},
-        f"{CHART}/Chart.yaml": _chart(),
-        f"{CHART}/values.yaml": "\n".join([*_HEAD, *_value_lines(Values(), "", whole=True)]) + "\n",
+        f"{CHART}/Chart.yaml": yaml.safe_dump(_ABOUT, sort_keys=False, width=120),
+        f"{CHART}/values.yaml": _VALUES_HEAD + "\n".join(_value_lines(Values(), "", whole=True)) + "\n",
         f"{CHART}/values.schema.json": _json(schema()),
         f"{CHART}/README.md": _readme(),
     }
@@ -93,28 +93,21 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=1, sort_keys=True) + "\n"
 
 
-def _chart() -> str:
-    return yaml.safe_dump(
-        {
-            "apiVersion": "v2",
-            "name": "cuda-agent",
-            "type": "application",
-            "description": "Train a language model to write fast GPU kernels: Argo workflows, sandboxes, MinIO, MLflow",
-            "version": CHART_VERSION,
-            "appVersion": CHART_VERSION,
-            "kubeVersion": ">=1.33.0-0",
-            "keywords": ["argo-workflows", "cuda", "reinforcement-learning", "mlflow"],
-        },
-        sort_keys=False,
-        width=120,
-    )
+_ABOUT = {
+    "apiVersion": "v2",
+    "name": "cuda-agent",
+    "type": "application",
+    "description": "Train a language model to write fast GPU kernels: Argo workflows, sandboxes, MinIO, MLflow",
+    "version": CHART_VERSION,
+    "appVersion": CHART_VERSION,
+    "kubeVersion": ">=1.33.0-0",
+    "keywords": ["argo-workflows", "cuda", "reinforcement-learning", "mlflow"],
+}
+_VALUES_HEAD = """\
+# The chart's values and their defaults, made by `cuda-agent render` of cuda_agent/deploy/chart_values.py.
+# values.schema.json refuses whatever is not here.
 
-
-_HEAD = (
-    "# The chart's values and their defaults, made by `cuda-agent render` of cuda_agent/deploy/chart_values.py.",
-    "# values.schema.json refuses whatever is not here.",
-    "",
-)
+"""
 
 
 def _value_lines(model: BaseModel, pad: str, whole: bool) -> Iterator[str]:

@@ -72,7 +72,7 @@ def test_a_wrong_table_is_refused():
 
 
 def test_a_field_that_argo_does_not_have_is_refused(monkeypatch):
-    monkeypatch.setattr(argo, "POD_SECURITY", {"runAsNonroot": True})
+    monkeypatch.setattr(argo.pools, "POD_SECURITY", {"runAsNonroot": True})
     with pytest.raises(ValueError, match="does not know all fields of cuda-agent-doctor-"):
         maintenance_jobs()
 
