@@ -26,7 +26,7 @@ API_VERSIONS = {
 _SECONDS = 30.0  # for one request
 
 
-def item(kind: str, name: str, labels: Mapping[str, str], **fields: Any) -> dict[str, Any]:
+def new_object(kind: str, name: str, labels: Mapping[str, str], **fields: Any) -> dict[str, Any]:
     """An object that ``Cluster.create`` takes."""
     metadata = {"name": name, "labels": labels}
     return {"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": metadata} | fields

@@ -10,7 +10,7 @@ import secrets
 import time
 from typing import Any
 
-from cuda_agent.cluster.api import Cluster, ClusterError, item
+from cuda_agent.cluster.api import Cluster, ClusterError, new_object
 from cuda_agent.cluster.submit import ENDED, phase, require_template, template_name
 
 JOB_LABEL = "cuda-agent.io/maintenance"
@@ -27,7 +27,7 @@ def ask(cluster: Cluster, release: str, job: str) -> Any:
     template = template_name(release, job)
     require_template(cluster, template)
     name = f"{job}-{secrets.token_hex(4)}"
-    cluster.create(item("Workflow", name, {JOB_LABEL: job}, spec={"workflowTemplateRef": {"name": template}}))
+    cluster.create(new_object("Workflow", name, {JOB_LABEL: job}, spec={"workflowTemplateRef": {"name": template}}))
     try:
         return _answer(cluster, name, job)
     finally:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from cuda_agent.cluster.api import API_VERSIONS, item
+from cuda_agent.cluster.api import API_VERSIONS, new_object
 from cuda_agent.config import WHERE_JUDGED, SandboxConfig
 
 ROLES = ("workspace", "build", "evaluate")
@@ -113,7 +113,7 @@ def network_policy(
     """Limits the traffic of the pods with these labels; without ``egress`` only what comes in."""
     rules = {"ingress": ingress} if egress is None else {"ingress": ingress, "egress": egress}
     spec = {"podSelector": {"matchLabels": pods}, "policyTypes": [key.capitalize() for key in rules]} | rules
-    return item("NetworkPolicy", name, labels, spec=spec)
+    return new_object("NetworkPolicy", name, labels, spec=spec)
 
 
 def service_and_wall(component: str, port: int, clients: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -128,7 +128,7 @@ def service_and_wall(component: str, port: int, clients: Sequence[Mapping[str, A
         "ports": [{"name": "http", "port": port, "protocol": "TCP"}],
     }
     return [
-        item("Service", name, labels, spec=service),
+        new_object("Service", name, labels, spec=service),
         network_policy(name, labels, own, [from_to(clients, port)], []),
     ]
 
@@ -145,7 +145,7 @@ def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict
         "selector": {"matchLabels": {POOL_LABEL: RUN_NAME} | own},
         "template": {"metadata": {"labels": labels}, "spec": pod},
     }
-    return item("StatefulSet", f"{RUN_NAME}-{name}", labels, spec=spec)
+    return new_object("StatefulSet", f"{RUN_NAME}-{name}", labels, spec=spec)
 
 
 def of_run(
@@ -194,7 +194,7 @@ def addresses(made: Sequence[Mapping[str, Any]], port: int) -> list[str]:
 
 def pool_objects() -> list[dict[str, Any]]:
     """The objects without a profile and a run, in the order of creation."""
-    secret = item("Secret", f"{RUN_NAME}-sandbox", labels_of("sandbox"), type="Opaque", stringData={})
+    secret = new_object("Secret", f"{RUN_NAME}-sandbox", labels_of("sandbox"), type="Opaque", stringData={})
     stages = peers({WORKFLOW_LABEL: RUN_NAME, COMPONENT_LABEL: "stage"})
     return [secret, *service_and_wall("sandbox", PORT, stages), *map(_pool, ROLES)]
 

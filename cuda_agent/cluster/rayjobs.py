@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cuda_agent.cluster import pools
-from cuda_agent.cluster.api import Cluster, item
+from cuda_agent.cluster.api import Cluster, new_object
 from cuda_agent.cluster.pools import POOL_LABEL, RUN_NAME
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY
@@ -92,7 +92,7 @@ def ray_objects() -> list[dict[str, Any]]:
             "workerGroupSpecs": [actors],
         },
     }
-    return [policy, sandbox, item("RayJob", RUN_NAME, labels, spec=job)]
+    return [policy, sandbox, new_object("RayJob", RUN_NAME, labels, spec=job)]
 
 
 def _pod(labels: Mapping[str, str], grace: int, port: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cuda_agent.cluster import rayjobs
-from cuda_agent.cluster.api import Cluster, ClusterError, item
+from cuda_agent.cluster.api import Cluster, ClusterError, new_object
 from cuda_agent.cluster.pools import ROLES, WORKFLOW_LABEL, owned_by, version_name
 from cuda_agent.compose import freeze
 from cuda_agent.config import Config
@@ -71,9 +71,9 @@ def _submission(name: str, labels: dict[str, str], text: str, sha256: str, templ
     values = {"run": labels[RUN_LABEL], "config": sha256} | ({"group": group} if group else {})
     parameters = [{"name": key, "value": value} for key, value in values.items()]
     spec = {"workflowTemplateRef": {"name": template}, "arguments": {"parameters": parameters}}
-    workflow = item("Workflow", name, labels, spec=spec)
+    workflow = new_object("Workflow", name, labels, spec=spec)
     workflow["metadata"]["annotations"] = {CONFIG_ANNOTATION: sha256}
-    config_map = item("ConfigMap", name, labels, immutable=True, data={"config.json": text})
+    config_map = new_object("ConfigMap", name, labels, immutable=True, data={"config.json": text})
     return Submission(labels[RUN_LABEL], workflow, config_map)
 
 

@@ -178,7 +178,7 @@ def _prepare(stages: Sequence[Stage]) -> dict[str, Any]:
     # Optional: a run that a schedule starts (cron) finds its configuration in the store.
     config = {"name": WORKFLOW, "optional": True, "defaultMode": 0o444}
     mounts = [{"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True}]
-    more = {
+    more: dict[str, Any] = {
         "volumes": [{"name": "config", "configMap": config}],
         "outputs": _answers([*(stage.name for stage in stages), *PLACES, "finish"]),
     }
