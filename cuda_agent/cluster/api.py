@@ -96,7 +96,7 @@ class Cluster:
 
     def ask(self, path: str, doing: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The answer of the API server at any path: a GET, or with ``body`` a POST such as an access review."""
-        return self._ask("GET" if body is None else "POST", path, doing, body)
+        return self._ask("GET" if body is None else "POST", path, doing, body and dict(body))
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
         return self._ask("GET", f"{self._path(kind)}/{name}", f"read {kind} {name}")
@@ -114,15 +114,14 @@ class Cluster:
         nothing."""
         query = [("fieldValidation", "Strict"), *([("dryRun", "All")] if dry_run else [])]
         kind = item["kind"]
-        return self._ask("POST", self._path(kind), f"create {kind} {item['metadata']['name']}", item, query)
+        return self._ask("POST", self._path(kind), f"create {kind} {item['metadata']['name']}", dict(item), query)
 
     def create_if_absent(self, item: Mapping[str, Any]) -> bool:
         """Whether the object was created; False if it existed."""
         return _unless(409, lambda: self.create(item)) is not None
 
     def patch(self, kind: str, name: str, change: Mapping[str, Any]) -> dict[str, Any]:
-        path, merge = f"{self._path(kind)}/{name}", {"Content-Type": "application/merge-patch+json"}
-        return self._ask("PATCH", path, f"change {kind} {name}", change, headers=merge)
+        return self._ask("PATCH", f"{self._path(kind)}/{name}", f"change {kind} {name}", dict(change))
 
     def delete(self, kind: str, name: str) -> bool:
         """Whether the object existed."""
@@ -149,23 +148,17 @@ class Cluster:
         return json.loads(self._request(*request, **more).data)
 
     def _request(
-        self,
-        method: str,
-        path: str,
-        doing: str,
-        body: Mapping[str, Any] | None = None,
-        query: Sequence[tuple[str, str]] = (),
-        headers: Mapping[str, str] = {},
-        stream: bool = False,
+        self, method: str, path: str, doing: str, body: Any = None, query: Sequence[Any] = (), stream: bool = False
     ) -> Any:
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
+        patch = {"Content-Type": "application/merge-patch+json"} if method == "PATCH" else {}
         try:
             return self.client.call_api(
-                path, method, query_params=list(query), header_params={"Accept": "application/json", **headers},
-                body=None if body is None else dict(body), auth_settings=["BearerToken"], _preload_content=False,
-                _return_http_data_only=True, _request_timeout=(_SECONDS, None if stream else _SECONDS),
+                path, method, query_params=list(query), header_params={"Accept": "application/json"} | patch,
+                body=body, auth_settings=["BearerToken"], _preload_content=False, _return_http_data_only=True,
+                _request_timeout=(_SECONDS, None if stream else _SECONDS),
             )  # fmt: skip
         except ApiException as error:
             raise self._refusal(doing, error.status or 0, error.body) from None

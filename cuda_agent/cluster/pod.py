@@ -99,12 +99,11 @@ def prepare(
         cluster: Opens the cluster when needed; None: no pool is created.
         base: Objects of the pools.
         stages: Stages in place of the configuration's graph.
-        spread: Whether the profile has a Ray of several pods for stages with that runtime; otherwise Ray runs inside
-            their pod.
+        spread: Whether the profile has a Ray of several pods; otherwise Ray runs inside the stage's pod.
         replicas: Objects of the engine; empty: stages start engines in their pods.
 
     Raises:
-        ConfigError: The configuration is not the submitted one.
+        ConfigError: The configuration is not the submitted one, or the run's name belongs to another one.
         TryAgain: A garbage collection is running, or the configuration has not arrived yet.
         ClusterError: The cluster refuses, or no server becomes ready."""
     store = open_store(here.store)
@@ -115,7 +114,11 @@ def prepare(
     text = here.config.read_text() if here.config.exists() else store.get(config_entry(sha256)).decode()
     config = load(text, sha256)
     store.create(config_entry(sha256), text.encode())
-    record = enter(store, run, config, sha256)
+    record = runs.Run.begun(run, config, sha256)
+    if not store.create(f"runs/{run}/run.json", record.facts()):
+        record = runs.read_run(store, run)
+    if record.config != sha256:
+        raise ConfigError(f"There is a run {run} of another configuration ({record.config[:8]}). Choose another name.")
     graph = stages_of(config) if stages is None else stages
     done = serve_from_cache(store, run, config, graph)
     left = [stage for stage in graph if stage.name not in done]
@@ -142,20 +145,6 @@ def prepare(
     for name, value in outputs.items():
         (here.plan / name).write_text(value)
     return outputs
-
-
-def enter(store: Store, run: str, config: Config, sha256: str) -> runs.Run:
-    """Returns the run's record, created if absent.
-
-    Raises:
-        ConfigError: The name belongs to another configuration."""
-    record = runs.Run.begun(run, config, sha256)
-    if store.create(f"runs/{run}/run.json", record.facts()):
-        return record
-    found = runs.read_run(store, run)
-    if found.config != sha256:
-        raise ConfigError(f"There is a run {run} of another configuration ({found.config[:8]}). Choose another name.")
-    return found
 
 
 def serve_from_cache(store: Store, run: str, config: Config, stages: Sequence[Stage]) -> dict[str, Manifest]:

@@ -30,7 +30,6 @@ from cuda_agent.storage import open_store
 
 WALL_SECONDS = 180.0  # for the sandbox's pod to answer
 CONNECT_SECONDS = 4.0
-TERMINATION_LOG = Path("/dev/termination-log")  # Kubernetes shows this file of an ended container
 
 
 def answer(here: PodEnvironment, value: Any) -> None:
@@ -49,22 +48,20 @@ def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, clust
         The removed objects, or ``busy`` with the reason why nothing was removed.
     """
     store = open_store(here.store)
-    if dry_run:
-        left, maps = leftovers(cluster)
-        return gc.plan(store, keep).to_json() | {"pools": left, "config maps": maps, "removed": False}
-    with gc.alone(store) as first:
+    with contextlib.nullcontext(True) if dry_run else gc.alone(store) as first:
         if not first:
             return {"busy": "Another collection is under way."}
-        if running := under_way(cluster, workflow):
+        if not dry_run and (running := under_way(cluster, workflow)):
             return {"busy": f"Runs are under way: {', '.join(running)}. Collect when they have ended."}
         left, maps = leftovers(cluster)
-        for name in left:
-            remove_pools(cluster, name)
-        for name in maps:
-            cluster.delete("ConfigMap", name)
         what = gc.plan(store, keep)
-        gc.collect(store, what)
-        return what.to_json() | {"pools": left, "config maps": maps, "removed": True}
+        if not dry_run:
+            for name in left:
+                remove_pools(cluster, name)
+            for name in maps:
+                cluster.delete("ConfigMap", name)
+            gc.collect(store, what)
+    return what.to_json() | {"pools": left, "config maps": maps, "removed": not dry_run}
 
 
 def under_way(cluster: Cluster, workflow: str) -> list[str]:
@@ -204,6 +201,6 @@ def _said(cluster: Cluster, workflow: str) -> dict[str, Any]:
         time.sleep(0.5)
 
 
-def tell(addresses: Sequence[str], file: Path = TERMINATION_LOG) -> None:
+def tell(addresses: Sequence[str], file: Path = PodEnvironment.termination_message) -> None:
     """The program of the pod that ``from_sandbox`` starts."""
     file.write_text(json.dumps({"reached": reach(addresses), "processes": process_limit()}))

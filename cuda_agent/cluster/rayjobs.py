@@ -11,7 +11,6 @@ failed job is created anew; only Argo retries.  The stage's result is in the sto
 import hashlib
 import json
 import shlex
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -151,19 +150,18 @@ def follow(
     should_stop: Callable[[], bool] = lambda: False,
     pause: float = 3.0,
 ) -> tuple[int, str]:
-    """Creates absent objects and waits for the end of the job.
+    """Creates absent objects, waits for the end of the job, and returns the stage's exit code and a message.
 
     A running job is followed, a failed one is created anew.  If the run is being stopped the job is deleted; if only
     this pod is, the job goes on.
-
-    Returns:
-        Exit code of the stage, and a message.
     """
     name = next(one["metadata"]["name"] for one in made if one["kind"] == "RayJob")
     found = cluster.find("RayJob", name)
     if found is not None and _state(found)[0] in _ENDED and _state(found)[1] != "SUCCEEDED":
-        _delete(cluster, name, pause)
-        found = None
+        cluster.delete("RayJob", name)
+        end, found = time.monotonic() + GONE_SECONDS, None
+        while cluster.find("RayJob", name) is not None and time.monotonic() < end:
+            time.sleep(pause)
     if found is None:
         store.delete(outcome_entry(run, stage))
     for one in made:
@@ -201,16 +199,6 @@ def _outcome(store: Store, run: str, stage: str, state: str, job: str, message: 
         return int(said["code"]), str(said["message"])
     code = EXIT_CONFIG if state == "ValidationFailed" else EXIT_RETRY
     return code, f"The RayJob of {stage} ended ({state}{f', {job}' if job else ''}): {message or 'nothing was said'}"
-
-
-def _delete(cluster: Cluster, name: str, pause: float) -> None:
-    end = time.monotonic() + GONE_SECONDS
-    cluster.delete("RayJob", name)
-    while cluster.find("RayJob", name) is not None:
-        if time.monotonic() > end:
-            print(f"RayJob {name} does not go away", file=sys.stderr, flush=True)
-            return
-        time.sleep(pause)
 
 
 def names(workflow: str) -> list[tuple[str, str]]:

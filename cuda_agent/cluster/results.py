@@ -73,8 +73,8 @@ def download(address: str, run: str, folder: Path) -> Path:
     Raises:
         ConfigError: There is no report yet.
     """
-    with _client(address) as client:
-        run_id = _entries(client, run)[""].run_id
+    with _opened(address, run) as (client, entries):
+        run_id = entries[""].run_id
         files = _files(client, run_id)
         if "index.html" not in files:
             raise ConfigError(f"Run {run} has no report yet.")
@@ -94,9 +94,8 @@ def log(address: str, run: str, stage: str) -> list[str]:
     Raises:
         ConfigError: MLflow has no log of this stage.
     """
-    with _client(address) as client:
-        entry = _entries(client, run).get(stage)
-        if entry is None:
+    with _opened(address, run) as (client, entries):
+        if (entry := entries.get(stage)) is None:
             raise ConfigError(f"Run {run} has not run {stage}.")
         if "log.txt" in _files(client, entry.run_id):
             return _artifact(client, entry.run_id, "log.txt").decode(errors="replace").splitlines()
@@ -107,8 +106,8 @@ def log(address: str, run: str, stage: str) -> list[str]:
 
 def logged(address: str, run: str) -> list[str]:
     """The stages of a run that MLflow knows, oldest first."""
-    with _client(address) as client:
-        return [stage for stage in _entries(client, run) if stage]
+    with _opened(address, run) as (_, entries):
+        return [stage for stage in entries if stage]
 
 
 def episodes(address: str, run: str, folder: Path) -> list[Left]:
@@ -119,8 +118,7 @@ def episodes(address: str, run: str, folder: Path) -> list[Left]:
         ConfigError: MLflow does not know the run.
     """
     found = []
-    with _client(address) as client:
-        entries = _entries(client, run)
+    with _opened(address, run) as (client, entries):
         for stage, entry in ((row.name, entries[row.name]) for row in ROWS if row.name in entries):
             if (made_by := entry.tags.get("made by", run)) != run:
                 entry = _search(client, made_by).get(stage, entry)
@@ -142,8 +140,7 @@ def facts(address: str, run: str) -> Facts:
     Raises:
         ConfigError: MLflow does not know the run.
     """
-    with _client(address) as client:
-        entries = _entries(client, run)
+    with _opened(address, run) as (client, entries):
         config = validate(json.loads(_artifact(client, entries[""].run_id, "config.json")))
     texts = [entry.tags[MANIFEST_TAG] for entry in entries.values() if MANIFEST_TAG in entry.tags]
     manifests = [Manifest.from_bytes(text.encode()) for text in texts]
@@ -157,16 +154,14 @@ class _Entry(NamedTuple):
     tags: dict[str, str]
 
 
-def _client(address: str) -> httpx.Client:
-    return httpx.Client(base_url=address, timeout=60, trust_env=False)
-
-
-def _entries(client: httpx.Client, run: str) -> dict[str, _Entry]:
-    """Stage -> its entry, oldest first; the name of the workflow's own is empty."""
-    found = _search(client, run)
-    if "" not in found:
-        raise ConfigError(f"MLflow knows no run {run}.")
-    return found
+@contextlib.contextmanager
+def _opened(address: str, run: str) -> Iterator[tuple[httpx.Client, dict[str, _Entry]]]:
+    """A client, and stage -> its entry, oldest first; the name of the workflow's own is empty."""
+    with httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
+        entries = _search(client, run)
+        if "" not in entries:
+            raise ConfigError(f"MLflow knows no run {run}.")
+        yield client, entries
 
 
 def _search(client: httpx.Client, run: str) -> dict[str, _Entry]:

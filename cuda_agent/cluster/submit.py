@@ -184,13 +184,8 @@ def resume(cluster: Cluster, run: str) -> Submission:
 
 
 def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
-    """Stops a run.  Returns its name and the stages that were running.
-
-    Args:
-        cluster: the namespace of the release.
-        run: name of the run.
-        now: stop at once, without checkpoints and exit hook; this process then removes the run's pools.
-    """
+    """Stops a run; with ``now`` without checkpoints and exit hook, so that this process removes the run's pools.
+    Returns its name and the stages that were running."""
     last = find(cluster, run)
     name = last["metadata"]["name"]
     if phase(last) in ENDED:

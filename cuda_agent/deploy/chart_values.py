@@ -118,8 +118,7 @@ _WITH_GPU = Resources(
 )
 PROFILES = {
     "cpu": Profile(
-        defaults=Placement(resources=WORK, deadlineSeconds=604800),
-        stages={},
+        defaults=Placement(resources=WORK),
         pools=Pools(workspace=Pool(resources=WORK), build=Pool(resources=WORK), evaluate=Pool(resources=_JUDGE)),
         engine=EnginePods(resources=WORK),
         ray=RayPods(headResources=WORK, resources=WORK),

@@ -67,13 +67,7 @@ def dashboard() -> dict[str, Any]:
 def alerts() -> dict[str, Any]:
     """The spec of a PrometheusRule."""
     rules = [
-        {
-            "alert": name,
-            "expr": expression,
-            "for": wait,
-            "labels": {"severity": severity},
-            "annotations": {"summary": text},
-        }
-        for name, expression, wait, severity, text in _ALERTS
+        {"alert": name, "expr": expr, "for": wait, "labels": {"severity": severity}, "annotations": {"summary": text}}
+        for name, expr, wait, severity, text in _ALERTS
     ]
     return {"groups": [{"name": "cuda-agent", "rules": rules}]}
