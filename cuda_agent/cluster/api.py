@@ -12,16 +12,11 @@ from typing import Any
 from cuda_agent.errors import UserError
 
 API_VERSIONS = {
-    "ConfigMap": "v1",
-    "Event": "v1",
-    "Pod": "v1",
-    "Secret": "v1",
-    "Service": "v1",
+    **dict.fromkeys(("ConfigMap", "Event", "Pod", "Secret", "Service"), "v1"),
     "StatefulSet": "apps/v1",
     "NetworkPolicy": "networking.k8s.io/v1",
     "RayJob": "ray.io/v1",
-    "Workflow": "argoproj.io/v1alpha1",
-    "WorkflowTemplate": "argoproj.io/v1alpha1",
+    **dict.fromkeys(("Workflow", "WorkflowTemplate"), "argoproj.io/v1alpha1"),
 }
 _SECONDS = 30.0  # for one request
 

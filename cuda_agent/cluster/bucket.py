@@ -30,9 +30,8 @@ def make(store: str, expire_logs_days: int) -> str:
     keys = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
     client = Minio(endpoint.netloc, *keys, secure=endpoint.scheme == "https", region=os.environ.get("AWS_REGION"))
     logs = "/".join(filter(None, [parts.path.strip("/"), "argo/"]))
-    rule = Rule(
-        ENABLED, rule_id="logs-of-argo", rule_filter=Filter(prefix=logs), expiration=Expiration(days=expire_logs_days)
-    )
+    expiry = Expiration(days=expire_logs_days)
+    rule = Rule(ENABLED, rule_id="logs-of-argo", rule_filter=Filter(prefix=logs), expiration=expiry)
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -44,10 +43,8 @@ def make(store: str, expire_logs_days: int) -> str:
             # 409: another process has just made the bucket; the next attempt finds it.
             refused = isinstance(error, S3Error) and error.response.status < 500 and error.response.status != 409
             if refused or time.monotonic() > deadline:
-                text = (
-                    f"{endpoint.geturl()}: could not make bucket {parts.netloc} ({str(error).splitlines()[0][:200]})."
-                )
-                raise StoreUnavailable(text) from None
+                text = f"could not make bucket {parts.netloc} ({str(error).splitlines()[0][:200]})."
+                raise StoreUnavailable(f"{endpoint.geturl()}: {text}") from None
             time.sleep(2)
 
 

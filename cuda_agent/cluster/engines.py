@@ -45,10 +45,7 @@ def engine_objects() -> list[dict[str, Any]]:
     container = pools.container(
         "cuda-agent-engine",
         {"HOME": "/scratch", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"},
-        [
-            {"name": "memory", "mountPath": "/dev/shm"},
-            {"name": "weights", "mountPath": FOLDER, "readOnly": True},
-        ],
+        [{"name": "memory", "mountPath": "/dev/shm"}, {"name": "weights", "mountPath": FOLDER, "readOnly": True}],
         command=["python3", "-P", "-m", "cuda_agent.policy.engines.vllm_pool"],
         args=[],
         # No liveness probe: a replica answers only after the run's first policy, and exits if it breaks.

@@ -125,8 +125,7 @@ def prepare(
     with tempfile.TemporaryDirectory() as folder, _recording(here, store, config, sha256, run, graph) as recorder:
         for name, manifest in done.items():
             recorder.finished(name, manifest)
-        servers: list[str] = []
-        served: list[str] = []
+        servers, served = [], []
         if left and cluster is not None:
             if replicas and engines.wanted(config):
                 served = run_pools.make_engines(cluster(), replicas, workflow, config)
@@ -306,7 +305,7 @@ def finish(
     workflow: str,
     status: str,
     cluster: Cluster | None,
-    stages: Sequence[Stage] | None = None,
+    stages: Sequence[Stage] = ROWS,
 ) -> dict[str, Any]:
     """Removes the pools, records the end and returns the facts for the webhook.  ``status`` is Argo's: Running
     (``finish`` is a task of the graph, so all stages before it succeeded), Failed or Error."""
@@ -317,21 +316,20 @@ def finish(
     store = open_store(here.store)
     failed = status not in ("Running", "Succeeded")
     record = runs.read_run(store, run) if store.exists(f"runs/{run}/run.json") else None
-    rows = ROWS if stages is None else stages
-    code, stage, message = _how_it_ended(store, run, rows) if failed else (EXIT_DONE, "", "")
+    code, stage, message = _how_it_ended(store, run, stages) if failed else (EXIT_DONE, "", "")
     facts = {"run": run, "workflow": workflow, "code": code, "stage": stage, "message": message}
     if record is not None:
         runs.end_run(store, record, code, stage, message)
         config = runs.run_config(store, record)
         with (
             tempfile.TemporaryDirectory() as folder,
-            _recording(here, store, config, sha256, run, rows, seconds=LAST_RECORD_SECONDS) as recorder,
+            _recording(here, store, config, sha256, run, stages, seconds=LAST_RECORD_SECONDS) as recorder,
         ):
-            done = runs.run_manifests(store, record, rows)
+            done = runs.run_manifests(store, record, stages)
             for name, manifest in done.items():
                 recorder.finished(name, manifest)
             _record_report(recorder, store, done, Path(folder) / "report")
-            for name in (row.name for row in rows):  # records that MLflow missed when it or the stage's pod was down
+            for name in (row.name for row in stages):  # records that MLflow missed when it or the stage's pod was down
                 if store.exists(key := f"runs/{run}/{name}/log.txt"):
                     log = Path(folder) / "logs" / name / "log.txt"
                     log.parent.mkdir(parents=True)

@@ -104,11 +104,7 @@ def from_to(peers: Sequence[Mapping[str, Any]], port: int) -> dict[str, Any]:
 
 
 def network_policy(
-    name: str,
-    labels: Mapping[str, str],
-    pods: Mapping[str, str],
-    ingress: Sequence[Mapping[str, Any]],
-    egress: Sequence[Mapping[str, Any]] | None = None,
+    name: str, labels: Mapping[str, str], pods: Mapping[str, str], ingress: list[Any], egress: list[Any] | None = None
 ) -> dict[str, Any]:
     """Limits the traffic of the pods with these labels; without ``egress`` only what comes in."""
     rules = {"ingress": ingress} if egress is None else {"ingress": ingress, "egress": egress}
@@ -219,19 +215,15 @@ def objects(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, token: str, config: SandboxConfig
 ) -> list[dict[str, Any]]:
     """The objects of one run, ready to be created, with its token and its sandbox settings."""
+    values = config.model_dump(mode="json", exclude=set(WHERE_JUDGED))
+    overrides = [f"sandbox.{name}={json.dumps(value)}" for name, value in values.items()]
     made = of_run(base, workflow, uid)
     for one in made:
         if one["kind"] == "Secret":
             one["stringData"] = {"token": token}
         if one["kind"] == "StatefulSet":
-            one["spec"]["template"]["spec"]["containers"][0]["args"] += settings(config)
+            one["spec"]["template"]["spec"]["containers"][0]["args"] += overrides
     return made
-
-
-def settings(config: SandboxConfig) -> list[str]:
-    """The overrides that give a server these sandbox settings."""
-    values = config.model_dump(mode="json", exclude=set(WHERE_JUDGED))
-    return [f"sandbox.{name}={json.dumps(value)}" for name, value in values.items()]
 
 
 def names(workflow: str) -> list[tuple[str, str]]:

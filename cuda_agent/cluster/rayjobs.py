@@ -66,12 +66,7 @@ def ray_objects() -> list[dict[str, Any]]:
     )
     servers = {POOL_LABEL: RUN_NAME, pools.COMPONENT_LABEL: "sandbox"}
     sandbox = pools.network_policy(f"{RUN_NAME}-sandbox", labels, servers, [pools.from_to(between, pools.PORT)])
-    actors = {
-        "groupName": "actors",
-        **dict.fromkeys(_REPLICAS, 1),
-        "rayStartParams": {},
-        "template": _pod(labels, 30, 52365),
-    }
+    actors = {"groupName": "actors", "rayStartParams": {}, "template": _pod(labels, 30, 52365)}
     job = {
         "submissionMode": "HTTPMode",  # no separate submitter pod, which would lack our walls
         "entrypoint": "",
@@ -88,7 +83,7 @@ def ray_objects() -> list[dict[str, Any]]:
                 "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
                 "template": _pod(labels, 120, 6379),
             },
-            "workerGroupSpecs": [actors],
+            "workerGroupSpecs": [actors | dict.fromkeys(_REPLICAS, 1)],
         },
     }
     return [policy, sandbox, new_object("RayJob", RUN_NAME, labels, spec=job)]

@@ -49,16 +49,10 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
 
 def _elsewhere(cluster: Cluster) -> str:
     """The address of an MLflow outside the chart, as the templates name it; empty for the chart's own."""
-    uri = next(
-        (
-            str(variable["value"])
-            for template in cluster.all("WorkflowTemplate", PROFILE_LABEL)
-            for item in template["spec"]["templates"]
-            for variable in item.get("container", {}).get("env", [])
-            if variable["name"] == "CUDA_AGENT_MLFLOW"
-        ),
-        "",
-    )
+    profiles = cluster.all("WorkflowTemplate", PROFILE_LABEL)
+    templates = [item for profile in profiles for item in profile["spec"]["templates"]]
+    variables = [variable for item in templates for variable in item.get("container", {}).get("env", [])]
+    uri = next((str(it["value"]) for it in variables if it["name"] == "CUDA_AGENT_MLFLOW"), "")
     if uri == "off":
         raise ConfigError(
             f"The release in namespace {cluster.namespace} of {cluster.name} has no MLflow, which keeps "

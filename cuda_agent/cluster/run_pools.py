@@ -13,6 +13,7 @@ from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.config import Config
 from cuda_agent.errors import TryAgain
 
+SERVERS, SHARED = ("StatefulSet", "RayJob"), ("Service", "Secret", "NetworkPolicy")  # kinds of a run's objects
 POOL_SECONDS = 900.0  # until every pool has a server that is ready
 
 
@@ -55,12 +56,12 @@ def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str
     return pools.addresses(made, engines.ENGINE_PORT)
 
 
-def remove_pools(cluster: Cluster, workflow: str) -> None:
+def remove_pools(cluster: Cluster, workflow: str, kinds: Sequence[str] = (*SERVERS, *SHARED)) -> None:
     """Servers first: nothing of a run answers when its walls go."""
-    order = ("StatefulSet", "RayJob", "Service", "Secret", "NetworkPolicy")
     names = [*pools.names(workflow), *engines.names(workflow), *rayjobs.names(workflow)]
-    for kind, name in sorted(names, key=lambda item: order.index(item[0])):
-        cluster.delete(kind, name)
+    for kind in kinds:
+        for name in (name for of, name in names if of == kind):
+            cluster.delete(kind, name)
 
 
 def why_not_ready(pods: Sequence[dict[str, Any]]) -> str:

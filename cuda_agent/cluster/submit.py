@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from cuda_agent.cluster import rayjobs
+from cuda_agent.cluster import rayjobs, run_pools
 from cuda_agent.cluster.api import Cluster, ClusterError, new_object
-from cuda_agent.cluster.pools import ROLES, WORKFLOW_LABEL, owned_by, version_name
+from cuda_agent.cluster.pools import WORKFLOW_LABEL, owned_by, version_name
 from cuda_agent.compose import freeze
 from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
@@ -193,11 +193,7 @@ def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
     running = [view.name for view in views(last) if view.state == "running"]
     cluster.patch("Workflow", name, {"spec": {"shutdown": "Terminate" if now else "Stop"}})
     if now:
-        for role in (*ROLES, "engine"):
-            cluster.delete("StatefulSet", f"{name}-{role}")
-        for kind, job in rayjobs.names(name):
-            if kind == "RayJob":
-                cluster.delete(kind, job)
+        run_pools.remove_pools(cluster, name, run_pools.SERVERS)
     return run_of(last), running
 
 
@@ -269,11 +265,9 @@ def _seconds(node: dict[str, Any]) -> float:
 
 def pods_of(cluster: Cluster, run: str) -> dict[str, str]:
     """Stage -> its newest pod that still exists, of the newest Workflow of a run."""
-    attempts = workflows(cluster, run)
-    if not attempts:
-        return {}
     found = {}
-    pods = [pod["metadata"] for pod in cluster.all("Pod", f"{WORKFLOW_LABEL}={attempts[-1]['metadata']['name']}")]
+    newest = [item["metadata"]["name"] for item in workflows(cluster, run)][-1:]
+    pods = [pod["metadata"] for name in newest for pod in cluster.all("Pod", f"{WORKFLOW_LABEL}={name}")]
     for pod in sorted(pods, key=lambda pod: pod["creationTimestamp"]):
         node = pod.get("annotations", {}).get("workflows.argoproj.io/node-name", "")
         task = re.sub(r"\(\d+\)$", "", node.rsplit(".", 1)[-1])

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from cuda_agent.cluster import pools
 from cuda_agent.cluster.pools import version_name
-from cuda_agent.cluster.rayjobs import can_be_spread, task_name
+from cuda_agent.cluster.rayjobs import DAY, can_be_spread, task_name
 from cuda_agent.pipeline.gc import LOCK_SECONDS
 from cuda_agent.pipeline.graph import ROWS, Stage, check
 
@@ -34,7 +34,6 @@ OF_THE_RUN = ["--run", RUN, "--config", CONFIG, "--workflow", WORKFLOW]
 # Output parameter of prepare for a run's servers, and the environment variable that passes it to the stages.
 PLACES = {"servers": "CUDA_AGENT_SANDBOX_SERVERS", "engines": "CUDA_AGENT_ENGINE_SERVERS"}
 GRACE = 120  # seconds from SIGTERM to SIGKILL: a checkpoint must fit
-DAY = 86400
 
 # The ends of a pod that are retried.  The exit code decides, because Argo reports the same preemption as Failed
 # or Error ("-1": there is no exit code, the pod or its node is gone).  A deadline is not a preemption, though its
@@ -56,16 +55,14 @@ def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
     """Returns the WorkflowTemplate, before the chart's values."""
     check(stages)
     finish = ["pod", "finish", *OF_THE_RUN, "--status", "{{workflow.status}}"]
+    # After any failure the run's pools are removed; after a success the graph's finish task removes them.
+    unless_finished = {"name": "finish", "template": "finish", "when": "{{workflow.status}} != Succeeded"}
     templates = [
         {"name": "run", "dag": {"tasks": _tasks(stages)}},
         _prepare(stages),
         *map(_stage, stages),
         *(_spread(stage) for stage in stages if can_be_spread(stage)),
-        # After any failure the run's pools are removed; after a success the graph's finish task removes them.
-        {
-            "name": "exit",
-            "steps": [[{"name": "finish", "template": "finish", "when": "{{workflow.status}} != Succeeded"}]],
-        },
+        {"name": "exit", "steps": [[unless_finished]]},
         _pod("finish", "finish", finish, 900, account="operator"),
     ]
     return _template(
