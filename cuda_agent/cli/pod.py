@@ -91,9 +91,9 @@ def probe() -> None:
 
     here = PodEnvironment.from_environment()
     failed = False
-    for line, ok in making.probe(here.store, here.mlflow):
-        print(f"{'✓' if ok else '✗'} {line}", flush=True)
-        failed |= not ok
+    for check in making.probe(here.store, here.mlflow):
+        print(f"{'✓' if check.ok else '✗'} {check.text}", flush=True)
+        failed |= not check.ok
     sys.exit(1 if failed else 0)
 
 

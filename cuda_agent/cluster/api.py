@@ -2,31 +2,29 @@
 
 The credentials come from a kubeconfig (certificates, tokens, plugins), inside a pod from its service account.  Every
 failure is a ``ClusterError`` that names the operation, the cluster and a remedy.
-
-What it does not cover: the meaning of the objects (``pools``, ``engines``, ``rayjobs``, ``submit``).
 """
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cuda_agent.errors import UserError
 
-# kind -> path of its collection in a namespace
-_PATHS = {
-    "ConfigMap": "/api/v1/namespaces/{}/configmaps",
-    "Event": "/api/v1/namespaces/{}/events",
-    "Pod": "/api/v1/namespaces/{}/pods",
-    "Secret": "/api/v1/namespaces/{}/secrets",
-    "Service": "/api/v1/namespaces/{}/services",
-    "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
-    "RayJob": "/apis/ray.io/v1/namespaces/{}/rayjobs",
-    "StatefulSet": "/apis/apps/v1/namespaces/{}/statefulsets",
-    "Workflow": "/apis/argoproj.io/v1alpha1/namespaces/{}/workflows",
-    "WorkflowTemplate": "/apis/argoproj.io/v1alpha1/namespaces/{}/workflowtemplates",
+API_VERSIONS = {
+    **dict.fromkeys(("ConfigMap", "Event", "Pod", "Secret", "Service"), "v1"),
+    "StatefulSet": "apps/v1",
+    "NetworkPolicy": "networking.k8s.io/v1",
+    "RayJob": "ray.io/v1",
+    **dict.fromkeys(("Workflow", "WorkflowTemplate"), "argoproj.io/v1alpha1"),
 }
 _SECONDS = 30.0  # for one request
+
+
+def new_object(kind: str, name: str, labels: Mapping[str, str], **fields: Any) -> dict[str, Any]:
+    """An object that ``Cluster.create`` takes."""
+    metadata = {"name": name, "labels": labels}
+    return {"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": metadata} | fields
 
 
 class ClusterError(UserError):
@@ -93,19 +91,14 @@ class Cluster:
 
     def ask(self, path: str, doing: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The answer of the API server at any path: a GET, or with ``body`` a POST such as an access review."""
-        return self._ask("GET" if body is None else "POST", path, doing, None if body is None else dict(body))
+        return self._ask("GET" if body is None else "POST", path, doing, body and dict(body))
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
         return self._ask("GET", f"{self._path(kind)}/{name}", f"read {kind} {name}")
 
     def find(self, kind: str, name: str) -> dict[str, Any] | None:
         """The object, or None if it does not exist."""
-        try:
-            return self.get(kind, name)
-        except ClusterError as error:
-            if error.status != 404:
-                raise
-            return None
+        return _unless(404, lambda: self.get(kind, name))
 
     def all(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
         query = [("labelSelector", selector)] if selector else []
@@ -120,36 +113,21 @@ class Cluster:
 
     def create_if_absent(self, item: Mapping[str, Any]) -> bool:
         """Whether the object was created; False if it existed."""
-        try:
-            self.create(item)
-        except ClusterError as error:
-            if error.status != 409:
-                raise
-            return False
-        return True
+        return _unless(409, lambda: self.create(item)) is not None
 
     def patch(self, kind: str, name: str, change: Mapping[str, Any]) -> dict[str, Any]:
-        return self._ask(
-            "PATCH", f"{self._path(kind)}/{name}", f"change {kind} {name}", dict(change),
-            headers={"Content-Type": "application/merge-patch+json"},
-        )  # fmt: skip
+        return self._ask("PATCH", f"{self._path(kind)}/{name}", f"change {kind} {name}", dict(change))
 
     def delete(self, kind: str, name: str) -> bool:
         """Whether the object existed."""
-        body = {"propagationPolicy": "Background"}
-        try:
-            self._ask("DELETE", f"{self._path(kind)}/{name}", f"delete {kind} {name}", body)
-        except ClusterError as error:
-            if error.status != 404:
-                raise
-            return False
-        return True
+        path, body = f"{self._path(kind)}/{name}", {"propagationPolicy": "Background"}
+        return _unless(404, lambda: self._ask("DELETE", path, f"delete {kind} {name}", body)) is not None
 
-    def logs(self, pod: str, container: str = "main", follow: bool = False) -> Iterator[str]:
-        """Yields lines without their ends; with ``follow`` until the container ends."""
-        query = [("container", container), *([("follow", "true")] if follow else [])]
+    def logs(self, pod: str, follow: bool = False) -> Iterator[str]:
+        """Yields the lines of the container ``main``, without their ends; with ``follow`` until the container ends."""
+        query = [("container", "main"), *([("follow", "true")] if follow else [])]
         path = f"{self._path('Pod')}/{pod}/log"
-        response = self._request("GET", path, f"read the log of {pod}", None, query, {}, stream=True)
+        response = self._request("GET", path, f"read the log of {pod}", query=query, stream=True)
         rest = b""
         for chunk in response.stream(4096):
             *lines, rest = (rest + chunk).split(b"\n")
@@ -158,24 +136,23 @@ class Cluster:
             yield rest.decode(errors="replace")
 
     def _path(self, kind: str) -> str:
-        return _PATHS[kind].format(self.namespace)
+        version, plural = API_VERSIONS[kind], f"{kind.lower()}s".replace("ys", "ies")
+        return f"/api{'s' if '/' in version else ''}/{version}/namespaces/{self.namespace}/{plural}"
 
-    def _ask(
-        self, method: str, path: str, doing: str, body: Any = None, query: Any = (), headers: Any = None
-    ) -> dict[str, Any]:
-        response = self._request(method, path, doing, body, list(query), headers or {}, stream=False)
-        return json.loads(response.data)
+    def _ask(self, *request: Any, **more: Any) -> dict[str, Any]:
+        return json.loads(self._request(*request, **more).data)
 
     def _request(
-        self, method: str, path: str, doing: str, body: Any, query: list[Any], headers: dict[str, str], stream: bool
+        self, method: str, path: str, doing: str, body: Any = None, query: Sequence[Any] = (), stream: bool = False
     ) -> Any:
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
+        patch = {"Content-Type": "application/merge-patch+json"} if method == "PATCH" else {}
         try:
             return self.client.call_api(
-                path, method, query_params=query, header_params={"Accept": "application/json"} | headers, body=body,
-                auth_settings=["BearerToken"], _preload_content=False, _return_http_data_only=True,
+                path, method, query_params=list(query), header_params={"Accept": "application/json"} | patch,
+                body=body, auth_settings=["BearerToken"], _preload_content=False, _return_http_data_only=True,
                 _request_timeout=(_SECONDS, None if stream else _SECONDS),
             )  # fmt: skip
         except ApiException as error:
@@ -194,3 +171,13 @@ class Cluster:
             403: f" Ask for the chart's role of submitters in namespace {self.namespace}.",
         }.get(status, "")
         return ClusterError(f"{self.name} refused to {doing} ({status}): {said}{hint}", status)
+
+
+def _unless(status: int, request: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    """The answer, or None if the API server refuses the request with this status."""
+    try:
+        return request()
+    except ClusterError as error:
+        if error.status != status:
+            raise
+        return None

@@ -1,7 +1,4 @@
-"""Creates a bucket in MinIO with an expiry rule, and tests a store before it is used.
-
-What it does not cover: buckets of cloud providers, which their owners create.
-"""
+"""Creates a bucket in MinIO with an expiry rule, and tests a store before it is used."""
 
 import os
 import secrets
@@ -9,17 +6,14 @@ import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from cuda_agent.diagnostics.doctor import Check
 from cuda_agent.storage import StoreError, StoreUnavailable, open_store
 
 PATIENCE = 120.0  # seconds for a server to start
 
 
 def make(store: str, expire_logs_days: int) -> str:
-    """Creates the bucket of ``s3://bucket/prefix`` if it is absent, and sets its expiry rule.
-
-    Args:
-        store: address of the store.
-        expire_logs_days: days after which Argo's logs are removed.
+    """Creates the bucket of ``s3://bucket/prefix`` if it is absent, and a rule by which Argo's logs expire.
 
     Raises:
         StoreUnavailable: The address is wrong, or the server refuses or does not answer.
@@ -33,63 +27,54 @@ def make(store: str, expire_logs_days: int) -> str:
     parts, endpoint = urlsplit(store), urlsplit(os.environ.get("AWS_ENDPOINT_URL", ""))
     if parts.scheme != "s3" or not endpoint.netloc:
         raise StoreUnavailable(f"{store}: expected s3://bucket/prefix, and AWS_ENDPOINT_URL.")
-    client = Minio(
-        endpoint.netloc,
-        os.environ["AWS_ACCESS_KEY_ID"],
-        os.environ["AWS_SECRET_ACCESS_KEY"],
-        secure=endpoint.scheme == "https",
-        region=os.environ.get("AWS_REGION"),
-    )
+    keys = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
+    client = Minio(endpoint.netloc, *keys, secure=endpoint.scheme == "https", region=os.environ.get("AWS_REGION"))
     logs = "/".join(filter(None, [parts.path.strip("/"), "argo/"]))
-    rule = Rule(
-        ENABLED, rule_id="logs-of-argo", rule_filter=Filter(prefix=logs), expiration=Expiration(days=expire_logs_days)
-    )
+    expiry = Expiration(days=expire_logs_days)
+    rule = Rule(ENABLED, rule_id="logs-of-argo", rule_filter=Filter(prefix=logs), expiration=expiry)
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
             if not client.bucket_exists(parts.netloc):
-                try:
-                    client.make_bucket(parts.netloc)
-                except S3Error as error:
-                    if error.code not in ("BucketAlreadyOwnedByYou", "BucketAlreadyExists"):
-                        raise
+                client.make_bucket(parts.netloc)
             client.set_bucket_lifecycle(parts.netloc, LifecycleConfig([rule]))
             return f"bucket {parts.netloc} at {endpoint.geturl()}; {logs} expires after {expire_logs_days} days"
         except (MinioException, HTTPError, OSError) as error:
-            refused = isinstance(error, S3Error) and error.response.status < 500
+            # 409: another process has just made the bucket; the next attempt finds it.
+            refused = isinstance(error, S3Error) and error.response.status < 500 and error.response.status != 409
             if refused or time.monotonic() > deadline:
-                reason = str(error).splitlines()[0][:200]
-                raise StoreUnavailable(
-                    f"{endpoint.geturl()}: could not make bucket {parts.netloc} ({reason})."
-                ) from None
+                text = f"could not make bucket {parts.netloc} ({str(error).splitlines()[0][:200]})."
+                raise StoreUnavailable(f"{endpoint.geturl()}: {text}") from None
             time.sleep(2)
 
 
-def probe(store: str, mlflow: str) -> Iterator[tuple[str, bool]]:
-    """Tests the store and MLflow.  Yields a line for a person, and whether the test passed."""
+def probe(store: str, mlflow: str) -> Iterator[Check]:
+    """Tests the store and MLflow as a run uses them."""
+
+    def check(name: str, ok: bool, text: str) -> Check:
+        values = "tracking" if name == "mlflow" else name
+        return Check(name, ok, text, "" if ok else f"look at the chart's values {values} and networkPolicy")
+
     key = f"doctor/{secrets.token_hex(8)}"
     try:
         opened = open_store(store)
         opened.put(key, b"one")
-        yield f"{store}: written", True
-        yield f"{store}: read back", opened.get(key) == b"one"
-        created = opened.create(key, b"two")
-        kept = opened.get(key) == b"one"
-        yield (
-            f"{store}: {'create-if-absent holds' if not created and kept else 'overwrites what should be absent'}",
-            (not created and kept),
-        )
+        yield check("store", True, f"{store}: written")
+        yield check("store", opened.get(key) == b"one", f"{store}: read back")
+        kept = not opened.create(key, b"two") and opened.get(key) == b"one"
+        said = "create-if-absent holds" if kept else "overwrites what should be absent"
+        yield check("store", kept, f"{store}: {said}")
         opened.delete(key)
-        yield f"{store}: deleted", not opened.exists(key)
+        yield check("store", not opened.exists(key), f"{store}: deleted")
     except StoreError as error:
-        yield str(error).splitlines()[0], False
+        yield check("store", False, str(error).splitlines()[0])
     if mlflow == "off":
-        yield "MLflow: none", True
+        yield check("mlflow", True, "MLflow: none")
         return
     import httpx
 
     try:
         answer = httpx.get(f"{mlflow}/health", timeout=10, trust_env=False)
-        yield f"{mlflow}: {answer.status_code} {answer.text[:60]}", answer.status_code == 200
+        yield check("mlflow", answer.status_code == 200, f"{mlflow}: {answer.status_code} {answer.text[:60]}")
     except httpx.HTTPError as error:
-        yield f"{mlflow}: {error}", False
+        yield check("mlflow", False, f"{mlflow}: {error}")

@@ -1,19 +1,18 @@
-"""Forwards a local port to a port of a pod, through the API server: needs a kubeconfig only.
-
-Every connection to the local port is a separate stream.
-
-What it does not cover: switching to another pod, and protocols other than TCP.
-"""
+"""Forwards a local port to a port of a pod, through the API server: needs a kubeconfig only."""
 
 import contextlib
 import socket
+import socketserver
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 from cuda_agent.cluster.api import Cluster, ClusterError
 
-_CHUNK = 1 << 16
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
 
 
 @contextlib.contextmanager
@@ -23,10 +22,22 @@ def forwarded(cluster: Cluster, pod: str, port: int, local: int = 0) -> Iterator
     Raises:
         ClusterError: The pod refuses the first connection.
     """
+
+    class Connection(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(ClusterError), contextlib.closing(_open(cluster, pod, port)) as there:
+                back = threading.Thread(target=_pump, args=(there, self.request), daemon=True)
+                back.start()
+                _pump(self.request, there)
+                back.join()
+
     _open(cluster, pod, port).close()  # fails here with a clear message, not later in a thread
-    with socket.create_server(("127.0.0.1", local)) as listening:
-        threading.Thread(target=_accept, args=(listening, cluster, pod, port), daemon=True).start()
-        yield int(listening.getsockname()[1])
+    with _Server(("127.0.0.1", local), Connection) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
 
 
 def pod_of(cluster: Cluster, component: str) -> str:
@@ -41,31 +52,9 @@ def pod_of(cluster: Cluster, component: str) -> str:
     raise ClusterError(f"No {component} of the chart runs in namespace {cluster.namespace} of {cluster.name}.", 404)
 
 
-def _accept(listening: socket.socket, cluster: Cluster, pod: str, port: int) -> None:
-    while True:
-        try:
-            here, _ = listening.accept()
-        except OSError:
-            return  # closed
-        threading.Thread(target=_carry, args=(here, cluster, pod, port), daemon=True).start()
-
-
-def _carry(here: socket.socket, cluster: Cluster, pod: str, port: int) -> None:
-    with here:
-        try:
-            there = _open(cluster, pod, port)
-        except ClusterError:
-            return
-        with contextlib.closing(there):
-            back = threading.Thread(target=_pump, args=(there, here), daemon=True)
-            back.start()
-            _pump(here, there)
-            back.join()
-
-
 def _pump(source: Any, target: Any) -> None:
     with contextlib.suppress(OSError):
-        while data := source.recv(_CHUNK):
+        while data := source.recv(1 << 16):
             target.sendall(data)
     with contextlib.suppress(OSError):
         target.shutdown(socket.SHUT_WR)

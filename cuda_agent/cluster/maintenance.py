@@ -1,10 +1,7 @@
 """Runs a maintenance job (``doctor``, ``gc``, ``gc-plan``) on a cluster and returns its answer.
 
-A job is a Workflow of one pod, made from the chart's template for it.  The person needs a submitter's rights only,
-because the template fixes what the pod may do.  The answer comes back as an output parameter, which tests Argo's own
-reporting too.  The Workflow is then removed.
-
-What it does not cover: the work of the pod (``pod_maintenance``).
+A job is a Workflow of one pod (``pod_maintenance``) from the chart's template, which fixes what the pod may do: a
+submitter's rights suffice.  The answer is an output parameter.  The Workflow is then removed.
 """
 
 import contextlib
@@ -13,7 +10,7 @@ import secrets
 import time
 from typing import Any
 
-from cuda_agent.cluster.api import Cluster, ClusterError
+from cuda_agent.cluster.api import Cluster, ClusterError, new_object
 from cuda_agent.cluster.submit import ENDED, phase, require_template, template_name
 
 JOB_LABEL = "cuda-agent.io/maintenance"
@@ -22,12 +19,7 @@ EVERY = 0.5  # seconds between two queries
 
 
 def ask(cluster: Cluster, release: str, job: str) -> Any:
-    """Runs one job and returns its answer.
-
-    Args:
-        cluster: the namespace of the release.
-        release: the Helm release.
-        job: ``doctor``, ``gc`` or ``gc-plan``.
+    """Runs one job of a Helm release and returns its answer.
 
     Raises:
         ClusterError: The job could not start, failed, or gave no answer.
@@ -35,14 +27,7 @@ def ask(cluster: Cluster, release: str, job: str) -> Any:
     template = template_name(release, job)
     require_template(cluster, template)
     name = f"{job}-{secrets.token_hex(4)}"
-    cluster.create(
-        {
-            "apiVersion": "argoproj.io/v1alpha1",
-            "kind": "Workflow",
-            "metadata": {"name": name, "labels": {JOB_LABEL: job}},
-            "spec": {"workflowTemplateRef": {"name": template}},
-        }
-    )
+    cluster.create(new_object("Workflow", name, {JOB_LABEL: job}, spec={"workflowTemplateRef": {"name": template}}))
     try:
         return _answer(cluster, name, job)
     finally:
@@ -64,15 +49,15 @@ def _answer(cluster: Cluster, name: str, job: str) -> Any:
                 + (f": {said}" if said else ". Does Argo watch this namespace, and is there room?")
             )
         time.sleep(EVERY)
-    for node in nodes:
-        for parameter in node.get("outputs", {}).get("parameters", []):
-            if parameter["name"] == "answer":
-                return json.loads(parameter["value"])
+    outputs = [parameter for node in nodes for parameter in node.get("outputs", {}).get("parameters", [])]
+    for parameter in outputs:
+        if parameter["name"] == "answer":
+            return json.loads(parameter["value"])
     said = workflow["status"].get("message") or next((n["message"] for n in nodes if n.get("message")), "no message")
-    raise ClusterError(f"{job} ended without an answer: {said}{_termination_message(cluster, name)}")
+    raise ClusterError(f"{job} ended without an answer: {said}{_last_lines(cluster, name)}")
 
 
-def _termination_message(cluster: Cluster, name: str) -> str:
+def _last_lines(cluster: Cluster, name: str) -> str:
     with contextlib.suppress(ClusterError):
         for pod in cluster.all("Pod", f"workflows.argoproj.io/workflow={name}"):
             return "".join(f"\n  | {line[:160]}" for line in [*cluster.logs(pod["metadata"]["name"])][-8:])

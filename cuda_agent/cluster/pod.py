@@ -1,22 +1,21 @@
-"""The steps of a run inside a cluster's pods: ``prepare``, a stage, ``finish``.
+"""The steps of a run inside a cluster's pods: ``prepare``, a stage, ``finish``.  Argo orders and retries them.
 
     prepare   stores the configuration, creates the run, uses cached results, creates the pools, writes the plan
     a stage   runs the same process as on one machine (``stage_main``); exports its log, metrics and manifest
     finish    removes the pools, records how the run ended, calls the webhook
 
-Each step may be killed at any moment and started again: it creates only what is missing.  Addresses come from the
-environment, which the chart sets; the configuration is the same as on one machine.
-
-Not covered: the order of stages and retries (Argo's), and the screen (``submit``).
+Each step may be killed at any moment and started again: it creates only what is missing.
 """
 
 import contextlib
+import functools
 import json
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -59,9 +58,9 @@ class PodEnvironment:
 
     store: str
     mlflow: str
-    config: Path  # file that came with the Workflow
-    plan: Path  # folder of prepare's outputs
-    work: Path
+    config: Path = Path("/config/config.json")  # file that came with the Workflow
+    plan: Path = Path("/scratch/plan")  # folder of prepare's outputs
+    work: Path = Path("/scratch")
     termination_message: Path = Path("/dev/termination-log")  # created by Kubernetes; absent elsewhere
 
     @classmethod
@@ -69,13 +68,7 @@ class PodEnvironment:
         store = os.environ.get("CUDA_AGENT_STORE")
         if not store:
             raise ConfigError("CUDA_AGENT_STORE is not set: this command is for the chart's pods.")
-        return cls(
-            store=store,
-            mlflow=os.environ.get("CUDA_AGENT_MLFLOW", "off"),
-            config=Path(os.environ.get("CUDA_AGENT_CONFIG", "/config/config.json")),
-            plan=Path(os.environ.get("CUDA_AGENT_PLAN", "/scratch/plan")),
-            work=Path(os.environ.get("CUDA_AGENT_WORK", "/scratch")),
-        )
+        return cls(store, os.environ.get("CUDA_AGENT_MLFLOW", "off"))
 
 
 def termination_message(here: PodEnvironment, text: str) -> None:
@@ -104,16 +97,14 @@ def prepare(
 
     Args:
         cluster: Opens the cluster when needed; None: no pool is created.
-        base: Objects of the pools; empty: no pool is created.
+        base: Objects of the pools.
         stages: Stages in place of the configuration's graph.
-        spread: Whether the profile has a Ray of several pods for stages with that runtime; otherwise Ray runs inside
-            their pod.
+        spread: Whether the profile has a Ray of several pods; otherwise Ray runs inside the stage's pod.
         replicas: Objects of the engine; empty: stages start engines in their pods.
 
     Raises:
-        ConfigError: The configuration is not the submitted one.
+        ConfigError: The configuration is not the submitted one, or the run's name belongs to another one.
         TryAgain: A garbage collection is running, or the configuration has not arrived yet.
-        StoreError: The store cannot be reached.
         ClusterError: The cluster refuses, or no server becomes ready."""
     store = open_store(here.store)
     if not gc.await_end(store, COLLECTION_SECONDS):
@@ -123,16 +114,19 @@ def prepare(
     text = here.config.read_text() if here.config.exists() else store.get(config_entry(sha256)).decode()
     config = load(text, sha256)
     store.create(config_entry(sha256), text.encode())
-    record = enter(store, run, config, sha256)
+    record = runs.Run.begun(run, config, sha256)
+    if not store.create(f"runs/{run}/run.json", record.facts()):
+        record = runs.read_run(store, run)
+    if record.config != sha256:
+        raise ConfigError(f"There is a run {run} of another configuration ({record.config[:8]}). Choose another name.")
     graph = stages_of(config) if stages is None else stages
     done = serve_from_cache(store, run, config, graph)
     left = [stage for stage in graph if stage.name not in done]
     with tempfile.TemporaryDirectory() as folder, _recording(here, store, config, sha256, run, graph) as recorder:
         for name, manifest in done.items():
             recorder.finished(name, manifest)
-        servers: list[str] = []
-        served: list[str] = []
-        if left and cluster is not None and base:
+        servers, served = [], []
+        if left and cluster is not None:
             if replicas and engines.wanted(config):
                 served = run_pools.make_engines(cluster(), replicas, workflow, config)
             servers = run_pools.make_pools(cluster(), base, workflow, config)
@@ -150,20 +144,6 @@ def prepare(
     for name, value in outputs.items():
         (here.plan / name).write_text(value)
     return outputs
-
-
-def enter(store: Store, run: str, config: Config, sha256: str) -> runs.Run:
-    """Returns the run's record, created if absent.
-
-    Raises:
-        ConfigError: The name belongs to another configuration."""
-    record = runs.Run.begun(run, config, sha256)
-    if store.create(f"runs/{run}/run.json", record.facts()):
-        return record
-    found = runs.read_run(store, run)
-    if found.config != sha256:
-        raise ConfigError(f"There is a run {run} of another configuration ({found.config[:8]}). Choose another name.")
-    return found
 
 
 def serve_from_cache(store: Store, run: str, config: Config, stages: Sequence[Stage]) -> dict[str, Manifest]:
@@ -194,7 +174,9 @@ def run_stage(
     log = scratch / "log.txt"
     order = StageOrder(here.store, sha256, run, name, str(scratch), str(runs.local_home(here.store)), table)
     before = oom_kills()
-    with contextlib.closing(spawner or Spawner(preload=())) as spawner, _passing_on(spawner, name):
+    spawner = spawner or Spawner(preload=())
+    stop = spawner.signal  # the stage writes a checkpoint
+    with contextlib.closing(spawner), _on_sigterm(lambda: stop(name, signal.SIGTERM)):
         spawner.start(name, order.to_json(), log)  # first, because its imports take seconds
         store = open_store(here.store)
         config = load(store.get(config_entry(sha256)).decode(), sha256)
@@ -216,7 +198,7 @@ def run_stage(
             else:
                 message = outcome_message(scratch) or f"stage {name} was killed or crashed (exit code {code})"
             with contextlib.suppress(StoreError):
-                store.put(outcome_entry(run, name), json.dumps({"code": code, "message": message}).encode())
+                store.put(outcome_entry(run, name), _outcome(code, message))
             recorder.failed(name, code)
             _explain(here, code, message)
             return code if code > 0 else EXIT_BUG
@@ -264,17 +246,13 @@ def run_spread(
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
     arguments = ["pod", "stage", name, "--run", run, "--config", sha256, "--workflow", workflow]
     made = rayjobs.objects(base, workflow, uid, name, arguments, servers, config, served)
-    stopped: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
-    try:
-        code, message = rayjobs.follow(cluster, store, made, run, name, workflow, lambda: bool(stopped))
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    stopped = threading.Event()
+    with _on_sigterm(stopped.set):
+        code, message = rayjobs.follow(cluster, store, made, run, name, workflow, stopped.is_set)
     if code == EXIT_DONE:
         _leave_manifest(here, store, run, name)
         return code
-    if not store.exists(outcome_entry(run, name)):
-        store.put(outcome_entry(run, name), json.dumps({"code": code, "message": message}).encode())
+    store.create(outcome_entry(run, name), _outcome(code, message))
     _explain(here, code, message)
     return code
 
@@ -304,9 +282,13 @@ def oom_kills() -> int:
     return 0
 
 
+def _outcome(code: int, message: str) -> bytes:
+    return json.dumps({"code": code, "message": message}).encode()
+
+
 @contextlib.contextmanager
-def _passing_on(spawner: Spawner, name: str) -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, lambda number, frame: spawner.signal(name, signal.SIGTERM))
+def _on_sigterm(call: Callable[[], Any]) -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, lambda number, frame: call())
     try:
         yield
     finally:
@@ -323,7 +305,7 @@ def finish(
     workflow: str,
     status: str,
     cluster: Cluster | None,
-    stages: Sequence[Stage] | None = None,
+    stages: Sequence[Stage] = ROWS,
 ) -> dict[str, Any]:
     """Removes the pools, records the end and returns the facts for the webhook.  ``status`` is Argo's: Running
     (``finish`` is a task of the graph, so all stages before it succeeded), Failed or Error."""
@@ -334,21 +316,20 @@ def finish(
     store = open_store(here.store)
     failed = status not in ("Running", "Succeeded")
     record = runs.read_run(store, run) if store.exists(f"runs/{run}/run.json") else None
-    rows = ROWS if stages is None else stages
-    code, stage, message = _how_it_ended(store, run, rows) if failed else (EXIT_DONE, "", "")
+    code, stage, message = _how_it_ended(store, run, stages) if failed else (EXIT_DONE, "", "")
     facts = {"run": run, "workflow": workflow, "code": code, "stage": stage, "message": message}
     if record is not None:
         runs.end_run(store, record, code, stage, message)
         config = runs.run_config(store, record)
         with (
             tempfile.TemporaryDirectory() as folder,
-            _recording(here, store, config, sha256, run, rows, LAST_RECORD_SECONDS) as recorder,
+            _recording(here, store, config, sha256, run, stages, seconds=LAST_RECORD_SECONDS) as recorder,
         ):
-            done = runs.run_manifests(store, record, rows)
+            done = runs.run_manifests(store, record, stages)
             for name, manifest in done.items():
                 recorder.finished(name, manifest)
             _record_report(recorder, store, done, Path(folder) / "report")
-            for name in (row.name for row in rows):  # records that MLflow missed when it or the stage's pod was down
+            for name in (row.name for row in stages):  # records that MLflow missed when it or the stage's pod was down
                 if store.exists(key := f"runs/{run}/{name}/log.txt"):
                     log = Path(folder) / "logs" / name / "log.txt"
                     log.parent.mkdir(parents=True)
@@ -383,21 +364,9 @@ def tell_webhook(url: str, facts: dict[str, Any]) -> None:
         print(f"the webhook did not take it: {type(error).__name__}", file=sys.stderr)  # its address is a secret
 
 
-def _recording(
-    here: PodEnvironment,
-    store: Store,
-    config: Config,
-    sha256: str,
-    run: str,
-    stages: Sequence[Stage],
-    seconds: float = RECORD_SECONDS,
-) -> AbstractContextManager[Recorder]:
-    """Opens the run's record in MLflow from this pod."""
-
-    def trouble(line: str) -> None:
-        print(line, file=sys.stderr)
-
-    return recording(here.mlflow, store, config, sha256, run, stages, trouble, seconds=seconds)
+def _recording(here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS) -> AbstractContextManager[Recorder]:
+    """Opens the run's record in MLflow from this pod; ``of``: store, config, its sha256, run, stages."""
+    return recording(here.mlflow, *of, functools.partial(print, file=sys.stderr), seconds=seconds)
 
 
 def _record_report(recorder: Recorder, store: Store, done: dict[str, Manifest], folder: Path) -> None:

@@ -1,15 +1,14 @@
 """The work of the maintenance pods: garbage collection, and checks from inside the cluster.
 
-    gc        removes runs, artifacts and checkpoints beyond the newest runs; pools whose Workflow has ended or is
-              gone; configurations whose Workflow is gone
-    doctor    tests the store and MLflow as a run's pods reach them; then starts a pod with a sandbox's walls, which
-              tries to connect to them, to the API server and to DNS, and must fail where this pod succeeds
-
-What it does not cover: checks with a person's own rights (``doctor``), and walls between two sandboxes.
+gc        removes runs, artifacts and checkpoints beyond the newest runs; pools and configurations of ended runs
+doctor    tests the store and MLflow as a run's pods reach them; then starts a pod with a sandbox's walls, which
+          tries to connect to them, to the API server and to DNS, and must fail where this pod succeeds
 """
 
+import contextlib
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from cuda_agent.cluster import bucket, pools, rayjobs
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.cluster.maintenance import JOB_LABEL
 from cuda_agent.cluster.pod import PodEnvironment
-from cuda_agent.cluster.run_pools import remove_pools
+from cuda_agent.cluster.run_pools import remove_pools, why_not_ready
 from cuda_agent.cluster.submit import ENDED, RUN_LABEL, phase
 from cuda_agent.config import SandboxConfig
 from cuda_agent.diagnostics.doctor import Check
@@ -31,7 +30,6 @@ from cuda_agent.storage import open_store
 
 WALL_SECONDS = 180.0  # for the sandbox's pod to answer
 CONNECT_SECONDS = 4.0
-TERMINATION_LOG = Path("/dev/termination-log")  # Kubernetes shows this file of an ended container
 
 
 def answer(here: PodEnvironment, value: Any) -> None:
@@ -44,43 +42,33 @@ def answer(here: PodEnvironment, value: Any) -> None:
 
 
 def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, cluster: Cluster) -> dict[str, Any]:
-    """Removes what no run needs, or with ``dry_run`` only lists it.
-
-    Args:
-        here: the pod's environment.
-        keep: newest runs of each pipeline that stay.
-        dry_run: whether to remove nothing.
-        workflow: the Workflow of this pod.
-        cluster: the namespace of the release.
+    """Removes what no run needs, except the ``keep`` newest runs of each pipeline, or with ``dry_run`` only lists it.
 
     Returns:
         The removed objects, or ``busy`` with the reason why nothing was removed.
     """
     store = open_store(here.store)
-    if dry_run:
-        left, maps = leftovers(cluster)
-        return gc.plan(store, keep).to_json() | {"pools": left, "config maps": maps, "removed": False}
-    with gc.alone(store) as first:
+    with contextlib.nullcontext(True) if dry_run else gc.alone(store) as first:
         if not first:
             return {"busy": "Another collection is under way."}
-        if running := under_way(cluster, workflow):
+        if not dry_run and (running := under_way(cluster, workflow)):
             return {"busy": f"Runs are under way: {', '.join(running)}. Collect when they have ended."}
         left, maps = leftovers(cluster)
-        for name in left:
-            remove_pools(cluster, name)
-        for name in maps:
-            cluster.delete("ConfigMap", name)
         what = gc.plan(store, keep)
-        gc.collect(store, what)
-        return what.to_json() | {"pools": left, "config maps": maps, "removed": True}
+        if not dry_run:
+            for name in left:
+                remove_pools(cluster, name)
+            for name in maps:
+                cluster.delete("ConfigMap", name)
+            gc.collect(store, what)
+    return what.to_json() | {"pools": left, "config maps": maps, "removed": not dry_run}
 
 
 def under_way(cluster: Cluster, workflow: str) -> list[str]:
     """Workflows of runs whose pods may use the store now.  A pending run is not among them: its first step checks the
     lock."""
-    found = [item for item in cluster.all("Workflow") if phase(item) == "Running"]
-    names = [item["metadata"]["name"] for item in found if JOB_LABEL not in item["metadata"].get("labels", {})]
-    return [name for name in names if name != workflow]
+    running = [item["metadata"] for item in cluster.all("Workflow", f"!{JOB_LABEL}") if phase(item) == "Running"]
+    return [found["name"] for found in running if found["name"] != workflow]
 
 
 def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
@@ -100,40 +88,19 @@ def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
 
 
 def doctor(
-    here: PodEnvironment,
-    workflow: str,
-    cluster: Cluster,
-    base: Sequence[Mapping[str, Any]],
-    addresses: Mapping[str, str],
+    here: PodEnvironment, workflow: str, cluster: Cluster, base: Sequence[Mapping[str, Any]], addresses: dict[str, str]
 ) -> list[Check]:
-    """All checks from inside.
-
-    Args:
-        here: the pod's environment.
-        workflow: the Workflow of this pod.
-        cluster: the namespace of the release.
-        base: the objects of a profile's pools.
-        addresses: name -> address:port of every service that a sandbox must not reach.
-    """
-    checks = []
-    for line, ok in bucket.probe(here.store, here.mlflow):
-        name = "mlflow" if line.startswith((f"{here.mlflow}:", "MLflow")) else "store"
-        mend = (
-            "" if ok else f"look at the chart's values {'store' if name == 'store' else 'tracking'} and networkPolicy"
-        )
-        checks.append(Check(name, ok, line, mend))
+    """All checks from inside.  ``base``: the objects of a profile's pools; ``addresses``: name -> address:port of every
+    service that a sandbox must not reach."""
+    checks = list(bucket.probe(here.store, here.mlflow))
     control = reach([*addresses.values()])
     try:
         tried = from_sandbox(cluster, workflow, base, [*addresses.values()])
     except ClusterError as error:
-        return [
-            *checks,
-            Check("walls", False, str(error).splitlines()[0], "submit needs sandboxes too: mend this first"),
-        ]
-    for name, address in addresses.items():
-        checks.append(wall(name, address, control[address], tried["reached"][address]))
-    checks.append(Check("processes", True, f"a sandbox's own control group allows {tried['processes']}"))
-    return checks
+        mend = "submit needs sandboxes too: mend this first"
+        return [*checks, Check("walls", False, str(error).splitlines()[0], mend)]
+    checks += [wall(name, it, control[it], tried["reached"][it]) for name, it in addresses.items()]
+    return [*checks, Check("processes", True, f"a sandbox's own control group allows {tried['processes']}")]
 
 
 def wall(name: str, address: str, outside: str, sandbox: str) -> Check:
@@ -152,23 +119,19 @@ def wall(name: str, address: str, outside: str, sandbox: str) -> Check:
 def forbidden(mlflow: str) -> dict[str, str]:
     """Name -> address:port of the services that this pod can reach and a sandbox must not.  Names are resolved here,
     because a sandbox has no DNS."""
-    endpoint = urlsplit(os.environ.get("AWS_ENDPOINT_URL") or f"https://s3.{os.environ['AWS_REGION']}.amazonaws.com")
+    store = os.environ.get("AWS_ENDPOINT_URL") or f"https://s3.{os.environ['AWS_REGION']}.amazonaws.com"
     places = {"API server": (os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"]))}
-    places["store"] = (endpoint.hostname or "", endpoint.port or (80 if endpoint.scheme == "http" else 443))
-    if mlflow != "off":
-        uri = urlsplit(mlflow)
-        places["MLflow"] = (uri.hostname or "", uri.port or (80 if uri.scheme == "http" else 443))
-    for line in Path("/etc/resolv.conf").read_text().splitlines():
-        if line.startswith("nameserver"):
-            places["DNS"] = (line.split()[1], 53)
-            break
+    for name, uri in {"store": store, "MLflow": mlflow}.items():
+        if uri != "off":
+            parts = urlsplit(uri)
+            places[name] = (parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443))
+    if server := re.search(r"(?m)^nameserver\s+(\S+)", Path("/etc/resolv.conf").read_text()):
+        places["DNS"] = (server[1], 53)
     found = {}
     for name, (host, port) in places.items():
-        try:
-            address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
-        except OSError:
-            address = host
-        found[name] = f"{address}:{port}"
+        with contextlib.suppress(OSError):  # the check then says that this pod does not reach it either
+            host = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        found[name] = f"{host}:{port}"
     return found
 
 
@@ -224,22 +187,20 @@ def from_sandbox(
 
 def _said(cluster: Cluster, workflow: str) -> dict[str, Any]:
     deadline = time.monotonic() + WALL_SECONDS
-    why = "it has no pod (a quota, or admission?)"
-    while time.monotonic() < deadline:
-        for pod in cluster.all("Pod", f"{pools.POOL_LABEL}={workflow},{pools.COMPONENT_LABEL}=sandbox"):
-            why = f"its pod is {pod.get('status', {}).get('phase', 'unknown')}"
+    while True:
+        pods = cluster.all("Pod", f"{pools.POOL_LABEL}={workflow},{pools.COMPONENT_LABEL}=sandbox")
+        for pod in pods:
             for status in pod.get("status", {}).get("containerStatuses", []):
                 for state in (status.get("state", {}), status.get("lastState", {})):
                     ended = state.get("terminated", {})
                     if ended.get("message") and ended.get("exitCode") == 0:
                         found: dict[str, Any] = json.loads(ended["message"])
                         return found
-                    for facts in state.values():
-                        why = " ".join(filter(None, [facts.get("reason"), facts.get("message")])) or why
+        if time.monotonic() > deadline:
+            raise ClusterError(f"A sandbox did not come to try in {WALL_SECONDS:.0f} s: {why_not_ready(pods)[:300]}")
         time.sleep(0.5)
-    raise ClusterError(f"A sandbox did not come to try in {WALL_SECONDS:.0f} s: {why[:300]}")
 
 
-def tell(addresses: Sequence[str], file: Path = TERMINATION_LOG) -> None:
+def tell(addresses: Sequence[str], file: Path = PodEnvironment.termination_message) -> None:
     """The program of the pod that ``from_sandbox`` starts."""
     file.write_text(json.dumps({"reached": reach(addresses), "processes": process_limit()}))

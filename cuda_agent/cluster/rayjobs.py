@@ -4,37 +4,20 @@
     NetworkPolicy   between these pods everything, and from KubeRay's operator to the head's dashboard
     NetworkPolicy   from these pods to the run's sandbox
 
-The run's Workflow owns all objects, and their names follow from its name, so that a restarted step finds the job of its
-predecessor and follows it.  A failed job is created anew; only Argo retries.  The stage's result is in the store, as in
-a single pod.
-
-What it does not cover: the processes in Ray (``rl.ray``), and KubeRay's operator.
+The names follow from the Workflow's, so that a restarted step finds the job of its predecessor and follows it.  A
+failed job is created anew; only Argo retries.  The stage's result is in the store, as in a single pod.
 """
 
-import copy
 import hashlib
 import json
 import shlex
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
-from cuda_agent.cluster.api import Cluster
-from cuda_agent.cluster.pools import (
-    COMPONENT_LABEL,
-    CONTAINER_SECURITY,
-    NAME_LABEL,
-    POOL_LABEL,
-    PORT,
-    RUN_NAME,
-    SCRATCH_MOUNTS,
-    from_to,
-    network_policy,
-    owned_by,
-    pod_spec,
-)
+from cuda_agent.cluster import pools
+from cuda_agent.cluster.api import Cluster, new_object
+from cuda_agent.cluster.pools import POOL_LABEL, RUN_NAME
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY
 from cuda_agent.pipeline.graph import ROWS, Stage
@@ -47,7 +30,7 @@ DASHBOARD = 8265
 STARTING_SECONDS = 3600  # for all pods to start: a cluster may have to add nodes
 GONE_SECONDS = 300.0  # for a failed job to be deleted
 DAY = 86400
-COMMAND = ["python3", "-m", "cuda_agent.cli"]
+_REPLICAS = ("replicas", "minReplicas", "maxReplicas")
 _ENDED = ("Complete", "Failed", "ValidationFailed")
 _LEARN = {stage.name for stage in ROWS if "training" in stage.config}
 
@@ -74,70 +57,49 @@ def job_name(workflow: str, stage: str) -> str:
 
 def ray_objects() -> list[dict[str, Any]]:
     """The objects without a profile, a stage and a run, in the order of creation."""
-    labels = {NAME_LABEL: "cuda-agent", COMPONENT_LABEL: "stage", POOL_LABEL: RUN_NAME, RAY_LABEL: RUN_NAME}
-    between = {"podSelector": {"matchLabels": {RAY_LABEL: RUN_NAME}}}
+    labels = pools.labels_of("stage") | {RAY_LABEL: RUN_NAME}
+    own = {RAY_LABEL: RUN_NAME}
+    between = pools.peers(own)
     operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kuberay"}}}
-    ingress = [{"from": [between]}, from_to([operator], DASHBOARD)]
-    policy = network_policy(RUN_NAME, labels, {RAY_LABEL: RUN_NAME}, ingress, [{"to": [between]}])
+    policy = pools.network_policy(
+        RUN_NAME, labels, own, [{"from": between}, pools.from_to([operator], DASHBOARD)], [{"to": between}]
+    )
+    servers = {POOL_LABEL: RUN_NAME, pools.COMPONENT_LABEL: "sandbox"}
+    sandbox = pools.network_policy(f"{RUN_NAME}-sandbox", labels, servers, [pools.from_to(between, pools.PORT)])
+    actors = {"groupName": "actors", "rayStartParams": {}, "template": _pod(labels, 30, 52365)}
     job = {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": {"name": RUN_NAME, "labels": labels},
-        "spec": {
-            "submissionMode": "HTTPMode",  # no separate submitter pod, which would lack our walls
-            "entrypoint": "",
-            "backoffLimit": 0,
-            "shutdownAfterJobFinishes": True,
-            "ttlSecondsAfterFinished": 0,
-            "preRunningDeadlineSeconds": STARTING_SECONDS,
-            "activeDeadlineSeconds": 7 * DAY,
-            "rayClusterSpec": {
-                "rayVersion": RAY_VERSION,
-                "authOptions": {"mode": "token"},
-                "headGroupSpec": {
-                    # The head runs no actor: it has the store's credentials and the stage's own process.
-                    "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
-                    "template": _pod(labels, 120, 6379),
-                },
-                "workerGroupSpecs": [
-                    {
-                        "groupName": "actors",
-                        "replicas": 1,
-                        "minReplicas": 1,
-                        "maxReplicas": 1,
-                        "rayStartParams": {},
-                        "template": _pod(labels, 30, 52365),
-                    }
-                ],
+        "submissionMode": "HTTPMode",  # no separate submitter pod, which would lack our walls
+        "entrypoint": "",
+        "backoffLimit": 0,
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": 0,
+        "preRunningDeadlineSeconds": STARTING_SECONDS,
+        "activeDeadlineSeconds": 7 * DAY,
+        "rayClusterSpec": {
+            "rayVersion": RAY_VERSION,
+            "authOptions": {"mode": "token"},
+            "headGroupSpec": {
+                # The head runs no actor: it has the store's credentials and the stage's own process.
+                "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
+                "template": _pod(labels, 120, 6379),
             },
+            "workerGroupSpecs": [actors | dict.fromkeys(_REPLICAS, 1)],
         },
     }
-    servers = {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: "sandbox"}
-    sandbox = network_policy(f"{RUN_NAME}-sandbox", labels, servers, [from_to([between], PORT)])
-    return [policy, sandbox, job]
+    return [policy, sandbox, new_object("RayJob", RUN_NAME, labels, spec=job)]
 
 
 def _pod(labels: Mapping[str, str], grace: int, port: int) -> dict[str, Any]:
     """A pod's template.  ``port``: open when Ray is up; KubeRay's own probes need a program that the image may lack."""
     probe = {"tcpSocket": {"port": port}, "periodSeconds": 5, "timeoutSeconds": 5}
-    container = {
-        "name": "ray",
-        "image": f"cuda-agent-ray:{version('cuda-agent')}",
-        "env": [
-            {"name": "HOME", "value": "/scratch"},
-            {"name": "CUDA_AGENT_HOME", "value": "/scratch/home"},
-            {"name": "CUDA_AGENT_RAY_ADDRESS", "value": "auto"},
-            {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
-        ],
-        "readinessProbe": probe | {"failureThreshold": 12},
-        "livenessProbe": probe | {"failureThreshold": 60, "initialDelaySeconds": 60},
-        "securityContext": CONTAINER_SECURITY,
-        "volumeMounts": SCRATCH_MOUNTS,
-    }
-    return {
-        "metadata": {"labels": dict(labels)},
-        "spec": pod_spec("stage", grace, container) | {"restartPolicy": "Never"},
-    }
+    made = pools.container(
+        "cuda-agent-ray",
+        pools.HOME | {"CUDA_AGENT_RAY_ADDRESS": "auto", "RAY_USAGE_STATS_ENABLED": "0"},
+        name="ray",
+        readinessProbe=probe | {"failureThreshold": 12},
+        livenessProbe=probe | {"failureThreshold": 60, "initialDelaySeconds": 60},
+    )
+    return {"metadata": {"labels": labels}, "spec": pools.pod_spec("stage", grace, made) | {"restartPolicy": "Never"}}
 
 
 def objects(
@@ -154,49 +116,23 @@ def objects(
 
     Args:
         base: the objects of ``ray_objects`` with the profile's values.
-        workflow: name of the Workflow.
-        uid: its uid.
-        stage: name of the stage.
         arguments: of ``cuda-agent pod stage``.
         servers: addresses of the run's sandbox, separated by commas.
-        config: the run's configuration.
         engines: addresses of its engine replicas, separated by commas.
     """
-    name = job_name(workflow, stage)
-    owner = owned_by(workflow, uid)
-    token = {"secretKeyRef": {"name": f"{workflow}-sandbox", "key": "token", "optional": True}}
-    servants = [
-        {"name": "CUDA_AGENT_SANDBOX_SERVERS", "value": servers},
-        {"name": "CUDA_AGENT_SANDBOX_TOKEN", "valueFrom": token},
-        {"name": "CUDA_AGENT_ENGINE_SERVERS", "value": engines},
-    ]
-    made = []
-    for item in base:
-        own = _with_names(copy.deepcopy(dict(item)), workflow, name)
-        own["metadata"]["name"] = name + item["metadata"]["name"].removeprefix(RUN_NAME)
-        own["metadata"]["ownerReferences"] = [owner]
-        if own["kind"] == "RayJob":
-            own["spec"]["entrypoint"] = shlex.join([*COMMAND, *arguments])
-            cluster = own["spec"]["rayClusterSpec"]
-            for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-                group["template"]["spec"]["containers"][0]["env"] += servants
-            for group in cluster["workerGroupSpecs"]:
-                trainers = config.ray.trainers if stage in _LEARN else 0
-                group |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), config.ray.workers + trainers)
-        made.append(own)
+    env = {
+        "CUDA_AGENT_SANDBOX_SERVERS": servers,
+        "CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(workflow, optional=True),
+        "CUDA_AGENT_ENGINE_SERVERS": engines,
+    }
+    made = pools.of_run(base, workflow, uid, {POOL_LABEL: workflow}, job_name(workflow, stage))
+    job = next(one for one in made if one["kind"] == "RayJob")["spec"]
+    job["entrypoint"] = shlex.join([*pools.COMMAND, *arguments])
+    head, (actors,) = (job["rayClusterSpec"][key] for key in ("headGroupSpec", "workerGroupSpecs"))
+    for group in (head, actors):
+        group["template"]["spec"]["containers"][0]["env"] += pools.variables(env)
+    actors |= dict.fromkeys(_REPLICAS, config.ray.workers + (config.ray.trainers if stage in _LEARN else 0))
     return made
-
-
-def _with_names(value: Any, workflow: str, name: str) -> Any:
-    """The value with the placeholders in labels replaced: by the Workflow's name for the run, by the job's name for its
-    pods."""
-    if isinstance(value, dict):
-        names = {RAY_LABEL: name, POOL_LABEL: workflow}
-        return {
-            key: names[key] if key in names and inner == RUN_NAME else _with_names(inner, workflow, name)
-            for key, inner in value.items()
-        }
-    return [_with_names(inner, workflow, name) for inner in value] if isinstance(value, list) else value
 
 
 def follow(
@@ -209,23 +145,22 @@ def follow(
     should_stop: Callable[[], bool] = lambda: False,
     pause: float = 3.0,
 ) -> tuple[int, str]:
-    """Creates absent objects and waits for the end of the job.
+    """Creates absent objects, waits for the end of the job, and returns the stage's exit code and a message.
 
     A running job is followed, a failed one is created anew.  If the run is being stopped the job is deleted; if only
     this pod is, the job goes on.
-
-    Returns:
-        Exit code of the stage, and a message.
     """
-    name = next(item["metadata"]["name"] for item in made if item["kind"] == "RayJob")
+    name = next(one["metadata"]["name"] for one in made if one["kind"] == "RayJob")
     found = cluster.find("RayJob", name)
     if found is not None and _state(found)[0] in _ENDED and _state(found)[1] != "SUCCEEDED":
-        _delete(cluster, name, pause)
-        found = None
+        cluster.delete("RayJob", name)
+        end, found = time.monotonic() + GONE_SECONDS, None
+        while cluster.find("RayJob", name) is not None and time.monotonic() < end:
+            time.sleep(pause)
     if found is None:
         store.delete(outcome_entry(run, stage))
-    for item in made:
-        cluster.create_if_absent(item)
+    for one in made:
+        cluster.create_if_absent(one)
     shown = ""
     while True:
         found = cluster.find("RayJob", name)
@@ -261,22 +196,7 @@ def _outcome(store: Store, run: str, stage: str, state: str, job: str, message: 
     return code, f"The RayJob of {stage} ended ({state}{f', {job}' if job else ''}): {message or 'nothing was said'}"
 
 
-def _delete(cluster: Cluster, name: str, pause: float) -> None:
-    end = time.monotonic() + GONE_SECONDS
-    cluster.delete("RayJob", name)
-    while cluster.find("RayJob", name) is not None:
-        if time.monotonic() > end:
-            print(f"RayJob {name} does not go away", file=sys.stderr, flush=True)
-            return
-        time.sleep(pause)
-
-
-def remove_jobs(cluster: Cluster, workflow: str, stages: Sequence[Stage]) -> None:
-    for stage in filter(can_be_spread, stages):
-        cluster.delete("RayJob", job_name(workflow, stage.name))
-
-
-def remove_walls(cluster: Cluster, workflow: str, stages: Sequence[Stage]) -> None:
-    for stage in filter(can_be_spread, stages):
-        for suffix in ("", "-sandbox"):
-            cluster.delete("NetworkPolicy", job_name(workflow, stage.name) + suffix)
+def names(workflow: str) -> list[tuple[str, str]]:
+    """Kind and name of every object that the stages of a run may have, jobs first."""
+    jobs = [job_name(workflow, stage.name) for stage in ROWS if can_be_spread(stage)]
+    return [("RayJob", job) for job in jobs] + [("NetworkPolicy", job + of) for job in jobs for of in ("", "-sandbox")]

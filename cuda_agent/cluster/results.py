@@ -2,9 +2,6 @@
 
 The chart's MLflow is reached through the API server, by a port of its pod; that takes a kubeconfig and creates no pod.
 An MLflow outside the chart is reached at its own address.
-
-What it does not cover: pods that still exist (``submit``), and a release without MLflow, whose results are in the
-store.
 """
 
 import contextlib
@@ -14,7 +11,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -41,8 +38,7 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
         ConfigError: The release has none.
     """
     try:
-        elsewhere = _elsewhere(cluster)
-        if elsewhere:
+        if elsewhere := _elsewhere(cluster):
             yield elsewhere
             return
         with forwarded(cluster, pod_of(cluster, "mlflow"), MLFLOW_PORT) as port:
@@ -53,19 +49,16 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
 
 def _elsewhere(cluster: Cluster) -> str:
     """The address of an MLflow outside the chart, as the templates name it; empty for the chart's own."""
-    for template in cluster.all("WorkflowTemplate", PROFILE_LABEL):
-        for item in template["spec"]["templates"]:
-            for variable in item.get("container", {}).get("env", []):
-                if variable["name"] != "CUDA_AGENT_MLFLOW":
-                    continue
-                uri = str(variable["value"])
-                if uri == "off":
-                    raise ConfigError(
-                        f"The release in namespace {cluster.namespace} of {cluster.name} has no MLflow, which keeps "
-                        "logs and reports for people: see mlflow.enabled and tracking.uri of the chart."
-                    )
-                return uri if "." in uri.split("//", 1)[-1] else ""  # a host without a dot is the chart's own service
-    return ""
+    profiles = cluster.all("WorkflowTemplate", PROFILE_LABEL)
+    templates = [item for profile in profiles for item in profile["spec"]["templates"]]
+    variables = [variable for item in templates for variable in item.get("container", {}).get("env", [])]
+    uri = next((str(it["value"]) for it in variables if it["name"] == "CUDA_AGENT_MLFLOW"), "")
+    if uri == "off":
+        raise ConfigError(
+            f"The release in namespace {cluster.namespace} of {cluster.name} has no MLflow, which keeps "
+            "logs and reports for people: see mlflow.enabled and tracking.uri of the chart."
+        )
+    return uri if "." in uri.split("//", 1)[-1] else ""  # a host without a dot is the chart's own service
 
 
 def download(address: str, run: str, folder: Path) -> Path:
@@ -74,9 +67,9 @@ def download(address: str, run: str, folder: Path) -> Path:
     Raises:
         ConfigError: There is no report yet.
     """
-    with _client(address) as client:
-        run_id = _find(client, run)
-        files = _files(client, run_id, "")
+    with _opened(address, run) as (client, entries):
+        run_id = entries[""].run_id
+        files = _files(client, run_id)
         if "index.html" not in files:
             raise ConfigError(f"Run {run} has no report yet.")
         shutil.rmtree(folder, ignore_errors=True)
@@ -95,26 +88,20 @@ def log(address: str, run: str, stage: str) -> list[str]:
     Raises:
         ConfigError: MLflow has no log of this stage.
     """
-    with _client(address) as client:
-        _find(client, run)
-        found = _search(client, run, f"tags.`{STAGE_TAG}` = '{stage}'")
-        if not found:
+    with _opened(address, run) as (client, entries):
+        if (entry := entries.get(stage)) is None:
             raise ConfigError(f"Run {run} has not run {stage}.")
-        run_id = str(found[0]["info"]["run_id"])
-        if "log.txt" not in _files(client, run_id, ""):
-            made_by = _tags(found[0]).get("made by", run)
-            if made_by != run:
-                raise ConfigError(f"{stage} was served from the cache; run {made_by} made it and has its log.")
-            raise ConfigError(f"{stage} of run {run} has left no log.")
-        return _artifact(client, run_id, "log.txt").decode(errors="replace").splitlines()
+        if "log.txt" in _files(client, entry.run_id):
+            return _artifact(client, entry.run_id, "log.txt").decode(errors="replace").splitlines()
+        if (made_by := entry.tags.get("made by", run)) != run:
+            raise ConfigError(f"{stage} was served from the cache; run {made_by} made it and has its log.")
+        raise ConfigError(f"{stage} of run {run} has left no log.")
 
 
 def logged(address: str, run: str) -> list[str]:
     """The stages of a run that MLflow knows, oldest first."""
-    with _client(address) as client:
-        _find(client, run)
-        found = _search(client, run, f"tags.`{STAGE_TAG}` != ''")
-        return [_tags(item)[STAGE_TAG] for item in sorted(found, key=lambda item: item["info"]["start_time"])]
+    with _opened(address, run) as (_, entries):
+        return [stage for stage in entries if stage]
 
 
 def episodes(address: str, run: str, folder: Path) -> list[Left]:
@@ -125,22 +112,18 @@ def episodes(address: str, run: str, folder: Path) -> list[Left]:
         ConfigError: MLflow does not know the run.
     """
     found = []
-    with _client(address) as client:
-        _find(client, run)
-        stages = {_tags(item)[STAGE_TAG]: item for item in _search(client, run, f"tags.`{STAGE_TAG}` != ''")}
-        for stage in (row.name for row in ROWS if row.name in stages):
-            there = stages[stage]
-            if (made_by := _tags(there).get("made by", run)) != run:
-                there = next(iter(_search(client, made_by, f"tags.`{STAGE_TAG}` = '{stage}'")), there)
-            run_id = str(there["info"]["run_id"])
-            names = _files(client, run_id, "")
+    with _opened(address, run) as (client, entries):
+        for stage, entry in ((row.name, entries[row.name]) for row in ROWS if row.name in entries):
+            if (made_by := entry.tags.get("made by", run)) != run:
+                entry = _search(client, made_by).get(stage, entry)
+            names = _files(client, entry.run_id)
             if PACKED not in names:
                 continue
             target = folder / stage
             target.mkdir(parents=True)
-            (target / FILE).write_bytes(gzip.decompress(_artifact(client, run_id, PACKED)))
+            (target / FILE).write_bytes(gzip.decompress(_artifact(client, entry.run_id, PACKED)))
             if TOKENIZER in names:
-                (target / TOKENIZER).write_bytes(_artifact(client, run_id, TOKENIZER))
+                (target / TOKENIZER).write_bytes(_artifact(client, entry.run_id, TOKENIZER))
             found.append(Left(stage, target / FILE, target / TOKENIZER if TOKENIZER in names else None))
     return found
 
@@ -151,39 +134,44 @@ def facts(address: str, run: str) -> Facts:
     Raises:
         ConfigError: MLflow does not know the run.
     """
-    with _client(address) as client:
-        config = validate(json.loads(_artifact(client, _find(client, run), "config.json")))
-        stages = [_tags(item) for item in _search(client, run, f"tags.`{STAGE_TAG}` != ''")]
-        manifests = [Manifest.from_bytes(tags[MANIFEST_TAG].encode()) for tags in stages if MANIFEST_TAG in tags]
+    with _opened(address, run) as (client, entries):
+        config = validate(json.loads(_artifact(client, entries[""].run_id, "config.json")))
+    texts = [entry.tags[MANIFEST_TAG] for entry in entries.values() if MANIFEST_TAG in entry.tags]
+    manifests = [Manifest.from_bytes(text.encode()) for text in texts]
     return Facts(run, flat(config), {manifest.stage: manifest for manifest in manifests})
 
 
-def _client(address: str) -> httpx.Client:
-    return httpx.Client(base_url=address, timeout=60, trust_env=False)
+class _Entry(NamedTuple):
+    """One run of MLflow: a stage, or the whole workflow."""
+
+    run_id: str
+    tags: dict[str, str]
 
 
-def _find(client: httpx.Client, run: str) -> str:
-    """MLflow's id of the parent run."""
-    for found in _search(client, run, f"tags.`{STAGE_TAG}` = ''"):
-        return str(found["info"]["run_id"])
-    raise ConfigError(f"MLflow knows no run {run}.")
+@contextlib.contextmanager
+def _opened(address: str, run: str) -> Iterator[tuple[httpx.Client, dict[str, _Entry]]]:
+    """A client, and stage -> its entry, oldest first; the name of the workflow's own is empty."""
+    with httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
+        entries = _search(client, run)
+        if "" not in entries:
+            raise ConfigError(f"MLflow knows no run {run}.")
+        yield client, entries
 
 
-def _search(client: httpx.Client, run: str, condition: str) -> list[dict[str, Any]]:
+def _search(client: httpx.Client, run: str) -> dict[str, _Entry]:
     if not re.fullmatch(r"[A-Za-z0-9._-]+", run):  # used in a filter expression
-        raise ConfigError(f"MLflow knows no run {run}.")
+        return {}
     experiments = _post(client, "experiments/search", {"max_results": 1000}).get("experiments", [])
     query = {
         "experiment_ids": [item["experiment_id"] for item in experiments],
-        "filter": f"tags.`{RUN_TAG}` = '{run}' and {condition}",
+        "filter": f"tags.`{RUN_TAG}` = '{run}'",
         "max_results": 100,
     }
-    found: list[dict[str, Any]] = _post(client, "runs/search", query).get("runs", [])
+    found = {}
+    for item in sorted(_post(client, "runs/search", query).get("runs", []), key=lambda it: it["info"]["start_time"]):
+        tags = {tag["key"]: tag["value"] for tag in item["data"].get("tags", [])}
+        found[tags[STAGE_TAG]] = _Entry(item["info"]["run_id"], tags)
     return found
-
-
-def _tags(found: dict[str, Any]) -> dict[str, str]:
-    return {item["key"]: item["value"] for item in found["data"].get("tags", [])}
 
 
 def _artifact(client: httpx.Client, run_id: str, name: str) -> bytes:
@@ -191,7 +179,7 @@ def _artifact(client: httpx.Client, run_id: str, name: str) -> bytes:
     return answer.raise_for_status().content
 
 
-def _files(client: httpx.Client, run_id: str, path: str) -> list[str]:
+def _files(client: httpx.Client, run_id: str, path: str = "") -> list[str]:
     answer = client.get("/api/2.0/mlflow/artifacts/list", params={"run_id": run_id, "path": path})
     found: list[str] = []
     for item in answer.raise_for_status().json().get("files", []):

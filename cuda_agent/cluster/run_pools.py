@@ -12,8 +12,8 @@ from cuda_agent.cluster import engines, pools, rayjobs
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.config import Config
 from cuda_agent.errors import TryAgain
-from cuda_agent.pipeline.graph import ROWS
 
+SERVERS, SHARED = ("StatefulSet", "RayJob"), ("Service", "Secret", "NetworkPolicy")  # kinds of a run's objects
 POOL_SECONDS = 900.0  # until every pool has a server that is ready
 
 
@@ -40,9 +40,11 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
             if cluster.get("StatefulSet", name).get("status", {}).get("readyReplicas"):
                 break
             if time.monotonic() > deadline:
-                raise ClusterError(f"No server of {name} became ready in {POOL_SECONDS:.0f} s: {_why(cluster, name)}")
+                pods = [pod for pod in cluster.all("Pod") if pod["metadata"]["name"].startswith(f"{name}-")]
+                why = why_not_ready(pods)
+                raise ClusterError(f"No server of {name} became ready in {POOL_SECONDS:.0f} s: {why}")
             time.sleep(0.5)
-    return pools.addresses(made)
+    return pools.addresses(made, pools.PORT)
 
 
 def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
@@ -51,30 +53,27 @@ def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str
     made = engines.objects(base, workflow, cluster.get("Workflow", workflow)["metadata"]["uid"], config)
     for item in made:
         cluster.create_if_absent(item)
-    return engines.addresses(made)
+    return pools.addresses(made, engines.ENGINE_PORT)
 
 
-def remove_pools(cluster: Cluster, workflow: str) -> None:
+def remove_pools(cluster: Cluster, workflow: str, kinds: Sequence[str] = (*SERVERS, *SHARED)) -> None:
     """Servers first: nothing of a run answers when its walls go."""
-    names = [("StatefulSet", f"{workflow}-{role}") for role in pools.ROLES] + engines.names(workflow)
-    names += [(kind, f"{workflow}-sandbox") for kind in ("Service", "Secret", "NetworkPolicy")]
-    rayjobs.remove_jobs(cluster, workflow, ROWS)
-    for kind, name in names:
-        cluster.delete(kind, name)
-    rayjobs.remove_walls(cluster, workflow, ROWS)
+    names = [*pools.names(workflow), *engines.names(workflow), *rayjobs.names(workflow)]
+    for kind in kinds:
+        for name in (name for of, name in names if of == kind):
+            cluster.delete(kind, name)
 
 
-def _why(cluster: Cluster, name: str) -> str:
-    """What Kubernetes says of the pods of a pool that does not become ready."""
+def why_not_ready(pods: Sequence[dict[str, Any]]) -> str:
+    """What Kubernetes says of pods that do not become ready."""
+    if not pods:
+        return "it has no pods (a quota, or admission?)"
     reasons = []
-    for pod in cluster.all("Pod"):
-        if not pod["metadata"]["name"].startswith(f"{name}-"):
-            continue
-        status = pod.get("status", {})
+    for status in (pod.get("status", {}) for pod in pods):
         for container in status.get("containerStatuses", []):
             for state in container.get("state", {}).values():
                 reasons.append(" ".join(filter(None, [state.get("reason"), state.get("message")])))
         for condition in status.get("conditions", []):
             if condition.get("status") != "True" and condition.get("message"):
                 reasons.append(condition["message"])
-    return "; ".join(dict.fromkeys(filter(None, reasons)))[:600] or "it has no pods (a quota, or admission?)"
+    return "; ".join(dict.fromkeys(filter(None, reasons)))[:600] or "its pods give no reason"

@@ -2,8 +2,6 @@
 
 A run may have several Workflows, one per attempt: ``resume`` creates the next with the same ``run`` and ``config``, and
 finished stages come from the store.
-
-What it does not cover: the work inside of the pods (``pod``), and reports, which are in the store and in MLflow.
 """
 
 import re
@@ -13,9 +11,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from cuda_agent.cluster import rayjobs
-from cuda_agent.cluster.api import Cluster, ClusterError
-from cuda_agent.cluster.pools import ROLES, WORKFLOW_LABEL, version_name
+from cuda_agent.cluster import rayjobs, run_pools
+from cuda_agent.cluster.api import Cluster, ClusterError, new_object
+from cuda_agent.cluster.pools import WORKFLOW_LABEL, owned_by, version_name
 from cuda_agent.compose import freeze
 from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
@@ -70,23 +68,13 @@ def template_name(release: str, profile: str) -> str:
 
 
 def _submission(name: str, labels: dict[str, str], text: str, sha256: str, template: str, group: str) -> Submission:
-    run = labels[RUN_LABEL]
-    values = {"run": run, "config": sha256} | ({"group": group} if group else {})
+    values = {"run": labels[RUN_LABEL], "config": sha256} | ({"group": group} if group else {})
     parameters = [{"name": key, "value": value} for key, value in values.items()]
-    workflow = {
-        "apiVersion": "argoproj.io/v1alpha1",
-        "kind": "Workflow",
-        "metadata": {"name": name, "labels": labels, "annotations": {CONFIG_ANNOTATION: sha256}},
-        "spec": {"workflowTemplateRef": {"name": template}, "arguments": {"parameters": parameters}},
-    }
-    config_map = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": name, "labels": labels},
-        "immutable": True,
-        "data": {"config.json": text},
-    }
-    return Submission(run, workflow, config_map)
+    spec = {"workflowTemplateRef": {"name": template}, "arguments": {"parameters": parameters}}
+    workflow = new_object("Workflow", name, labels, spec=spec)
+    workflow["metadata"]["annotations"] = {CONFIG_ANNOTATION: sha256}
+    config_map = new_object("ConfigMap", name, labels, immutable=True, data={"config.json": text})
+    return Submission(labels[RUN_LABEL], workflow, config_map)
 
 
 def submit(cluster: Cluster, *all_of_them: Submission) -> None:
@@ -102,56 +90,36 @@ def submit(cluster: Cluster, *all_of_them: Submission) -> None:
     made: list[str] = []
     try:
         for what in all_of_them:
-            _create(cluster, what)
-            made.append(what.workflow["metadata"]["name"])
+            owner = cluster.create(what.workflow)["metadata"]
+            made.append(owner["name"])
+            metadata = what.config_map["metadata"] | {"ownerReferences": [owned_by(owner["name"], owner["uid"])]}
+            cluster.create(what.config_map | {"metadata": metadata})
     except ClusterError:
         for name in made:
             cluster.delete("Workflow", name)
         raise
 
 
-def require_template(cluster: Cluster, template: str) -> None:
-    try:
-        found = cluster.find("WorkflowTemplate", template)
-    except ClusterError as error:
-        if error.status == 404:  # the kind itself is not installed
-            raise ClusterError(f"{cluster.name} has no Argo Workflows: {error}", 404) from None
-        raise
-    if found is None:
-        raise ClusterError(_no_template(cluster, template), 404)
-
-
-def _create(cluster: Cluster, what: Submission) -> None:
-    """Creates the Workflow and the objects that it owns, or neither."""
-    made = cluster.create(what.workflow)
-    owner = {
-        "apiVersion": made["apiVersion"],
-        "kind": "Workflow",
-        "name": made["metadata"]["name"],
-        "uid": made["metadata"]["uid"],
-    }
-    metadata = what.config_map["metadata"] | {"ownerReferences": [owner]}
-    try:
-        cluster.create(what.config_map | {"metadata": metadata})
-    except ClusterError:
-        cluster.delete("Workflow", made["metadata"]["name"])
-        raise
-
-
-def _no_template(cluster: Cluster, wanted: str) -> str:
+def require_template(cluster: Cluster, wanted: str) -> None:
+    """Raises a ``ClusterError`` that says which templates there are, if there is none of this name."""
+    if cluster.find("WorkflowTemplate", wanted) is not None:
+        return
     try:
         there = sorted(item["metadata"]["name"] for item in cluster.all("WorkflowTemplate", PROFILE_LABEL))
     except ClusterError as error:
-        if error.status == 404:
-            return f"{cluster.name} has no Argo Workflows (its kind WorkflowTemplate is unknown). Install it first."
-        raise
+        if error.status != 404:
+            raise
+        text = f"{cluster.name} has no Argo Workflows (its kind WorkflowTemplate is unknown). Install it first."
+        raise ClusterError(text, 404) from None
     where = f"namespace {cluster.namespace} of {cluster.name}"
     if not there:
-        return f"There is no chart of cuda-agent in {where}. helm install it there, or name another --namespace."
-    return (
-        f"There is no template {wanted} in {where}; there are: {', '.join(there)}. A name is made of --release, "
-        f"--profile and the chart's version, which must be that of this command ({version_name()})."
-    )
+        text = f"There is no chart of cuda-agent in {where}. helm install it there, or name another --namespace."
+    else:
+        text = (
+            f"There is no template {wanted} in {where}; there are: {', '.join(there)}. A name is made of --release, "
+            f"--profile and the chart's version, which must be that of this command ({version_name()})."
+        )
+    raise ClusterError(text, 404)
 
 
 def workflows(cluster: Cluster, run: str | None = None) -> list[dict[str, Any]]:
@@ -200,30 +168,24 @@ def resume(cluster: Cluster, run: str) -> Submission:
         raise ConfigError(f"Run {name} is {now.lower()}. Cancel it first, or watch it.")
     if now == "Succeeded":
         raise ConfigError(f"Run {name} is done; there is nothing to go on with.")
-    config_map = cluster.get("ConfigMap", last["metadata"]["name"])
-    attempt = len(workflows(cluster, name)) + 1
-    old = last["spec"]["workflowTemplateRef"]["name"]
+    metadata, spec = last["metadata"], last["spec"]
+    text = cluster.get("ConfigMap", metadata["name"])["data"]["config.json"]
     ours = (RUN_LABEL, PROFILE_LABEL, SWEEP_LABEL)
-    labels = {key: value for key, value in last["metadata"]["labels"].items() if key in ours}
+    labels = {key: value for key, value in metadata["labels"].items() if key in ours}
     profile = labels[PROFILE_LABEL]
-    release = re.sub(rf"-{re.escape(profile)}-[0-9]+-.*$", "", old)
-    given = {item["name"]: item["value"] for item in last["spec"]["arguments"]["parameters"]}
-    what = _submission(
-        f"{name}-r{attempt}", labels, config_map["data"]["config.json"],
-        last["metadata"]["annotations"][CONFIG_ANNOTATION], template_name(release, profile), given.get("group", ""),
-    )  # fmt: skip
+    release = re.sub(rf"-{re.escape(profile)}-[0-9]+-.*$", "", spec["workflowTemplateRef"]["name"])
+    given = {item["name"]: item["value"] for item in spec["arguments"]["parameters"]}
+    attempt = f"{name}-r{len(workflows(cluster, name)) + 1}"
+    template = template_name(release, profile)
+    sha256 = metadata["annotations"][CONFIG_ANNOTATION]
+    what = _submission(attempt, labels, text, sha256, template, given.get("group", ""))
     submit(cluster, what)
     return what
 
 
 def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
-    """Stops a run.  Returns its name and the stages that were running.
-
-    Args:
-        cluster: the namespace of the release.
-        run: name of the run.
-        now: stop at once, without checkpoints and exit hook; this process then removes the run's pools.
-    """
+    """Stops a run; with ``now`` without checkpoints and exit hook, so that this process removes the run's pools.
+    Returns its name and the stages that were running."""
     last = find(cluster, run)
     name = last["metadata"]["name"]
     if phase(last) in ENDED:
@@ -231,9 +193,7 @@ def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
     running = [view.name for view in views(last) if view.state == "running"]
     cluster.patch("Workflow", name, {"spec": {"shutdown": "Terminate" if now else "Stop"}})
     if now:
-        for role in (*ROLES, "engine"):
-            cluster.delete("StatefulSet", f"{name}-{role}")
-        rayjobs.remove_jobs(cluster, name, ROWS)
+        run_pools.remove_pools(cluster, name, run_pools.SERVERS)
     return run_of(last), running
 
 
@@ -245,45 +205,41 @@ _STATES = {
 
 def views(workflow: dict[str, Any], rows: Sequence[Stage] = ROWS) -> list[StageView]:
     """The rows of the live table for a Workflow: prepare, every stage of its run's graph, finish."""
-    nodes = workflow.get("status", {}).get("nodes", {})
-    absent = _absent(workflow)
-    stages = [row for row in rows if row.name not in absent]
-    by_name = {node["displayName"]: node for node in nodes.values() if node.get("type") != "Retry"}
-    groups = {node["displayName"]: node for node in nodes.values() if node.get("type") == "Retry"}
+    nodes = list(workflow.get("status", {}).get("nodes", {}).values())
+    by_name = {node["displayName"]: node for node in nodes if node.get("type") != "Retry"}
+    groups = {node["displayName"]: node for node in nodes if node.get("type") == "Retry"}
+    absent = _absent(nodes)
+    stages = [(stage.name, stage.weight) for stage in rows if stage.name not in absent]
     found = []
-    for name, weight in [("prepare", 0.2), *((stage.name, stage.weight) for stage in stages), ("finish", 0.1)]:
+    for name, weight in [("prepare", 0.2), *stages, ("finish", 0.1)]:
         view = StageView(name, weight)
-        task = rayjobs.task_name(name)  # replaces the plain step if the stage runs in several pods
-        if groups.get(task) is None and (by_name.get(task) or {}).get("phase", "Skipped") in ("Skipped", "Omitted"):
-            task = name
-        attempts = sorted(
-            (node for node in nodes.values() if re.fullmatch(rf"{re.escape(task)}\(\d+\)", node["displayName"])),
-            key=lambda node: int(node["displayName"][len(task) + 1 : -1]),
-        )
-        node = attempts[-1] if attempts else by_name.get(task)
-        group = groups.get(task)
-        if node is not None:
-            view.attempt = len(attempts)
-            view.state = _STATES.get(node.get("phase", ""), "waiting")
-            if view.state == "failed" and group is not None and group.get("phase") == "Running":
-                view.state = "retry"
-            view.message = node.get("message", "") if view.state != "cached" else ""
-            view.notes = [view.message] if view.message and view.state in ("waiting", "retry", "failed") else []
-            view.seconds = _seconds(node)
-            view.began = time.monotonic() - view.seconds
-            done, _, total = node.get("progress", "").partition("/")
-            if total.isdigit() and int(total) > 1:
-                view.done, view.total, view.unit = int(done), int(total), "steps"
         found.append(view)
+        task = rayjobs.task_name(name)  # replaces the plain step if the stage runs in several pods
+        if task not in groups and by_name.get(task, {}).get("phase", "Skipped") in ("Skipped", "Omitted"):
+            task = name
+        attempts = [node for shown, node in by_name.items() if re.fullmatch(rf"{re.escape(task)}\(\d+\)", shown)]
+        node = max(attempts, key=lambda node: int(node["displayName"][len(task) + 1 : -1]), default=by_name.get(task))
+        if node is None:
+            continue
+        view.attempt = len(attempts)
+        view.state = _STATES.get(node.get("phase", ""), "waiting")
+        if view.state == "failed" and groups.get(task, {}).get("phase") == "Running":
+            view.state = "retry"
+        view.message = node.get("message", "") if view.state != "cached" else ""
+        view.notes = [view.message] if view.message and view.state in ("waiting", "retry", "failed") else []
+        view.seconds = _seconds(node)
+        view.began = time.monotonic() - view.seconds
+        done, _, total = node.get("progress", "").partition("/")
+        if total.isdigit() and int(total) > 1:
+            view.done, view.total, view.unit = int(done), int(total), "steps"
     return found
 
 
-def _absent(workflow: dict[str, Any]) -> set[str]:
+def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
     """The stages that the run's graph leaves out, as ``prepare`` says; none before it has ended."""
-    nodes = workflow.get("status", {}).get("nodes", {}).values()
-    outputs = [node["outputs"].get("parameters", []) for node in nodes
-               if node["displayName"] == "prepare" and node.get("outputs")]  # fmt: skip
-    return {item["name"] for parameters in outputs for item in parameters if item.get("value") == ABSENT}
+    outputs = [node.get("outputs") or {} for node in nodes if node["displayName"] == "prepare"]
+    parameters = [item for output in outputs for item in output.get("parameters", [])]
+    return {item["name"] for item in parameters if item.get("value") == ABSENT}
 
 
 def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:
@@ -309,12 +265,11 @@ def _seconds(node: dict[str, Any]) -> float:
 
 def pods_of(cluster: Cluster, run: str) -> dict[str, str]:
     """Stage -> its newest pod that still exists, of the newest Workflow of a run."""
-    attempts = workflows(cluster, run)
-    if not attempts:
-        return {}
-    pods = cluster.all("Pod", f"{WORKFLOW_LABEL}={attempts[-1]['metadata']['name']}")
-    pods.sort(key=lambda pod: pod["metadata"]["creationTimestamp"])
-    nodes = [pod["metadata"].get("annotations", {}).get("workflows.argoproj.io/node-name", "") for pod in pods]
-    tasks = [re.sub(r"\(\d+\)$", "", node.rsplit(".", 1)[-1]) for node in nodes]
-    names = [rayjobs.stage_name(task) for task in tasks]
-    return {name: pod["metadata"]["name"] for name, pod in zip(names, pods, strict=True)}
+    found = {}
+    newest = [item["metadata"]["name"] for item in workflows(cluster, run)][-1:]
+    pods = [pod["metadata"] for name in newest for pod in cluster.all("Pod", f"{WORKFLOW_LABEL}={name}")]
+    for pod in sorted(pods, key=lambda pod: pod["creationTimestamp"]):
+        node = pod.get("annotations", {}).get("workflows.argoproj.io/node-name", "")
+        task = re.sub(r"\(\d+\)$", "", node.rsplit(".", 1)[-1])
+        found[rayjobs.stage_name(task)] = pod["name"]
+    return found

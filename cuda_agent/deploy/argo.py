@@ -1,31 +1,25 @@
-"""Renders the graph as an Argo ``WorkflowTemplate`` from its table, typed by Hera.
+"""Renders the graph as an Argo ``WorkflowTemplate`` from its table, checked by Hera's types.
 
     prepare ─► a task a stage ─► finish;  on failure: exit ─► finish
 
-One template serves every variant of the graph: it has a task for each row, after the sources of all variants.  A task
-is skipped without a pod when ``prepare`` reports that the cache has its stage or that the run's graph leaves it out. A
-stage that Ray can spread over several pods has a second task, which creates the stage's Ray cluster and follows it;
-``prepare`` chooses between the two.
+One template serves every variant of the graph: a task is skipped without a pod when ``prepare`` reports that the cache
+has its stage or that the run's graph leaves it out.  A stage that Ray can spread over several pods has a second task,
+which creates the stage's Ray cluster and follows it; ``prepare`` chooses between the two.
 
-The result is data without a release: the chart reads it, merges image, resources, placement and names for each profile
-and makes one template per profile.  A submission passes ``run``, ``config`` and optionally a ``group``.  Only fields
-that Argo 3.7 and 4.x both have are used.  Argo carries each stage's manifest and log; data goes straight to the store.
-Maintenance jobs are templates of one pod.
-
-Not covered: the commands in the pods (``cluster.pod``), the sandbox's pods (``cluster.pools``), and the settings of a
-profile (the chart's values).
+The chart merges image, resources, placement and names for each profile into the template.  A submission passes ``run``,
+``config`` and optionally a ``group``.  Only fields that Argo 3.7 and 4.x both have are used.
 """
 
 import json
-from collections.abc import Sequence
-from importlib.metadata import version
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hera.workflows import models
-from hera.workflows.models import Template
+from pydantic import BaseModel
 
-from cuda_agent.cluster.pools import CONTAINER_SECURITY, version_name
-from cuda_agent.cluster.rayjobs import can_be_spread, task_name
+from cuda_agent.cluster import pools
+from cuda_agent.cluster.pools import version_name
+from cuda_agent.cluster.rayjobs import DAY, can_be_spread, task_name
 from cuda_agent.pipeline.gc import LOCK_SECONDS
 from cuda_agent.pipeline.graph import ROWS, Stage, check
 
@@ -36,10 +30,10 @@ CONCURRENCY_GROUP = "{{=workflow.parameters.group == '' ? workflow.name : workfl
 CONFIG_FOLDER = "/config"  # where prepare finds the configuration that came with the Workflow
 PLAN_FOLDER = "/scratch/plan"  # where prepare writes one file an output parameter
 MANIFEST_FILE = "/scratch/manifest.json"  # where a stage leaves its manifest for Argo
+OF_THE_RUN = ["--run", RUN, "--config", CONFIG, "--workflow", WORKFLOW]
 # Output parameter of prepare for a run's servers, and the environment variable that passes it to the stages.
 PLACES = {"servers": "CUDA_AGENT_SANDBOX_SERVERS", "engines": "CUDA_AGENT_ENGINE_SERVERS"}
 GRACE = 120  # seconds from SIGTERM to SIGKILL: a checkpoint must fit
-DAY = 86400
 
 # The ends of a pod that are retried.  The exit code decides, because Argo reports the same preemption as Failed
 # or Error ("-1": there is no exit code, the pod or its node is gone).  A deadline is not a preemption, though its
@@ -49,7 +43,9 @@ RETRY = (
     "(lastRetry.status == 'Error' || lastRetry.exitCode in ['75', '137', '143', '-1']))"
 )
 
-_EXECUTOR_RESOURCES = {
+BACKOFF = {"duration": "10s", "factor": 3, "cap": "10m"}
+
+EXECUTOR_RESOURCES = {
     "requests": {"cpu": "10m", "memory": "64Mi", "ephemeral-storage": "64Mi"},
     "limits": {"cpu": "500m", "memory": "256Mi", "ephemeral-storage": "1Gi"},
 }
@@ -58,152 +54,113 @@ _EXECUTOR_RESOURCES = {
 def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
     """Returns the WorkflowTemplate, before the chart's values."""
     check(stages)
+    finish = ["pod", "finish", *OF_THE_RUN, "--status", "{{workflow.status}}"]
+    # After any failure the run's pools are removed; after a success the graph's finish task removes them.
+    unless_finished = {"name": "finish", "template": "finish", "when": "{{workflow.status}} != Succeeded"}
     templates = [
-        Template(name="run", dag=models.DAGTemplate(tasks=_tasks(stages))),
+        {"name": "run", "dag": {"tasks": _tasks(stages)}},
         _prepare(stages),
-        *(_stage(stage) for stage in stages),
+        *map(_stage, stages),
         *(_spread(stage) for stage in stages if can_be_spread(stage)),
-        # After any failure the run's pools are removed; after a success the graph's finish task removes them.
-        Template(
-            name="exit",
-            steps=[
-                models.ParallelSteps(
-                    root=[
-                        models.WorkflowStep(name="finish", template="finish", when="{{workflow.status}} != Succeeded")
-                    ]
-                )
-            ],
-        ),
-        _finish(),
+        {"name": "exit", "steps": [[unless_finished]]},
+        _pod("finish", "finish", finish, 900, account="operator"),
     ]
     return _template(
         f"{NAME}-{version_name()}",
-        "run",
         templates,
-        hooks={"exit": models.LifecycleHook(template="exit")},
-        arguments=models.Arguments(
-            parameters=[
-                models.Parameter(name="run"),
-                models.Parameter(name="config"),
-                models.Parameter(name="group", value=""),
-            ]
-        ),
-        synchronization=models.Synchronization(mutexes=[models.Mutex(name=CONCURRENCY_GROUP)]),
+        hooks={"exit": {"template": "exit"}},
+        arguments={"parameters": [{"name": "run"}, {"name": "config"}, {"name": "group", "value": ""}]},
+        synchronization={"mutexes": [{"name": CONCURRENCY_GROUP}]},
     )
-
-
-def _template(name: str, entrypoint: str, templates: list[Template], **more: Any) -> dict[str, Any]:
-    """Returns the fields that all Workflows share."""
-    template = models.WorkflowTemplate(
-        api_version="argoproj.io/v1alpha1",
-        kind="WorkflowTemplate",
-        metadata=models.ObjectMeta(name=name),
-        spec=models.WorkflowSpec(
-            entrypoint=entrypoint,
-            active_deadline_seconds=14 * DAY,
-            archive_logs=True,
-            artifact_repository_ref=models.ArtifactRepositoryRef(config_map=f"{NAME}-artifacts", key="store"),
-            pod_gc=models.PodGC(strategy="OnPodSuccess", delete_delay_duration="600s"),
-            ttl_strategy=models.TTLStrategy(seconds_after_success=7 * DAY, seconds_after_failure=30 * DAY),
-            service_account_name=f"{NAME}-stage",
-            automount_service_account_token=False,
-            executor=models.ExecutorConfig(service_account_name=f"{NAME}-executor"),
-            security_context=models.PodSecurityContext(
-                run_as_non_root=True,
-                run_as_user=65532,
-                run_as_group=65532,
-                fs_group=65532,
-                seccomp_profile=models.SeccompProfile(type="RuntimeDefault"),
-            ),
-            volumes=[
-                models.Volume(name="work", empty_dir=models.EmptyDirVolumeSource()),
-                models.Volume(name="tmp", empty_dir=models.EmptyDirVolumeSource()),
-            ],
-            templates=templates,
-            **more,
-        ),
-    )
-    return json.loads(template.model_dump_json(by_alias=True, exclude_none=True))
 
 
 def maintenance_jobs() -> dict[str, dict[str, Any]]:
     """Returns WorkflowTemplates by name, before the chart's values, of the jobs a user starts
-    (``cluster.maintenance``)."""
-    return {
-        "doctor": _errand("doctor", "operator", 900, ["pod", "doctor", "--workflow", WORKFLOW]),
-        "gc": _errand("gc", "collector", LOCK_SECONDS, ["pod", "gc", "--workflow", WORKFLOW]),
-        "gc-plan": _errand("gc-plan", "collector", 3600, ["pod", "gc", "--workflow", WORKFLOW, "--dry-run"]),
-    }
-
-
-def _errand(name: str, account: str, seconds: int, arguments: list[str]) -> dict[str, Any]:
-    """Returns a job of one pod.  It is not retried: a user is waiting, or the schedule starts it again."""
-    template = Template(
-        name=name,
-        metadata=_metadata("setup"),
-        service_account_name=f"{NAME}-{account}",
-        automount_service_account_token=True,
-        active_deadline_seconds=seconds,
-        pod_spec_patch=_patch(30),
-        container=_container(arguments),
-        outputs=models.Outputs(
-            parameters=[models.Parameter(name="answer", value_from=models.ValueFrom(path=f"{PLAN_FOLDER}/answer"))]
-        ),
+    (``cluster.maintenance``).  Each is one pod, which is not retried: a user is waiting, or the schedule starts it
+    again."""
+    jobs: tuple[tuple[str, str, int, list[str]], ...] = (  # name, account, seconds, further arguments
+        ("doctor", "operator", 900, []),
+        ("gc", "collector", LOCK_SECONDS, []),
+        ("gc-plan", "collector", 3600, ["--dry-run"]),
     )
-    return _template(f"{NAME}-{name}-{version_name()}", name, [template])
+    made = {}
+    for name, account, seconds, more in jobs:
+        arguments = ["pod", name.removesuffix("-plan"), "--workflow", WORKFLOW, *more]
+        pod = _pod(name, "setup", arguments, seconds, account, 30, outputs=_answers(["answer"]))
+        del pod["retryStrategy"]
+        made[name] = _template(f"{NAME}-{name}-{version_name()}", [pod])
+    return made
 
 
 def cron_workflow() -> dict[str, Any]:
     """Returns a CronWorkflow that starts the template on a schedule; the chart sets schedule, profile and
     configuration.  A run without a name is named after its Workflow."""
-    cron = models.CronWorkflow(
-        api_version="argoproj.io/v1alpha1",
-        kind="CronWorkflow",
-        metadata=models.ObjectMeta(name=NAME),
-        spec=models.CronWorkflowSpec(
-            schedules=["0 2 * * 6"],
-            concurrency_policy="Forbid",
-            starting_deadline_seconds=3600,
-            successful_jobs_history_limit=4,
-            failed_jobs_history_limit=4,
-            workflow_spec=models.WorkflowSpec(
-                workflow_template_ref=models.WorkflowTemplateRef(name=f"{NAME}-{version_name()}"),
-                arguments=models.Arguments(
-                    parameters=[models.Parameter(name="run", value=""), models.Parameter(name="config", value="")]
-                ),
-            ),
-        ),
-    )
-    return json.loads(cron.model_dump_json(by_alias=True, exclude_none=True))
+    spec = {
+        "schedules": ["0 2 * * 6"],
+        "concurrencyPolicy": "Forbid",
+        "startingDeadlineSeconds": 3600,
+        "successfulJobsHistoryLimit": 4,
+        "failedJobsHistoryLimit": 4,
+        "workflowSpec": {
+            "workflowTemplateRef": {"name": f"{NAME}-{version_name()}"},
+            "arguments": {"parameters": [{"name": "run", "value": ""}, {"name": "config", "value": ""}]},
+        },
+    }
+    return _typed(models.CronWorkflow, "CronWorkflow", NAME, spec)
 
 
-def _tasks(stages: Sequence[Stage]) -> list[models.DAGTask]:
+def _template(name: str, templates: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """Returns a WorkflowTemplate that begins with the first of its templates."""
+    spec = {
+        "entrypoint": templates[0]["name"],
+        "activeDeadlineSeconds": 14 * DAY,
+        "archiveLogs": True,
+        "artifactRepositoryRef": {"configMap": f"{NAME}-artifacts", "key": "store"},
+        "podGC": {"strategy": "OnPodSuccess", "deleteDelayDuration": "600s"},
+        "ttlStrategy": {"secondsAfterSuccess": 7 * DAY, "secondsAfterFailure": 30 * DAY},
+        "serviceAccountName": f"{NAME}-stage",
+        "automountServiceAccountToken": False,
+        "executor": {"serviceAccountName": f"{NAME}-executor"},
+        "securityContext": pools.POD_SECURITY,
+        "volumes": pools.pod_volumes(),
+        "templates": templates,
+    }
+    return _typed(models.WorkflowTemplate, "WorkflowTemplate", name, spec | more)
+
+
+def _typed(model: type[BaseModel], kind: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the object as Hera's model of its kind renders it.
+
+    Raises:
+        ValueError: A field has a wrong type or name.
+    """
+    made = {"apiVersion": "argoproj.io/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
+    rendered = model.model_validate(made).model_dump(mode="json", by_alias=True, exclude_none=True)
+    if rendered != made:
+        raise ValueError(f"Hera's {kind} does not know all fields of {name}.")
+    return rendered
+
+
+def _tasks(stages: Sequence[Stage]) -> list[dict[str, Any]]:
     planned = "{{tasks.prepare.outputs.parameters.%s}}"
-    tasks = [models.DAGTask(name="prepare", template="prepare")]
+    places = [{"name": name, "value": planned % name} for name in PLACES]
+    tasks: list[dict[str, Any]] = [{"name": "prepare", "template": "prepare"}]
     for stage in stages:
-        tasks.append(
-            models.DAGTask(
-                name=stage.name,
-                template=stage.name,
-                dependencies=["prepare", *_either(stages, stage.upstream)],
-                when=f"{planned % stage.name} == run",
-                arguments=models.Arguments(
-                    parameters=[models.Parameter(name=name, value=planned % name) for name in PLACES]
-                ),
-            )
-        )
+        task = {
+            "name": stage.name,
+            "template": stage.name,
+            "dependencies": ["prepare", *_either(stages, stage.upstream)],
+            "when": f"{planned % stage.name} == run",
+            "arguments": {"parameters": places},
+        }
+        tasks.append(task)
         if can_be_spread(stage):
-            spread = {"name": task_name(stage.name), "template": task_name(stage.name)}
-            tasks.append(tasks[-1].model_copy(update=spread | {"when": f"{planned % stage.name} == ray"}))
+            name = task_name(stage.name)
+            tasks.append(task | {"name": name, "template": name, "when": f"{planned % stage.name} == ray"})
     read = {above for stage in stages for above in stage.upstream}
     last = [stage.name for stage in stages if stage.name not in read]
-    finish = models.DAGTask(
-        name="finish",
-        template="finish",
-        dependencies=["prepare", *_either(stages, last)],
-        when=f"{planned % 'finish'} == run",
-    )
-    return [*tasks, finish]
+    finish = {"dependencies": ["prepare", *_either(stages, last)], "when": f"{planned % 'finish'} == run"}
+    return [*tasks, {"name": "finish", "template": "finish"} | finish]
 
 
 def _either(stages: Sequence[Stage], names: Sequence[str]) -> list[str]:
@@ -212,149 +169,80 @@ def _either(stages: Sequence[Stage], names: Sequence[str]) -> list[str]:
     return [task for name in names for task in ([name, task_name(name)] if name in spread else [name])]
 
 
-def _prepare(stages: Sequence[Stage]) -> Template:
+def _prepare(stages: Sequence[Stage]) -> dict[str, Any]:
     """Returns the step that outputs: for every stage ``run``, ``ray``, ``cached`` or ``absent``; the addresses of the
     run's servers; and whether ``finish`` has work."""
-    names = [*(stage.name for stage in stages), *PLACES, "finish"]
-    return Template(
-        name="prepare",
-        metadata=_metadata("prepare"),
-        service_account_name=f"{NAME}-operator",
-        automount_service_account_token=True,
-        active_deadline_seconds=1800,
-        retry_strategy=_retries(),
-        pod_spec_patch=_patch(60),
-        volumes=[
-            # Optional: a run that a schedule starts (cron) finds its configuration in the store.
-            models.Volume(
-                name="config", config_map=models.ConfigMapVolumeSource(name=WORKFLOW, optional=True, default_mode=0o444)
-            )
-        ],
-        container=_container(
-            ["pod", "prepare", "--run", RUN, "--config", CONFIG, "--workflow", WORKFLOW],
-            mounts=[models.VolumeMount(name="config", mount_path=CONFIG_FOLDER, read_only=True)],
-        ),
-        outputs=models.Outputs(
-            parameters=[
-                models.Parameter(name=name, value_from=models.ValueFrom(path=f"{PLAN_FOLDER}/{name}")) for name in names
-            ]
-        ),
-    )
+    # Optional: a run that a schedule starts (cron) finds its configuration in the store.
+    config = {"name": WORKFLOW, "optional": True, "defaultMode": 0o444}
+    mounts = [{"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True}]
+    more: dict[str, Any] = {
+        "volumes": [{"name": "config", "configMap": config}],
+        "outputs": _answers([*(stage.name for stage in stages), *PLACES, "finish"]),
+    }
+    return _pod("prepare", "prepare", ["pod", "prepare", *OF_THE_RUN], 1800, "operator", mounts=mounts, **more)
 
 
-def _stage(stage: Stage) -> Template:
-    arguments = ["pod", "stage", stage.name, "--run", RUN, "--config", CONFIG, "--workflow", WORKFLOW]
-    token = models.EnvVar(
-        name="CUDA_AGENT_SANDBOX_TOKEN",
-        value_from=models.EnvVarSource(
-            secret_key_ref=models.SecretKeySelector(name=f"{WORKFLOW}-sandbox", key="token", optional=True)
-        ),
-    )
-    return Template(
-        name=stage.name,
-        metadata=_metadata("stage"),
-        inputs=models.Inputs(parameters=[models.Parameter(name=name) for name in PLACES]),
-        active_deadline_seconds=7 * DAY,
-        retry_strategy=_retries(),
-        pod_spec_patch=_patch(GRACE),
-        container=_container(arguments, env=[*_places(), token]),
-        outputs=_manifest(stage),
-    )
+def _stage(stage: Stage) -> dict[str, Any]:
+    env = _PLACES | {"CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(WORKFLOW, optional=True)}
+    arguments = ["pod", "stage", stage.name, *OF_THE_RUN]
+    return _pod(stage.name, "stage", arguments, 7 * DAY, grace=GRACE, env=env, **_manifest(stage))
 
 
-def _spread(stage: Stage) -> Template:
+def _spread(stage: Stage) -> dict[str, Any]:
     """Returns the step that creates a stage's Ray cluster and follows it."""
-    arguments = ["pod", "ray", stage.name, "--run", RUN, "--config", CONFIG, "--workflow", WORKFLOW]
-    return Template(
-        name=task_name(stage.name),
-        metadata=_metadata("setup"),
-        inputs=models.Inputs(parameters=[models.Parameter(name=name) for name in PLACES]),
-        service_account_name=f"{NAME}-ray",
-        automount_service_account_token=True,
-        active_deadline_seconds=7 * DAY,
-        retry_strategy=_retries(),
-        pod_spec_patch=_patch(60),
-        container=_container(arguments, env=_places()),
-        outputs=_manifest(stage),
-    )
+    arguments = ["pod", "ray", stage.name, *OF_THE_RUN]
+    return _pod(task_name(stage.name), "setup", arguments, 7 * DAY, account="ray", env=_PLACES, **_manifest(stage))
 
 
-def _places() -> list[models.EnvVar]:
-    return [
-        models.EnvVar(name=variable, value=f"{{{{inputs.parameters.{name}}}}}") for name, variable in PLACES.items()
-    ]
+_PLACES = {variable: f"{{{{inputs.parameters.{name}}}}}" for name, variable in PLACES.items()}
 
 
-def _manifest(stage: Stage) -> models.Outputs:
-    return models.Outputs(
-        artifacts=[
-            models.Artifact(
-                name="manifest",
-                path=MANIFEST_FILE,
-                optional=True,  # a failed stage has none
-                archive=models.ArchiveStrategy(none=models.NoneStrategy()),
-                s3=models.S3Artifact(key=f"argo/{WORKFLOW}/{stage.name}/manifest.json"),
-            )
-        ]
-    )
+def _manifest(stage: Stage) -> dict[str, Any]:
+    """Inputs and outputs of a step that runs a stage."""
+    artifact = {
+        "name": "manifest",
+        "path": MANIFEST_FILE,
+        "optional": True,  # a failed stage has none
+        "archive": {"none": {}},
+        "s3": {"key": f"argo/{WORKFLOW}/{stage.name}/manifest.json"},
+    }
+    return {"inputs": {"parameters": [{"name": name} for name in PLACES]}, "outputs": {"artifacts": [artifact]}}
 
 
-def _finish() -> Template:
-    arguments = ["pod", "finish", "--run", RUN, "--config", CONFIG, "--workflow", WORKFLOW]
-    return Template(
-        name="finish",
-        metadata=_metadata("finish"),
-        service_account_name=f"{NAME}-operator",
-        automount_service_account_token=True,
-        active_deadline_seconds=900,
-        retry_strategy=_retries(),
-        pod_spec_patch=_patch(60),
-        container=_container([*arguments, "--status", "{{workflow.status}}"]),
-    )
+def _answers(names: Iterable[str]) -> dict[str, Any]:
+    """Output parameters from files of these names."""
+    return {"parameters": [{"name": name, "valueFrom": {"path": f"{PLAN_FOLDER}/{name}"}} for name in names]}
 
 
-def _container(
-    arguments: list[str], env: Sequence[models.EnvVar] = (), mounts: Sequence[models.VolumeMount] = ()
-) -> models.Container:
-    return models.Container(
-        image=f"{NAME}:{version('cuda-agent')}",
-        command=["python3", "-m", "cuda_agent.cli"],
-        args=arguments,
-        env=[
-            models.EnvVar(name="HOME", value="/scratch"),
-            models.EnvVar(name="CUDA_AGENT_HOME", value="/scratch/home"),
-            *env,
-        ],
-        security_context=models.SecurityContext.model_validate(CONTAINER_SECURITY),
-        volume_mounts=[
-            models.VolumeMount(name="work", mount_path="/scratch"),
-            models.VolumeMount(name="tmp", mount_path="/tmp"),
-            *mounts,
-        ],
-    )
-
-
-def _metadata(component: str) -> models.Metadata:
-    return models.Metadata(labels={"app.kubernetes.io/name": NAME, "app.kubernetes.io/component": component})
-
-
-def _retries() -> models.RetryStrategy:
-    return models.RetryStrategy(
-        limit="4",
-        retry_policy="Always",
-        expression=RETRY,
-        backoff=models.Backoff(duration="10s", factor=3, cap="10m"),
-    )
-
-
-def _patch(grace: int) -> str:
-    """Returns the pod settings that an Argo template cannot express otherwise: the termination grace period, and the
-    security context and limits of the executor's containers, whatever the controller's settings are."""
-    executor = {"securityContext": CONTAINER_SECURITY, "resources": _EXECUTOR_RESOURCES}
+def _pod(
+    name: str,
+    component: str,
+    arguments: list[str],
+    seconds: int,
+    account: str = "",
+    grace: int = 60,
+    env: Mapping[str, Any] = {},
+    mounts: Sequence[Mapping[str, Any]] = (),
+    **more: Any,
+) -> dict[str, Any]:
+    """Returns a template of one pod, which with an ``account`` has this one's token; ``grace``: seconds from SIGTERM to
+    SIGKILL; ``more``: further fields of the template."""
+    # The patch has what a template cannot express otherwise: the grace period, and the security context and limits of
+    # the executor's containers, whatever the controller's settings are.
+    token = {"serviceAccountName": f"{NAME}-{account}", "automountServiceAccountToken": True} if account else {}
+    executor = {"securityContext": pools.CONTAINER_SECURITY, "resources": EXECUTOR_RESOURCES}
     patch = {
         "terminationGracePeriodSeconds": grace,
         "enableServiceLinks": False,
         "initContainers": [{"name": "init", **executor}],
         "containers": [{"name": "wait", **executor}],
     }
-    return json.dumps(patch, sort_keys=True)
+    return {
+        "name": name,
+        "metadata": {"labels": {pools.NAME_LABEL: NAME, pools.COMPONENT_LABEL: component}},
+        **token,
+        "activeDeadlineSeconds": seconds,
+        "retryStrategy": {"limit": "4", "retryPolicy": "Always", "expression": RETRY, "backoff": BACKOFF},
+        "podSpecPatch": json.dumps(patch, sort_keys=True),
+        "container": pools.container(NAME, {**pools.HOME, **env}, mounts, command=pools.COMMAND, args=arguments),
+    } | more

@@ -1,22 +1,15 @@
-"""A Grafana dashboard and alert rules over the sandbox's metrics.
-
-What it does not cover: metrics of a run (MLflow) and of Argo (its own dashboard).
-"""
+"""A Grafana dashboard and alert rules over the sandbox's metrics."""
 
 from typing import Any
 
 _P = "cuda_agent_sandbox_"
+_BY_PHASE = f"sum by (phase) (rate({_P}phase_seconds_%s[5m]))"
 _PANELS = (  # title, expression, legend, unit
     ("Verdicts a minute", f"sum by (status) (rate({_P}verdicts_total[5m])) * 60", "{{status}}", "short"),
     ("Jobs that wait", f"sum by (pod) ({_P}queue_length)", "{{pod}}", "short"),
     ("Jobs that run", f"sum by (pod) ({_P}running)", "{{pod}}", "short"),
     ("Open workspaces", f"sum by (pod) ({_P}workspaces)", "{{pod}}", "short"),
-    (
-        "Seconds by phase, mean",
-        f"sum by (phase) (rate({_P}phase_seconds_sum[5m])) / sum by (phase) (rate({_P}phase_seconds_count[5m]))",
-        "{{phase}}",
-        "s",
-    ),
+    ("Seconds by phase, mean", f"{_BY_PHASE % 'sum'} / {_BY_PHASE % 'count'}", "{{phase}}", "s"),
     ("Refused a minute", f"sum by (reason) (rate({_P}rejected_total[5m])) * 60", "{{reason}}", "short"),
     ("Faults of ours a minute", f"sum by (pod) (rate({_P}infra_faults_total[5m])) * 60", "{{pod}}", "short"),
     ("Servers that are ready", f"sum({_P}ready)", "ready", "short"),
@@ -70,13 +63,7 @@ def dashboard() -> dict[str, Any]:
 def alerts() -> dict[str, Any]:
     """The spec of a PrometheusRule."""
     rules = [
-        {
-            "alert": name,
-            "expr": expression,
-            "for": wait,
-            "labels": {"severity": severity},
-            "annotations": {"summary": text},
-        }
-        for name, expression, wait, severity, text in _ALERTS
+        {"alert": name, "expr": expr, "for": wait, "labels": {"severity": severity}, "annotations": {"summary": text}}
+        for name, expr, wait, severity, text in _ALERTS
     ]
     return {"groups": [{"name": "cuda-agent", "rules": rules}]}

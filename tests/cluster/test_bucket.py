@@ -57,15 +57,15 @@ def test_a_bucket_is_made_from_nothing_and_again(store):
 
 def test_the_store_is_tried_for_what_a_run_relies_on(store):
     bucket.make(store, 7)
-    lines = list(bucket.probe(store, "off"))
-    assert all(ok for _, ok in lines) and any("create-if-absent holds" in line for line, _ in lines)
+    checks = list(bucket.probe(store, "off"))
+    assert all(check.ok for check in checks) and any("create-if-absent holds" in check.text for check in checks)
     assert open_store(store).list("doctor") == []
 
 
 def test_a_store_that_is_not_there_is_a_finding(store):
-    (*_, (line, ok)) = list(bucket.probe(store, "http://127.0.0.1:1"))
-    assert not ok and "127.0.0.1:1" in line
-    assert not all(ok for _, ok in bucket.probe(store, "off"))
+    *_, last = bucket.probe(store, "http://127.0.0.1:1")
+    assert not last.ok and "127.0.0.1:1" in last.text and "values tracking" in last.mend
+    assert not all(check.ok for check in bucket.probe(store, "off"))
 
 
 def test_a_wrong_key_is_said_at_once(store, monkeypatch, server):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cuda_agent.cluster import engines, pod, rayjobs
+from cuda_agent.cluster import engines, pod, pools, rayjobs
 from cuda_agent.compose import compose, freeze
 from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
@@ -72,7 +72,9 @@ def test_a_runs_objects_are_its_own_and_served_by_its_settings():
     (container,) = replicas(made)["spec"]["template"]["spec"]["containers"]
     wanted = ["/engine/night", "--port=8000", "--context=2048", "--batch=7", "--memory=0.5", "--threads=3"]
     assert container["args"] == wanted
-    assert engines.addresses(made) == [f"http://night-engine-{i}.night-engine:8000" for i in range(2)]
+    assert pools.addresses(made, engines.ENGINE_PORT) == [
+        f"http://night-engine-{i}.night-engine:8000" for i in range(2)
+    ]
     assert {(item["kind"], item["metadata"]["name"]) for item in made} <= set(engines.names("night"))
 
 
@@ -163,3 +165,11 @@ def test_without_a_pool_stages_are_told_of_none(tmp_path):
     here = pod.PodEnvironment(str(tmp_path / "store"), "off", tmp_path / "config.json", tmp_path / "plan", tmp_path)
     assert pod.prepare(here, "night", sha256, "night", None, [])["engines"] == ""
     assert (tmp_path / "plan" / "engines").read_text() == ""
+
+
+def test_a_users_variable_keeps_its_value_whatever_it_is():
+    base = pools.pool_objects()
+    base[-1]["spec"]["template"]["spec"]["containers"][0]["env"].append({"name": "MODE", "value": "RUN"})
+    (container,) = pools.of_run(base, "night", "u")[-1]["spec"]["template"]["spec"]["containers"]
+    assert container["env"][-1] == {"name": "MODE", "value": "RUN"}
+    assert container["env"][-2]["valueFrom"]["secretKeyRef"]["name"] == "night-sandbox"

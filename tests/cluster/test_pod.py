@@ -66,13 +66,13 @@ def stage(here: PodEnvironment, name: str, sha256: str, run: str = "a") -> subpr
         "import sys; from dataclasses import replace; from pathlib import Path\n"
         "from cuda_agent.cluster import pod; from drill import table\n"
         "here = pod.PodEnvironment.from_environment()\n"
+        f"here = replace(here, work=Path({str(here.work)!r}))\n"
         f"here = replace(here, termination_message=Path({str(here.termination_message)!r}))\n"
         f"sys.exit(pod.run_stage(here, {name!r}, {run!r}, {sha256!r}, table.NAME))"
     )
     environment = os.environ | {
         "CUDA_AGENT_STORE": here.store,
         "CUDA_AGENT_MLFLOW": here.mlflow,
-        "CUDA_AGENT_WORK": str(here.work),
         "PYTHONPATH": f"{ROOT}{os.pathsep}{DRILL}",
     }
     return subprocess.Popen(

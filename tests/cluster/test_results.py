@@ -73,11 +73,11 @@ def in_pods(server: str, folder: Path, run: str, epochs: int, monkeypatch: pytes
     here.config.write_text(text)
     plan = pod.prepare(here, run, sha256, run, None, [], table.STAGES)
     script = (
-        "import sys; from cuda_agent.cluster import pod; from drill import table\n"
-        f"sys.exit(pod.run_stage(pod.PodEnvironment.from_environment(), sys.argv[1], {run!r}, {sha256!r}, table.NAME))"
+        "import sys; from pathlib import Path; from cuda_agent.cluster import pod; from drill import table\n"
+        f"here = pod.PodEnvironment({here.store!r}, {server!r}, work=Path({str(here.work)!r}))\n"
+        f"sys.exit(pod.run_stage(here, sys.argv[1], {run!r}, {sha256!r}, table.NAME))"
     )
     environment = os.environ | {
-        "CUDA_AGENT_STORE": here.store, "CUDA_AGENT_MLFLOW": server, "CUDA_AGENT_WORK": str(here.work),
         "PYTHONPATH": os.pathsep.join(str(Path(__file__).parents[2] / part) for part in ("", "tests/pipeline")),
     }  # fmt: skip
     code = 0
@@ -112,8 +112,9 @@ def test_the_log_of_a_stage_that_failed_is_kept_and_its_status_too(server, tmp_p
     _, code = in_pods(server, tmp_path, "broken", 2, monkeypatch)
     assert code == 1 and any("ZeroDivisionError" in line for line in results.log(server, "broken", "make"))
     assert results.logged(server, "broken") == ["make"]
-    with results._client(server) as client:
-        (found,) = results._search(client, "broken", "tags.`cuda_agent.stage` = 'make'")
+    with results._opened(server, "broken") as (client, entries):
+        asked = {"run_id": entries["make"].run_id}
+        found = client.get("/api/2.0/mlflow/runs/get", params=asked).json()["run"]
     assert found["info"]["status"] == "FAILED"
     with pytest.raises(ConfigError, match="Run broken has not run train"):
         results.log(server, "broken", "train")

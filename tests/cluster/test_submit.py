@@ -918,7 +918,8 @@ def test_doctor_says_what_is_missing_and_what_mends_it(plane, as_user):
 
 
 def test_doctor_finds_a_chart_of_another_version_and_one_without_argo(as_user, plane, monkeypatch):
-    monkeypatch.setattr(cluster_doctor, "version_name", lambda: "9-9-9")
+    for module in (cluster_doctor, cluster):
+        monkeypatch.setattr(module, "version_name", lambda: "9-9-9")
     found = {check.name: check for check in cluster_doctor.examine(as_user(), "cuda-agent")}
     assert not found["chart"].ok and "in version 9-9-9; there are cuda-agent-cpu-" in found["chart"].text
     monkeypatch.setattr(cluster_doctor, "_ARGO", "argoproj.example/v1")

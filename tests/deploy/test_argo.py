@@ -8,7 +8,7 @@ import yaml
 
 from cuda_agent.cluster.pools import version_name
 from cuda_agent.cluster.rayjobs import can_be_spread
-from cuda_agent.deploy import chart
+from cuda_agent.deploy import argo, chart
 from cuda_agent.deploy.argo import CONCURRENCY_GROUP, RETRY, cron_workflow, maintenance_jobs, workflow_template
 from cuda_agent.pipeline.graph import ROWS, Stage
 from tests.deploy.charts import ARGO, ROOT, argocheck, needs_argo
@@ -69,6 +69,12 @@ def test_finish_comes_after_every_stage_that_nobody_reads():
 def test_a_wrong_table_is_refused():
     with pytest.raises(ValueError, match="nobody above makes"):
         workflow_template((Stage("one", "m", inputs={"a": "two.a"}),))
+
+
+def test_a_field_that_argo_does_not_have_is_refused(monkeypatch):
+    monkeypatch.setattr(argo.pools, "POD_SECURITY", {"runAsNonroot": True})
+    with pytest.raises(ValueError, match="does not know all fields of cuda-agent-doctor-"):
+        maintenance_jobs()
 
 
 def test_users_pass_run_config_and_lane_and_none_reaches_a_field_that_decides_what_a_pod_may_do():

@@ -33,6 +33,7 @@ from tests.deploy.charts import (
     refusal,
     template,
 )
+from tests.deploy.value_fields import field_of
 
 ARGO_KINDS = ("WorkflowTemplate", "CronWorkflow")
 OPERATORS_KINDS = ("ServiceMonitor", "PrometheusRule")
@@ -71,7 +72,6 @@ def pod_templates(items: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]
 def test_every_value_is_documented():
     for path, (_, info) in LEAVES.items():
         assert info.description, path
-        assert isinstance(info.json_schema_extra, dict) and info.json_schema_extra["renders"], path
     readme = (CHART / "README.md").read_text()
     for name in Values.model_fields:
         assert f"| `{name}" in readme
@@ -168,10 +168,9 @@ def test_what_contradicts_itself_ends_with_a_sentence(values, said):
 
 
 def changed_value(path: str) -> Any:
-    default, info = LEAVES[path]
-    extra = info.json_schema_extra
-    if isinstance(extra, dict) and "example" in extra:
-        return extra["example"]
+    default, _ = LEAVES[path]
+    if (example := field_of(path)[1]) is not None:
+        return example
     if isinstance(default, bool):
         return not default
     if isinstance(default, int):
@@ -218,9 +217,7 @@ def test_changing_a_value_changes_the_field_that_it_is_for(path):
     value: Any = changed_value(path)
     for part in reversed(path.split(".")):
         value = {part: value}
-    _, info = LEAVES[path]
-    assert isinstance(info.json_schema_extra, dict)
-    kind, field = str(info.json_schema_extra["renders"]).split(":", 1)
+    kind, field = field_of(path)[0].split(":", 1)
     wanted = re.compile(f"^{kind}:.*{field}")
     contexts = [WITH_OTHERS] if path in NOT_ALONE else [ALONE] if path in ONLY_ALONE else [ALONE, WITH_OTHERS]
     seen: set[str] = set()
