@@ -1,10 +1,7 @@
 """Runs the sandbox as a service: a ``LocalSandbox`` behind a queue, while its walls are proven.
 
-``Service`` does not depend on HTTP (``app`` does). It takes requests, gives the sandbox no more than it can use at
-once, so that the queue keeps its order, counts events, and drains. Requests with the same content share a job. The
-judges and the lease ensure that only one time is taken at once.
-
-Not covered: a queue that survives a restart (clients submit elsewhere) or that servers share.
+``Service`` does not depend on HTTP (``app`` does). It gives the sandbox no more than it can use at once, so that the
+queue keeps its order. Not covered: a queue that survives a restart (clients submit elsewhere) or that servers share.
 """
 
 import asyncio
@@ -12,7 +9,6 @@ import contextlib
 import logging
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Hashable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +17,15 @@ from typing import Any, Literal
 from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.local import LocalSandbox
-from cuda_agent.sandbox.protocol import Build, EvaluateRequest, ProbeRequest, Request, ServiceError, SpecRequest, agree
+from cuda_agent.sandbox.protocol import (
+    AnyRequest,
+    Build,
+    EvaluateRequest,
+    ProbeRequest,
+    ServiceError,
+    SpecRequest,
+    agree,
+)
 from cuda_agent.sandbox.service.jobs import Full, Job, Queue
 from cuda_agent.sandbox.service.metrics import Metrics
 from cuda_agent.sandbox.service.workspaces import Rooms
@@ -59,7 +63,7 @@ class Service:
         self.draining = False
         self.needs_recycle = asyncio.Event()  # set when the limit of verdicts or a cheat calls for a fresh process
         self._verdicts = 0
-        self._waiting: dict[str, list[asyncio.Future[None]]] = defaultdict(list)
+        self._changed = asyncio.Event()  # set, and replaced, when any job has changed
         places: dict[Hashable, int] = {judge: _AT_ONCE for judge in range(sandbox.judges)}
         self.queue = Queue(places | {"build": _AT_ONCE}, limits.queue, changed=self._wake)
         self._work: set[asyncio.Task[None]] = set()
@@ -127,14 +131,12 @@ class Service:
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
-    def submit(self, request: Request, size: int) -> Job:
+    def submit(self, request: AnyRequest, size: int) -> Job:
         """Queue a request of ``size`` bytes, or join the job of the same content. Raises ``ServiceError``."""
         self.admit("build" if isinstance(request, Build) else "evaluate")
         agree(request.settings, self.sandbox.config)
-        place: Hashable = "build"
-        if isinstance(request, EvaluateRequest | ProbeRequest | SpecRequest):
-            place = self.sandbox.judge_of(request.task.task())
-        kind = request.kind  # type: ignore[attr-defined]
+        kind = request.kind
+        place: Hashable = "build" if isinstance(request, Build) else self.sandbox.judge_of(request.task.task())
         try:
             job, new = self.queue.submit(request.key(), kind, place, request.priority, size, request, time.time())
         except Full as full:
@@ -149,7 +151,7 @@ class Service:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not job.over:
-                    await self._change(job)
+                    await self._changed.wait()
 
     async def events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
         """Yield the job's events from its start; the last one holds the job."""
@@ -160,24 +162,14 @@ class Service:
                 yield job.events[shown - 1] | ({"job": job.to_json()} if job.over and shown == len(job.events) else {})
             if job.over:
                 return
-            await self._change(job)
+            await self._changed.wait()
 
     def cancel(self, job: Job) -> None:
         self.queue.cancel(job, time.time())
 
-    async def _change(self, job: Job) -> None:
-        future = asyncio.get_running_loop().create_future()
-        self._waiting[job.id].append(future)
-        try:
-            await future
-        finally:
-            if future in (waiting := self._waiting.get(job.id, [])):
-                waiting.remove(future)
-
-    def _wake(self, job: Job) -> None:
-        for future in self._waiting.pop(job.id, []):
-            if not future.done():
-                future.set_result(None)
+    def _wake(self, _: Job) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _dispatch(self) -> None:
         while not self.draining and (job := self.queue.take(time.time())):
@@ -205,7 +197,7 @@ class Service:
             self._count(job, error)
             self._dispatch()
 
-    async def _answer(self, request: Request) -> dict[str, Any]:
+    async def _answer(self, request: AnyRequest) -> dict[str, Any]:
         match request:
             case EvaluateRequest():
                 verdict = await self.sandbox.evaluate(request.task.task(), request.solution.solution(), request.mode)
@@ -216,9 +208,8 @@ class Service:
             case SpecRequest():
                 return (await self.sandbox.spec(request.task.task())).to_json()
             case Build():
-                message = await self.sandbox.build(request.solution.solution(), request.task_spec())
+                message = await self.sandbox.build(request.solution.solution(), request.spec)
                 return {"status": "build_error" if message else "ok", "message": message}
-        raise AssertionError
 
     def _count(self, job: Job, error: dict[str, str] | None) -> None:
         assert job.started is not None and job.ended is not None

