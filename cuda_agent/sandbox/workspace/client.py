@@ -2,9 +2,7 @@
 
 A workspace is an agent's folder with its tools, in a separate jailed process (``worker``). A mistake of the agent gives
 a ``ToolResult`` with ``error``. A workspace that dies or hangs raises ``WorkspaceLost``, an infrastructure fault that
-is never charged to the candidate.
-
-Not covered: judging (it calls ``commands`` for that) and workspaces on other machines.
+is never charged to the candidate. Not covered: judging (``commands`` does that) and workspaces on other machines.
 """
 
 import asyncio
@@ -18,14 +16,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from cuda_agent.sandbox.jail import scratch
 from cuda_agent.sandbox.messages import (
     FRAME_LIMIT,
     HEAD,
-    Operation,
     Reply,
     ToolCall,
     WorkspaceOpening,
@@ -35,6 +31,7 @@ from cuda_agent.sandbox.messages import (
     send_frame,
 )
 from cuda_agent.sandbox.wire import ToolResult
+from cuda_agent.sandbox.workspace.files import ToolRefused
 from cuda_agent.sandbox.workspace.shell import CommandLimits
 
 Commands = Callable[[str, list[str], dict[str, str]], Awaitable[ToolResult]]
@@ -62,13 +59,11 @@ class Workspaces:
         self._control: socket.socket | None = None
         self._folder = ""
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> "Workspaces":
         await self._start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @asynccontextmanager
@@ -87,14 +82,17 @@ class Workspaces:
         ours, theirs = socket.socketpair()
         writer: asyncio.StreamWriter | None = None
         try:
-            try:
-                with theirs:
+            with theirs:
+                try:
                     send_frame(control, WorkspaceOperation.OPEN, number, fds=[theirs.fileno()])
-            except OSError as error:
-                raise WorkspaceLost(f"the parent of workspaces is gone: {error}") from None
+                except OSError as error:
+                    raise WorkspaceLost(f"the parent of workspaces is gone: {error}") from None
             reader, writer = await asyncio.open_connection(sock=ours, limit=FRAME_LIMIT)
             workspace = Workspace(reader, writer, commands, self.limits)
-            await workspace._open(files, protected)
+            opening: WorkspaceOpening = {
+                "files": dict(files), "protected": sorted(protected), "limits": asdict(self.limits)
+            }  # fmt: skip
+            await workspace._request(WorkspaceOperation.FILL_FOLDER, opening)
             yield workspace
         finally:
             if writer is not None:
@@ -148,21 +146,20 @@ class Workspaces:
             self._folder = ""
 
 
-@asynccontextmanager
-async def open_workspace(
-    files: Mapping[str, str],
-    protected: frozenset[str],
-    commands: Commands,
-    parent: Workspaces | None = None,
-    limits: CommandLimits | None = None,
-) -> "AsyncIterator[Workspace]":
-    """Open one workspace, in ``parent`` or in a parent started for it alone."""
-    if parent is None:
-        async with Workspaces(limits) as parent, parent.open(files, protected, commands) as workspace:
-            yield workspace
-    else:
-        async with parent.open(files, protected, commands) as workspace:
-            yield workspace
+def checked_call(tool: str, arguments: Mapping[str, Any]) -> ToolCall:
+    """Return the body of a tool call.
+
+    Raises:
+        ToolRefused: the arguments are too large or not plain values.
+    """
+    try:
+        body: ToolCall = {"tool": tool, "arguments": dict(arguments)}
+        size = len(json.dumps(body))
+    except (TypeError, ValueError, RecursionError):
+        raise ToolRefused("the arguments are not plain values") from None
+    if size > ARGUMENT_BYTES:
+        raise ToolRefused("the arguments are too large")
+    return body
 
 
 class Workspace:
@@ -182,11 +179,9 @@ class Workspace:
             WorkspaceLost: the workspace died or hangs.
         """
         try:
-            body: ToolCall = {"tool": tool, "arguments": dict(arguments)}
-            if len(json.dumps(body)) > ARGUMENT_BYTES:
-                return ToolResult("error: the arguments are too large", error=True)
-        except (TypeError, ValueError, RecursionError):
-            return ToolResult("error: the arguments are not plain values", error=True)
+            body = checked_call(tool, arguments)
+        except ToolRefused as refused:
+            return ToolResult(f"error: {refused}", error=True)
         async with self._turn:
             result = await self._request(WorkspaceOperation.CALL_TOOL, body)
         return ToolResult(str(result["text"]), bool(result["error"]))
@@ -200,42 +195,24 @@ class Workspace:
         async with self._turn:
             return dict(await self._request(WorkspaceOperation.COLLECT_FILES, None))
 
-    async def _open(self, files: Mapping[str, str], protected: frozenset[str]) -> None:
-        opening: WorkspaceOpening = {
-            "files": dict(files), "protected": sorted(protected), "limits": asdict(self._limits)
-        }  # fmt: skip
-        await self._request(WorkspaceOperation.FILL_FOLDER, opening)
-
-    async def _request(self, operation: Operation, body: Any) -> Any:
+    async def _request(self, operation: WorkspaceOperation, body: Any) -> Any:
         if self._broken:
             raise WorkspaceLost("the workspace was lost before")
         self._broken = True  # until this exchange is complete
-        await self._send(operation, 0, body)
+        slot = 0
         while True:
-            answer, slot, body = await self._receive()
+            try:
+                async with asyncio.timeout(self._limits.shell_seconds + _GRACE_SECONDS):
+                    self._writer.write(encode_frame(operation, body, slot))
+                    await self._writer.drain()
+                    answer, slot, _, length = decode_head(await self._reader.readexactly(HEAD.size))
+                    body = json.loads(await self._reader.readexactly(length)) if length else None
+            except TimeoutError:
+                raise WorkspaceLost("the workspace does not answer") from None
+            except (OSError, asyncio.IncompleteReadError) as error:
+                raise WorkspaceLost(f"the workspace is gone: {type(error).__name__}") from None
             if answer == Reply.RESULT:
                 self._broken = False
                 return body
             result = await self._commands(body["name"], body["argv"], body["files"])
-            await self._send(WorkspaceOperation.COMMAND_RESULT, slot, asdict(result))
-
-    async def _send(self, operation: Operation, slot: int, body: Any) -> None:
-        self._writer.write(encode_frame(operation, body, slot))
-        async with self._within_limits():
-            await self._writer.drain()
-
-    async def _receive(self) -> tuple[Operation, int, Any]:
-        async with self._within_limits():
-            operation, slot, _, length = decode_head(await self._reader.readexactly(HEAD.size))
-            body = json.loads(await self._reader.readexactly(length)) if length else None
-        return operation, slot, body
-
-    @asynccontextmanager
-    async def _within_limits(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(self._limits.shell_seconds + _GRACE_SECONDS):
-                yield
-        except TimeoutError:
-            raise WorkspaceLost("the workspace does not answer") from None
-        except (OSError, asyncio.IncompleteReadError) as error:
-            raise WorkspaceLost(f"the workspace is gone: {type(error).__name__}") from None
+            operation, body = WorkspaceOperation.COMMAND_RESULT, asdict(result)

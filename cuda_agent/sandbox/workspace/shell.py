@@ -3,10 +3,9 @@
 A command's output, time, memory, processes and disk are bounded, and none of its processes outlives it. The folder and
 the exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are small scripts on its PATH:
 they write their request to the worker through a FIFO, the worker passes it to the client over the open call, and the
-answer returns the same way. Any data that a shell can write may be forged, and is checked.
-
-Not covered: background commands (``background``), process substitution (``<(...)`` needs ``/proc``), and machines whose
-Landlock cannot confine signals (ABI below 6), where a shell of the same user may kill its own worker.
+answer returns the same way. Any data that a shell can write may be forged, and is checked. Not covered: process
+substitution (``<(...)`` needs ``/proc``), and kernels whose Landlock cannot confine signals (ABI below 6), where a
+shell of the same user may kill its own worker.
 """
 
 import contextlib
@@ -20,11 +19,12 @@ import socket
 import stat
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from cuda_agent.sandbox.jail import jail
+from cuda_agent.sandbox.jail.descendants import descendants
 from cuda_agent.sandbox.messages import CommandRequest, WorkspaceOperation, receive_frame, send_frame
 from cuda_agent.sandbox.wire import ToolResult
 from cuda_agent.sandbox.workspace.files import Folder, disk_use
@@ -54,8 +54,7 @@ exit "$status"
 
 @dataclass(frozen=True)
 class CommandLimits:
-    """The limits of one workspace. The time of a shell command stops while compile, verify or profile is being
-    answered."""
+    """The limits of one workspace. The time of a shell command stops while a request of it is being answered."""
 
     shell_seconds: float = 30.0
     output_chars: int = 30_000  # of one tool's text; the middle is cut
@@ -106,12 +105,8 @@ class Shell:
             execute=(*jail.SYSTEM_EXECUTE, work, f"{folder}/bin"),
             cpu_seconds=max(1, int(limits.shell_seconds) * 2),
         )
-        self.environment = {
-            "PATH": f"{folder}/bin:/usr/local/bin:/usr/bin:/bin",
-            "HOME": work,
-            "TMPDIR": f"{folder}/tmp",
-            "LANG": "C.UTF-8",
-        }
+        path = f"{folder}/bin:/usr/local/bin:/usr/bin:/bin"
+        self.environment = {"PATH": path, "HOME": work, "TMPDIR": f"{folder}/tmp", "LANG": "C.UTF-8"}
         for name in COMMANDS:
             path = f"{folder}/bin/{name}"
             with open(path, "w") as file:
@@ -188,14 +183,11 @@ class Shell:
         return CommandOutcome(code if code is not None else -signal.SIGKILL, output.text(), killed)
 
     def become(self, program: list[str], out: int, state: int, environment: dict[str, str]) -> None:
-        """Become the program in the jail of commands, in a forked child. ``state``: the descriptor for folder and
-        variables."""
+        """Become the program, jailed, in a forked child. ``state``: the descriptor for folder and variables."""
         os.setsid()
         null = os.open("/dev/null", os.O_RDONLY)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        os.dup2(state, _STATE_FD)
-        os.dup2(null, 0)
+        for descriptor, number in ((null, 0), (out, 1), (out, 2), (state, _STATE_FD)):
+            os.dup2(descriptor, number)
         os.closerange(3, _STATE_FD)
         os.closerange(_STATE_FD + 1, 4096)
         signal.set_wakeup_fd(-1)
@@ -225,12 +217,10 @@ class Shell:
 
     def end(self, pid: int) -> None:
         """Kill all processes left of a command."""
-        with contextlib.suppress(OSError):
-            os.killpg(pid, signal.SIGKILL)
+        kill([-pid])
         for attempt in range(1000):
             if self.alone and (not self.keepers or attempt > _PATIENCE):
-                with contextlib.suppress(OSError):
-                    os.kill(-1, signal.SIGKILL)  # all at once: forking cannot outrun it
+                kill([-1])  # all at once: forking cannot outrun it
             left = descendants(os.getpid(), self.keepers)
             kill(left)
             reap()
@@ -328,10 +318,10 @@ def reap() -> dict[int, int]:
     return ended
 
 
-def kill(pids: Iterable[int]) -> None:
+def kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
     for pid in pids:
         with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def _signals_stay_inside() -> bool:
@@ -341,25 +331,6 @@ def _signals_stay_inside() -> bool:
     except PermissionError:
         return jail.landlock_abi() >= 6
     return False
-
-
-def children(pid: int) -> list[int]:
-    found: list[int] = []
-    try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children") as file:
-                found += map(int, file.read().split())
-    except OSError:
-        pass
-    return found
-
-
-def descendants(pid: int, without: Collection[int] = ()) -> list[int]:
-    """Return all processes below ``pid``, except those in ``without`` and their descendants."""
-    found = [child for child in children(pid) if child not in without]
-    for child in found:
-        found += children(child)  # grows while it is walked
-    return found
 
 
 def _resident(pid: int) -> int:
