@@ -1,17 +1,15 @@
 """Builds C++ sources to a shared library and CUDA sources to a cubin, in the jail, with a cache keyed by content.
 
-The key of a build is its sources, flags, compiler version and processor or GPU. A header with a few common standard
-headers is precompiled once, because a small kernel's build spends most of its time in ``<cmath>`` and ``<algorithm>``.
-A CPU kernel is first built the fast way: by a compiler started in advance (``compiler``), without the special functions
-of ``<cmath>`` and without the C++ library, which few kernels need. If that fails, it is built the full way, whose
-errors count. The compiler has limits on time, memory, processes and files; its output is cut to the first errors, each
-with its source line. NVRTC (``nvrtc``) compiles CUDA sources without a GPU. Not covered: whether the built code is
-correct.
+The key of a build is its sources, flags, compiler version and processor or GPU. A CPU kernel is first built the fast
+way: by a compiler started in advance (``compiler``) with precompiled headers, without the special functions of
+``<cmath>`` and without the C++ library, which few kernels need. If that fails, it is built the full way, whose errors
+count. NVRTC (``nvrtc``) compiles CUDA sources without a GPU. Not covered: whether the built code is correct.
 """
 
 import asyncio
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -36,14 +34,7 @@ _LEAN_PRELUDE = "#define _GLIBCXX_BITS_SPECFUN_H 1\n" + _PRELUDE
 _LEAN_LINK = ("-nodefaultlibs", "-fno-use-linker-plugin", "-lm", "-lc", "-lgcc")  # also halves the linker's time
 _LIBRARY_MB = 64
 _MESSAGE_LENGTH = 1200
-_OURS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EIO,
-    errno.EMFILE,
-    errno.ENFILE,
-)  # the machine's fault
+_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)  # the machine's fault
 _KILLED = "Killed signal terminated program"
 
 
@@ -99,7 +90,7 @@ class Builder:
             if self._toolchain is None:
                 found = await asyncio.to_thread(find_toolchain)
                 homes = [await self._precompiled(found, text) for text in (_PRELUDE, _LEAN_PRELUDE)]
-                self._toolchain = Toolchain(found.compiler, found.version, found.processor, *map(str, homes))
+                self._toolchain = Toolchain(found.compiler, found.identity, *map(str, homes))
             return self._toolchain
 
     async def _precompiled(self, tools: Toolchain, prelude: str) -> Path:
@@ -140,14 +131,11 @@ class Builder:
             BuildError: The compiler refuses the source.
             CompilerMissing: NVRTC is not installed."""
         tools = find_nvrtc()
-        request = {"library": tools.library, "includes": tools.includes, "architecture": architecture, "unit": unit}
-        command = [
-            sys.executable,
-            "-I",
-            "-S",
-            str(NVRTC_PROGRAM),
-            json.dumps(request | {"expressions": list(expressions)}),
-        ]
+        request = {
+            "library": tools.library, "includes": tools.includes, "architecture": architecture, "unit": unit,
+            "expressions": list(expressions),
+        }  # fmt: skip
+        command = [sys.executable, "-I", "-S", str(NVRTC_PROGRAM), json.dumps(request)]
         parts = [tools.identity, architecture, unit, *expressions]
         read = (str(Path(tools.library).parent), *tools.includes, str(NVRTC_PROGRAM))
         folder = await self._built(parts, command, files, ("kernels.cubin", "names.json"), read)
@@ -190,8 +178,7 @@ class Builder:
         seconds: float = 0.0,
     ) -> Path:
         """Returns the folder of ``products``, from the cache or made by ``command``; joins the same build when it is
-        already running. ``unit``: the one that can be built the fast way. ``seconds``: a limit other than a
-        solution's."""
+        already running. ``unit``: the one that can be built the fast way."""
         seconds = seconds or self._seconds
         content = [*parts, *(f"{name}\0{files[name]}" for name in sorted(files))]
         key = hashlib.sha256("\0\0".join(content).encode(errors="surrogatepass")).hexdigest()
@@ -205,11 +192,12 @@ class Builder:
         future: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
         self._under_way[key] = future
         try:
+            compile = functools.partial(self._compile, command, files, products, done, read, seconds)
             if not (unit and await self._compiled_ahead(unit, files, products, done)):
                 try:
-                    await self._compile(command, files, products, done, read, seconds)
+                    await compile()
                 except _Killed:  # the cause may be outside the build: try once more
-                    await self._compile(command, files, products, done, read, seconds)
+                    await compile()
             future.set_result(done)
             return done
         except BaseException as error:
@@ -244,12 +232,10 @@ class Builder:
 
     @contextlib.contextmanager
     def _beside_timing(self) -> Iterator[None]:
-        """Holds the lease as a worker, so that no time is measured during a build. Without a lease it does nothing: a
-        build does not disturb timings on a GPU."""
-        if self._lease is None:
-            yield
-            return
-        with contextlib.closing(Lease(self._lease)) as lease, lease.working():
+        """Holds the lease, where there is one, as a worker: no time is measured during a build."""
+        with contextlib.ExitStack() as held:
+            if self._lease is not None:
+                held.enter_context(held.enter_context(contextlib.closing(Lease(self._lease))).working())
             yield
 
     def _run(self, command: list[str], work: Path, read: Sequence[str], seconds: float) -> None:
@@ -290,29 +276,20 @@ class Builder:
             tools.compiler, *FLAGS, *_DIAGNOSTICS, "-pipe", "-shared", "-Wl,--no-undefined", "-o", "library.so",
         ]  # fmt: skip
         work = Path(tempfile.mkdtemp(prefix="build-", dir=self._scratch))
+        policy = self._policy(work, (tools.lean,), self._seconds)
         try:
             with self._beside_timing():
-                return Waiting(
-                    self._policy(work, (tools.lean,), self._seconds),
-                    command,
-                    work,
-                    f"{tools.lean}/prelude.h",
-                    _LEAN_LINK,
-                )
+                return Waiting(policy, command, work, f"{tools.lean}/prelude.h", _LEAN_LINK)
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
             raise
 
     def _policy(self, work: Path, read: Sequence[str], seconds: float) -> jail.JailPolicy:
+        python = sys.prefix, sys.base_prefix
         return jail.JailPolicy(
-            read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix, *read),
-            write=(str(work),),
-            execute=(*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix),
-            memory_mb=self._memory_mb,
-            file_mb=_LIBRARY_MB,
-            cpu_seconds=int(seconds) + 1,
-            read_any=True,
-        )
+            read=(*jail.SYSTEM_READ, *python, *read), write=(str(work),), execute=(*jail.SYSTEM_EXECUTE, *python),
+            memory_mb=self._memory_mb, file_mb=_LIBRARY_MB, cpu_seconds=int(seconds) + 1, read_any=True,
+        )  # fmt: skip
 
     def _finish(self, compiler: Compiler, work: Path, seconds: float) -> None:
         try:
@@ -369,9 +346,7 @@ def _take(source: Path, target: Path) -> None:
     except OSError:
         raise BuildError("the compiler left no library") from None
     with os.fdopen(descriptor, "rb") as file:
-        content = file.read(_LIBRARY_MB << 20)
-    with open(target, "wb") as copy:
-        copy.write(content)
+        target.write_bytes(file.read(_LIBRARY_MB << 20))
 
 
 _ERROR = re.compile(
@@ -385,7 +360,7 @@ def has_errors(text: str) -> bool:
 
 
 def first_errors(text: str) -> str:
-    """Returns the compiler's first errors with their source lines, without notes, carets and instantiation chains."""
+    """Returns the compiler's first errors with their source lines."""
     lines = text.splitlines()
     kept: list[str] = []
     for number, line in enumerate(lines):

@@ -26,27 +26,22 @@ class CompilerMissing(RuntimeError):
 @dataclass(frozen=True)
 class Toolchain:
     compiler: str
-    version: str
-    processor: str
+    identity: str
     includes: str = ""  # folder of the precompiled prelude
     lean: str = ""  # and of the lean one
 
-    @property
-    def identity(self) -> str:
-        return f"{self.version}|{self.processor}|{' '.join(FLAGS)}"
 
-
-def find_toolchain(compiler: str = "g++") -> Toolchain:
+def find_toolchain() -> Toolchain:
     """The C++ compiler of this machine, without precompiled headers.
 
     Raises:
         CompilerMissing: it is not on PATH.
     """
-    path = shutil.which(compiler)
+    path = shutil.which("g++")
     if path is None:
-        raise CompilerMissing(f"no C++ compiler: {compiler!r} is not on PATH")
+        raise CompilerMissing("no C++ compiler: 'g++' is not on PATH")
     version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()[0]
-    return Toolchain(path, version, processor())
+    return Toolchain(path, f"{version}|{processor()}|{' '.join(FLAGS)}")
 
 
 @dataclass(frozen=True)
