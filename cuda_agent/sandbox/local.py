@@ -222,8 +222,8 @@ class LocalSandbox:
 
     async def _place(self, task: Task, solution: Solution) -> dict[str, Any]:
         """Run the first pass or find it in the cache; return where its results are. Raises ``FirstPassFailed``."""
-        more = FORMATS[solution.format].environment.get(self.config.device)
-        return asdict(await self._first_pass(task, solution.files, self._architecture, more))
+        more = FORMATS[solution.format].environment.get(self.config.device, {})
+        return await self._first_pass(task, solution.files, self._architecture, more)
 
     async def spec(self, task: Task) -> TaskSpec:
         """Return shapes, dtypes and plain values of a task.
