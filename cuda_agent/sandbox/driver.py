@@ -1,8 +1,7 @@
 """Calls the CUDA driver through ctypes: the part of ``libcuda`` that the judge and its workers need.
 
 ``python driver.py`` prints a device's architecture and identity as JSON, for a process that must not open the device.
-The judge uses this module without torch; a worker uses it beside torch, in torch's context. Handles and addresses are
-integers. Not covered: streams other than the default one, textures, graphs.
+Handles and addresses are integers. Not covered: streams other than the default one, textures, graphs.
 """
 
 import ctypes
@@ -93,11 +92,7 @@ def _address(value: int) -> ctypes.c_uint64:
 
 
 def open_device(index: int = 0) -> None:
-    """Make the device's primary context current in this thread.
-
-    Raises:
-        NoDevice: There is no driver or no device.
-    """
+    """Make the device's primary context current in this thread. Raises ``NoDevice``."""
     try:
         _call("cuInit", 0)
         device, context = ctypes.c_int(), ctypes.c_void_p()

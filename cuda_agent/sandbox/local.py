@@ -1,8 +1,7 @@
-"""Runs the sandbox on this machine.
+"""Runs the sandbox on this machine: builds solutions, sends them to judge processes, and caches verdicts by content.
 
-``LocalSandbox`` builds solutions, sends them to judge processes, and caches verdicts by content. Builds run in
-parallel; times are taken one at a time. It retries an infrastructure fault once in a fresh judge and never charges it
-to the candidate. No code of a model runs in this process.
+Builds run in parallel; times are taken one at a time. An infrastructure fault is retried once in a fresh judge and
+never charged to the candidate. No code of a model runs in this process.
 """
 
 import asyncio
@@ -115,20 +114,12 @@ class LocalSandbox:
         return str(image), found["identity"]
 
     async def ready(self) -> None:
-        """Prove that the walls stand and that the compiler works.
-
-        Raises:
-            SandboxUnready: names the missing part.
-        """
+        """Prove the walls and the compiler. Raises ``SandboxUnready``, which names the missing part."""
         await asyncio.gather(*(judge.begin() for judge in self._judges))
         await self.prove_compiler()
 
     async def prove_compiler(self) -> None:
-        """Build a source that is not in the cache.
-
-        Raises:
-            SandboxUnready: the compiler does not work.
-        """
+        """Build a source that is not in the cache. Raises ``SandboxUnready``."""
         proof = secrets.token_hex(16)
         try:
             if self.config.device == "cuda":
@@ -226,11 +217,7 @@ class LocalSandbox:
         return await self._first_pass(task, solution.files, self._architecture, more)
 
     async def spec(self, task: Task) -> TaskSpec:
-        """Return shapes, dtypes and plain values of a task.
-
-        Raises:
-            TaskError: the task cannot be run.
-        """
+        """Return shapes, dtypes and plain values of a task. Raises ``TaskError`` if it cannot be run."""
         if task.digest not in self._specs:
             spec = TaskSpec.from_json(await self._judge(task).ask(JudgeRequest.SPEC, {"task": _source(task)}))
             if len(self._specs) >= _MOST_SPECS:

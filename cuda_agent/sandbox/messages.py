@@ -1,8 +1,7 @@
 """The messages between a client, the judge, its workers and the workspaces: operations, their payloads, and frames.
 
-A frame is 8 bytes and a JSON body: the operation, a slot, a small number (``extra``) and the length of the body.  Only
-the standard library is imported here, since workers import this module.  Not covered: tensors, which cross in shared
-memory, and the service's HTTP (``protocol``).
+Only the standard library is imported here, since workers import this module.  Not covered: tensors, which cross in
+shared memory, and the service's HTTP (``protocol``).
 """
 
 import json
@@ -253,11 +252,7 @@ def encode_frame(operation: Operation, body: Any = None, slot: int = 0, extra: i
 
 
 def decode_head(head: bytes) -> tuple[Operation, int, int, int]:
-    """Operation, slot, extra and the length of the body in bytes.
-
-    Raises:
-        ValueError: there is no such operation, or the body is too long.
-    """
+    """Operation, slot, extra and the length of the body in bytes. Raises ``ValueError`` for another head."""
     number, slot, extra, length = HEAD.unpack(head)
     if number >= len(_OPERATIONS):
         raise ValueError(f"a frame of the unknown operation {number}")

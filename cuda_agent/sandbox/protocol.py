@@ -1,9 +1,8 @@
 """Defines the requests of the service, their limits, and the form of a refusal.
 
-A request is JSON of at most ``BODY_BYTES``. Unknown keys, wrong types, invalid Unicode, unsafe file names and deep
-nesting are refused here, before any other code reads them. The limits keep one request inside one frame to the judge
-(``messages.FRAME_LIMIT``) even when every character is escaped. Not covered: the content of a solution or a task, which
-the sandbox judges.
+Unknown keys, wrong types, invalid Unicode, unsafe file names and deep nesting are refused before any other code reads
+them. The limits keep one request inside one frame to the judge (``messages.FRAME_LIMIT``) even when every character is
+escaped. Not covered: the content of a solution or a task, which the sandbox judges.
 """
 
 import hashlib
@@ -68,11 +67,7 @@ def _text(limit: int) -> Any:
 
 
 def file_name(name: str) -> str:
-    """Check that a path is relative and stays inside its folder.
-
-    Raises:
-        ValueError: it is not such a path.
-    """
+    """Check that a path is relative and stays inside its folder. Raises ``ValueError``."""
     name.encode()
     parts = name.split("/")
     if len(name) > MOST_NAME or len(parts) > MOST_DEPTH:
@@ -253,11 +248,7 @@ def _finite(value: Any) -> Any:
 
 
 def agree(asked: dict[str, str | int | float], config: SandboxConfig) -> None:
-    """Check the client's settings against the server's.
-
-    Raises:
-        ServiceError: a setting differs or is unknown.
-    """
+    """Check the client's settings against the server's. Raises ``ServiceError``."""
     for name, value in asked.items():
         if name not in AGREED:
             raise ServiceError(422, "malformed", f"{name[:40]!r} is none of {', '.join(AGREED)}", "settings")

@@ -1,9 +1,8 @@
 """Runs the sandbox on servers: ``LocalSandbox``'s interface over any number of ``cuda-agent sandbox serve``.
 
-Rendezvous hashing of the task's digest gives each task a preferred server, because a server keeps tasks prepared and
-baselines belong to one machine. The client skips a server that is full, until the time that the server names, or gone,
-for a while. It retries lost work and ``infra`` answers on other servers, at most ``ATTEMPTS`` times; then the verdict
-is ``infra``. Not covered: workspaces, which end with their server (``WorkspaceLost``), and judging.
+Each task has a preferred server, because a server keeps tasks prepared and baselines belong to one machine. A server
+that is full or gone is skipped for a while. Lost work and ``infra`` answers are retried on other servers. Not covered:
+workspaces, which end with their server (``WorkspaceLost``), and judging.
 """
 
 import asyncio
@@ -133,12 +132,7 @@ class RemoteSandbox:
             return Probe(error=f"infrastructure: {lost}")
 
     async def spec(self, task: Task) -> TaskSpec:
-        """Return shapes, dtypes and plain values of a task.
-
-        Raises:
-            TaskError: the task cannot be run.
-            SandboxUnready: no server is ready.
-        """
+        """Return shapes, dtypes and plain values of a task. Raises ``TaskError`` or ``SandboxUnready``."""
         try:
             return TaskSpec.from_json(await self._ask({"kind": "spec", "task": _task(task)}, task))
         except _Refused as refusal:
@@ -300,11 +294,7 @@ class RemoteWorkspace:
         self._timeout = httpx.Timeout(_SILENCE_SECONDS, pool=None)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Run a tool. Exceptions of ``commands`` pass through.
-
-        Raises:
-            WorkspaceLost: the workspace or its server died or hangs.
-        """
+        """Run a tool. Exceptions of ``commands`` pass through. Raises ``WorkspaceLost``."""
         try:
             body = checked_call(tool[:100], arguments)
         except ToolRefused as refused:
@@ -343,11 +333,7 @@ class RemoteWorkspace:
                         yield asked["number"], asked["name"], asked["argv"], asked["files"]
 
     async def files(self) -> dict[str, str]:
-        """Return the folder's text files within the limits of ``workspace.files``.
-
-        Raises:
-            WorkspaceLost: as ``call``.
-        """
+        """Return the folder's text files within the limits of ``workspace.files``. Raises ``WorkspaceLost``."""
         with _losing():
             async with self._turn:
                 response = await self._client.get(f"{self._path}/files", headers=self._headers, timeout=60.0)

@@ -1,9 +1,8 @@
 """Builds C++ sources to a shared library and CUDA sources to a cubin, in the jail, with a cache keyed by content.
 
-The key of a build is its sources, flags, compiler version and processor or GPU. A CPU kernel is first built the fast
-way: by a compiler started in advance (``compiler``) with precompiled headers, without the special functions of
-``<cmath>`` and without the C++ library, which few kernels need. If that fails, it is built the full way, whose errors
-count. NVRTC (``nvrtc``) compiles CUDA sources without a GPU. Not covered: whether the built code is correct.
+A CPU kernel is first built the fast way: by a compiler started in advance (``compiler``), without the special functions
+of ``<cmath>`` and without the C++ library, which few kernels need. If that fails, it is built the full way, whose
+errors count. NVRTC (``nvrtc``) compiles CUDA sources without a GPU. Not covered: whether the built code is correct.
 """
 
 import asyncio
@@ -55,15 +54,9 @@ _OUR_SECONDS = 120.0  # limit for the project's own code: precompiled headers, t
 
 
 class Builder:
-    """Runs builds and caches their products.
-
-    Args:
-        folder: The cache.
-        scratch: A folder that jailed users can reach.
-        lease: Folder of the timing lease; None where builds do not disturb timings, as on a GPU.
-        seconds: Time limit of one build.
-        memory_mb: Memory limit of one build.
-        parallel: Most builds at a time."""
+    """Runs builds, at most ``parallel`` at a time, and caches their products in ``folder``. ``scratch``: a folder that
+    jailed users can reach. ``lease``: that of the timing lease; None where builds do not disturb timings, as on a GPU.
+    ``seconds`` and ``memory_mb`` limit one build."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path | None, seconds: float, memory_mb: int, parallel: int = 2
@@ -319,10 +312,7 @@ def _keep(work: Path, products: Sequence[str], target: Path) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Writes an author's files into an empty folder.
-
-    Raises:
-        BuildError: A file name is invalid."""
+    """Writes an author's files into an empty folder. Raises ``BuildError`` for an invalid name."""
     for name, text in files.items():
         path = folder / name
         if (path.is_absolute() and not path.is_relative_to(folder)) or ".." in Path(name).parts:

@@ -1,10 +1,8 @@
-"""A program that compiles one CUDA source with NVRTC; it starts in the folder that holds the sources.
+"""A program that compiles one CUDA source with NVRTC, inside the jail, in the folder that holds the sources.
 
 ``python nvrtc.py REQUEST`` (JSON: library, includes, architecture, unit, expressions) writes ``kernels.cubin`` and
-``names.json`` there. The compiler's log goes to stderr, and the exit status is 1 when it refuses the source. The
-program runs inside the jail and imports only the standard library.
-
-NVRTC has no host headers: this program supplies a few that kernels often include for integer types and limits.
+``names.json`` there. The log goes to stderr, and the exit status is 1 when the source is refused. NVRTC has no host
+headers: the program supplies a few that kernels often include. It imports only the standard library.
 """
 
 import ctypes

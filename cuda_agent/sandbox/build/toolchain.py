@@ -32,11 +32,7 @@ class Toolchain:
 
 
 def find_toolchain() -> Toolchain:
-    """The C++ compiler of this machine, without precompiled headers.
-
-    Raises:
-        CompilerMissing: it is not on PATH.
-    """
+    """The C++ compiler of this machine, without precompiled headers. Raises ``CompilerMissing``."""
     path = shutil.which("g++")
     if path is None:
         raise CompilerMissing("no C++ compiler: 'g++' is not on PATH")
@@ -78,11 +74,7 @@ class Nvcc:
     identity: str
 
     def libraries(self, name: str) -> list[str]:
-        """The file of one of NVIDIA's libraries (``cublas``, ``cudnn``), for the linker.
-
-        Raises:
-            CompilerMissing: the library is not installed.
-        """
+        """The file of one of NVIDIA's libraries (``cublas``, ``cudnn``), for the linker. Raises ``CompilerMissing``."""
         places = [*_packages(), Path("/usr/local/cuda/lib64"), Path("/usr/lib/x86_64-linux-gnu")]
         found = [path for place in places for path in sorted(place.glob(f"**/lib{name}.so*"))]
         if not found:

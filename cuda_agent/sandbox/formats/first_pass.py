@@ -1,11 +1,8 @@
 """Runs a solution that brings its own compilers once in a worker that may start programs: the first pass.
 
-A jailed worker runs constructor and forward on inputs that the task draws in the same process; it may start programs
-and write one folder.  When the worker and all its programs have ended, the plain files of the folder are copied into
-the cache.  The locked pass reads them at the same path and starts no program (``worker.replay``).
-
-This module is trusted and imports neither task nor solution.  The folder's content is hostile: only the jailed
-candidate loads it.  Not covered: a device that the pass leaves in a bad state.
+When the worker and all its programs have ended, the plain files of its folder are copied into the cache.  The locked
+pass reads them at the same path and starts no program (``worker.replay``).  The folder's content is hostile: only the
+jailed candidate loads it.  Not covered: a device that the pass leaves in a bad state.
 """
 
 import asyncio
@@ -92,9 +89,7 @@ class FirstPass:
         self, task: Task, files: Mapping[str, str], architecture: str, more: Mapping[str, str]
     ) -> dict[str, Any]:
         """Runs the first pass of a solution, or finds it in the cache.  ``more``: environment variables of both passes.
-
-        Returns:
-            The ``folder`` that it left, and the ``environment`` that points the locked pass to it.
+        Returns the ``folder`` that it left, and the ``environment`` that points the locked pass to it.
 
         Raises:
             FirstPassFailed: The solution is at fault.
@@ -309,11 +304,7 @@ def too_much(folder: Path) -> str:
 
 
 def _freeze(folder: Path) -> None:
-    """Replaces the folder by a copy of its plain files, owned by this process's user.
-
-    Raises:
-        FirstPassFailed: The folder exceeds a limit.
-    """
+    """Replaces the folder by a copy of its plain files, owned by this process's user. Raises ``FirstPassFailed``."""
     if what := too_much(folder):
         raise FirstPassFailed("build_error", f"the solution left {what} where it compiled")
     staged = Path(tempfile.mkdtemp(dir=folder.parent))

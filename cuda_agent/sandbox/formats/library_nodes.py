@@ -1,8 +1,7 @@
 """Checks the library nodes of a plan: matrix products and convolutions of the vendor's library.
 
-``describe`` is pure: it checks a node against the shapes of its buffers and returns the description that ``vendor``
-binds in the worker, with every extent a number.  Errors name the node.  Forward only; buffers are contiguous, batch and
-channels first.
+``describe`` is pure: it checks a node against the shapes of its buffers and returns the description that
+``worker.library_nodes`` binds.  Forward only; buffers are contiguous, batch and channels first.
 """
 
 import math
@@ -22,10 +21,7 @@ _COMPUTE = {
 
 def describe(node: Gemm | Convolution, where: str, names: dict[str, Any], device: str) -> dict[str, Any]:
     """Returns the node as the worker binds it: ``tensors`` by role, each with buffer, shape and dtype; ``writes``, the
-    result's buffer; and the fields of its kind.
-
-    Raises:
-        PlanError: The node does not fit its buffers."""
+    result's buffer; and the fields of its kind. Raises ``PlanError``."""
     roles = ("a", "b", "c") if isinstance(node, Gemm) else ("input", "weight", "bias", "output")
     said: dict[str, str] = {role: name for role in roles if (name := getattr(node, role)) is not None}
     buffers = {role: _buffer(name, role, where, names) for role, name in said.items()}

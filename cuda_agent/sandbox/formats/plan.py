@@ -1,10 +1,8 @@
 """The plan format: compiles ``plan.json`` into a program for the executor.
 
-``compile_plan`` is pure: it checks the plan against the task's shapes, evaluates every integer expression, and
-generates the source through which the executor calls the kernels: on ``cpu`` a C++ trampoline, on ``cuda`` a
-translation unit that also reports the types of their arguments.  Errors name the node.  The keys that only ``cuda`` has
-(block, shared memory, cluster, cooperative launches) are refused on the CPU.  ``build`` calls the compiler.
-``grammar`` parses the fields of a plan, and ``library_nodes`` describes library nodes.
+``compile_plan`` is pure: it checks the plan against the task's shapes, evaluates every expression, and generates the
+source through which the executor calls the kernels: on ``cpu`` a C++ trampoline, on ``cuda`` a translation unit that
+also reports the types of their arguments.  ``build`` calls the compiler; ``grammar`` parses the fields of a plan.
 """
 
 import re
@@ -89,11 +87,7 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
 
 
 async def runtime(builder: Builder) -> Path:
-    """Builds the executor of plans for the CPU once; this also proves that the compiler works.
-
-    Raises:
-        SandboxUnready: The compiler does not work.
-    """
+    """Builds the executor of plans for the CPU; this also proves the compiler. Raises ``SandboxUnready``."""
     try:
         return await builder.library({"runtime.cpp": _RUNTIME.read_text()}, ["runtime.cpp"], ours=True)
     except (BuildError, CompilerMissing) as error:

@@ -1,8 +1,7 @@
 """Holds the service's queue: jobs keyed by content and ordered by priority, with an estimate of when there is room.
 
-Pure: no clock (the caller passes the time), no tasks, no I/O. A job belongs to one *place* (a judge, or the builder),
-which takes only as many jobs at once as it can use: an urgent job overtakes waiting jobs, but not running ones. Not
-covered: doing the work, and the cache of verdicts that outlives the process.
+Pure: no clock, tasks or I/O. A job belongs to one *place* (a judge, or the builder), which takes only as many jobs at
+once as it can use: an urgent job overtakes waiting jobs, but not running ones. Not covered: doing the work.
 """
 
 from collections import OrderedDict
@@ -97,11 +96,7 @@ class Queue:
         self, id: str, kind: Kind, place: Hashable, priority: int, size: int, request: Any, now: float
     ) -> tuple[Job, bool]:
         """Return the job of this content and whether it is new. A queued or running job is joined, and a valid verdict
-        is returned again.
-
-        Raises:
-            Full: there is no room.
-        """
+        is returned again. Raises ``Full``."""
         if job := self._alive.get(id):
             job.interest += 1
             if job.state == "queued":

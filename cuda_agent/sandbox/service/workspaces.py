@@ -1,9 +1,6 @@
 """Serves work folders over the network: open folders, their owners, and a tool call as a stream of lines.
 
-The answer to a call is a stream. ``{"command": ...}`` asks the caller to compile, verify or profile (it replies through
-``answer``), ``{"alive": true}`` is a heartbeat, and the last line is ``{"result": ...}`` or ``{"lost": ...}``. A broken
-stream leaves the folder in an unknown state, so the folder is closed.
-
+``docs/service.md`` describes the lines. A broken stream leaves the folder in an unknown state, so the folder is closed.
 Not covered: the folder and its tools (``workspace``), and HTTP (``app``).
 """
 

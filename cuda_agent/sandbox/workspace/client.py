@@ -1,8 +1,7 @@
 """Opens workspaces, calls their tools, and answers the commands of their shells.
 
 A workspace is an agent's folder with its tools, in a separate jailed process (``worker``). A mistake of the agent gives
-a ``ToolResult`` with ``error``. A workspace that dies or hangs raises ``WorkspaceLost``, an infrastructure fault that
-is never charged to the candidate. Not covered: judging (``commands`` does that) and workspaces on other machines.
+a ``ToolResult`` with ``error``. Not covered: judging (``commands`` does that) and workspaces on other machines.
 """
 
 import asyncio
@@ -46,10 +45,8 @@ class WorkspaceLost(Exception):
 
 
 class Workspaces:
-    """The warm parent of workspaces, shared by many. ``async with`` or the first workspace starts it.
-
-    Its folders lie in one temporary folder, which is removed with it, even when this process is killed.
-    """
+    """The warm parent of workspaces; ``async with`` or the first workspace starts it. Its folders lie in one temporary
+    folder, which is removed with it, even when this process is killed."""
 
     def __init__(self, limits: CommandLimits | None = None) -> None:
         self.limits = limits or CommandLimits()
@@ -147,11 +144,7 @@ class Workspaces:
 
 
 def checked_call(tool: str, arguments: Mapping[str, Any]) -> ToolCall:
-    """Return the body of a tool call.
-
-    Raises:
-        ToolRefused: the arguments are too large or not plain values.
-    """
+    """Return the body of a tool call. Raises ``ToolRefused`` if the arguments are too large or not plain values."""
     try:
         body: ToolCall = {"tool": tool, "arguments": dict(arguments)}
         size = len(json.dumps(body))
@@ -187,11 +180,8 @@ class Workspace:
         return ToolResult(str(result["text"]), bool(result["error"]))
 
     async def files(self) -> dict[str, str]:
-        """Return the folder's text files within the limits of ``files``; protected ones have their given text.
-
-        Raises:
-            WorkspaceLost: as ``call``.
-        """
+        """Return the folder's text files within the limits of ``files``; protected ones have their given text. Raises
+        ``WorkspaceLost``."""
         async with self._turn:
             return dict(await self._request(WorkspaceOperation.COLLECT_FILES, None))
 

@@ -1,8 +1,7 @@
 """Implements the file tools of a workspace: Read, Write, Edit, MultiEdit and Glob in one folder, and its snapshot.
 
 Everything in the folder may be hostile (links, FIFOs, huge or binary files, a million names), so every path is resolved
-and every read is bounded. The code runs inside the jailed workspace process while no shell runs there; standard library
-only. Not covered: the shell, Grep, and the walls (``jail``).
+and every read is bounded. The code runs inside the jail while no shell runs there. Not covered: the shell and Grep.
 """
 
 import fnmatch
@@ -141,11 +140,7 @@ class Folder:
     # ------------------------------------------------------------------------------------------------------------ paths
 
     def resolve(self, path: str) -> str:
-        """Return the path relative to the folder, with links followed.
-
-        Raises:
-            ToolRefused: it is no path inside the folder.
-        """
+        """Return the path relative to the folder, with links followed. Raises ``ToolRefused`` for one outside it."""
         if not isinstance(path, str) or not path or len(path) > 1024 or "\0" in path or not path.isprintable():
             raise ToolRefused("not a path")
         if path == "~" or path.startswith("~/"):

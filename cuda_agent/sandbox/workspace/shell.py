@@ -1,11 +1,9 @@
 """Runs a workspace's shell commands one after the other, each in a jail inside the worker's jail, within limits.
 
-A command's output, time, memory, processes and disk are bounded, and none of its processes outlives it. The folder and
-the exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are small scripts on its PATH:
-they write their request to the worker through a FIFO, the worker passes it to the client over the open call, and the
-answer returns the same way. Any data that a shell can write may be forged, and is checked. Not covered: process
-substitution (``<(...)`` needs ``/proc``), and kernels whose Landlock cannot confine signals (ABI below 6), where a
-shell of the same user may kill its own worker.
+The folder and the exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are scripts on
+its PATH: they write their request to the worker through a FIFO, the worker passes it to the client over the open call,
+and the answer returns the same way. Any data that a shell can write may be forged, and is checked. Not covered: process
+substitution (``<(...)`` needs ``/proc``), and kernels whose Landlock cannot confine signals (ABI below 6).
 """
 
 import contextlib

@@ -3,9 +3,6 @@
 ``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent: it is light (no torch), has one thread,
 forks a worker for every workspace, and removes the folder and the leftover processes of each. A worker closes the jail
 around itself, then serves its client over one socket, one tool call after the other.
-
-Not covered: the file tools (``files``), the shell (``shell``, ``background``), and the work of compile, verify and
-profile.
 """
 
 import contextlib
