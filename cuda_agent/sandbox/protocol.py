@@ -232,7 +232,7 @@ class Answer(Body):
 
 def dumps(value: Any) -> bytes:
     """Encode a value as portable JSON: ASCII, because a solution may hold half of a surrogate pair, and null for
-    numbers that are not finite, such as an error beyond the range of its type."""
+    numbers that are not finite."""
     try:
         return json.dumps(value, allow_nan=False).encode()
     except ValueError:
@@ -276,10 +276,8 @@ def read_token(config: SandboxConfig, environment: Mapping[str, str]) -> str | N
             token = Path(config.token_file).read_text().strip()
         except OSError as error:
             raise ConfigError(f"sandbox.token_file: {config.token_file}: {error.strerror}") from None
-    else:
-        token = environment.get(config.token_env, "").strip()
-        if not token:
-            return None
+    elif not (token := environment.get(config.token_env, "").strip()):
+        return None
     if len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError("The sandbox's token must have at least 16 printable ASCII characters without spaces.")
     return token

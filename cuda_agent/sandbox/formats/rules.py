@@ -166,12 +166,8 @@ class _Reader(ast.NodeVisitor):
             if isinstance(part, ast.Assign) and isinstance(part.value, ast.Call):
                 full = self._full(part.value.func)
                 if full.startswith("torch.nn.") and not full.startswith(("torch.nn.Parameter", "torch.nn.init")):
-                    self._layers.update(
-                        target.attr
-                        for whole in part.targets
-                        for target in ast.walk(whole)
-                        if isinstance(target, ast.Attribute) and _of_self(target)
-                    )
+                    targets = [target for whole in part.targets for target in ast.walk(whole)]
+                    self._layers.update(t.attr for t in targets if isinstance(t, ast.Attribute) and _is_self(t.value))
         self.generic_visit(node)
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
@@ -196,7 +192,7 @@ class _Reader(ast.NodeVisitor):
             if owner := self._full(node.args[0]):
                 self._add(node, "patch", f"setattr({owner}, ...)")
         elif isinstance(node.func, ast.Attribute) and self._computes:
-            if isinstance(node.func.value, ast.Name) and node.func.value.id == "self":
+            if _is_self(node.func.value):
                 if node.func.attr in self._layers:
                     self._add(node, "torch", f"self.{node.func.attr}")
             elif node.func.attr in _METHODS:
@@ -247,8 +243,8 @@ class _Reader(ast.NodeVisitor):
                     self.found.append(Finding(inner.file, node.lineno + inner.line - 1, inner.rule, inner.what))
 
 
-def _of_self(node: ast.Attribute) -> bool:
-    return isinstance(node.value, ast.Name) and node.value.id == "self"
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 # -------------------------------------------------------------------------------------------------------- C++ and CUDA

@@ -15,17 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cuda_agent.errors import SandboxUnready, TaskError
+from cuda_agent.sandbox import protocol
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.local import LocalSandbox
-from cuda_agent.sandbox.protocol import (
-    AnyRequest,
-    Build,
-    EvaluateRequest,
-    ProbeRequest,
-    ServiceError,
-    SpecRequest,
-    agree,
-)
+from cuda_agent.sandbox.protocol import AnyRequest, Build, ServiceError
 from cuda_agent.sandbox.service.jobs import Full, Job, Queue
 from cuda_agent.sandbox.service.metrics import Metrics
 from cuda_agent.sandbox.service.workspaces import Rooms
@@ -67,21 +60,16 @@ class Service:
         places: dict[Hashable, int] = {judge: _AT_ONCE for judge in range(sandbox.judges)}
         self.queue = Queue(places | {"build": _AT_ONCE}, limits.queue, changed=self._wake)
         self._work: set[asyncio.Task[None]] = set()
-        self._keeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Service":
         self._keeper = asyncio.create_task(self._keep())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._keeper is not None
-        self._keeper.cancel()
-        for task in self._work:
+        for task in (self._keeper, *self._work):
             task.cancel()
         await asyncio.gather(self._keeper, *self._work, return_exceptions=True)
         await self.rooms.close_all()
-
-    # -------------------------------------------------------------------------------------------------------- readiness
 
     async def _keep(self) -> None:
         """Prove readiness, again after a loss, and close unused workspaces."""
@@ -129,12 +117,10 @@ class Service:
         if self.unready:
             raise ServiceError(503, "unready", self.unready, retry_after=_AGAIN_SECONDS)
 
-    # ------------------------------------------------------------------------------------------------------------- jobs
-
     def submit(self, request: AnyRequest, size: int) -> Job:
         """Queue a request of ``size`` bytes, or join the job of the same content. Raises ``ServiceError``."""
         self.admit("build" if isinstance(request, Build) else "evaluate")
-        agree(request.settings, self.sandbox.config)
+        protocol.agree(request.settings, self.sandbox.config)
         kind = request.kind
         place: Hashable = "build" if isinstance(request, Build) else self.sandbox.judge_of(request.task.task())
         try:
@@ -180,10 +166,8 @@ class Service:
     async def _run(self, job: Job) -> None:
         result: dict[str, Any] | None = None
         error: dict[str, str] | None = {"kind": "infra", "message": "the service was stopped"}
-        request = job.request
         try:
-            result = await self._answer(request)
-            error = None
+            result, error = await self._answer(job.request), None
         except TaskError as wrong:
             error = {"kind": "task", "message": str(wrong)}
         except SandboxUnready as missing:
@@ -199,13 +183,13 @@ class Service:
 
     async def _answer(self, request: AnyRequest) -> dict[str, Any]:
         match request:
-            case EvaluateRequest():
+            case protocol.EvaluateRequest():
                 verdict = await self.sandbox.evaluate(request.task.task(), request.solution.solution(), request.mode)
                 self._count_verdict(verdict)
                 return verdict.to_json()
-            case ProbeRequest():
+            case protocol.ProbeRequest():
                 return (await self.sandbox.probe(request.task.task(), request.compile)).to_json()
-            case SpecRequest():
+            case protocol.SpecRequest():
                 return (await self.sandbox.spec(request.task.task())).to_json()
             case Build():
                 message = await self.sandbox.build(request.solution.solution(), request.spec)
@@ -231,16 +215,14 @@ class Service:
                 self.metrics.phase_seconds.labels("evaluate", phase).observe(seconds)
 
     def metrics_text(self) -> bytes:
-        metrics = self.metrics
-        for gauge, value in (
-            (metrics.queue_length, self.queue.queued), (metrics.running, self.queue.running),
-            (metrics.workspaces, len(self.rooms)), (metrics.ready, not self.unready),
-            (metrics.draining, self.draining), (metrics.room_in_seconds, self.queue.room_in()),
-        ):  # fmt: skip
-            gauge.set(value)
+        metrics, queue = self.metrics, self.queue
+        metrics.queue_length.set(queue.queued)
+        metrics.running.set(queue.running)
+        metrics.workspaces.set(len(self.rooms))
+        metrics.ready.set(not self.unready)
+        metrics.draining.set(self.draining)
+        metrics.room_in_seconds.set(queue.room_in())
         return metrics.text()
-
-    # ------------------------------------------------------------------------------------------------------------ drain
 
     async def drain(self) -> None:
         """Refuse new work and fail queued jobs; wait for running jobs and open workspaces, up to the limit."""

@@ -102,14 +102,12 @@ class Rooms:
         try:
             while True:
                 try:
-                    line = await asyncio.wait_for(room.lines.get(), HEARTBEAT)
+                    if (line := await asyncio.wait_for(room.lines.get(), HEARTBEAT)) is None:
+                        break
                 except TimeoutError:
-                    yield {"alive": True}
-                    continue
-                if line is None:
-                    break
+                    line = {"alive": True}
                 yield line
-            last = self._outcome(work)
+            last = _outcome(work)
             whole = "result" in last
             yield last
         finally:
@@ -119,20 +117,11 @@ class Rooms:
                 await asyncio.gather(work, return_exceptions=True)
                 await self.close(room)
 
-    def _outcome(self, work: "asyncio.Task[ToolResult]") -> Line:
-        try:
-            return {"result": asdict(work.result())}
-        except WorkspaceLost as lost:
-            return {"lost": str(lost)}
-        except Exception as error:  # a hostile workspace may send anything
-            _log.exception("a workspace answered nonsense")
-            return {"lost": f"the workspace answered nonsense: {type(error).__name__}"}
-
     def answer(self, room: Room, number: int, result: ToolResult) -> None:
         """Pass the caller's answer to the shell's command. Raises ``ServiceError`` if there is no such question."""
         future = room.asked.get(number)
         if future is None or future.done():
-            raise ServiceError(404, "unknown", f"nobody asked question {number}")
+            raise ServiceError(404, "unknown", f"there is no open question {number}")
         future.set_result(result)
 
     async def files(self, room: Room) -> dict[str, str]:
@@ -162,11 +151,18 @@ class Rooms:
     async def sweep(self) -> int:
         """Close unused workspaces; return their number."""
         now = time.monotonic()
-        unused = [
-            room
-            for room in self._rooms.values()
-            if room.workspace is not None and now - room.used > (_LONGEST_CALL if room.busy else self._idle)
-        ]
+        opened = [room for room in self._rooms.values() if room.workspace is not None]
+        unused = [room for room in opened if now - room.used > (_LONGEST_CALL if room.busy else self._idle)]
         for room in unused:
             await self.close(room)
         return len(unused)
+
+
+def _outcome(work: "asyncio.Task[ToolResult]") -> Line:
+    try:
+        return {"result": asdict(work.result())}
+    except WorkspaceLost as lost:
+        return {"lost": str(lost)}
+    except Exception as error:  # a hostile workspace may send anything
+        _log.exception("a workspace answered nonsense")
+        return {"lost": f"the workspace answered nonsense: {type(error).__name__}"}
