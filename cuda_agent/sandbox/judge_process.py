@@ -31,8 +31,7 @@ class JudgeHandle:
     program = "cuda_agent.sandbox.judge.judge"
 
     def __init__(self, settings: JudgeSettings, scratch: Path) -> None:
-        self._settings = settings
-        self._scratch = scratch
+        self._settings, self._scratch = settings, scratch
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = asyncio.Lock()

@@ -164,8 +164,6 @@ class RemoteSandbox:
             with contextlib.suppress(httpx.HTTPError):
                 await self._client.delete(path, headers=headers)
 
-    # ------------------------------------------------------------------------------------------------------------- jobs
-
     async def _ask(self, request: dict[str, Any], task: Task) -> dict[str, Any]:
         """Return the result of a job from the first server that completes it. Raises ``_Refused``, ``_Lost``,
         ``TaskError`` or ``SandboxUnready``."""

@@ -61,11 +61,8 @@ class Builder:
     def __init__(
         self, folder: Path, scratch: Path, lease: Path | None, seconds: float, memory_mb: int, parallel: int = 2
     ) -> None:
-        self._folder = folder
-        self._scratch = scratch
-        self._lease = lease
-        self._seconds = seconds
-        self._memory_mb = memory_mb
+        self._folder, self._scratch, self._lease = folder, scratch, lease
+        self._seconds, self._memory_mb = seconds, memory_mb
         self._slots = asyncio.Semaphore(parallel)
         self._under_way: dict[str, asyncio.Future[Path]] = {}
         self._toolchain: Toolchain | None = None

@@ -75,12 +75,8 @@ class FirstPass:
     def __init__(
         self, folder: Path, scratch: Path, lease: Path, device: str, threads: int, seconds: float, parallel: int = 2
     ) -> None:
-        self._folder = folder
-        self._scratch = scratch
-        self._lease = lease
-        self._device = device
-        self._threads = threads
-        self._seconds = seconds
+        self._folder, self._scratch, self._lease = folder, scratch, lease
+        self._device, self._threads, self._seconds = device, threads, seconds
         self._slots = asyncio.Semaphore(parallel)
         self._parent: WarmParent | None = None
         self._starting = threading.Lock()
@@ -188,9 +184,6 @@ class FirstPass:
             self._parent = None
 
 
-# ------------------------------------------------------------------------------------------------------- environments
-
-
 def _folders(folder: Path) -> dict[str, str]:
     """Returns variables that set the result folders of Python's compilers, whose cache keys include the path."""
     return {
@@ -211,9 +204,6 @@ def _toolchain(architecture: str) -> dict[str, str]:
         digits = code.rstrip("af")
         found["TORCH_CUDA_ARCH_LIST"] = f"{digits[:-1]}.{digits[-1]}{code[len(digits) :]}"
     return found
-
-
-# ------------------------------------------------------------------------------------------------------------ watching
 
 
 @contextlib.contextmanager
@@ -264,9 +254,6 @@ def _private_bytes(pid: int) -> int:
     except OSError:
         return 0
     return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
-
-
-# ------------------------------------------------------------------------------------------- folders of hostile content
 
 
 def _entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:

@@ -35,8 +35,7 @@ from cuda_agent.sandbox.service.service import Role, Service, ServiceLimits
 from cuda_agent.sandbox.wire import ToolResult
 
 _OPEN = ("/healthz", "/readyz")  # routes that ask for no token
-LONGEST_POLL = 60.0
-Poll = Annotated[float, Query(ge=0, le=LONGEST_POLL, allow_inf_nan=False, description="seconds to wait for its end")]
+Poll = Annotated[float, Query(ge=0, le=60, allow_inf_nan=False, description="seconds to wait for its end")]
 Owner = Annotated[str, Header(alias="X-Workspace-Owner", max_length=100)]
 _log = logging.getLogger("cuda_agent.sandbox")
 
@@ -143,13 +142,9 @@ Size = Annotated[int, Depends(body_size)]
 def make_app(service: Service, token: str | None) -> ASGIApp:
     """Return the HTTP application around ``service``."""
     app = FastAPI(
-        title="cuda-agent sandbox",
-        description=__doc__,
-        version="1",
-        default_response_class=Json,
-        redoc_url=None,
+        title="cuda-agent sandbox", description=__doc__, version="1", default_response_class=Json, redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
-    )
+    )  # fmt: skip
 
     @app.exception_handler(ServiceError)
     async def refused(_: HttpRequest, error: ServiceError) -> Response:
@@ -165,8 +160,6 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         service.metrics.rejected.labels("malformed").inc()
         kind = {404: "unknown", 405: "method"}.get(error.status_code, "malformed")
         return refusal(ServiceError(error.status_code, kind, str(error.detail)))
-
-    # ------------------------------------------------------------------------------------------------ health, metrics
 
     @app.get("/healthz", response_class=PlainTextResponse)
     async def healthz() -> str:
@@ -188,16 +181,12 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
     @app.get("/v1/about", response_model=None)
     async def about() -> dict[str, Any]:
         """Roles, limits, and the settings that verdicts are made under."""
+        sandbox, queue = service.sandbox, service.queue
         return {
-            "roles": service.roles,
-            "sandbox": service.sandbox.config.model_dump(mode="json", exclude=set(WHERE_JUDGED)),
-            "judges": service.sandbox.judges,
-            "queued": service.queue.queued,
-            "running": service.queue.running,
+            "roles": service.roles, "sandbox": sandbox.config.model_dump(mode="json", exclude=set(WHERE_JUDGED)),
+            "judges": sandbox.judges, "queued": queue.queued, "running": queue.running,
             "workspaces": len(service.rooms),
-        }
-
-    # ------------------------------------------------------------------------------------------------------------ jobs
+        }  # fmt: skip
 
     def shown(job: Job) -> dict[str, Any]:
         place = {"position": service.queue.position(job)} if job.state == "queued" else {}
@@ -266,8 +255,6 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         """Build a solution and leave it in the cache; ``ok``, or what the compiler says."""
         return await at_once(http, request, size)
 
-    # ------------------------------------------------------------------------------------------------------ workspaces
-
     @app.post("/v1/workspaces", status_code=201, response_model=None)
     async def open_workspace(request: protocol.OpenWorkspace) -> dict[str, Any]:
         """A work folder; every later request of it needs ``owner`` in the header X-Workspace-Owner."""
@@ -302,9 +289,6 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         return {}
 
     return Gate(app, token, service)
-
-
-# ---------------------------------------------------------------------------------------------------------- the server
 
 
 class _Server(uvicorn.Server):

@@ -39,8 +39,6 @@ class Folder:
         self.protected = protected
         self._seen: dict[str, bytes] = {}  # path -> sha256 of the content that the agent knows
 
-    # -------------------------------------------------------------------------------------------------------- tools
-
     def read(self, path: str, offset: int = 1, limit: int = READ_LINES) -> str:
         """Return the text of a file, or ``limit`` of its lines from line ``offset`` (from 1)."""
         name = self.resolve(path)
@@ -95,8 +93,6 @@ class Folder:
         found = sorted(name for name in names if _matches(tuple(name[len(prefix) :].split("/")), parts))
         return "\n".join(found) or "(no matches)"
 
-    # ------------------------------------------------------------------------------------------- the folder as a whole
-
     def fill(self, files: dict[str, str]) -> None:
         """Write the initial files; the agent has not read them yet."""
         for path, content in files.items():
@@ -136,8 +132,6 @@ class Folder:
             if len(files) >= FILES:
                 break
         return files
-
-    # ------------------------------------------------------------------------------------------------------------ paths
 
     def resolve(self, path: str) -> str:
         """Return the path relative to the folder, with links followed. Raises ``ToolRefused`` for one outside it."""

@@ -226,8 +226,6 @@ class Shell:
                 return
             time.sleep(0.001)
 
-    # ------------------------------------------------------------------------------------- compile, verify and profile
-
     def _requests(self) -> int:
         """Create the stubs' FIFO anew: the previous shell may have replaced it."""
         path = f"{self.pipes}/requests"

@@ -5,13 +5,13 @@ forks a worker for every workspace, and removes the folder and the leftover proc
 around itself, then serves its client over one socket, one tool call after the other.
 """
 
-import contextlib
 import gc
 import os
 import select
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from functools import partial
@@ -24,8 +24,6 @@ from cuda_agent.sandbox.workspace import background
 from cuda_agent.sandbox.workspace import shell as processes
 from cuda_agent.sandbox.workspace.files import Folder, ToolRefused
 from cuda_agent.sandbox.workspace.shell import BASH, WRAPPER, CommandLimits, Shell, cut, fork, kill, reap
-
-# ---------------------------------------------------------------------------------------------------------- warm parent
 
 
 def main() -> None:
@@ -78,18 +76,10 @@ def main() -> None:
 def _remove(folder: str) -> None:
     """Remove a folder with external programs: a hostile tree can be deeper than Python's recursion, and its folders may
     be closed."""
-    for program in (["rm", "-rf", folder], ["chmod", "-R", "u+rwx", folder], ["rm", "-rf", folder]) * 3:
+    for program in (["/bin/rm", "-rf"], ["/bin/chmod", "-R", "u+rwx"], ["/bin/rm", "-rf"]) * 3:
         if not os.path.lexists(folder):
             return
-        pid = os.fork()
-        if pid == 0:
-            null = os.open("/dev/null", os.O_RDWR)
-            os.dup2(null, 2)
-            with contextlib.suppress(OSError):
-                os.execv("/bin/" + program[0], program)
-            os._exit(127)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+        subprocess.run([*program, folder], stderr=subprocess.DEVNULL)
 
 
 def _worker(descriptor: int, folder: str) -> None:
@@ -115,9 +105,6 @@ def _worker(descriptor: int, folder: str) -> None:
     session = Session(client, folder, work, limits)
     send_frame(client, Reply.RESULT)
     session.serve()
-
-
-# -------------------------------------------------------------------------------------------------------------- session
 
 
 class Session:
