@@ -77,7 +77,7 @@ class WorkspaceOperation(StrEnum):
     CALL_TOOL = "call_tool"  # ToolCall -> ToolResult
     COLLECT_FILES = "collect_files"  # -> text by path
     # a workspace asks its client, while a tool call is open
-    RUN_COMMAND = "run_command"  # CommandRequest; ``slot`` numbers it
+    RUN_COMMAND = "run_command"  # {"name", "argv", "files"}; ``slot`` numbers it
     COMMAND_RESULT = "command_result"  # ToolResult, with the same ``slot``
 
 
@@ -219,12 +219,6 @@ class WorkspaceOpening(TypedDict):
 class ToolCall(TypedDict):
     tool: str
     arguments: dict[str, Any]
-
-
-class CommandRequest(TypedDict):
-    name: str  # compile, verify or profile
-    argv: list[str]
-    files: dict[str, str]
 
 
 # --------------------------------------------------------------------------------------------------------------- frames

@@ -59,21 +59,13 @@ class Solution:
 
 @dataclass(frozen=True)
 class FormatTraits:
-    """What the judge and its workers know of a solution's format; it crosses in the request, since they import none.
+    """What the judge and its workers know of a solution's format; it crosses in the request, since they import none."""
 
-    Attributes:
-        host_is_ours: the launcher is the sandbox's code, so that the device's times and the list of what ran are exact.
-        rule: which rule ``ModelNew.forward`` runs under (``worker.candidate.RULES``); empty: none.
-        own_work: what a call must be seen to run, in words; empty: nothing.
-        advisory: the solution's Python ran free: what it computed with is not known.
-        untimed: why no time is taken; empty: times are taken.
-    """
-
-    host_is_ours: bool = False
-    rule: str = ""
-    own_work: str = ""
-    advisory: bool = False
-    untimed: str = ""
+    host_is_ours: bool = False  # the launcher is the sandbox's code: device times and the list of what ran are exact
+    rule: str = ""  # for ``ModelNew.forward`` (``worker.candidate.RULES``); empty: none
+    own_work: str = ""  # what a call must be seen to run, in words; empty: nothing
+    advisory: bool = False  # the solution's Python ran free: what it computed with is not known
+    untimed: str = ""  # why no time is taken; empty: times are taken
 
 
 RanKind = Literal["own", "library", "torch", "memset", "unknown"]

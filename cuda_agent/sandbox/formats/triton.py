@@ -51,6 +51,5 @@ def kernels(tree: ast.Module) -> Iterator[str]:
 
 
 def first_pass_time(files: Mapping[str, str], device: str) -> FirstPassTime:
-    """Returns when a solution gets its first pass: always on a GPU, where it compiles before it is judged; never on the
-    CPU, where the interpreter compiles nothing."""
+    """Returns when a solution gets its first pass: on a GPU before it is judged; the CPU's interpreter needs none."""
     return "before" if device == "cuda" else "never"

@@ -9,18 +9,12 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from cuda_agent.sandbox.protocol import ServiceError
+
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 Kind = Literal["evaluate", "probe", "spec", "build"]
 _LEARNING = 0.2  # weight of the newest interval in the running mean
 _LONGEST_WAIT = 10.0  # seconds: an estimate beyond that is unreliable, and asking again is cheap
-
-
-class Full(Exception):
-    """The queue is full; there should be room in ``retry_after`` seconds."""
-
-    def __init__(self, retry_after: float) -> None:
-        super().__init__(f"the queue is full; there should be room in {retry_after:.0f} s")
-        self.retry_after = retry_after
 
 
 @dataclass(eq=False)
@@ -96,7 +90,7 @@ class Queue:
         self, id: str, kind: Kind, place: Hashable, priority: int, size: int, request: Any, now: float
     ) -> tuple[Job, bool]:
         """Return the job of this content and whether it is new. A queued or running job is joined, and a valid verdict
-        is returned again. Raises ``Full``."""
+        is returned again. Raises ``ServiceError`` if there is no room."""
         if job := self._alive.get(id):
             job.interest += 1
             if job.state == "queued":
@@ -108,7 +102,10 @@ class Queue:
         waiting = self._waiting()
         if len(waiting) >= self._most_jobs or sum(job.size for job in waiting) + size > self._most_bytes:
             self._turned_away += 1
-            raise Full(self.room_in())
+            wait = self.room_in()
+            raise ServiceError(
+                429, "full", f"the queue is full; there should be room in {wait:.0f} s", retry_after=wait
+            )
         job = self._alive[id] = Job(id, kind, place, priority, size, request, now)
         self._over.pop(id, None)
         self._enter(job, "queued", now)

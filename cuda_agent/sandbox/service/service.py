@@ -19,7 +19,7 @@ from cuda_agent.sandbox import protocol
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.protocol import AnyRequest, Build, ServiceError
-from cuda_agent.sandbox.service.jobs import Full, Job, Queue
+from cuda_agent.sandbox.service.jobs import Job, Queue
 from cuda_agent.sandbox.service.metrics import Metrics
 from cuda_agent.sandbox.service.workspaces import Rooms
 from cuda_agent.sandbox.wire import ToolResult, Verdict
@@ -125,9 +125,9 @@ class Service:
         place: Hashable = "build" if isinstance(request, Build) else self.sandbox.judge_of(request.task.task())
         try:
             job, new = self.queue.submit(request.key(), kind, place, request.priority, size, request, time.time())
-        except Full as full:
+        except ServiceError:
             self.metrics.rejected.labels("full").inc()
-            raise ServiceError(429, "full", str(full), retry_after=full.retry_after) from None
+            raise
         self.metrics.submitted.labels(kind, str(new).lower()).inc()
         self._dispatch()
         return job

@@ -67,11 +67,8 @@ class Workspaces:
     async def open(
         self, files: Mapping[str, str], protected: frozenset[str], commands: Commands
     ) -> "AsyncIterator[Workspace]":
-        """Open a workspace that holds ``files``; ``protected`` names top-level files that cannot be changed.
-
-        Raises:
-            WorkspaceLost: it could not be opened.
-        """
+        """Open a workspace that holds ``files``; ``protected`` names top-level files that cannot be changed. Raises
+        ``WorkspaceLost``."""
         if self._process is None or self._process.returncode is not None:
             await self._start()
         number, control = next(self._numbers), self._control
@@ -166,11 +163,7 @@ class Workspace:
         self._broken = False
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Run a tool. Exceptions of ``commands`` pass through.
-
-        Raises:
-            WorkspaceLost: the workspace died or hangs.
-        """
+        """Run a tool. Exceptions of ``commands`` pass through. Raises ``WorkspaceLost``."""
         try:
             body = checked_call(tool, arguments)
         except ToolRefused as refused:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.jail.descendants import descendants
-from cuda_agent.sandbox.messages import CommandRequest, WorkspaceOperation, receive_frame, send_frame
+from cuda_agent.sandbox.messages import WorkspaceOperation, receive_frame, send_frame
 from cuda_agent.sandbox.wire import ToolResult
 from cuda_agent.sandbox.workspace.files import Folder, disk_use
 
@@ -241,7 +241,7 @@ class Shell:
             _, name, *argv = waiting[0]
             self.asked += 1
             self.files.restore()
-            body: CommandRequest = {"name": name, "argv": argv, "files": self.files.collect()}
+            body = {"name": name, "argv": argv, "files": self.files.collect()}
             send_frame(self.client, WorkspaceOperation.RUN_COMMAND, body, slot=self.asked % 256)
 
     def _answer(self, pid: str, result: ToolResult) -> None:

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuda_agent.sandbox.service.jobs import Full, Job, Queue
+from cuda_agent.sandbox.protocol import ServiceError
+from cuda_agent.sandbox.service.jobs import Job, Queue
 
 OK = {"status": "ok"}
 
@@ -118,7 +119,7 @@ def test_a_full_queue_says_when_there_is_room_from_the_pace_of_the_last_jobs():
     put(queue, "last")
     waits = []
     for number in range(3):
-        with pytest.raises(Full) as full:
+        with pytest.raises(ServiceError) as full:
             put(queue, f"more{number}")
         waits.append(full.value.retry_after)
     assert waits == pytest.approx([3, 6, 9], rel=0.01), "each comes after those who were sent away before"
@@ -131,7 +132,7 @@ def test_a_full_queue_says_when_there_is_room_from_the_pace_of_the_last_jobs():
 def test_bytes_are_bounded_too():
     queue = Queue({"a": 1}, most_bytes=10)
     put(queue, "x", size=8)
-    with pytest.raises(Full):
+    with pytest.raises(ServiceError):
         put(queue, "y", size=3)
     queue.take(0.0)
     put(queue, "y", size=3)
@@ -191,7 +192,7 @@ def test_no_job_is_lost_or_run_twice_whatever_happens(actions):
             place = "ab"[number % 2]
             try:
                 job, new = queue.submit(str(number), "evaluate", place, priority, 1, None, 0.0)
-            except Full:
+            except ServiceError:
                 assert len(waiting) == 6
                 continue
             assert new == (job not in waiting and job not in running and job.state == "queued")
