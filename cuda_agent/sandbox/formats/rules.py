@@ -8,7 +8,7 @@ finding may be harmless.  No code of a solution is executed.  Not covered: the k
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -299,38 +299,27 @@ _TORCH_TYPES = ALLOWED | {
     "cuda", "dtype", "device", "TensorList", "requires_grad", "TORCH_CHECK", "Layout", "kStrided",
     "CUDAGuard", "OptionalDeviceGuard", "str",
 }  # fmt: skip
-_NATIVE_NAMES: Mapping[str, re.Pattern[str]] = {
-    "library": re.compile(r"cublas\w*|cudnn\w*"),
-    "foreign": re.compile(
-        r"(cusparse|cufft|cusolver|curand|nccl|nvjpeg|npp|cutensor|mkl|cblas|dnnl|sgemm|dgemm)\w*_?"
-        r"|(thrust|cub|cutlass|Eigen|oneapi|dnnl|xnnpack)::.*"
-    ),
-    "native": re.compile(
-        r"(dlopen|dlmopen|dlsym|dlvsym|dlinfo|dl_iterate_phdr|mprotect|mmap|mremap|memfd_create|syscall|ptrace"
-        r"|process_vm_\w+|cuModuleLoad\w*|cuLibraryLoad\w*|cuLink\w*|nvrtc\w*|nvJitLink\w*|cuGetProcAddress\w*"
-        r"|cudaGetDriverEntryPoint\w*|PyRun_\w+|PyImport_\w+|Py_CompileString\w*)"
-    ),
-    "stream": re.compile(
-        r"(cudaStreamCreate\w*|cuStreamCreate\w*|cudaEventCreate\w*|cuEventCreate\w*|cudaGraph\w+|cuGraph\w+"
-        r"|cudaStreamBeginCapture\w*|cudaStreamWaitEvent|cudaLaunchHostFunc\w*|cudaStreamAddCallback"
-        r"|cudaEventElapsedTime\w*|getStreamFromPool)"
-    ),
-    "thread": re.compile(
-        r"(pthread_create|std::(thread|jthread|async|packaged_task)|thrd_create|fork|vfork|clone|clone3|system|popen"
-        r"|execl|execlp|execle|execv|execvp|execve|posix_spawnp?|kill|raise|sigqueue)"
-    ),
-    "probe": re.compile(
-        r"(getenv|secure_getenv|environ|__environ|clock_gettime|gettimeofday|clock|time|times|timespec_get|nanosleep"
-        r"|usleep|getpid|getppid|gettid|getcwd|readlink|opendir|backtrace\w*|__rdtscp?|_rdtsc|getrusage|sched_\w+"
-        r"|std::chrono.*|std::this_thread.*|std::filesystem.*|socket|connect|cudaMemGetInfo|cuMemGetInfo\w*)"
-    ),
-    "hook": re.compile(r"(atexit|at_quick_exit|on_exit|pthread_atfork|std::atexit|signal|sigaction|setitimer|_exit)"),
-    "cache": re.compile(
-        r"(cudaCtxResetPersistingL2Cache|cudaLimitPersistingL2CacheSize|cudaAccessPolicyWindow"
-        r"|cudaStreamAttributeAccessPolicyWindow|cudaAccessPropertyPersisting|CU_LIMIT_PERSISTING_L2_CACHE_SIZE)"
-    ),
-    "precision": re.compile(r"(cublasSetMathMode|cudnnSetConvolutionMathType|CUBLAS_TF32_TENSOR_OP_MATH)"),
+_NATIVE_TEXT = {
+    "library": r"cublas\w*|cudnn\w*",
+    "foreign": r"""(cusparse|cufft|cusolver|curand|nccl|nvjpeg|npp|cutensor|mkl|cblas|dnnl|sgemm|dgemm)\w*_?
+        |(thrust|cub|cutlass|Eigen|oneapi|dnnl|xnnpack)::.*""",
+    "native": r"""(dlopen|dlmopen|dlsym|dlvsym|dlinfo|dl_iterate_phdr|mprotect|mmap|mremap|memfd_create|syscall|ptrace
+        |process_vm_\w+|cuModuleLoad\w*|cuLibraryLoad\w*|cuLink\w*|nvrtc\w*|nvJitLink\w*|cuGetProcAddress\w*
+        |cudaGetDriverEntryPoint\w*|PyRun_\w+|PyImport_\w+|Py_CompileString\w*)""",
+    "stream": r"""(cudaStreamCreate\w*|cuStreamCreate\w*|cudaEventCreate\w*|cuEventCreate\w*|cudaGraph\w+|cuGraph\w+
+        |cudaStreamBeginCapture\w*|cudaStreamWaitEvent|cudaLaunchHostFunc\w*|cudaStreamAddCallback
+        |cudaEventElapsedTime\w*|getStreamFromPool)""",
+    "thread": r"""(pthread_create|std::(thread|jthread|async|packaged_task)|thrd_create|fork|vfork|clone|clone3|system
+        |popen|execl|execlp|execle|execv|execvp|execve|posix_spawnp?|kill|raise|sigqueue)""",
+    "probe": r"""(getenv|secure_getenv|environ|__environ|clock_gettime|gettimeofday|clock|time|times|timespec_get
+        |nanosleep|usleep|getpid|getppid|gettid|getcwd|readlink|opendir|backtrace\w*|__rdtscp?|_rdtsc|getrusage|sched_\w+
+        |std::chrono.*|std::this_thread.*|std::filesystem.*|socket|connect|cudaMemGetInfo|cuMemGetInfo\w*)""",
+    "hook": r"(atexit|at_quick_exit|on_exit|pthread_atfork|std::atexit|signal|sigaction|setitimer|_exit)",
+    "cache": r"""(cudaCtxResetPersistingL2Cache|cudaLimitPersistingL2CacheSize|cudaAccessPolicyWindow
+        |cudaStreamAttributeAccessPolicyWindow|cudaAccessPropertyPersisting|CU_LIMIT_PERSISTING_L2_CACHE_SIZE)""",
+    "precision": r"(cublasSetMathMode|cudnnSetConvolutionMathType|CUBLAS_TF32_TENSOR_OP_MATH)",
 }
+_NATIVE_NAMES = {rule: re.compile(text, re.VERBOSE) for rule, text in _NATIVE_TEXT.items()}
 # A variable may share its name with one of these functions; only a call counts.
 _CALLED = re.compile(r"clock|time|times|signal|kill|raise|system|clone|connect|socket|fork|mmap|environ")
 _TORCH_HEADERS = ("torch/", "ATen/", "c10/")
