@@ -108,14 +108,13 @@ _PRECISION = ("torch.backends.", "torch.set_float32_matmul_precision", "torch.se
 _KERNEL_IN_STRING = re.compile(r"__global__|#\s*include")
 
 
-def _python(file: str, text: str) -> Iterator[Finding]:
+def _python(file: str, text: str) -> list[Finding]:
+    reader = _Reader(file)
     try:
-        tree = ast.parse(text)
-        reader = _Reader(file)
-        reader.visit(tree)
+        reader.visit(ast.parse(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return
-    yield from reader.found
+        return []
+    return reader.found
 
 
 class _Reader(ast.NodeVisitor):

@@ -69,8 +69,7 @@ class Workspaces:
     ) -> "AsyncIterator[Workspace]":
         """Open a workspace that holds ``files``; ``protected`` names top-level files that cannot be changed. Raises
         ``WorkspaceLost``."""
-        if self._process is None or self._process.returncode is not None:
-            await self._start()
+        await self._start()
         number, control = next(self._numbers), self._control
         assert control is not None
         ours, theirs = socket.socketpair()

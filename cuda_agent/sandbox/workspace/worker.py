@@ -225,17 +225,12 @@ def checked(tool: str, arguments: Any, parameters: dict[str, str] | None = None)
 
 
 def _typed(tool: str, name: str, kind: str, value: Any) -> Any:
-    wrong = ToolRefused(f"{tool}: {name} must be {kind}")
-    if kind == "text":
-        if not isinstance(value, str):
-            raise wrong
+    if kind == "text" and isinstance(value, str):
         return value
     if kind == "true or false":
-        if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-            return value.strip().lower() == "true"
-        if not isinstance(value, bool):
-            raise wrong
-        return value
+        spelled = {"true": True, "false": False}.get(value.strip().lower()) if isinstance(value, str) else value
+        if isinstance(spelled, bool):
+            return spelled
     if kind in ("a number", "an integer"):
         try:
             number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else -1.0
@@ -244,6 +239,8 @@ def _typed(tool: str, name: str, kind: str, value: Any) -> Any:
         if not 0 < number < 1e9 or (kind == "an integer" and number != int(number)):
             raise ToolRefused(f"{tool}: {name} must be {kind} above zero")
         return int(number) if kind == "an integer" else number
+    if kind in ("text", "true or false"):
+        raise ToolRefused(f"{tool}: {name} must be {kind}")
     if not isinstance(value, list) or len(value) > 100:
         raise ToolRefused(f"{tool}: {name} must be a list")
     if kind == "edits":
