@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import uvicorn
-from fastapi import Depends, FastAPI, Header, Query, Response
+from fastapi import FastAPI, Header, Query, Response
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -74,7 +74,7 @@ class Gate:
         async def replayed() -> Message:
             return arrived.pop() if arrived else await receive()
 
-        await self._app(scope, replayed, send)
+        await self._app({**scope, "size": len(body)}, replayed, send)
 
 
 def refusal(error: ServiceError) -> JSONResponse:
@@ -130,13 +130,6 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> bool
     if isinstance(outcome, Exception) and not isinstance(outcome, OSError):
         raise outcome
     return not working.cancelled()
-
-
-async def body_size(http: HttpRequest) -> int:
-    return len(await http.body())
-
-
-Size = Annotated[int, Depends(body_size)]
 
 
 def make_app(service: Service, token: str | None) -> ASGIApp:
@@ -198,10 +191,10 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         return job
 
     @app.post("/v1/jobs", status_code=202, response_model=None)
-    async def submit(http: HttpRequest, request: protocol.Submission, size: Size, wait: Poll = 0.0) -> dict[str, Any]:
+    async def submit(http: HttpRequest, request: protocol.Submission, wait: Poll = 0.0) -> dict[str, Any]:
         """Queue an evaluation, a probe, a spec or a build; the same content is the same job.  A client that disconnects
         before the answer withdraws its submission."""
-        job = service.submit(request, size)
+        job = service.submit(request, http.scope["size"])
         if wait and not await unless_gone(http.receive, service.wait(job, wait)):
             service.cancel(job)
         return shown(job)
@@ -224,9 +217,9 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         service.cancel(job := found(id))
         return job.to_json()
 
-    async def at_once(http: HttpRequest, request: protocol.AnyRequest, size: int) -> dict[str, Any]:
+    async def at_once(http: HttpRequest, request: protocol.AnyRequest) -> dict[str, Any]:
         """Submit and wait; a client that disconnects withdraws its submission."""
-        job = service.submit(request, size)
+        job = service.submit(request, http.scope["size"])
         if not await unless_gone(http.receive, service.wait(job, None)):
             service.cancel(job)
         if job.result is not None:
@@ -236,24 +229,24 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         raise ServiceError(status, error["kind"], error["message"], retry_after=5.0 if status == 503 else None)
 
     @app.post("/v1/evaluate", response_model=None)
-    async def evaluate(http: HttpRequest, request: protocol.EvaluateRequest, size: Size) -> dict[str, Any]:
+    async def evaluate(http: HttpRequest, request: protocol.EvaluateRequest) -> dict[str, Any]:
         """The verdict of a solution, when it is there."""
-        return await at_once(http, request, size)
+        return await at_once(http, request)
 
     @app.post("/v1/probe", response_model=None)
-    async def probe(http: HttpRequest, request: protocol.ProbeRequest, size: Size) -> dict[str, Any]:
+    async def probe(http: HttpRequest, request: protocol.ProbeRequest) -> dict[str, Any]:
         """What running a task without a solution shows."""
-        return await at_once(http, request, size)
+        return await at_once(http, request)
 
     @app.post("/v1/spec", response_model=None)
-    async def spec(http: HttpRequest, request: protocol.SpecRequest, size: Size) -> dict[str, Any]:
+    async def spec(http: HttpRequest, request: protocol.SpecRequest) -> dict[str, Any]:
         """Shapes, dtypes and plain values of a task."""
-        return await at_once(http, request, size)
+        return await at_once(http, request)
 
     @app.post("/v1/build", response_model=None)
-    async def build(http: HttpRequest, request: protocol.Build, size: Size) -> dict[str, Any]:
+    async def build(http: HttpRequest, request: protocol.Build) -> dict[str, Any]:
         """Build a solution and leave it in the cache; ``ok``, or what the compiler says."""
-        return await at_once(http, request, size)
+        return await at_once(http, request)
 
     @app.post("/v1/workspaces", status_code=201, response_model=None)
     async def open_workspace(request: protocol.OpenWorkspace) -> dict[str, Any]:
