@@ -8,7 +8,6 @@ around itself, then serves its client over one socket, one tool call after the o
 import gc
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -170,11 +169,8 @@ class Session:
 
     def _grep(self, pattern: str, path: str = ".", glob: str | None = None) -> str:
         base = self.files.resolve(path)
-        if ripgrep := shutil.which("rg", path="/usr/local/bin:/usr/bin:/bin"):
-            search = [ripgrep, *_RIPGREP, *([f"--glob={glob}"] if glob else []), "-e", pattern, "--", base]
-        else:
-            only = [f"--include={glob}"] if glob else []
-            search = ["/bin/grep", "-rnIHsE", "-D", "skip", *only, "-e", pattern, "--", base]
+        only = [f"--include={glob}"] if glob else []
+        search = ["/bin/grep", "-rnIHsE", "-D", "skip", *only, "-e", pattern, "--", base]
         with self.backgrounds.paused():
             outcome = self.shell.run(search, 5.0)
         if outcome.killed:
@@ -189,9 +185,6 @@ class Session:
         return text.replace(self.files.root, "~").replace(f"{self.folder}/tmp", "$TMPDIR").replace(self.folder, "~/..")
 
 
-_RIPGREP = (
-    "-nH", "--no-heading", "--color=never", "--no-config", "--no-ignore", "--no-messages", "--hidden", "--sort=path",
-)  # fmt: skip
 _PARAMETERS: dict[str, dict[str, str]] = {  # a name that ends in "?" may be left out
     "Bash": {"command": "text", "timeout?": "a number", "run_in_background?": "true or false", "description?": "text"},
     "BashOutput": {"id": "text"},
