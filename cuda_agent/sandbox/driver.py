@@ -278,7 +278,6 @@ def shared_memory_limit() -> int:
 
 
 def explain(error: DriverError) -> str:
-    """Explain an error to the author of a kernel."""
     return explain_code(error.code) or str(error)
 
 

@@ -251,7 +251,6 @@ class LocalSandbox:
     def workspace(
         self, files: dict[str, str], protected: frozenset[str], commands: Commands
     ) -> AbstractAsyncContextManager[Workspace]:
-        """Open a jailed work folder; see ``workspace``."""
         return self._workspaces.open(files, protected, commands)
 
     @property

@@ -210,7 +210,6 @@ class Builder:
         read: Sequence[str],
         seconds: float,
     ) -> None:
-        """Runs the compiler on ``files`` and moves ``products`` to ``target`` atomically."""
         async with self._slots:
             work = Path(tempfile.mkdtemp(prefix="build-", dir=self._scratch))
             try:
@@ -342,7 +341,6 @@ _ERROR = re.compile(
 
 
 def has_errors(text: str) -> bool:
-    """Returns whether the lines contain a compiler error."""
     return any(_ERROR.match(line) or "undefined reference to" in line for line in text.splitlines())
 
 

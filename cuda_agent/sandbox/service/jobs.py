@@ -125,7 +125,6 @@ class Queue:
     def finish(
         self, job: Job, now: float, result: dict[str, Any] | None = None, error: dict[str, str] | None = None
     ) -> None:
-        """End a running job and free its slot."""
         self._free[job.place] += 1
         self._interval += _LEARNING * (now - self._busy_since - self._interval)
         self._busy_since = now

@@ -11,8 +11,6 @@ disable_created_metrics()
 
 
 class Metrics:
-    """The counters and gauges of one service."""
-
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
 
@@ -42,5 +40,4 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format 0.0.4."""
         return generate_latest(self._registry)

@@ -34,8 +34,6 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """The limits of one service."""
-
     queue: int = 256  # jobs that wait
     workspaces: int = 64
     idle_seconds: float = 600.0  # until an unused workspace is closed

@@ -29,8 +29,6 @@ Line = dict[str, Any]
 
 @dataclass
 class Room:
-    """One open workspace."""
-
     id: str
     owner: str
     used: float

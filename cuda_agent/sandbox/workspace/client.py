@@ -122,7 +122,6 @@ class Workspaces:
             self._control.setblocking(True)
 
     async def close(self) -> None:
-        """End every workspace."""
         if self._control is not None:
             self._control.close()
             self._control = None

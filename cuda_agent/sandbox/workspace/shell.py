@@ -330,7 +330,6 @@ def _signals_stay_inside() -> bool:
 
 
 def _resident(pid: int) -> int:
-    """Return the resident memory of a process in bytes."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
