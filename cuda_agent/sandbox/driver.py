@@ -1,8 +1,7 @@
 """Calls the CUDA driver through ctypes: the part of ``libcuda`` that the judge and its workers need.
 
 ``python driver.py`` prints a device's architecture and identity as JSON, for a process that must not open the device.
-The judge uses this module without torch; a worker uses it beside torch, in torch's context. Handles and addresses are
-integers. Not covered: streams other than the default one, textures, graphs.
+Handles and addresses are integers. Not covered: streams other than the default one, textures, graphs.
 """
 
 import ctypes
@@ -14,7 +13,7 @@ from typing import Any
 
 _POSIX_DESCRIPTOR, _PINNED, _ON_DEVICE = 1, 1, 1
 READ, READ_WRITE = 1, 3
-_MAJOR, _MINOR, _PROCESSORS, _L2_BYTES, _SHARED_OPTIN = 75, 76, 16, 38, 97
+_MAJOR, _MINOR, _L2_BYTES, _SHARED_OPTIN = 75, 76, 38, 97
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14  # function attributes
 _CLUSTER, _COOPERATIVE = 4, 2  # launch attributes
 _NOT_SUPPORTED = 801
@@ -76,47 +75,35 @@ def _name(code: int) -> str:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    code = getattr(_library(), name)(*arguments)
-    if code:
+    wide = (ctypes.c_uint64(value) if isinstance(value, int) else value for value in arguments)  # sizes and addresses
+    if code := getattr(_library(), name)(*wide):
         raise DriverError(code, name)
-
-
-def _size(value: int) -> ctypes.c_size_t:
-    return ctypes.c_size_t(value)
-
-
-def _address(value: int) -> ctypes.c_uint64:
-    return ctypes.c_uint64(value)
 
 
 # ------------------------------------------------------------------------------------------------------------- devices
 
 
-def open_device(index: int = 0) -> None:
-    """Make the device's primary context current in this thread.
-
-    Raises:
-        NoDevice: There is no driver or no device.
-    """
+def open_device() -> None:
+    """Make the first device's primary context current in this thread. Raises ``NoDevice``."""
     try:
         _call("cuInit", 0)
         device, context = ctypes.c_int(), ctypes.c_void_p()
-        _call("cuDeviceGet", ctypes.byref(device), index)
+        _call("cuDeviceGet", ctypes.byref(device), 0)
         _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         _call("cuCtxSetCurrent", context)
     except DriverError as error:
         raise NoDevice(str(error)) from None
 
 
-def attribute(which: int, device: int = 0) -> int:
+def attribute(which: int) -> int:
     value = ctypes.c_int()
-    _call("cuDeviceGetAttribute", ctypes.byref(value), which, device)
+    _call("cuDeviceGetAttribute", ctypes.byref(value), which, 0)
     return value.value
 
 
-def architecture(device: int = 0) -> str:
+def architecture() -> str:
     """Return the architecture, such as ``sm_90a``: with the generation's own instructions where it has some."""
-    major, minor = attribute(_MAJOR, device), attribute(_MINOR, device)
+    major, minor = attribute(_MAJOR), attribute(_MINOR)
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
@@ -131,10 +118,10 @@ def memory_bytes() -> int:
     return total.value
 
 
-def identity(device: int = 0) -> str:
+def identity() -> str:
     """Return the names of device and driver, on which times depend."""
     name, version = ctypes.create_string_buffer(100), ctypes.c_int()
-    _call("cuDeviceGetName", name, 100, device)
+    _call("cuDeviceGetName", name, 100, 0)
     _call("cuDriverGetVersion", ctypes.byref(version))
     return f"{name.value.decode()}, driver {version.value}"
 
@@ -149,41 +136,41 @@ def synchronize() -> None:
 def allocate(size: int) -> int:
     """Allocate ``size`` bytes of device memory, private to this process."""
     address = ctypes.c_uint64()
-    _call("cuMemAlloc_v2", ctypes.byref(address), _size(max(size, 1)))
+    _call("cuMemAlloc_v2", ctypes.byref(address), max(size, 1))
     return address.value
 
 
 def free(address: int) -> None:
-    _call("cuMemFree_v2", _address(address))
+    _call("cuMemFree_v2", address)
 
 
 def copy(target: int, source: int, size: int) -> None:
     """Copy ``size`` bytes from device to device, asynchronously."""
     if size:
-        _call("cuMemcpyDtoDAsync_v2", _address(target), _address(source), _size(size), None)
+        _call("cuMemcpyDtoDAsync_v2", target, source, size, None)
 
 
 def read(address: int, size: int) -> bytes:
     content = ctypes.create_string_buffer(max(size, 1))
     if size:
-        _call("cuMemcpyDtoH_v2", content, _address(address), _size(size))
+        _call("cuMemcpyDtoH_v2", content, address, size)
     return content.raw[:size]
 
 
 def write(address: int, content: bytes) -> None:
     if content:
-        _call("cuMemcpyHtoD_v2", _address(address), content, _size(len(content)))
+        _call("cuMemcpyHtoD_v2", address, content, len(content))
 
 
 def fill_words(address: int, word: int, count: int) -> None:
     """Fill ``count`` 32-bit words, asynchronously."""
     if count:
-        _call("cuMemsetD32Async", _address(address), ctypes.c_uint(word), _size(count), None)
+        _call("cuMemsetD32Async", address, ctypes.c_uint(word), count, None)
 
 
 def fill_bytes(address: int, value: int, count: int) -> None:
     if count:
-        _call("cuMemsetD8Async", _address(address), ctypes.c_ubyte(value), _size(count), None)
+        _call("cuMemsetD8Async", address, ctypes.c_ubyte(value), count, None)
 
 
 def forget_persisting_lines() -> None:
@@ -204,23 +191,23 @@ class Shared:
         self.size = -(-max(size, 1) // granularity.value) * granularity.value
         self.descriptor = -1
         if descriptor is None:
-            _call("cuMemCreate", ctypes.byref(self._handle), _size(self.size), ctypes.byref(properties), _address(0))
+            _call("cuMemCreate", ctypes.byref(self._handle), self.size, ctypes.byref(properties), 0)
             number = ctypes.c_int()
-            _call("cuMemExportToShareableHandle", ctypes.byref(number), self._handle, _POSIX_DESCRIPTOR, _address(0))
+            _call("cuMemExportToShareableHandle", ctypes.byref(number), self._handle, _POSIX_DESCRIPTOR, 0)
             self.descriptor = number.value
         else:
             import_it = "cuMemImportFromShareableHandle"
             _call(import_it, ctypes.byref(self._handle), ctypes.c_void_p(descriptor), _POSIX_DESCRIPTOR)
         address = ctypes.c_uint64()
-        _call("cuMemAddressReserve", ctypes.byref(address), _size(self.size), _size(0), _address(0), _address(0))
+        _call("cuMemAddressReserve", ctypes.byref(address), self.size, 0, 0, 0)
         self.address = address.value
-        _call("cuMemMap", address, _size(self.size), _size(0), self._handle, _address(0))
+        _call("cuMemMap", address, self.size, 0, self._handle, 0)
         allowed = _Access(_Location(_ON_DEVICE, 0), access)
-        _call("cuMemSetAccess", address, _size(self.size), ctypes.byref(allowed), _size(1))
+        _call("cuMemSetAccess", address, self.size, ctypes.byref(allowed), 1)
 
     def close(self) -> None:
-        _call("cuMemUnmap", _address(self.address), _size(self.size))
-        _call("cuMemAddressFree", _address(self.address), _size(self.size))
+        _call("cuMemUnmap", self.address, self.size)
+        _call("cuMemAddressFree", self.address, self.size)
         _call("cuMemRelease", self._handle)
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -280,7 +267,9 @@ class Launch:
         )
 
     def __call__(self) -> None:
-        _call("cuLaunchKernelEx", ctypes.byref(self._config), self._function, self._pointers, None)
+        code = _library().cuLaunchKernelEx(ctypes.byref(self._config), self._function, self._pointers, None)
+        if code:  # without ``_call``, whose work would be part of a timed call
+            raise DriverError(code, "cuLaunchKernelEx")
 
 
 def shared_memory_limit() -> int:
@@ -289,7 +278,6 @@ def shared_memory_limit() -> int:
 
 
 def explain(error: DriverError) -> str:
-    """Explain an error to the author of a kernel."""
     return explain_code(error.code) or str(error)
 
 

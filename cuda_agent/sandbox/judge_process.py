@@ -31,8 +31,7 @@ class JudgeHandle:
     program = "cuda_agent.sandbox.judge.judge"
 
     def __init__(self, settings: JudgeSettings, scratch: Path) -> None:
-        self._settings = settings
-        self._scratch = scratch
+        self._settings, self._scratch = settings, scratch
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = asyncio.Lock()
@@ -40,19 +39,14 @@ class JudgeHandle:
         self._killed = False
 
     async def begin(self) -> None:
-        """Start it now.
-
-        Raises:
-            SandboxUnready: it does not start.
-        """
+        """Start it now. Raises ``SandboxUnready``."""
         async with self._turn:
             await asyncio.shield(asyncio.to_thread(self._begin))
 
     def _begin(self) -> None:
         with self._lock:
             try:
-                if self._process is None:
-                    self._start()
+                self._start()
             except (OSError, ValueError) as error:
                 self._stop()
                 raise SandboxUnready(f"the judge does not start: {error}; {self._last_line_of_log()}") from None
@@ -78,8 +72,7 @@ class JudgeHandle:
             if self._killed:
                 raise JudgeLost("the judge was ended")
             try:
-                if self._process is None:
-                    self._start()
+                self._start()
                 send_frame(self._socket, operation, body)
                 answer = receive_frame(self._socket)
             except (OSError, ValueError) as error:
@@ -90,6 +83,8 @@ class JudgeHandle:
             return answer.body
 
     def _start(self) -> None:
+        if self._process is not None:
+            return
         ours, theirs = socket.socketpair()
         package = str(Path(__file__).parents[2])
         environment = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "PYTHONPATH": package}
@@ -108,11 +103,10 @@ class JudgeHandle:
         answer = receive_frame(ours)
         if answer.operation == Reply.ERROR:
             self._stop()
-            message = answer.body["message"]
-            if answer.body["kind"] == "device":
-                self._quarantine = (time.monotonic() + _QUARANTINE, f"{message}: quarantined")
-                raise JudgeLost(f"{message}: quarantined")
-            raise SandboxUnready(message)
+            if answer.body["kind"] != "device":
+                raise SandboxUnready(answer.body["message"])
+            self._quarantine = (time.monotonic() + _QUARANTINE, f"{answer.body['message']}: quarantined")
+            raise JudgeLost(self._quarantine[1])
 
     def _last_line_of_log(self) -> str:
         with contextlib.suppress(OSError):

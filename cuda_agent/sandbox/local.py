@@ -1,8 +1,7 @@
-"""Runs the sandbox on this machine.
+"""Runs the sandbox on this machine: builds solutions, sends them to judge processes, and caches verdicts by content.
 
-``LocalSandbox`` builds solutions, sends them to judge processes, and caches verdicts by content. Builds run in
-parallel; times are taken one at a time. It retries an infrastructure fault once in a fresh judge and never charges it
-to the candidate. No code of a model runs in this process.
+Builds run in parallel; times are taken one at a time. An infrastructure fault is retried once in a fresh judge and
+never charged to the candidate. No code of a model runs in this process.
 """
 
 import asyncio
@@ -15,7 +14,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -30,16 +30,9 @@ from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.jail import scratch
 from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
-from cuda_agent.sandbox.messages import (
-    EvaluateRequest,
-    JudgeRequest,
-    JudgeSettings,
-    ProbeRequest,
-    SpecRequest,
-    TaskSource,
-)
-from cuda_agent.sandbox.wire import Mode, Probe, Solution, TaskSpec, ToolResult, Verdict
-from cuda_agent.sandbox.workspace.client import Workspace, Workspaces
+from cuda_agent.sandbox.messages import EvaluateRequest, JudgeRequest, JudgeSettings, ProbeRequest, TaskSource
+from cuda_agent.sandbox.wire import Mode, Probe, Solution, TaskSpec, Verdict
+from cuda_agent.sandbox.workspace.client import Commands, Workspace, Workspaces
 from cuda_agent.tasks.task import Task
 
 _HERE = Path(__file__).parent
@@ -75,10 +68,10 @@ class LocalSandbox:
             raise SandboxUnready(f"the sandbox needs its cache and a temporary folder: {error}") from None
         config = self.config
         on_cpu = config.device == "cpu"
+        parallel = 2 if on_cpu else max(2, (os.cpu_count() or 2) - 2)
         self._builder = builder.Builder(
             self.cache / "builds", self._scratch, self.lease_folder if on_cpu else None, config.build_seconds,
-            config.memory_mb,
-            parallel=2 if on_cpu else max(2, (os.cpu_count() or 2) - 2),
+            config.memory_mb, parallel,
         )  # fmt: skip
         self._first_pass = first_pass.FirstPass(
             self.cache / "passes", self._scratch, self.lease_folder, config.device, config.threads,
@@ -121,20 +114,12 @@ class LocalSandbox:
         return str(image), found["identity"]
 
     async def ready(self) -> None:
-        """Prove that the walls stand and that the compiler works.
-
-        Raises:
-            SandboxUnready: names the missing part.
-        """
+        """Prove the walls and the compiler. Raises ``SandboxUnready``, which names the missing part."""
         await asyncio.gather(*(judge.begin() for judge in self._judges))
         await self.prove_compiler()
 
     async def prove_compiler(self) -> None:
-        """Build a source that is not in the cache.
-
-        Raises:
-            SandboxUnready: the compiler does not work.
-        """
+        """Build a source that is not in the cache. Raises ``SandboxUnready``."""
         proof = secrets.token_hex(16)
         try:
             if self.config.device == "cuda":
@@ -181,8 +166,7 @@ class LocalSandbox:
         return verdict
 
     async def _evaluate(self, task: Task, solution: Solution, mode: Mode) -> Verdict:
-        clock = asyncio.get_running_loop().time
-        judge = self._judge(task)
+        clock, judge = time.monotonic, self._judge(task)
         spec = await self.spec(task)
         found = await asyncio.to_thread(rules.findings, solution)
         advice = rules.advice(found)
@@ -191,10 +175,22 @@ class LocalSandbox:
             await plan.runtime(self._builder)
         format, device = FORMATS[solution.format], self.config.device
         first_pass_time = format.first_pass(solution.files, device)
+        traits = replace(format.traits, untimed=format.untimed.get(device, ""))
         try:
             load = await self._prepare(solution, spec)
             if first_pass_time == "before":
                 load["place"] = await self._place(task, solution)
+            built = clock() - begin
+            request: EvaluateRequest = {
+                "task": _source(task), "format": solution.format, "traits": asdict(traits), "mode": mode, "load": load,
+                "files": solution.files, "observe": bool(found),
+            }  # fmt: skip
+            verdict = Verdict.from_json(await judge.ask(JudgeRequest.EVALUATE, request))
+            if first_pass_time == "when refused" and first_pass.was_refused(verdict):
+                begin = clock()
+                load["place"] = await self._place(task, solution)
+                built += clock() - begin
+                verdict = Verdict.from_json(await judge.ask(JudgeRequest.EVALUATE, request))
         except (SolutionError, builder.BuildError) as error:
             verdict = self._refusal(solution, mode, "build_error", str(error))
             verdict.advice = advice
@@ -203,21 +199,6 @@ class LocalSandbox:
             raise SandboxUnready(str(error)) from None
         except first_pass.FirstPassFailed as failure:
             return self._refusal(solution, mode, failure.status, str(failure))
-        built = clock() - begin
-        traits = replace(format.traits, untimed=format.untimed.get(device, ""))
-        request: EvaluateRequest = {
-            "task": _source(task), "format": solution.format, "traits": asdict(traits), "mode": mode, "load": load,
-            "files": solution.files, "observe": bool(found),
-        }  # fmt: skip
-        verdict = Verdict.from_json(await judge.ask(JudgeRequest.EVALUATE, request))
-        if first_pass_time == "when refused" and first_pass.was_refused(verdict):
-            begin = clock()
-            try:
-                load["place"] = await self._place(task, solution)
-            except first_pass.FirstPassFailed as failure:
-                return self._refusal(solution, mode, failure.status, str(failure))
-            built += clock() - begin
-            verdict = Verdict.from_json(await judge.ask(JudgeRequest.EVALUATE, request))
         verdict.advice = [*advice, *verdict.advice]
         if self.config.clock == "real":
             verdict.phases = {"build": built} | verdict.phases
@@ -232,22 +213,16 @@ class LocalSandbox:
 
     async def _place(self, task: Task, solution: Solution) -> dict[str, Any]:
         """Run the first pass or find it in the cache; return where its results are. Raises ``FirstPassFailed``."""
-        more = FORMATS[solution.format].environment.get(self.config.device)
-        return asdict(await self._first_pass(task, solution.files, self._architecture, more))
+        more = FORMATS[solution.format].environment.get(self.config.device, {})
+        return await self._first_pass(task, solution.files, self._architecture, more)
 
     async def spec(self, task: Task) -> TaskSpec:
-        """Return shapes, dtypes and plain values of a task.
-
-        Raises:
-            TaskError: the task cannot be run.
-        """
+        """Return shapes, dtypes and plain values of a task. Raises ``TaskError`` if it cannot be run."""
         if task.digest not in self._specs:
-            request: SpecRequest = {"task": _source(task)}
-            spec = TaskSpec.from_json(await self._judge(task).ask(JudgeRequest.SPEC, request))
+            spec = TaskSpec.from_json(await self._judge(task).ask(JudgeRequest.SPEC, {"task": _source(task)}))
             if len(self._specs) >= _MOST_SPECS:
                 self._specs.pop(next(iter(self._specs)))
             self._specs[task.digest] = spec
-            return spec
         return self._specs[task.digest]
 
     async def build(self, solution: Solution, spec: TaskSpec) -> str:
@@ -266,24 +241,17 @@ class LocalSandbox:
     async def probe(self, task: Task, compile: bool = True) -> Probe:
         """Run a task without a solution. ``Probe.error`` describes a fault of the task."""
         request: ProbeRequest = {"task": _source(task), "compile": compile}
-        for attempt in (1, 2):
+        for _ in (1, 2):
             try:
                 return Probe.from_json(await self._judge(task).ask(JudgeRequest.PROBE, request))
             except JudgeLost as lost:
-                if attempt == 2:
-                    return Probe(error=f"infrastructure: {lost}")
-        raise AssertionError
+                probe = Probe(error=f"infrastructure: {lost}")
+        return probe
 
-    @contextlib.asynccontextmanager
-    async def workspace(
-        self,
-        files: dict[str, str],
-        protected: frozenset[str],
-        commands: Callable[[str, list[str], dict[str, str]], Awaitable[ToolResult]],
-    ) -> AsyncIterator[Workspace]:
-        """Open a jailed work folder; see ``workspace``."""
-        async with self._workspaces.open(files, protected, commands) as workspace:
-            yield workspace
+    def workspace(
+        self, files: dict[str, str], protected: frozenset[str], commands: Commands
+    ) -> AbstractAsyncContextManager[Workspace]:
+        return self._workspaces.open(files, protected, commands)
 
     @property
     def judges(self) -> int:
@@ -294,7 +262,7 @@ class LocalSandbox:
         """Return the index of the task's judge. It never changes, because that judge keeps the task prepared."""
         return int(task.digest, 16) % len(self._judges)
 
-    def _judge(self, task: Task) -> "JudgeHandle":
+    def _judge(self, task: Task) -> JudgeHandle:
         return self._judges[self.judge_of(task)]
 
     def _refusal(self, solution: Solution, mode: Mode, status: Any, message: str) -> Verdict:

@@ -1,8 +1,7 @@
 """The messages between a client, the judge, its workers and the workspaces: operations, their payloads, and frames.
 
-A frame is 8 bytes and a JSON body: the operation, a slot, a small number (``extra``) and the length of the body.  Only
-the standard library is imported here, since workers import this module.  Not covered: tensors, which cross in shared
-memory, and the service's HTTP (``protocol``).
+Only the standard library is imported here, since workers import this module.  Not covered: tensors, which cross in
+shared memory, and the service's HTTP (``protocol``).
 """
 
 import json
@@ -78,7 +77,7 @@ class WorkspaceOperation(StrEnum):
     CALL_TOOL = "call_tool"  # ToolCall -> ToolResult
     COLLECT_FILES = "collect_files"  # -> text by path
     # a workspace asks its client, while a tool call is open
-    RUN_COMMAND = "run_command"  # CommandRequest; ``slot`` numbers it
+    RUN_COMMAND = "run_command"  # {"name", "argv", "files"}; ``slot`` numbers it
     COMMAND_RESULT = "command_result"  # ToolResult, with the same ``slot``
 
 
@@ -222,12 +221,6 @@ class ToolCall(TypedDict):
     arguments: dict[str, Any]
 
 
-class CommandRequest(TypedDict):
-    name: str  # compile, verify or profile
-    argv: list[str]
-    files: dict[str, str]
-
-
 # --------------------------------------------------------------------------------------------------------------- frames
 
 HEAD = struct.Struct("<BBHI")  # number of the operation, slot, extra, bytes of the body
@@ -253,11 +246,7 @@ def encode_frame(operation: Operation, body: Any = None, slot: int = 0, extra: i
 
 
 def decode_head(head: bytes) -> tuple[Operation, int, int, int]:
-    """Operation, slot, extra and the length of the body in bytes.
-
-    Raises:
-        ValueError: there is no such operation, or the body is too long.
-    """
+    """Operation, slot, extra and the length of the body in bytes. Raises ``ValueError`` for another head."""
     number, slot, extra, length = HEAD.unpack(head)
     if number >= len(_OPERATIONS):
         raise ValueError(f"a frame of the unknown operation {number}")

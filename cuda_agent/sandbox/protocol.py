@@ -1,9 +1,8 @@
 """Defines the requests of the service, their limits, and the form of a refusal.
 
-A request is JSON of at most ``BODY_BYTES``. Unknown keys, wrong types, invalid Unicode, unsafe file names and deep
-nesting are refused here, before any other code reads them. The limits keep one request inside one frame to the judge
-(``messages.FRAME_LIMIT``) even when every character is escaped. Not covered: the content of a solution or a task, which
-the sandbox judges.
+Unknown keys, wrong types, invalid Unicode, unsafe file names and deep nesting are refused before any other code reads
+them. The limits keep one request inside one frame to the judge (``messages.FRAME_LIMIT``) even when every character is
+escaped. Not covered: the content of a solution or a task, which the sandbox judges.
 """
 
 import hashlib
@@ -17,13 +16,13 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     Tag,
     TypeAdapter,
     ValidationError,
-    model_validator,
 )
 
 from cuda_agent.config import SandboxConfig
@@ -68,11 +67,7 @@ def _text(limit: int) -> Any:
 
 
 def file_name(name: str) -> str:
-    """Check that a path is relative and stays inside its folder.
-
-    Raises:
-        ValueError: it is not such a path.
-    """
+    """Check that a path is relative and stays inside its folder. Raises ``ValueError``."""
     name.encode()
     parts = name.split("/")
     if len(name) > MOST_NAME or len(parts) > MOST_DEPTH:
@@ -92,8 +87,13 @@ def _files(files: dict[str, str]) -> dict[str, str]:
     return files
 
 
+def _at_the_top(name: str) -> str:
+    if "/" in file_name(name):
+        raise ValueError("only files at the top of the folder can be protected")
+    return name
+
+
 Files = Annotated[dict[str, str], AfterValidator(_files)]
-Priority = Annotated[int, Field(ge=-PRIORITIES, le=PRIORITIES, description="the highest goes first")]
 
 
 def _shallow(value: Any, depth: int = NESTING) -> Any:
@@ -103,6 +103,32 @@ def _shallow(value: Any, depth: int = NESTING) -> Any:
     for part in parts:
         _shallow(part, depth - 1)
     return value
+
+
+_SPEC = TypeAdapter(TaskSpec)
+
+
+def _spec(given: Any) -> TaskSpec:
+    """Read a spec that the service could have given."""
+    try:
+        spec = _SPEC.validate_python(_shallow(given))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"spec.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+    def is_argument(item: Any) -> bool:
+        if isinstance(item, list):
+            return all(map(is_argument, item))
+        if not isinstance(item, dict) or not item.keys() & {"tensor", "value"}:
+            return False
+        return "tensor" not in item or (isinstance(item["tensor"], int) and 0 <= item["tensor"] < len(spec.inputs))
+
+    tensors = (*spec.inputs, *spec.outputs, *spec.weights.values())
+    if not all(tensor.dtype in DTYPES and all(extent >= 0 for extent in tensor.shape) for tensor in tensors):
+        raise ValueError("spec: a tensor that cannot be")
+    if not (all(map(is_argument, spec.arguments)) and all(isinstance(item, dict) for item in spec.init)):
+        raise ValueError("spec: arguments and init are not as the service gives them")
+    return spec
 
 
 class Body(BaseModel):
@@ -132,7 +158,7 @@ class SolutionBody(Body):
 class Request(Body):
     """What every job has.  ``settings``: refuse unless the server has these values, such as ``{"clock": "real"}``."""
 
-    priority: Priority = 0
+    priority: int = Field(0, ge=-PRIORITIES, le=PRIORITIES, description="the highest goes first")
     settings: dict[str, str | int | float] = Field({}, max_length=len(AGREED))
 
     def key(self) -> str:
@@ -166,35 +192,14 @@ class Build(Request):
 
     kind: Literal["build"] = "build"
     solution: SolutionBody
-    spec: dict[str, Any]
-
-    @model_validator(mode="after")
-    def _is_spec(self) -> "Build":
-        _shallow(self.spec)
-        try:
-            spec = _SPEC.validate_python(self.spec)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ValueError(f"spec.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-        known = len(spec.inputs)
-        tensors = (*spec.inputs, *spec.outputs, *spec.weights.values())
-        if not all(tensor.dtype in DTYPES and all(extent >= 0 for extent in tensor.shape) for tensor in tensors):
-            raise ValueError("spec: a tensor that cannot be")
-        if not (all(_is_argument(a, known) for a in spec.arguments) and all(isinstance(i, dict) for i in spec.init)):
-            raise ValueError("spec: arguments and init are not as the service gives them")
-        return self
-
-    def task_spec(self) -> TaskSpec:
-        return _SPEC.validate_python(self.spec)
-
-
-_SPEC = TypeAdapter(TaskSpec)
+    spec: Annotated[TaskSpec, BeforeValidator(_spec)]
 
 
 def _kind_of(body: Any) -> str:
     return str(body.get("kind", "evaluate")) if isinstance(body, dict) else "evaluate"
 
 
+AnyRequest = EvaluateRequest | ProbeRequest | SpecRequest | Build
 Submission = Annotated[
     Annotated[EvaluateRequest, Tag("evaluate")]
     | Annotated[ProbeRequest, Tag("probe")]
@@ -204,27 +209,11 @@ Submission = Annotated[
 ]
 
 
-def _is_argument(item: Any, tensors: int) -> bool:
-    """Whether ``item`` is ``{"tensor": index}``, ``{"value": plain}`` or a list of those."""
-    if isinstance(item, list):
-        return all(_is_argument(part, tensors) for part in item)
-    if not isinstance(item, dict) or not item.keys() & {"tensor", "value"}:
-        return False
-    return "tensor" not in item or (isinstance(item["tensor"], int) and 0 <= item["tensor"] < tensors)
-
-
 class OpenWorkspace(Body):
     """A new work folder; ``protected`` names files at its top that keep their content."""
 
     files: Files
-    protected: list[str] = Field([], max_length=MOST_FILES)
-
-    @model_validator(mode="after")
-    def _at_the_top(self) -> "OpenWorkspace":
-        for name in self.protected:
-            if "/" in file_name(name):
-                raise ValueError("only files at the top of the folder can be protected")
-        return self
+    protected: Annotated[list[Annotated[str, AfterValidator(_at_the_top)]], Field(max_length=MOST_FILES)] = []
 
 
 class Call(Body):
@@ -243,7 +232,7 @@ class Answer(Body):
 
 def dumps(value: Any) -> bytes:
     """Encode a value as portable JSON: ASCII, because a solution may hold half of a surrogate pair, and null for
-    numbers that are not finite, such as an error beyond the range of its type."""
+    numbers that are not finite."""
     try:
         return json.dumps(value, allow_nan=False).encode()
     except ValueError:
@@ -259,18 +248,13 @@ def _finite(value: Any) -> Any:
 
 
 def agree(asked: dict[str, str | int | float], config: SandboxConfig) -> None:
-    """Check the client's settings against the server's.
-
-    Raises:
-        ServiceError: a setting differs or is unknown.
-    """
+    """Check the client's settings against the server's. Raises ``ServiceError``."""
     for name, value in asked.items():
         if name not in AGREED:
             raise ServiceError(422, "malformed", f"{name[:40]!r} is none of {', '.join(AGREED)}", "settings")
         if (here := getattr(config, name)) != value:
-            raise ServiceError(
-                409, "settings", f"sandbox.{name} is {here} on this server, {str(value)[:40]} was asked for"
-            )
+            said = f"sandbox.{name} is {here} on this server, {str(value)[:40]} was asked for"
+            raise ServiceError(409, "settings", said)
 
 
 def malformed(error: Any) -> ServiceError:
@@ -292,10 +276,8 @@ def read_token(config: SandboxConfig, environment: Mapping[str, str]) -> str | N
             token = Path(config.token_file).read_text().strip()
         except OSError as error:
             raise ConfigError(f"sandbox.token_file: {config.token_file}: {error.strerror}") from None
-    else:
-        token = environment.get(config.token_env, "").strip()
-        if not token:
-            return None
+    elif not (token := environment.get(config.token_env, "").strip()):
+        return None
     if len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError("The sandbox's token must have at least 16 printable ASCII characters without spaces.")
     return token

@@ -1,11 +1,8 @@
 """Runs the sandbox on servers: ``LocalSandbox``'s interface over any number of ``cuda-agent sandbox serve``.
 
-Rendezvous hashing of the task's digest gives each task a preferred server, because a server keeps tasks prepared and
-baselines belong to one machine. The client skips a server that is full, until the time that the server names, or gone,
-for a while. It retries lost work and ``infra`` answers on other servers, at most ``ATTEMPTS`` times; then the verdict
-is ``infra``. A refused form of a solution is a ``build_error`` of the candidate, that of a task a ``TaskError``.
-
-Not covered: workspaces, which end with their server (``WorkspaceLost``, as on this machine), and judging.
+Each task has a preferred server, because a server keeps tasks prepared and baselines belong to one machine. A server
+that is full or gone is skipped for a while. Lost work and ``infra`` answers are retried on other servers. Not covered:
+workspaces, which end with their server (``WorkspaceLost``), and judging.
 """
 
 import asyncio
@@ -16,8 +13,8 @@ import logging
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import httpx
@@ -26,7 +23,8 @@ from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.sandbox.protocol import AGREED, TASK_BYTES, read_token
 from cuda_agent.sandbox.wire import Mode, Probe, Solution, Status, TaskSpec, ToolResult, Verdict
-from cuda_agent.sandbox.workspace.client import ARGUMENT_BYTES, Commands, WorkspaceLost
+from cuda_agent.sandbox.workspace.client import Commands, WorkspaceLost, checked_call
+from cuda_agent.sandbox.workspace.files import ToolRefused
 from cuda_agent.tasks.task import Task
 
 ATTEMPTS = 4  # how often started work is started again on another server
@@ -40,7 +38,7 @@ _JOB = frozenset({"id", "state", "result", "error"})
 _log = logging.getLogger("cuda_agent.sandbox")
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
     """One address in one role, with its last known state."""
 
@@ -78,10 +76,6 @@ class _Refused(Exception):
         self.where = where
 
 
-class _OfCommands(Exception):
-    """Carries an exception of ``commands`` through the stream of a call."""
-
-
 class RemoteSandbox:
     """Judges on servers; an async context manager."""
 
@@ -106,7 +100,7 @@ class RemoteSandbox:
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
-    async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick", priority: int = 0) -> Verdict:
+    async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick") -> Verdict:
         """Return the verdict of ``solution``.
 
         Raises:
@@ -115,7 +109,7 @@ class RemoteSandbox:
         """
         request = {
             "kind": "evaluate", "task": _task(task), "solution": {"format": solution.format, "files": solution.files},
-            "mode": mode, "priority": priority,
+            "mode": mode,
         }  # fmt: skip
         try:
             return Verdict.from_json(await self._ask(request, task))
@@ -138,12 +132,7 @@ class RemoteSandbox:
             return Probe(error=f"infrastructure: {lost}")
 
     async def spec(self, task: Task) -> TaskSpec:
-        """Return shapes, dtypes and plain values of a task.
-
-        Raises:
-            TaskError: the task cannot be run.
-            SandboxUnready: no server is ready.
-        """
+        """Return shapes, dtypes and plain values of a task. Raises ``TaskError`` or ``SandboxUnready``."""
         try:
             return TaskSpec.from_json(await self._ask({"kind": "spec", "task": _task(task)}, task))
         except _Refused as refusal:
@@ -156,7 +145,15 @@ class RemoteSandbox:
         self, files: dict[str, str], protected: frozenset[str], commands: Commands
     ) -> "AsyncIterator[RemoteWorkspace]":
         """Open a jailed work folder on the server where this client has the fewest. Raises ``WorkspaceLost``."""
-        server, opened = await self._open({"files": files, "protected": sorted(protected)})
+
+        def order() -> list[Server]:
+            return sorted(self.rooms, key=lambda server: (server.workspaces, random.random()))
+
+        body, needs = {"files": files, "protected": sorted(protected)}, frozenset({"id", "owner"})
+        try:
+            server, opened = await self._post("/v1/workspaces", body, order, needs=needs)
+        except (_Lost, _Refused) as error:
+            raise WorkspaceLost(str(error)) from None
         server.workspaces += 1
         headers = {"X-Workspace-Owner": opened["owner"]}
         path = f"{server.address}/v1/workspaces/{opened['id']}"
@@ -167,18 +164,15 @@ class RemoteSandbox:
             with contextlib.suppress(httpx.HTTPError):
                 await self._client.delete(path, headers=headers)
 
-    # ------------------------------------------------------------------------------------------------------------- jobs
-
     async def _ask(self, request: dict[str, Any], task: Task) -> dict[str, Any]:
         """Return the result of a job from the first server that completes it. Raises ``_Refused``, ``_Lost``,
         ``TaskError`` or ``SandboxUnready``."""
-        body = json.dumps(request | {"settings": self._settings}).encode()
         order = sorted(self.servers, key=lambda server: _weight(server.address, task.digest), reverse=True)
         failed: list[Server] = []
-        for attempt in range(1, ATTEMPTS + 1):
+        while True:
             try:
-                server, job = await self._submit(body, order, failed)
-                return await self._result(server, job)
+                path, body = f"/v1/jobs?wait={_POLL_SECONDS:g}", request | {"settings": self._settings}
+                return await self._result(*await self._post(path, body, lambda: order, failed))
             except _Lost as lost:
                 if lost.server is None:
                     raise
@@ -187,20 +181,8 @@ class RemoteSandbox:
                 everywhere = all(server in failed for server in order)
                 if everywhere and lost.kind == "unready":
                     raise SandboxUnready(str(lost)) from None
-                if attempt == ATTEMPTS or (everywhere and lost.kind == "infra"):
+                if len(failed) == ATTEMPTS or (everywhere and lost.kind == "infra"):
                     raise
-        raise AssertionError
-
-    async def _submit(self, body: bytes, order: list[Server], failed: list[Server]) -> tuple[Server, dict[str, Any]]:
-        """Submit the job to the first server that takes it; servers in ``failed`` come last."""
-        patience = _Patience()
-        while True:
-            server = await patience.choose(order, failed)
-            try:
-                url = f"{server.address}/v1/jobs?wait={_POLL_SECONDS:g}"
-                return server, await self._send(server, "POST", url, content=body)
-            except _Away as away:
-                patience.told[server.address] = away.until
 
     async def _result(self, server: Server, job: dict[str, Any]) -> dict[str, Any]:
         url = f"{server.address}/v1/jobs/{job['id']}"
@@ -224,19 +206,38 @@ class RemoteSandbox:
             server.rests_until = time.monotonic() + _LONGEST_REST
         raise _Lost(error["message"], server, error["kind"])
 
-    async def _open(self, body: dict[str, Any]) -> tuple[Server, dict[str, Any]]:
-        patience = _Patience()
+    async def _post(
+        self,
+        path: str,
+        body: dict[str, Any],
+        order: Callable[[], list[Server]],
+        failed: Sequence[Server] = (),
+        needs: frozenset[str] = _JOB,
+    ) -> tuple[Server, dict[str, Any]]:
+        """Post to the first available server of ``order``, preferably none of ``failed``; wait while all are full.
+        Raises ``_Refused``, ``_Lost``, or ``SandboxUnready`` when servers answer and none can be used."""
         content = json.dumps(body).encode()
+        begun = hope = time.monotonic()  # hope: last time that a server was at least full
+        told: dict[str, float] = {}  # the time that each server named for another attempt
         while True:
-            order = sorted(self.rooms, key=lambda server: (server.workspaces, random.random()))
-            try:
-                server = await patience.choose(order, [])
-                url = f"{server.address}/v1/workspaces"
-                return server, await self._send(server, "POST", url, content, frozenset({"id", "owner"}))
-            except _Away as away:
-                patience.told[server.address] = away.until
-            except (_Lost, _Refused) as error:
-                raise WorkspaceLost(str(error)) from None
+            now = time.monotonic()
+            servers = order()
+            fresh = [server for server in servers if server not in failed] or servers
+            back = {server: max(server.rests_until, told.get(server.address, 0.0)) for server in fresh}
+            if (free := next((server for server in fresh if back[server] <= now), None)) is not None:
+                try:
+                    return free, await self._send(free, "POST", free.address + path, content, needs)
+                except _Away as away:
+                    told[free.address] = away.until
+                    continue
+            if any(server.kind == "full" for server in fresh):
+                hope = now
+            if now - hope >= UNREACHABLE_SECONDS or now - begun >= FULL_SECONDS:
+                reasons = "; ".join(server.reason for server in servers)
+                if all(server.kind in ("unready", "role") for server in servers):
+                    raise SandboxUnready(reasons)
+                raise _Lost(f"no server takes it: {reasons}")
+            await asyncio.sleep(min(back.values()) - now)
 
     async def _send(
         self, server: Server, method: str, url: str, content: bytes | None = None, needs: frozenset[str] = _JOB
@@ -257,17 +258,15 @@ class RemoteSandbox:
         server.failures = 0
         if response.is_success:
             return dict(answer)
-        if not isinstance(error, dict):
-            error = {}
+        error = error if isinstance(error, dict) else {}
         kind = str(error.get("kind", "unknown"))
         message = str(error.get("message", f"HTTP {response.status_code}"))
         if kind in ("malformed", "too_large"):
             raise _Refused(message, str(error.get("where", "")))
-        if kind == "token":
+        if kind in ("token", "settings"):
             where = self.config.token_file or f"the environment variable {self.config.token_env}"
-            raise SandboxUnready(f"{server.address}: {message}; here it is taken from {where}")
-        if kind == "settings":
-            raise SandboxUnready(f"{server.address}: {message}")
+            hint = f"; here it is taken from {where}" if kind == "token" else ""
+            raise SandboxUnready(f"{server.address}: {message}{hint}")
         rest = UNREACHABLE_SECONDS if kind == "role" else _stretched(response.headers.get("Retry-After", "1"))
         raise self._away(server, kind, message, rest)
 
@@ -283,33 +282,6 @@ class RemoteSandbox:
         return Verdict(status, solution.format, mode, self.config.device, self.config.clock, message)
 
 
-class _Patience:
-    """Chooses servers for one piece of work, and decides when to give up."""
-
-    def __init__(self) -> None:
-        self._begun = self._hope = time.monotonic()  # hope: last time that a server was at least full
-        self.told: dict[str, float] = {}  # the time that each server named for another attempt
-
-    async def choose(self, order: list[Server], failed: list[Server]) -> Server:
-        """Return the first available server in ``order``, preferably none of ``failed``; wait if none is available.
-        Raises ``_Lost``, or ``SandboxUnready`` when servers answer and none can be used."""
-        while True:
-            now = time.monotonic()
-            fresh = [server for server in order if server not in failed] or order
-            back = [max(server.rests_until, self.told.get(server.address, 0.0)) for server in fresh]
-            for server, when in zip(fresh, back, strict=True):
-                if when <= now:
-                    return server
-            if any(server.kind == "full" for server in fresh):
-                self._hope = now
-            if now - self._hope >= UNREACHABLE_SECONDS or now - self._begun >= FULL_SECONDS:
-                reasons = "; ".join(server.reason for server in order)
-                if all(server.kind in ("unready", "role") for server in order):
-                    raise SandboxUnready(reasons)
-                raise _Lost(f"no server takes it: {reasons}")
-            await asyncio.sleep(min(back) - now)
-
-
 class RemoteWorkspace:
     """One open workspace on a server, with the interface of ``workspace.client.Workspace``. Its calls run one after the
     other."""
@@ -320,70 +292,59 @@ class RemoteWorkspace:
         self._timeout = httpx.Timeout(_SILENCE_SECONDS, pool=None)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Run a tool. Exceptions of ``commands`` pass through.
-
-        Raises:
-            WorkspaceLost: the workspace or its server died or hangs.
-        """
+        """Run a tool. Exceptions of ``commands`` pass through. Raises ``WorkspaceLost``."""
         try:
-            body = json.dumps({"tool": tool[:100], "arguments": dict(arguments)})
-        except (TypeError, ValueError, RecursionError):
-            return ToolResult("error: the arguments are not plain values", error=True)
-        if len(body) > ARGUMENT_BYTES:
-            return ToolResult("error: the arguments are too large", error=True)
-        async with self._turn:
-            try:
-                return await self._call(body)
-            except _OfCommands as carried:
-                assert carried.__cause__ is not None
-                raise carried.__cause__ from None
+            body = checked_call(tool[:100], arguments)
+        except ToolRefused as refused:
+            return ToolResult(f"error: {refused}", error=True)
+        async with self._turn, contextlib.aclosing(self._lines(json.dumps(body).encode())) as lines:
+            async for line in lines:
+                if isinstance(line, ToolResult):
+                    return line
+                number, name, argv, files = line
+                result = await self._commands(name, argv, files)
+                with _losing():
+                    url, answer = f"{self._path}/answers/{number}", asdict(result)
+                    response = await self._client.post(url, json=answer, headers=self._headers, timeout=self._timeout)
+                    response.raise_for_status()
+        raise WorkspaceLost("the workspace is gone: its stream ended")
 
-    async def _call(self, body: str) -> ToolResult:
-        headers = self._headers | {"Content-Type": "application/json"}
-        try:
-            async with self._client.stream(
-                "POST", f"{self._path}/calls", content=body.encode(), headers=headers, timeout=self._timeout
-            ) as response:
+    async def _lines(self, body: bytes) -> AsyncGenerator[ToolResult | tuple[int, str, list[str], dict[str, str]]]:
+        """Yield the commands that the folder's shell runs (number, name, arguments, files), at last the result."""
+        headers, url = self._headers | {"Content-Type": "application/json"}, f"{self._path}/calls"
+        sending = self._client.stream("POST", url, content=body, headers=headers, timeout=self._timeout)
+        with _losing():
+            async with sending as response:
                 if response.status_code == 422:
                     message = json.loads(await response.aread())["error"]["message"]
-                    return ToolResult(f"error: {message}", error=True)
-                if response.is_error:
+                    yield ToolResult(f"error: {message}", error=True)
+                elif response.is_error:
                     raise WorkspaceLost(f"the workspace is gone: HTTP {response.status_code}")
                 async for text in response.aiter_lines():
                     line = json.loads(text)
                     if "result" in line:
-                        return ToolResult(str(line["result"]["text"]), bool(line["result"]["error"]))
-                    if "lost" in line:
+                        yield ToolResult(str(line["result"]["text"]), bool(line["result"]["error"]))
+                    elif "lost" in line:
                         raise WorkspaceLost(line["lost"])
-                    if "command" in line:
-                        await self._command(line["command"])
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            raise WorkspaceLost(f"the workspace is gone: {type(error).__name__}") from None
-        raise WorkspaceLost("the workspace is gone: its stream ended")
-
-    async def _command(self, question: dict[str, Any]) -> None:
-        try:
-            result = await self._commands(question["name"], question["argv"], question["files"])
-        except Exception as error:
-            raise _OfCommands from error
-        url = f"{self._path}/answers/{question['number']}"
-        answer = {"text": result.text, "error": result.error}
-        response = await self._client.post(url, json=answer, headers=self._headers, timeout=self._timeout)
-        response.raise_for_status()
+                    elif "command" in line:
+                        asked = line["command"]
+                        yield asked["number"], asked["name"], asked["argv"], asked["files"]
 
     async def files(self) -> dict[str, str]:
-        """Return the folder's text files within the limits of ``workspace.files``.
-
-        Raises:
-            WorkspaceLost: as ``call``.
-        """
-        async with self._turn:
-            try:
+        """Return the folder's text files within the limits of ``workspace.files``. Raises ``WorkspaceLost``."""
+        with _losing():
+            async with self._turn:
                 response = await self._client.get(f"{self._path}/files", headers=self._headers, timeout=60.0)
-                response.raise_for_status()
-                return dict(response.json()["files"])
-            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-                raise WorkspaceLost(f"the workspace is gone: {type(error).__name__}") from None
+            return dict(response.raise_for_status().json()["files"])
+
+
+@contextlib.contextmanager
+def _losing() -> Iterator[None]:
+    """Turn faults of a server and its answers into ``WorkspaceLost``."""
+    try:
+        yield
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise WorkspaceLost(f"the workspace is gone: {type(error).__name__}") from None
 
 
 def _task(task: Task) -> dict[str, str]:

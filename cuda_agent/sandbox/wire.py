@@ -6,7 +6,7 @@ covered: the frames that carry these types between processes (``messages``), and
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -59,21 +59,13 @@ class Solution:
 
 @dataclass(frozen=True)
 class FormatTraits:
-    """What the judge and its workers know of a solution's format; it crosses in the request, since they import none.
+    """What the judge and its workers know of a solution's format; it crosses in the request, since they import none."""
 
-    Attributes:
-        host_is_ours: the launcher is the sandbox's code, so that the device's times and the list of what ran are exact.
-        rule: which rule ``ModelNew.forward`` runs under (``worker.candidate.RULES``); empty: none.
-        own_work: what a call must be seen to run, in words; empty: nothing.
-        advisory: the solution's Python ran free: what it computed with is not known.
-        untimed: why no time is taken; empty: times are taken.
-    """
-
-    host_is_ours: bool = False
-    rule: str = ""
-    own_work: str = ""
-    advisory: bool = False
-    untimed: str = ""
+    host_is_ours: bool = False  # the launcher is the sandbox's code: device times and the list of what ran are exact
+    rule: str = ""  # for ``ModelNew.forward`` (``worker.candidate.RULES``); empty: none
+    own_work: str = ""  # what a call must be seen to run, in words; empty: nothing
+    advisory: bool = False  # the solution's Python ran free: what it computed with is not known
+    untimed: str = ""  # why no time is taken; empty: times are taken
 
 
 RanKind = Literal["own", "library", "torch", "memset", "unknown"]
@@ -115,9 +107,8 @@ class Verdict:
     samples: list[float] = field(default_factory=list)  # raw timed calls, seconds
     checks: int = 0  # correctness checks passed
     max_error: float | None = None  # largest absolute difference over all checks
-    phases: dict[str, float] = field(
-        default_factory=dict
-    )  # seconds of build, start, check, time; settle: after the verdict before it
+    # Seconds of build, start, check, time; settle: after the verdict before it.
+    phases: dict[str, float] = field(default_factory=dict)
     cached: bool = False
     strict: dict[str, Any] | None = None  # mode strict: inputs and errors by kind, precision, interval, baselines
     bytes: int | None = None  # of the task's inputs and outputs
@@ -135,11 +126,9 @@ class Verdict:
             return None
         if self.status != "ok":
             return -1
-        beats_eager = _faster(self.seconds, self.eager_seconds)
-        beats_compile = _faster(self.seconds, self.compile_seconds)
-        if beats_eager and beats_compile:
-            return 3
-        return 2 if beats_eager else 1
+        if not _faster(self.seconds, self.eager_seconds):
+            return 1
+        return 3 if _faster(self.seconds, self.compile_seconds) else 2
 
     @property
     def speedup_eager(self) -> float | None:
@@ -151,11 +140,8 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields and the derived values."""
-        return asdict(self) | {
-            "reward": self.reward,
-            "speedup_eager": self.speedup_eager,
-            "speedup_compile": self.speedup_compile,
-        }
+        derived = ("reward", "speedup_eager", "speedup_compile")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Verdict":
@@ -207,17 +193,10 @@ class TaskSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "TaskSpec":
-        def tensors(items: Sequence[Any]) -> tuple[Tensor, ...]:
-            return tuple(Tensor(tuple(item["shape"]), item["dtype"]) for item in items)
-
-        return cls(
-            inputs=tensors(data["inputs"]),
-            outputs=tensors(data["outputs"]),
-            weights=dict(zip(data["weights"], tensors(list(data["weights"].values())), strict=True)),
-            arguments=tuple(data["arguments"]),
-            init=tuple(data["init"]),
-            parameter_count=data["parameter_count"],
-        )
+        tuples = {name: tuple(data[name]) for name in ("arguments", "init")}
+        weights = dict(zip(data["weights"], _tensors(data["weights"].values()), strict=True))
+        inputs, outputs = tuple(_tensors(data["inputs"])), tuple(_tensors(data["outputs"]))
+        return cls(inputs, outputs, weights, **tuples, parameter_count=data["parameter_count"])
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -242,10 +221,11 @@ class Probe:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Probe":
-        tensors = {
-            name: [Tensor(tuple(item["shape"]), item["dtype"]) for item in data[name]] for name in ("inputs", "outputs")
-        }
-        return cls(**(data | tensors))
+        return cls(**(data | {name: _tensors(data[name]) for name in ("inputs", "outputs")}))
+
+
+def _tensors(items: Iterable[Any]) -> list[Tensor]:
+    return [Tensor(tuple(item["shape"]), item["dtype"]) for item in items]
 
 
 def printable(text: str) -> str:

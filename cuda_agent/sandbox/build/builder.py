@@ -1,17 +1,14 @@
 """Builds C++ sources to a shared library and CUDA sources to a cubin, in the jail, with a cache keyed by content.
 
-The key of a build is its sources, flags, compiler version and processor or GPU. A header with a few common standard
-headers is precompiled once, because a small kernel's build spends most of its time in ``<cmath>`` and ``<algorithm>``.
 A CPU kernel is first built the fast way: by a compiler started in advance (``compiler``), without the special functions
 of ``<cmath>`` and without the C++ library, which few kernels need. If that fails, it is built the full way, whose
-errors count. The compiler has limits on time, memory, processes and files; its output is cut to the first errors, each
-with its source line. NVRTC (``nvrtc``) compiles CUDA sources without a GPU. Not covered: whether the built code is
-correct.
+errors count. NVRTC (``nvrtc``) compiles CUDA sources without a GPU. Not covered: whether the built code is correct.
 """
 
 import asyncio
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -36,14 +33,7 @@ _LEAN_PRELUDE = "#define _GLIBCXX_BITS_SPECFUN_H 1\n" + _PRELUDE
 _LEAN_LINK = ("-nodefaultlibs", "-fno-use-linker-plugin", "-lm", "-lc", "-lgcc")  # also halves the linker's time
 _LIBRARY_MB = 64
 _MESSAGE_LENGTH = 1200
-_OURS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EIO,
-    errno.EMFILE,
-    errno.ENFILE,
-)  # the machine's fault
+_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)  # the machine's fault
 _KILLED = "Killed signal terminated program"
 
 
@@ -64,24 +54,15 @@ _OUR_SECONDS = 120.0  # limit for the project's own code: precompiled headers, t
 
 
 class Builder:
-    """Runs builds and caches their products.
-
-    Args:
-        folder: The cache.
-        scratch: A folder that jailed users can reach.
-        lease: Folder of the timing lease; None where builds do not disturb timings, as on a GPU.
-        seconds: Time limit of one build.
-        memory_mb: Memory limit of one build.
-        parallel: Most builds at a time."""
+    """Runs builds, at most ``parallel`` at a time, and caches their products in ``folder``. ``scratch``: a folder that
+    jailed users can reach. ``lease``: that of the timing lease; None where builds do not disturb timings, as on a GPU.
+    ``seconds`` and ``memory_mb`` limit one build."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path | None, seconds: float, memory_mb: int, parallel: int = 2
     ) -> None:
-        self._folder = folder
-        self._scratch = scratch
-        self._lease = lease
-        self._seconds = seconds
-        self._memory_mb = memory_mb
+        self._folder, self._scratch, self._lease = folder, scratch, lease
+        self._seconds, self._memory_mb = seconds, memory_mb
         self._slots = asyncio.Semaphore(parallel)
         self._under_way: dict[str, asyncio.Future[Path]] = {}
         self._toolchain: Toolchain | None = None
@@ -99,7 +80,7 @@ class Builder:
             if self._toolchain is None:
                 found = await asyncio.to_thread(find_toolchain)
                 homes = [await self._precompiled(found, text) for text in (_PRELUDE, _LEAN_PRELUDE)]
-                self._toolchain = Toolchain(found.compiler, found.version, found.processor, *map(str, homes))
+                self._toolchain = Toolchain(found.compiler, found.identity, *map(str, homes))
             return self._toolchain
 
     async def _precompiled(self, tools: Toolchain, prelude: str) -> Path:
@@ -140,14 +121,11 @@ class Builder:
             BuildError: The compiler refuses the source.
             CompilerMissing: NVRTC is not installed."""
         tools = find_nvrtc()
-        request = {"library": tools.library, "includes": tools.includes, "architecture": architecture, "unit": unit}
-        command = [
-            sys.executable,
-            "-I",
-            "-S",
-            str(NVRTC_PROGRAM),
-            json.dumps(request | {"expressions": list(expressions)}),
-        ]
+        request = {
+            "library": tools.library, "includes": tools.includes, "architecture": architecture, "unit": unit,
+            "expressions": list(expressions),
+        }  # fmt: skip
+        command = [sys.executable, "-I", "-S", str(NVRTC_PROGRAM), json.dumps(request)]
         parts = [tools.identity, architecture, unit, *expressions]
         read = (str(Path(tools.library).parent), *tools.includes, str(NVRTC_PROGRAM))
         folder = await self._built(parts, command, files, ("kernels.cubin", "names.json"), read)
@@ -190,8 +168,7 @@ class Builder:
         seconds: float = 0.0,
     ) -> Path:
         """Returns the folder of ``products``, from the cache or made by ``command``; joins the same build when it is
-        already running. ``unit``: the one that can be built the fast way. ``seconds``: a limit other than a
-        solution's."""
+        already running. ``unit``: the one that can be built the fast way."""
         seconds = seconds or self._seconds
         content = [*parts, *(f"{name}\0{files[name]}" for name in sorted(files))]
         key = hashlib.sha256("\0\0".join(content).encode(errors="surrogatepass")).hexdigest()
@@ -205,11 +182,12 @@ class Builder:
         future: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
         self._under_way[key] = future
         try:
+            compile = functools.partial(self._compile, command, files, products, done, read, seconds)
             if not (unit and await self._compiled_ahead(unit, files, products, done)):
                 try:
-                    await self._compile(command, files, products, done, read, seconds)
+                    await compile()
                 except _Killed:  # the cause may be outside the build: try once more
-                    await self._compile(command, files, products, done, read, seconds)
+                    await compile()
             future.set_result(done)
             return done
         except BaseException as error:
@@ -232,7 +210,6 @@ class Builder:
         read: Sequence[str],
         seconds: float,
     ) -> None:
-        """Runs the compiler on ``files`` and moves ``products`` to ``target`` atomically."""
         async with self._slots:
             work = Path(tempfile.mkdtemp(prefix="build-", dir=self._scratch))
             try:
@@ -244,12 +221,10 @@ class Builder:
 
     @contextlib.contextmanager
     def _beside_timing(self) -> Iterator[None]:
-        """Holds the lease as a worker, so that no time is measured during a build. Without a lease it does nothing: a
-        build does not disturb timings on a GPU."""
-        if self._lease is None:
-            yield
-            return
-        with contextlib.closing(Lease(self._lease)) as lease, lease.working():
+        """Holds the lease, where there is one, as a worker: no time is measured during a build."""
+        with contextlib.ExitStack() as held:
+            if self._lease is not None:
+                held.enter_context(held.enter_context(contextlib.closing(Lease(self._lease))).working())
             yield
 
     def _run(self, command: list[str], work: Path, read: Sequence[str], seconds: float) -> None:
@@ -290,29 +265,20 @@ class Builder:
             tools.compiler, *FLAGS, *_DIAGNOSTICS, "-pipe", "-shared", "-Wl,--no-undefined", "-o", "library.so",
         ]  # fmt: skip
         work = Path(tempfile.mkdtemp(prefix="build-", dir=self._scratch))
+        policy = self._policy(work, (tools.lean,), self._seconds)
         try:
             with self._beside_timing():
-                return Waiting(
-                    self._policy(work, (tools.lean,), self._seconds),
-                    command,
-                    work,
-                    f"{tools.lean}/prelude.h",
-                    _LEAN_LINK,
-                )
+                return Waiting(policy, command, work, f"{tools.lean}/prelude.h", _LEAN_LINK)
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
             raise
 
     def _policy(self, work: Path, read: Sequence[str], seconds: float) -> jail.JailPolicy:
+        python = sys.prefix, sys.base_prefix
         return jail.JailPolicy(
-            read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix, *read),
-            write=(str(work),),
-            execute=(*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix),
-            memory_mb=self._memory_mb,
-            file_mb=_LIBRARY_MB,
-            cpu_seconds=int(seconds) + 1,
-            read_any=True,
-        )
+            read=(*jail.SYSTEM_READ, *python, *read), write=(str(work),), execute=(*jail.SYSTEM_EXECUTE, *python),
+            memory_mb=self._memory_mb, file_mb=_LIBRARY_MB, cpu_seconds=int(seconds) + 1, read_any=True,
+        )  # fmt: skip
 
     def _finish(self, compiler: Compiler, work: Path, seconds: float) -> None:
         try:
@@ -342,10 +308,7 @@ def _keep(work: Path, products: Sequence[str], target: Path) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Writes an author's files into an empty folder.
-
-    Raises:
-        BuildError: A file name is invalid."""
+    """Writes an author's files into an empty folder. Raises ``BuildError`` for an invalid name."""
     for name, text in files.items():
         path = folder / name
         if (path.is_absolute() and not path.is_relative_to(folder)) or ".." in Path(name).parts:
@@ -369,9 +332,7 @@ def _take(source: Path, target: Path) -> None:
     except OSError:
         raise BuildError("the compiler left no library") from None
     with os.fdopen(descriptor, "rb") as file:
-        content = file.read(_LIBRARY_MB << 20)
-    with open(target, "wb") as copy:
-        copy.write(content)
+        target.write_bytes(file.read(_LIBRARY_MB << 20))
 
 
 _ERROR = re.compile(
@@ -380,12 +341,11 @@ _ERROR = re.compile(
 
 
 def has_errors(text: str) -> bool:
-    """Returns whether the lines contain a compiler error."""
     return any(_ERROR.match(line) or "undefined reference to" in line for line in text.splitlines())
 
 
 def first_errors(text: str) -> str:
-    """Returns the compiler's first errors with their source lines, without notes, carets and instantiation chains."""
+    """Returns the compiler's first errors with their source lines."""
     lines = text.splitlines()
     kept: list[str] = []
     for number, line in enumerate(lines):

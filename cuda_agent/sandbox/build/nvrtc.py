@@ -1,10 +1,8 @@
-"""A program that compiles one CUDA source with NVRTC; it starts in the folder that holds the sources.
+"""A program that compiles one CUDA source with NVRTC, inside the jail, in the folder that holds the sources.
 
 ``python nvrtc.py REQUEST`` (JSON: library, includes, architecture, unit, expressions) writes ``kernels.cubin`` and
-``names.json`` there. The compiler's log goes to stderr, and the exit status is 1 when it refuses the source. The
-program runs inside the jail and imports only the standard library.
-
-NVRTC has no host headers: this program supplies a few that kernels often include for integer types and limits.
+``names.json`` there. The log goes to stderr, and the exit status is 1 when the source is refused. NVRTC has no host
+headers: the program supplies a few that kernels often include. It imports only the standard library.
 """
 
 import ctypes
@@ -48,20 +46,17 @@ def main() -> int:
             ctypes.CDLL(f"{folder}/{name}")
     nvrtc = ctypes.CDLL(request["library"])
 
-    def call(name: str, *arguments: object) -> int:
-        return int(getattr(nvrtc, name)(*arguments))
-
     program = ctypes.c_void_p()
     with open(request["unit"], "rb") as file:
         source = file.read()
     names = [name.encode() for name in _HEADERS]
     contents = [(_GUARD + text).encode() for text in _HEADERS.values()]
     texts = (ctypes.c_char_p * len(names))(*contents), (ctypes.c_char_p * len(names))(*names)
-    if call("nvrtcCreateProgram", ctypes.byref(program), source, request["unit"].encode(), len(names), *texts):
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, request["unit"].encode(), len(names), *texts):
         print("error: NVRTC does not start", file=sys.stderr)
         return 1
     for expression in request["expressions"]:
-        call("nvrtcAddNameExpression", program, expression.encode())
+        nvrtc.nvrtcAddNameExpression(program, expression.encode())
     options = [
         f"--gpu-architecture={request['architecture']}", "--std=c++17", "--use_fast_math",
         "--extra-device-vectorization", "--device-as-default-execution-space", "-I.",
@@ -69,22 +64,22 @@ def main() -> int:
         *(f"-I{folder}" for folder in request["includes"]),
     ]  # fmt: skip
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    refused = call("nvrtcCompileProgram", program, len(options), given)
+    refused = nvrtc.nvrtcCompileProgram(program, len(options), given)
     size = ctypes.c_size_t()
-    call("nvrtcGetProgramLogSize", program, ctypes.byref(size))
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
-    call("nvrtcGetProgramLog", program, log)
+    nvrtc.nvrtcGetProgramLog(program, log)
     print(log.value.decode(errors="replace"), file=sys.stderr)
     if refused:
         return 1
     lowered = {}
     for expression in request["expressions"]:
         name = ctypes.c_char_p()
-        call("nvrtcGetLoweredName", program, expression.encode(), ctypes.byref(name))
+        nvrtc.nvrtcGetLoweredName(program, expression.encode(), ctypes.byref(name))
         lowered[expression] = (name.value or b"").decode()
-    call("nvrtcGetCUBINSize", program, ctypes.byref(size))
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
     image = ctypes.create_string_buffer(size.value)
-    call("nvrtcGetCUBIN", program, image)
+    nvrtc.nvrtcGetCUBIN(program, image)
     with open("kernels.cubin", "wb") as cubin:
         cubin.write(image.raw)
     with open("names.json", "w") as found:

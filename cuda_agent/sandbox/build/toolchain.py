@@ -26,27 +26,18 @@ class CompilerMissing(RuntimeError):
 @dataclass(frozen=True)
 class Toolchain:
     compiler: str
-    version: str
-    processor: str
+    identity: str
     includes: str = ""  # folder of the precompiled prelude
     lean: str = ""  # and of the lean one
 
-    @property
-    def identity(self) -> str:
-        return f"{self.version}|{self.processor}|{' '.join(FLAGS)}"
 
-
-def find_toolchain(compiler: str = "g++") -> Toolchain:
-    """The C++ compiler of this machine, without precompiled headers.
-
-    Raises:
-        CompilerMissing: it is not on PATH.
-    """
-    path = shutil.which(compiler)
+def find_toolchain() -> Toolchain:
+    """The C++ compiler of this machine, without precompiled headers. Raises ``CompilerMissing``."""
+    path = shutil.which("g++")
     if path is None:
-        raise CompilerMissing(f"no C++ compiler: {compiler!r} is not on PATH")
+        raise CompilerMissing("no C++ compiler: 'g++' is not on PATH")
     version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()[0]
-    return Toolchain(path, version, processor())
+    return Toolchain(path, f"{version}|{processor()}|{' '.join(FLAGS)}")
 
 
 @dataclass(frozen=True)
@@ -83,11 +74,7 @@ class Nvcc:
     identity: str
 
     def libraries(self, name: str) -> list[str]:
-        """The file of one of NVIDIA's libraries (``cublas``, ``cudnn``), for the linker.
-
-        Raises:
-            CompilerMissing: the library is not installed.
-        """
+        """The file of one of NVIDIA's libraries (``cublas``, ``cudnn``), for the linker. Raises ``CompilerMissing``."""
         places = [*_packages(), Path("/usr/local/cuda/lib64"), Path("/usr/lib/x86_64-linux-gnu")]
         found = [path for place in places for path in sorted(place.glob(f"**/lib{name}.so*"))]
         if not found:

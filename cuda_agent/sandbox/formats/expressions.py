@@ -5,7 +5,9 @@ Pure.
 import ast
 import json
 import math
+import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,15 @@ class Buffer:
 
 
 _CALLS = {"min": (2, 9), "max": (2, 9), "cdiv": (2, 2), "select": (3, 3)}
+_BINARY: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}  # fmt: skip
+_DIVIDING = (ast.FloorDiv, ast.Mod)
+_COMPARISONS: dict[type, Callable[[int, int], bool]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}  # fmt: skip
 _LIMIT = 1 << 62
 LONGEST = 500  # characters
 
@@ -51,9 +62,8 @@ def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
 
 def _weight_name(text: str, names: dict[str, Any]) -> str:
     """Returns the longest weight name that ``text`` begins with: ``w:linear.weight.numel`` has dots of two kinds."""
-    known = max(
-        (n for n in names if n.startswith("w:") and (text == n or text.startswith(n + "."))), key=len, default=""
-    )
+    fitting = [name for name in names if name.startswith("w:") and f"{text}.".startswith(f"{name}.")]
+    known = max(fitting, key=len, default="")
     if not known:
         return text
     alias = "weight_" + re.sub(r"\W", "_", known)
@@ -86,14 +96,12 @@ def _value(node: ast.expr, names: dict[str, Any], where: str, whole: str) -> int
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -value(operand)
         case ast.BinOp(left=left, op=op, right=right):
-            return _bounded(_operate(op, value(left), value(right), where, whole), where)
-        case ast.Compare(left=left, ops=[op], comparators=[right]):
             a, b = value(left), value(right)
-            table: dict[type, bool] = {
-                ast.Eq: a == b, ast.NotEq: a != b, ast.Lt: a < b, ast.LtE: a <= b, ast.Gt: a > b, ast.GtE: a >= b,
-            }  # fmt: skip
-            if type(op) in table:
-                return int(table[type(op)])
+            if type(op) not in _BINARY:
+                raise PlanError(f"{where}: {whole!r}: only + - * // and % are possible")
+            return _bounded(_BINARY[type(op)](a, _divisor(b, where) if isinstance(op, _DIVIDING) else b), where)
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
+            return int(_COMPARISONS[type(op)](value(left), value(right)))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS:
             low, high = _CALLS[name]
             if not low <= len(args) <= high:
@@ -105,21 +113,6 @@ def _value(node: ast.expr, names: dict[str, Any], where: str, whole: str) -> int
                 return -(-values[0] // _divisor(values[1], where))
             return min(values) if name == "min" else max(values)
     raise PlanError(f"{where}: {ast.unparse(node)!r} is not possible in an expression")
-
-
-def _operate(op: ast.operator, a: int, b: int, where: str, whole: str) -> int:
-    match op:
-        case ast.Add():
-            return a + b
-        case ast.Sub():
-            return a - b
-        case ast.Mult():
-            return a * b
-        case ast.FloorDiv():
-            return a // _divisor(b, where)
-        case ast.Mod():
-            return a % _divisor(b, where)
-    raise PlanError(f"{where}: {whole!r}: only + - * // and % are possible")
 
 
 def _divisor(value: int, where: str) -> int:

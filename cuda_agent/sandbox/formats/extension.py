@@ -1,9 +1,8 @@
 """The extension format: the published work folder (``model_new.py``, ``kernels/``, ``*_binding.cpp``), on CPU and GPU.
 
-The folder's C++ is built against our small ``binding_registry.h`` instead of torch's headers: the build takes well
-under a second instead of most of a minute.  Includes of torch and pybind11 resolve to ``torch_surface.h``, which
-declares the types that bindings need and no operators.  Functions that the sources register become the Python module
-``cuda_extension`` of the worker (``binding``).  nvcc compiles ``.cu`` files, which may not include torch, as published.
+The folder's C++ is built against ``binding_registry.h`` instead of torch's headers: under a second instead of most of a
+minute.  Includes of torch and pybind11 resolve to ``torch_surface.h``, which declares the types that bindings need and
+no operators.  Registered functions become the worker's Python module ``cuda_extension`` (``binding``).
 """
 
 import re

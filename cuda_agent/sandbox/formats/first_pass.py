@@ -1,13 +1,8 @@
 """Runs a solution that brings its own compilers once in a worker that may start programs: the first pass.
 
-The formats say which solutions get one (``SolutionFormat.first_pass``).  A jailed worker runs constructor and forward
-on inputs that the task draws in the same process; it may start programs and write one folder.  When the worker and all
-its programs have ended, the plain files of the folder are copied into the cache.  The locked pass reads them at the
-same path and starts no program (``worker.replay``).
-
-This module is trusted and imports neither task nor solution.  The folder's content is hostile: only the jailed
-candidate loads it.  The pass pauses during a timing.  Not covered: a device that the pass leaves in a bad state; build
-servers, which have no task and so run no first pass.
+When the worker and all its programs have ended, the plain files of its folder are copied into the cache.  The locked
+pass reads them at the same path and starts no program (``worker.replay``).  The folder's content is hostile: only the
+jailed candidate loads it.  Not covered: a device that the pass leaves in a bad state.
 """
 
 import asyncio
@@ -26,7 +21,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +53,6 @@ class FirstPassFailed(Exception):
         self.status = status
 
 
-@dataclass(frozen=True)
-class FirstPassResult:
-    """The folder that a first pass left, and the environment variables that point the locked pass to it."""
-
-    folder: str
-    environment: dict[str, str]
-
-
 def time_for_python(files: Mapping[str, str], device: str) -> FirstPassTime:
     """Returns when a solution of the python format gets its first pass."""
     return "before" if asks(files.get("model_new.py", "")) else "when refused"
@@ -83,62 +69,49 @@ def was_refused(verdict: Verdict) -> bool:
 
 
 class FirstPass:
-    """Runs first passes and caches their folders.
-
-    Args:
-        folder: The cache.
-        scratch: A folder that jailed users can reach.
-        lease: Folder of the lease that pauses work during a timing.
-        device: ``cpu`` or ``cuda``.
-        threads: Threads of the worker.
-        seconds: Time limit of one pass.
-        parallel: Most passes at a time.
-    """
+    """Runs first passes, at most ``parallel`` at a time, and caches their folders in ``folder``. ``scratch``: a folder
+    that jailed users can reach.  ``lease``: that of the lease which pauses work during a timing."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path, device: str, threads: int, seconds: float, parallel: int = 2
     ) -> None:
-        self._folder = folder
-        self._scratch = scratch
-        self._lease = lease
-        self._device = device
-        self._threads = threads
-        self._seconds = seconds
+        self._folder, self._scratch, self._lease = folder, scratch, lease
+        self._device, self._threads, self._seconds = device, threads, seconds
         self._slots = asyncio.Semaphore(parallel)
         self._parent: WarmParent | None = None
         self._starting = threading.Lock()
 
     async def __call__(
-        self, task: Task, files: Mapping[str, str], architecture: str = "", more: Mapping[str, str] | None = None
-    ) -> FirstPassResult:
-        """Returns the folder of a solution's first pass, from the cache or from a new run.  ``more``: environment
-        variables of both passes.
+        self, task: Task, files: Mapping[str, str], architecture: str, more: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Runs the first pass of a solution, or finds it in the cache.  ``more``: environment variables of both passes.
+        Returns the ``folder`` that it left, and the ``environment`` that points the locked pass to it.
 
         Raises:
             FirstPassFailed: The solution is at fault.
             OSError: The machine is at fault.
         """
         async with self._slots:
-            return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more or {}))
+            return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more))
 
-    def _cached(self, task: Task, files: dict[str, str], architecture: str, more: dict[str, str]) -> FirstPassResult:
+    def _cached(self, task: Task, files: dict[str, str], architecture: str, more: dict[str, str]) -> dict[str, Any]:
         environment = _toolchain(architecture) | more
         versions = [_VERSION, importlib.metadata.version("torch"), sys.version, processor(), self._threads]
         parts = [versions, self._device, architecture, sorted(environment.items()), task.digest, sorted(files.items())]
         name = hashlib.sha256(json.dumps([*parts, str(self._folder)]).encode(errors="surrogatepass")).hexdigest()
         folder = self._folder / name[:2] / name
         done = folder.with_suffix(".done")
-        place = FirstPassResult(str(folder), environment | _folders(folder))
+        environment |= _folders(folder)
         if not done.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
             with open(folder.with_suffix(".lock"), "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # another job or process may run the same solution
                 if not done.exists():
-                    self._make(folder, place, task, files)
+                    self._make(folder, environment, task, files)
                     done.touch()
-        return place
+        return {"folder": str(folder), "environment": environment}
 
-    def _make(self, folder: Path, place: FirstPassResult, task: Task, files: dict[str, str]) -> None:
+    def _make(self, folder: Path, environment: dict[str, str], task: Task, files: dict[str, str]) -> None:
         scratch.remove(folder)
         folder.mkdir()
         try:
@@ -148,35 +121,29 @@ class FirstPass:
                 raise FirstPassFailed("build_error", str(error)) from None
             request = {"task": task.code, "code": files["model_new.py"]}
             try:
-                self._run(folder, place, request)
+                self._run(folder, environment, request)
             except FirstPassFailed as failure:
-                if failure.status != "crash" or not isinstance(failure.__cause__, WorkerDied):
+                if not isinstance(failure.__cause__, WorkerDied) or failure.__cause__.reason != "killed":
                     raise
-                if failure.__cause__.reason != "killed":
-                    raise
-                self._run(folder, place, request)  # the cause may be outside the solution: try once more
+                self._run(folder, environment, request)  # the cause may be outside the solution: try once more
             _freeze(folder)
         except BaseException:
             scratch.remove(folder)
             raise
 
-    def _run(self, folder: Path, place: FirstPassResult, request: dict[str, Any]) -> None:
+    def _run(self, folder: Path, environment: dict[str, str], request: dict[str, Any]) -> None:
         home = Path(tempfile.mkdtemp(prefix="worker-", dir=self._scratch))
+        python = sys.prefix, sys.base_prefix
         policy = jail.JailPolicy(
-            read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix),
-            write=(str(folder), str(home)),
-            execute=(*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix),
+            read=(*jail.SYSTEM_READ, *python), write=(str(folder), str(home)), execute=(*jail.SYSTEM_EXECUTE, *python),
             memory_mb=2 * _MEMORY_MB if self._device == "cpu" else 0,  # virtual memory of one process
-            processes=256,
-            file_mb=_FILE_MB,
-            cpu_seconds=int(self._seconds * self._threads) + 60,
-            one_group=True,
+            processes=256, file_mb=_FILE_MB, cpu_seconds=int(self._seconds * self._threads) + 60, one_group=True,
             read_any=True,
-        )
+        )  # fmt: skip
         options: WorkerOptions = {
             "role": "first_pass", "threads": self._threads, "folder": str(folder), "device": self._device,
             # gcc checks whether an unprivileged user can reach its temporary folder; a cache may lie in a private home
-            "environment": place.environment | {"TMPDIR": str(home)},
+            "environment": environment | {"TMPDIR": str(home)},
         }  # fmt: skip
         worker: JailedProcess | None = None
         with _working(self._lease) as pause:
@@ -217,26 +184,18 @@ class FirstPass:
             self._parent = None
 
 
-# ------------------------------------------------------------------------------------------------------- environments
-
-
 def _folders(folder: Path) -> dict[str, str]:
     """Returns variables that set the result folders of Python's compilers, whose cache keys include the path."""
     return {
         "HOME": str(folder), "TMPDIR": str(folder), "TORCH_EXTENSIONS_DIR": f"{folder}/extensions",
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_HOME": str(folder),
-        "TRITON_CACHE_DIR": f"{folder}/triton", "LIBRARY_PATH": f"{folder}/{_LINKS}",
+        "TRITON_CACHE_DIR": f"{folder}/triton", "LIBRARY_PATH": f"{folder}/links",
     }  # fmt: skip
-
-
-_LINKS = "links"
 
 
 def _toolchain(architecture: str) -> dict[str, str]:
     """Returns the environment variables that set the programs' folders and the architecture to compile for."""
-    found = {
-        "PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "MAX_JOBS": "2",
-    }  # fmt: skip
+    found = {"PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "MAX_JOBS": "2"}
     with contextlib.suppress(toolchain.CompilerMissing):
         home = Path(toolchain.find_nvcc().compiler).resolve().parents[1]
         found |= {"CUDA_HOME": str(home), "PATH": f"{home}/bin:{found['PATH']}"}
@@ -247,14 +206,10 @@ def _toolchain(architecture: str) -> dict[str, str]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------ watching
-
-
 @contextlib.contextmanager
 def _working(folder: Path) -> Iterator[Callable[[], None]]:
     """Holds the lease for work.  The yielded function releases it for a moment, so that a waiting timer can run."""
-    lease = Lease(folder)
-    with contextlib.closing(lease), contextlib.ExitStack() as held:
+    with contextlib.closing(Lease(folder)) as lease, contextlib.ExitStack() as held:
         held.enter_context(lease.working())
 
         def pause() -> None:
@@ -301,9 +256,6 @@ def _private_bytes(pid: int) -> int:
     return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
 
 
-# ------------------------------------------------------------------------------------------- folders of hostile content
-
-
 def _entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
     """Yields all entries below a folder with their depth, folders before their content; follows no link."""
     unread = [(str(folder), 1)]
@@ -339,11 +291,7 @@ def too_much(folder: Path) -> str:
 
 
 def _freeze(folder: Path) -> None:
-    """Replaces the folder by a copy of its plain files, owned by this process's user.
-
-    Raises:
-        FirstPassFailed: The folder exceeds a limit.
-    """
+    """Replaces the folder by a copy of its plain files, owned by this process's user. Raises ``FirstPassFailed``."""
     if what := too_much(folder):
         raise FirstPassFailed("build_error", f"the solution left {what} where it compiled")
     staged = Path(tempfile.mkdtemp(dir=folder.parent))

@@ -219,11 +219,7 @@ _MODELS: dict[str, type[_Object]] = {"kernel": Kernel, "memset": Memset, **LIBRA
 
 
 def read(text: str, device: str) -> Plan:
-    """``plan.json`` as it is written.
-
-    Raises:
-        PlanError: the first thing in it that is wrong: its place and what is expected there, in a line.
-    """
+    """``plan.json`` as it is written. Raises ``PlanError``: the first fault, its place and what is expected there."""
     try:
         plan = Plan.model_validate(json.loads(text))
     except ValidationError as error:

@@ -1,8 +1,7 @@
 """Checks the library nodes of a plan: matrix products and convolutions of the vendor's library.
 
-``describe`` is pure: it checks a node against the shapes of its buffers and returns the description that ``vendor``
-binds in the worker, with every extent a number.  Errors name the node.  Forward only; buffers are contiguous, batch and
-channels first.
+``describe`` is pure: it checks a node against the shapes of its buffers and returns the description that
+``worker.library_nodes`` binds.  Forward only; buffers are contiguous, batch and channels first.
 """
 
 import math
@@ -22,42 +21,31 @@ _COMPUTE = {
 
 def describe(node: Gemm | Convolution, where: str, names: dict[str, Any], device: str) -> dict[str, Any]:
     """Returns the node as the worker binds it: ``tensors`` by role, each with buffer, shape and dtype; ``writes``, the
-    result's buffer; and the fields of its kind.
-
-    Raises:
-        PlanError: The node does not fit its buffers."""
+    result's buffer; and the fields of its kind. Raises ``PlanError``."""
     roles = ("a", "b", "c") if isinstance(node, Gemm) else ("input", "weight", "bias", "output")
     said: dict[str, str] = {role: name for role in roles if (name := getattr(node, role)) is not None}
-    buffers = {role: _buffer(name, role, where, names) for role, name in said.items()}
+    buffers: dict[str, Buffer] = {}
+    for role, name in said.items():
+        if not isinstance(buffer := names.get(name), Buffer):
+            raise PlanError(f"{where}.{role}: {name!r} is no buffer")
+        buffers[role] = buffer
     result = roles[-1]
     if buffers[result].name.startswith(("in:", "w:")):
         raise PlanError(f"{where}.{result}: {said[result]!r} is no output and no workspace")
     for role, buffer in buffers.items():
         if role != result and buffer.name == buffers[result].name:
             raise PlanError(f"{where}.{result}: {said[result]!r} is read by the same node")
-    item: dict[str, Any] = {"library": node.library, "where": where, "writes": buffers[result].name}
-    item["compute"] = _compute(node, where, buffers, device)
-    if isinstance(node, Gemm):
-        shapes, more = _gemm(node, where, names)
-    else:
-        shapes, more = _convolution(node, where, names, buffers)
+    compute = _compute(node, where, buffers, device)
+    shapes, more = _gemm(node, where, names) if isinstance(node, Gemm) else _convolution(node, where, names, buffers)
     dtype = buffers[result].tensor.dtype
     for role, shape in shapes.items():
         there, wanted = math.prod(buffers[role].tensor.shape), math.prod(shape)
         whole = role == result and node.library == "convolution" and buffers[role].name.startswith("out:")
         if wanted > there or (whole and wanted < there):
             raise PlanError(f"{where}.{role}: {said[role]} has {there} elements, {wanted} are needed ({shape})")
-    item["tensors"] = {
-        role: {"buffer": buffers[role].name, "shape": shape, "dtype": dtype} for role, shape in shapes.items()
-    }
-    return item | more
-
-
-def _buffer(name: str, role: str, where: str, names: dict[str, Any]) -> Buffer:
-    buffer = names.get(name)
-    if not isinstance(buffer, Buffer):
-        raise PlanError(f"{where}.{role}: {name!r} is no buffer")
-    return buffer
+    tensors = {role: {"buffer": buffers[role].name, "shape": shape, "dtype": dtype} for role, shape in shapes.items()}
+    item = {"library": node.library, "where": where, "writes": buffers[result].name, "compute": compute}
+    return item | {"tensors": tensors} | more
 
 
 def _compute(node: Gemm | Convolution, where: str, buffers: dict[str, Buffer], device: str) -> str:

@@ -1,10 +1,8 @@
 """The plan format: compiles ``plan.json`` into a program for the executor.
 
-``compile_plan`` is pure: it checks the plan against the task's shapes, evaluates every integer expression, and
-generates the source through which the executor calls the kernels: on ``cpu`` a C++ trampoline, on ``cuda`` a
-translation unit that also reports the types of their arguments.  Errors name the node.  The keys that only ``cuda`` has
-(block, shared memory, cluster, cooperative launches) are refused on the CPU.  ``build`` calls the compiler.
-``grammar`` parses the fields of a plan, and ``library_nodes`` describes library nodes.
+``compile_plan`` is pure: it checks the plan against the task's shapes, evaluates every expression, and generates the
+source through which the executor calls the kernels: on ``cpu`` a C++ trampoline, on ``cuda`` a translation unit that
+also reports the types of their arguments.  ``build`` calls the compiler; ``grammar`` parses the fields of a plan.
 """
 
 import re
@@ -89,11 +87,7 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
 
 
 async def runtime(builder: Builder) -> Path:
-    """Builds the executor of plans for the CPU once; this also proves that the compiler works.
-
-    Raises:
-        SandboxUnready: The compiler does not work.
-    """
+    """Builds the executor of plans for the CPU; this also proves the compiler. Raises ``SandboxUnready``."""
     try:
         return await builder.library({"runtime.cpp": _RUNTIME.read_text()}, ["runtime.cpp"], ours=True)
     except (BuildError, CompilerMissing) as error:
@@ -123,8 +117,10 @@ def compile_plan(files: Mapping[str, str], spec: TaskSpec, device: str = "cpu") 
         if isinstance(node, Memset):
             program.nodes.append(_memset(node, where, names))
         elif isinstance(node, Kernel):
+            if node.kernel not in files:
+                raise PlanError(f"{where}.kernel: there is no file {node.kernel!r}")
             describe = _function if device == "cpu" else _kernel
-            item, call = describe(node, where, names, files, index)
+            item, call = describe(node, where, names, index)
             program.nodes.append(item)
             calls.append(call)
             if node.kernel not in sources:
@@ -197,32 +193,27 @@ def _memset(node: Memset, where: str, names: dict[str, Any]) -> dict[str, Any]:
     return {"memset": buffer.name, "bytes": byte_count(buffer.tensor), "value": node.value}
 
 
-def _function(
-    node: Kernel, where: str, names: dict[str, Any], files: Mapping[str, str], index: int
-) -> tuple[dict[str, Any], str]:
+def _function(node: Kernel, where: str, names: dict[str, Any], index: int) -> tuple[dict[str, Any], str]:
     """Returns a kernel node on cpu, and the C++ that calls its function."""
-    function = _named_function(node, where, files)
     grid = evaluate(node.grid, names, f"{where}.grid")
     if not 0 < grid <= _MOST_BLOCKS:
         raise PlanError(f"{where}.grid: 1 to {_MOST_BLOCKS} blocks are possible, not {grid}")
     arguments = _arguments(node, where, names)
     spelled = ["block", "grid"]
     for position, argument in enumerate(arguments):
-        kind = f"{_C_TYPES[argument.pop('dtype')]}*)" if "buffer" in argument else ""
-        cell = f"a[{position}]"
-        spelled.append(f"({kind}{cell}" if kind else f"*({'double' if 'float' in argument else 'long'}*){cell}")
+        if "buffer" in argument:
+            spelled.append(f"({_C_TYPES[argument.pop('dtype')]}*)a[{position}]")
+        else:
+            spelled.append(f"*({'double' if 'float' in argument else 'long'}*)a[{position}]")
     call = (
         f'#line 1 "plan.json {where}"\n'
-        f'extern "C" void node{index}(long block, long grid, void** a) {{ {function}({", ".join(spelled)}); }}'
+        f'extern "C" void node{index}(long block, long grid, void** a) {{ {node.function}({", ".join(spelled)}); }}'
     )
-    return {"symbol": f"node{index}", "function": function, "grid": grid, "args": arguments}, call
+    return {"symbol": f"node{index}", "function": node.function, "grid": grid, "args": arguments}, call
 
 
-def _kernel(
-    node: Kernel, where: str, names: dict[str, Any], files: Mapping[str, str], index: int
-) -> tuple[dict[str, Any], str]:
+def _kernel(node: Kernel, where: str, names: dict[str, Any], index: int) -> tuple[dict[str, Any], str]:
     """Returns a kernel node on cuda, and the source that reports the types of its arguments."""
-    function = _named_function(node, where, files)
     block = _extents(node.block, names, f"{where}.block", _MOST_BLOCK)
     if block[0] * block[1] * block[2] > _MOST_THREADS:
         raise PlanError(f"{where}.block: {block} are more than {_MOST_THREADS} threads")
@@ -233,23 +224,14 @@ def _kernel(
     for argument in arguments:
         argument.pop("dtype", None)
     item = {
-        "symbol": function, "codes": f"plan_codes_{index}", "block": block, "shared": shared, "args": arguments,
-        "grid": _extents(node.grid, names, f"{where}.grid", _MOST_GRID),
-        "cluster": _extents(node.cluster, names, f"{where}.cluster", (16, 16, 16))
-        if "cluster" in node.model_fields_set
-        else [],
+        "symbol": node.function, "codes": f"plan_codes_{index}", "block": block, "shared": shared, "args": arguments,
+        "grid": _extents(node.grid, names, f"{where}.grid", _MOST_GRID), "cluster": [],
         "cooperative": node.cooperative,
     }  # fmt: skip
-    told = (
-        f'#line 1 "plan.json {where}"\nextern "C" __device__ plan_signature<decltype({function})> {item["codes"]}{{}};'
-    )
-    return item, told
-
-
-def _named_function(node: Kernel, where: str, files: Mapping[str, str]) -> str:
-    if node.kernel not in files:
-        raise PlanError(f"{where}.kernel: there is no file {node.kernel!r}")
-    return node.function
+    if "cluster" in node.model_fields_set:
+        item["cluster"] = _extents(node.cluster, names, f"{where}.cluster", (16, 16, 16))
+    signature = f'extern "C" __device__ plan_signature<decltype({node.function})> {item["codes"]}{{}};'
+    return item, f'#line 1 "plan.json {where}"\n{signature}'
 
 
 def _extents(value: Any, names: dict[str, Any], where: str, most: tuple[int, int, int]) -> list[int]:

@@ -13,11 +13,7 @@ from cuda_agent.sandbox.wire import TaskSpec
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Returns the worker's load request; compiles nothing.
-
-    Raises:
-        SolutionError: As ``check_module``.
-    """
+    """Returns the worker's load request; compiles nothing. Raises ``SolutionError``."""
     check_module(files, spec)
     return {"code": files["model_new.py"]}
 

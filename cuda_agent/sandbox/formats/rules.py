@@ -1,17 +1,14 @@
 """Static rules that find uses of torch, libraries, streams, threads, probes, hooks and patches in a solution's text.
 
-``ast`` reads Python; a small tokenizer that skips comments reads C++ and CUDA, also inside Python strings.  Findings
-are advice for the author and for an audit, never a verdict: a name can be spelled in ways that the rules miss
-(``getattr``, macros, bytes), and a finding may be harmless.  Not covered: the kernels that run (``worker.observe``),
-and correctness.
-
-Standard library only; no code of a solution is executed.
+``ast`` reads Python; a small tokenizer reads C++ and CUDA, also inside Python strings.  Findings are advice for the
+author and for an audit, never a verdict: a name can be spelled in ways that the rules miss (``getattr``, macros), and a
+finding may be harmless.  No code of a solution is executed.  Not covered: the kernels that run (``worker.observe``).
 """
 
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -111,14 +108,13 @@ _PRECISION = ("torch.backends.", "torch.set_float32_matmul_precision", "torch.se
 _KERNEL_IN_STRING = re.compile(r"__global__|#\s*include")
 
 
-def _python(file: str, text: str) -> Iterator[Finding]:
+def _python(file: str, text: str) -> list[Finding]:
+    reader = _Reader(file)
     try:
-        tree = ast.parse(text)
-        reader = _Reader(file)
-        reader.visit(tree)
+        reader.visit(ast.parse(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return
-    yield from reader.found
+        return []
+    return reader.found
 
 
 class _Reader(ast.NodeVisitor):
@@ -169,12 +165,8 @@ class _Reader(ast.NodeVisitor):
             if isinstance(part, ast.Assign) and isinstance(part.value, ast.Call):
                 full = self._full(part.value.func)
                 if full.startswith("torch.nn.") and not full.startswith(("torch.nn.Parameter", "torch.nn.init")):
-                    self._layers.update(
-                        target.attr
-                        for whole in part.targets
-                        for target in ast.walk(whole)
-                        if isinstance(target, ast.Attribute) and _of_self(target)
-                    )
+                    targets = [target for whole in part.targets for target in ast.walk(whole)]
+                    self._layers.update(t.attr for t in targets if isinstance(t, ast.Attribute) and _is_self(t.value))
         self.generic_visit(node)
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
@@ -199,7 +191,7 @@ class _Reader(ast.NodeVisitor):
             if owner := self._full(node.args[0]):
                 self._add(node, "patch", f"setattr({owner}, ...)")
         elif isinstance(node.func, ast.Attribute) and self._computes:
-            if isinstance(node.func.value, ast.Name) and node.func.value.id == "self":
+            if _is_self(node.func.value):
                 if node.func.attr in self._layers:
                     self._add(node, "torch", f"self.{node.func.attr}")
             elif node.func.attr in _METHODS:
@@ -250,8 +242,8 @@ class _Reader(ast.NodeVisitor):
                     self.found.append(Finding(inner.file, node.lineno + inner.line - 1, inner.rule, inner.what))
 
 
-def _of_self(node: ast.Attribute) -> bool:
-    return isinstance(node.value, ast.Name) and node.value.id == "self"
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 # -------------------------------------------------------------------------------------------------------- C++ and CUDA
@@ -306,38 +298,27 @@ _TORCH_TYPES = ALLOWED | {
     "cuda", "dtype", "device", "TensorList", "requires_grad", "TORCH_CHECK", "Layout", "kStrided",
     "CUDAGuard", "OptionalDeviceGuard", "str",
 }  # fmt: skip
-_NATIVE_NAMES: Mapping[str, re.Pattern[str]] = {
-    "library": re.compile(r"cublas\w*|cudnn\w*"),
-    "foreign": re.compile(
-        r"(cusparse|cufft|cusolver|curand|nccl|nvjpeg|npp|cutensor|mkl|cblas|dnnl|sgemm|dgemm)\w*_?"
-        r"|(thrust|cub|cutlass|Eigen|oneapi|dnnl|xnnpack)::.*"
-    ),
-    "native": re.compile(
-        r"(dlopen|dlmopen|dlsym|dlvsym|dlinfo|dl_iterate_phdr|mprotect|mmap|mremap|memfd_create|syscall|ptrace"
-        r"|process_vm_\w+|cuModuleLoad\w*|cuLibraryLoad\w*|cuLink\w*|nvrtc\w*|nvJitLink\w*|cuGetProcAddress\w*"
-        r"|cudaGetDriverEntryPoint\w*|PyRun_\w+|PyImport_\w+|Py_CompileString\w*)"
-    ),
-    "stream": re.compile(
-        r"(cudaStreamCreate\w*|cuStreamCreate\w*|cudaEventCreate\w*|cuEventCreate\w*|cudaGraph\w+|cuGraph\w+"
-        r"|cudaStreamBeginCapture\w*|cudaStreamWaitEvent|cudaLaunchHostFunc\w*|cudaStreamAddCallback"
-        r"|cudaEventElapsedTime\w*|getStreamFromPool)"
-    ),
-    "thread": re.compile(
-        r"(pthread_create|std::(thread|jthread|async|packaged_task)|thrd_create|fork|vfork|clone|clone3|system|popen"
-        r"|execl|execlp|execle|execv|execvp|execve|posix_spawnp?|kill|raise|sigqueue)"
-    ),
-    "probe": re.compile(
-        r"(getenv|secure_getenv|environ|__environ|clock_gettime|gettimeofday|clock|time|times|timespec_get|nanosleep"
-        r"|usleep|getpid|getppid|gettid|getcwd|readlink|opendir|backtrace\w*|__rdtscp?|_rdtsc|getrusage|sched_\w+"
-        r"|std::chrono.*|std::this_thread.*|std::filesystem.*|socket|connect|cudaMemGetInfo|cuMemGetInfo\w*)"
-    ),
-    "hook": re.compile(r"(atexit|at_quick_exit|on_exit|pthread_atfork|std::atexit|signal|sigaction|setitimer|_exit)"),
-    "cache": re.compile(
-        r"(cudaCtxResetPersistingL2Cache|cudaLimitPersistingL2CacheSize|cudaAccessPolicyWindow"
-        r"|cudaStreamAttributeAccessPolicyWindow|cudaAccessPropertyPersisting|CU_LIMIT_PERSISTING_L2_CACHE_SIZE)"
-    ),
-    "precision": re.compile(r"(cublasSetMathMode|cudnnSetConvolutionMathType|CUBLAS_TF32_TENSOR_OP_MATH)"),
+_NATIVE_TEXT = {
+    "library": r"cublas\w*|cudnn\w*",
+    "foreign": r"""(cusparse|cufft|cusolver|curand|nccl|nvjpeg|npp|cutensor|mkl|cblas|dnnl|sgemm|dgemm)\w*_?
+        |(thrust|cub|cutlass|Eigen|oneapi|dnnl|xnnpack)::.*""",
+    "native": r"""(dlopen|dlmopen|dlsym|dlvsym|dlinfo|dl_iterate_phdr|mprotect|mmap|mremap|memfd_create|syscall|ptrace
+        |process_vm_\w+|cuModuleLoad\w*|cuLibraryLoad\w*|cuLink\w*|nvrtc\w*|nvJitLink\w*|cuGetProcAddress\w*
+        |cudaGetDriverEntryPoint\w*|PyRun_\w+|PyImport_\w+|Py_CompileString\w*)""",
+    "stream": r"""(cudaStreamCreate\w*|cuStreamCreate\w*|cudaEventCreate\w*|cuEventCreate\w*|cudaGraph\w+|cuGraph\w+
+        |cudaStreamBeginCapture\w*|cudaStreamWaitEvent|cudaLaunchHostFunc\w*|cudaStreamAddCallback
+        |cudaEventElapsedTime\w*|getStreamFromPool)""",
+    "thread": r"""(pthread_create|std::(thread|jthread|async|packaged_task)|thrd_create|fork|vfork|clone|clone3|system
+        |popen|execl|execlp|execle|execv|execvp|execve|posix_spawnp?|kill|raise|sigqueue)""",
+    "probe": r"""(getenv|secure_getenv|environ|__environ|clock_gettime|gettimeofday|clock|time|times|timespec_get
+        |nanosleep|usleep|getpid|getppid|gettid|getcwd|readlink|opendir|backtrace\w*|__rdtscp?|_rdtsc|getrusage|sched_\w+
+        |std::chrono.*|std::this_thread.*|std::filesystem.*|socket|connect|cudaMemGetInfo|cuMemGetInfo\w*)""",
+    "hook": r"(atexit|at_quick_exit|on_exit|pthread_atfork|std::atexit|signal|sigaction|setitimer|_exit)",
+    "cache": r"""(cudaCtxResetPersistingL2Cache|cudaLimitPersistingL2CacheSize|cudaAccessPolicyWindow
+        |cudaStreamAttributeAccessPolicyWindow|cudaAccessPropertyPersisting|CU_LIMIT_PERSISTING_L2_CACHE_SIZE)""",
+    "precision": r"(cublasSetMathMode|cudnnSetConvolutionMathType|CUBLAS_TF32_TENSOR_OP_MATH)",
 }
+_NATIVE_NAMES = {rule: re.compile(text, re.VERBOSE) for rule, text in _NATIVE_TEXT.items()}
 # A variable may share its name with one of these functions; only a call counts.
 _CALLED = re.compile(r"clock|time|times|signal|kill|raise|system|clone|connect|socket|fork|mmap|environ")
 _TORCH_HEADERS = ("torch/", "ATen/", "c10/")

@@ -34,39 +34,18 @@ class Toolchain:
 Build = Callable[[Mapping[str, str], TaskSpec, Toolchain], Awaitable[dict[str, Any]]]
 
 
-def never(files: Mapping[str, str], device: str) -> FirstPassTime:
-    """Returns the first pass of a format whose solutions start no program."""
-    return "never"
-
-
 @dataclass(frozen=True)
 class SolutionFormat:
-    """One format.
-
-    Attributes:
-        name: The name for users and in the wire format.
-        entry: The file that every solution has.
-        folder: Prefix of the paths of all other files; empty where the entry is the only file.
-        build: Checks and builds the files and returns the worker's load request.  Raises ``SolutionError`` or
-            ``BuildError``.
-        traits: Traits for the judge and its workers.
-        needs: Requirements of the exported file, by device.
-        example: Language and path of the files of a one-shot answer.
-        first_pass: When a solution runs in a worker that may start programs (``first_pass``).
-        environment: Environment variables of the worker and its first pass, by device.
-        untimed: Why solutions are not timed, by device; on other devices they are.
-    """
-
-    name: Format
-    entry: str
-    folder: str
-    build: Build
+    name: Format  # for users and in the wire format
+    entry: str  # the file that every solution has
+    folder: str  # prefix of the paths of all other files; empty where the entry is the only file
+    build: Build  # checks and builds the files, returns the worker's load request; SolutionError, BuildError
     traits: FormatTraits
-    needs: Mapping[str, str]
-    example: tuple[tuple[str, str], ...]
-    first_pass: Callable[[Mapping[str, str], str], FirstPassTime] = never
-    environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    untimed: Mapping[str, str] = field(default_factory=dict)
+    needs: Mapping[str, str]  # requirements of the exported file, by device
+    example: tuple[tuple[str, str], ...]  # language and path of the files of a one-shot answer
+    first_pass: Callable[[Mapping[str, str], str], FirstPassTime] = lambda files, device: "never"
+    environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of worker and first pass, by device
+    untimed: Mapping[str, str] = field(default_factory=dict)  # why solutions are not timed, by device
 
     def belongs(self, path: str) -> bool:
         """Returns whether a file of a work folder is part of the solution; notes, scripts and the task are not."""

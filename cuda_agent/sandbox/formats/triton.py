@@ -1,8 +1,7 @@
 """The triton format: one ``model_new.py`` whose ``ModelNew`` computes with kernels of ``triton.jit``.
 
-On a GPU the first pass compiles and autotunes, and the locked pass loads the results; the solution is timed and judged
-as one of the extension format.  On the CPU Triton's interpreter runs the kernels: that checks correctness without a
-timing.  Not covered: the rule for ``ModelNew.forward`` (``worker.triton_rule``).
+On a GPU the first pass compiles and autotunes, and the locked pass loads the results.  On the CPU Triton's interpreter
+checks correctness without a timing.  Not covered: the rule for ``ModelNew.forward`` (``worker.triton_rule``).
 """
 
 import ast
@@ -52,6 +51,5 @@ def kernels(tree: ast.Module) -> Iterator[str]:
 
 
 def first_pass_time(files: Mapping[str, str], device: str) -> FirstPassTime:
-    """Returns when a solution gets its first pass: always on a GPU, where it compiles before it is judged; never on the
-    CPU, where the interpreter compiles nothing."""
+    """Returns when a solution gets its first pass: on a GPU before it is judged; the CPU's interpreter needs none."""
     return "before" if device == "cuda" else "never"

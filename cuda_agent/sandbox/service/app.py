@@ -1,10 +1,7 @@
 """The service over HTTP: routes, the token, limits of size, and a server that drains on SIGTERM.
 
-Every refusal is JSON, ``{"error": {"kind", "message", "where"}}``, with Retry-After where waiting helps.  Nothing but
-the two health routes answers without the token, and no body is read before it was shown.
-
-Not covered: TLS (something in front of it, or a network that needs none), users and their shares: one token is one
-trust domain.
+Every refusal is JSON, ``{"error": {"kind", "message", "where"}}``, with Retry-After where waiting helps.  Only the two
+health routes answer without the token.  Not covered: TLS, and users and their shares: one token is one trust domain.
 """
 
 import asyncio
@@ -12,6 +9,7 @@ import contextlib
 import ctypes
 import hmac
 import logging
+import math
 import os
 import socket
 import sys
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import uvicorn
-from fastapi import Depends, FastAPI, Header, Query, Response
+from fastapi import FastAPI, Header, Query, Response
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -29,30 +27,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cuda_agent.config import WHERE_JUDGED, SandboxConfig
 from cuda_agent.errors import ConfigError
+from cuda_agent.sandbox import protocol
 from cuda_agent.sandbox.local import LocalSandbox
-from cuda_agent.sandbox.protocol import (
-    BODY_BYTES,
-    Answer,
-    Build,
-    Call,
-    EvaluateRequest,
-    OpenWorkspace,
-    ProbeRequest,
-    Request,
-    ServiceError,
-    SpecRequest,
-    Submission,
-    dumps,
-    malformed,
-    read_token,
-)
-from cuda_agent.sandbox.service.jobs import Job, seconds
+from cuda_agent.sandbox.protocol import BODY_BYTES, ServiceError, dumps
+from cuda_agent.sandbox.service.jobs import Job
 from cuda_agent.sandbox.service.service import Role, Service, ServiceLimits
 from cuda_agent.sandbox.wire import ToolResult
 
-OPEN = ("/healthz", "/readyz")  # routes that ask for no token
-LONGEST_POLL = 60.0
-Poll = Annotated[float, Query(ge=0, le=LONGEST_POLL, allow_inf_nan=False, description="seconds to wait for its end")]
+_OPEN = ("/healthz", "/readyz")  # routes that ask for no token
+Poll = Annotated[float, Query(ge=0, le=60, allow_inf_nan=False, description="seconds to wait for its end")]
 Owner = Annotated[str, Header(alias="X-Workspace-Owner", max_length=100)]
 _log = logging.getLogger("cuda_agent.sandbox")
 
@@ -63,59 +46,39 @@ class Gate:
     def __init__(self, app: ASGIApp, token: str | None, service: Service) -> None:
         self._app, self._service = app, service
         self._expected = None if token is None else f"Bearer {token}".encode()
+        self._open = (*_OPEN, "/metrics") if service.limits.open_metrics else _OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "lifespan":
-                await self._app(scope, receive, send)
-            return
         headers = dict(scope["headers"])
-        shown = headers.get(b"authorization", b"")
-        asks = (
-            scope["path"] not in (*OPEN, "/metrics") if self._service.limits.open_metrics else scope["path"] not in OPEN
-        )
+        shown, asks = headers.get(b"authorization", b""), scope["path"] not in self._open
         if self._expected and asks and not hmac.compare_digest(shown, self._expected):
             self._service.metrics.rejected.labels("token").inc()
             await refusal(ServiceError(401, "token", "the token is missing or wrong"))(scope, receive, send)
             return
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or len(length) > 12 or int(length) > BODY_BYTES:
-            await self._too_large(scope, receive, send)
-            return
-        left = BODY_BYTES
-        begun = False
-
-        async def counted() -> Message:
-            nonlocal left
+        message: Message = {"type": "http.request", "more_body": True}
+        body = bytearray()
+        size = int(headers.get(b"content-length", 0))
+        while size <= BODY_BYTES and message.get("more_body"):
             message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
-                raise _TooLarge
-            return message
+            body += message.get("body", b"")
+            size = max(size, len(body))
+        if size > BODY_BYTES:
+            self._service.metrics.rejected.labels("size").inc()
+            error = ServiceError(413, "too_large", f"a request may have {BODY_BYTES} bytes")
+            await refusal(error)(scope, receive, send)
+            return
+        if message["type"] == "http.disconnect":
+            return
+        arrived: list[Message] = [{"type": "http.request", "body": bytes(body)}]
 
-        async def watched(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
+        async def replayed() -> Message:
+            return arrived.pop() if arrived else await receive()
 
-        try:
-            await self._app(scope, counted, watched)
-        except _TooLarge:
-            if not begun:
-                await self._too_large(scope, receive, send)
-
-    async def _too_large(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._service.metrics.rejected.labels("size").inc()
-        error = ServiceError(413, "too_large", f"a request may have {BODY_BYTES} bytes")
-        await refusal(error)(scope, receive, send)
-
-
-class _TooLarge(BaseException):
-    """Ends a request that is too large; as a ``BaseException`` it passes handlers that catch exceptions."""
+        await self._app({**scope, "size": len(body)}, replayed, send)
 
 
 def refusal(error: ServiceError) -> JSONResponse:
-    headers = {} if error.retry_after is None else {"Retry-After": seconds(error.retry_after)}
+    headers = {} if error.retry_after is None else {"Retry-After": str(math.ceil(error.retry_after))}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return Json(error.to_json(), error.status, headers)
@@ -137,16 +100,7 @@ class Lines(Response):
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.create_task(self._send(send))
-        leaving = asyncio.create_task(gone(receive))
-        try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (sending, leaving):
-                task.cancel()
-            outcomes = await asyncio.gather(sending, leaving, return_exceptions=True)
-        if isinstance(outcomes[0], Exception) and not isinstance(outcomes[0], OSError):
-            raise outcomes[0]
+        await unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         try:
@@ -159,29 +113,31 @@ class Lines(Response):
             await self._source.aclose()  # type: ignore[attr-defined]
 
 
-async def gone(receive: Receive) -> None:
-    """Return when the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+    """Await ``work`` and return true, or cancel it and return false if the client disconnects first."""
 
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
 
-async def body_size(http: HttpRequest) -> int:
-    return len(await http.body())
-
-
-Size = Annotated[int, Depends(body_size)]
+    working, leaving = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        outcome, _ = await asyncio.gather(working, leaving, return_exceptions=True)
+    if isinstance(outcome, Exception) and not isinstance(outcome, OSError):
+        raise outcome
+    return not working.cancelled()
 
 
 def make_app(service: Service, token: str | None) -> ASGIApp:
     """Return the HTTP application around ``service``."""
     app = FastAPI(
-        title="cuda-agent sandbox",
-        description=__doc__,
-        version="1",
-        default_response_class=Json,
-        redoc_url=None,
+        title="cuda-agent sandbox", description=__doc__, version="1", default_response_class=Json, redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
-    )
+    )  # fmt: skip
 
     @app.exception_handler(ServiceError)
     async def refused(_: HttpRequest, error: ServiceError) -> Response:
@@ -190,15 +146,13 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: HttpRequest, error: RequestValidationError) -> Response:
         service.metrics.rejected.labels("malformed").inc()
-        return refusal(malformed(error.errors()[0]))
+        return refusal(protocol.malformed(error.errors()[0]))
 
     @app.exception_handler(HTTPException)
     async def other(_: HttpRequest, error: HTTPException) -> Response:
         service.metrics.rejected.labels("malformed").inc()
         kind = {404: "unknown", 405: "method"}.get(error.status_code, "malformed")
         return refusal(ServiceError(error.status_code, kind, str(error.detail)))
-
-    # ------------------------------------------------------------------------------------------------ health, metrics
 
     @app.get("/healthz", response_class=PlainTextResponse)
     async def healthz() -> str:
@@ -220,16 +174,12 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
     @app.get("/v1/about", response_model=None)
     async def about() -> dict[str, Any]:
         """Roles, limits, and the settings that verdicts are made under."""
+        sandbox, queue = service.sandbox, service.queue
         return {
-            "roles": service.roles,
-            "sandbox": service.sandbox.config.model_dump(mode="json", exclude=set(WHERE_JUDGED)),
-            "judges": service.sandbox.judges,
-            "queued": service.queue.queued,
-            "running": service.queue.running,
+            "roles": service.roles, "sandbox": sandbox.config.model_dump(mode="json", exclude=set(WHERE_JUDGED)),
+            "judges": sandbox.judges, "queued": queue.queued, "running": queue.running,
             "workspaces": len(service.rooms),
-        }
-
-    # ------------------------------------------------------------------------------------------------------------ jobs
+        }  # fmt: skip
 
     def shown(job: Job) -> dict[str, Any]:
         place = {"position": service.queue.position(job)} if job.state == "queued" else {}
@@ -241,11 +191,11 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         return job
 
     @app.post("/v1/jobs", status_code=202, response_model=None)
-    async def submit(http: HttpRequest, request: Submission, size: Size, wait: Poll = 0.0) -> dict[str, Any]:
-        """Queue an evaluation, a probe, a spec or a build; the same content is the same job.  Whoever hangs up before
-        the answer takes the submission back."""
-        job = service.submit(request, size)
-        if wait and not await until(http, service.wait(job, wait)):
+    async def submit(http: HttpRequest, request: protocol.Submission, wait: Poll = 0.0) -> dict[str, Any]:
+        """Queue an evaluation, a probe, a spec or a build; the same content is the same job.  A client that disconnects
+        before the answer withdraws its submission."""
+        job = service.submit(request, http.scope["size"])
+        if wait and not await unless_gone(http.receive, service.wait(job, wait)):
             service.cancel(job)
         return shown(job)
 
@@ -253,7 +203,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
     async def poll(http: HttpRequest, id: str, wait: Poll = 0.0) -> dict[str, Any]:
         """The job, with its result or error once it is over."""
         job = found(id)
-        await until(http, service.wait(job, wait))
+        await unless_gone(http.receive, service.wait(job, wait))
         return shown(job)
 
     @app.get("/v1/jobs/{id}/events", response_model=None)
@@ -267,10 +217,10 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         service.cancel(job := found(id))
         return job.to_json()
 
-    async def at_once(http: HttpRequest, request: Request, size: int) -> dict[str, Any]:
+    async def at_once(http: HttpRequest, request: protocol.AnyRequest) -> dict[str, Any]:
         """Submit and wait; a client that disconnects withdraws its submission."""
-        job = service.submit(request, size)
-        if not await until(http, service.wait(job, None)):
+        job = service.submit(request, http.scope["size"])
+        if not await unless_gone(http.receive, service.wait(job, None)):
             service.cancel(job)
         if job.result is not None:
             return job.result
@@ -279,29 +229,27 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         raise ServiceError(status, error["kind"], error["message"], retry_after=5.0 if status == 503 else None)
 
     @app.post("/v1/evaluate", response_model=None)
-    async def evaluate(http: HttpRequest, request: EvaluateRequest, size: Size) -> dict[str, Any]:
+    async def evaluate(http: HttpRequest, request: protocol.EvaluateRequest) -> dict[str, Any]:
         """The verdict of a solution, when it is there."""
-        return await at_once(http, request, size)
+        return await at_once(http, request)
 
     @app.post("/v1/probe", response_model=None)
-    async def probe(http: HttpRequest, request: ProbeRequest, size: Size) -> dict[str, Any]:
+    async def probe(http: HttpRequest, request: protocol.ProbeRequest) -> dict[str, Any]:
         """What running a task without a solution shows."""
-        return await at_once(http, request, size)
+        return await at_once(http, request)
 
     @app.post("/v1/spec", response_model=None)
-    async def spec(http: HttpRequest, request: SpecRequest, size: Size) -> dict[str, Any]:
+    async def spec(http: HttpRequest, request: protocol.SpecRequest) -> dict[str, Any]:
         """Shapes, dtypes and plain values of a task."""
-        return await at_once(http, request, size)
+        return await at_once(http, request)
 
     @app.post("/v1/build", response_model=None)
-    async def build(http: HttpRequest, request: Build, size: Size) -> dict[str, Any]:
+    async def build(http: HttpRequest, request: protocol.Build) -> dict[str, Any]:
         """Build a solution and leave it in the cache; ``ok``, or what the compiler says."""
-        return await at_once(http, request, size)
-
-    # ------------------------------------------------------------------------------------------------------ workspaces
+        return await at_once(http, request)
 
     @app.post("/v1/workspaces", status_code=201, response_model=None)
-    async def open_workspace(request: OpenWorkspace) -> dict[str, Any]:
+    async def open_workspace(request: protocol.OpenWorkspace) -> dict[str, Any]:
         """A work folder; every later request of it needs ``owner`` in the header X-Workspace-Owner."""
         service.admit("workspace")
         try:
@@ -312,12 +260,12 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         return {"id": opened.id, "owner": opened.owner, "idle_seconds": service.limits.idle_seconds}
 
     @app.post("/v1/workspaces/{id}/calls", response_model=None)
-    async def call(id: str, request: Call, owner: Owner = "") -> Response:
+    async def call(id: str, request: protocol.Call, owner: Owner = "") -> Response:
         """Call a tool; the answer is a stream of JSON lines (docs/service.md)."""
         return Lines(service.rooms.call(service.rooms.find(id, owner), request.tool, request.arguments))
 
     @app.post("/v1/workspaces/{id}/answers/{number}", response_model=None)
-    async def answer(id: str, number: int, request: Answer, owner: Owner = "") -> dict[str, Any]:
+    async def answer(id: str, number: int, request: protocol.Answer, owner: Owner = "") -> dict[str, Any]:
         """Answer a command that the stream of a call asked for."""
         service.rooms.answer(service.rooms.find(id, owner), number, ToolResult(request.text, request.error))
         return {}
@@ -334,21 +282,6 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         return {}
 
     return Gate(app, token, service)
-
-
-async def until(http: HttpRequest, done: Coroutine[Any, Any, None]) -> bool:
-    """Await ``done`` and return true, or return false if the client disconnects first."""
-    work, leaving = asyncio.create_task(done), asyncio.create_task(gone(http.receive))
-    try:
-        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in (work, leaving):
-            task.cancel()
-        await asyncio.gather(work, leaving, return_exceptions=True)
-    return not work.cancelled()
-
-
-# ---------------------------------------------------------------------------------------------------------- the server
 
 
 class _Server(uvicorn.Server):
@@ -387,7 +320,7 @@ async def serve(
         ConfigError: the service cannot listen on the address.
         SandboxUnready: the sandbox cannot start.
     """
-    token = read_token(config, os.environ)
+    token = protocol.read_token(config, os.environ)
     os.environ.pop(config.token_env, None)
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: other processes of this user cannot read its environment
     if token is None and host != "127.0.0.1":

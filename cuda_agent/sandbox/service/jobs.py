@@ -1,16 +1,15 @@
 """Holds the service's queue: jobs keyed by content and ordered by priority, with an estimate of when there is room.
 
-Pure: no clock (the caller passes the time), no tasks, no I/O. A job belongs to one *place* (a judge, or the builder),
-which takes only as many jobs at once as it can use: an urgent job overtakes waiting jobs, but not running ones. Not
-covered: doing the work, and the cache of verdicts that outlives the process.
+Pure: no clock, tasks or I/O. A job belongs to one *place* (a judge, or the builder), which takes only as many jobs at
+once as it can use: an urgent job overtakes waiting jobs, but not running ones. Not covered: doing the work.
 """
 
-import heapq
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from cuda_agent.sandbox.protocol import ServiceError
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 Kind = Literal["evaluate", "probe", "spec", "build"]
@@ -18,15 +17,7 @@ _LEARNING = 0.2  # weight of the newest interval in the running mean
 _LONGEST_WAIT = 10.0  # seconds: an estimate beyond that is unreliable, and asking again is cheap
 
 
-class Full(Exception):
-    """The queue is full; there should be room in ``retry_after`` seconds."""
-
-    def __init__(self, retry_after: float) -> None:
-        super().__init__(f"the queue is full; there should be room in {retry_after:.0f} s")
-        self.retry_after = retry_after
-
-
-@dataclass
+@dataclass(eq=False)
 class Job:
     """One request and its state. ``interest``: the number of submissions that were not cancelled."""
 
@@ -34,7 +25,6 @@ class Job:
     kind: Kind
     place: Hashable
     priority: int
-    number: int  # order of arrival
     size: int  # bytes of the request
     request: Any  # dropped when the job ends
     submitted: float
@@ -71,90 +61,71 @@ class Queue:
         self._free = dict(places)
         self._most_jobs, self._most_bytes, self._kept = most_jobs, most_bytes, kept
         self._changed = changed
-        self._heaps: dict[Hashable, list[tuple[int, int, Job]]] = {place: [] for place in places}
-        self._alive: dict[str, Job] = {}  # queued or running
+        self._alive: dict[str, Job] = {}  # queued or running, in their order of arrival
         self._over: OrderedDict[str, Job] = OrderedDict()
-        self._arrivals = 0
-        self._queued = self._bytes = self._running = 0
         self._turned_away = 0  # submissions since the queue last had room for all
         self._interval = 1.0  # seconds between two finished jobs under load, at first a guess
         self._busy_since = 0.0
 
+    def _waiting(self) -> list[Job]:
+        """The queued jobs, the next one first."""
+        return sorted((job for job in self._alive.values() if job.state == "queued"), key=lambda job: -job.priority)
+
     @property
     def queued(self) -> int:
-        return self._queued
+        return len(self._waiting())
 
     @property
     def running(self) -> int:
-        return self._running
+        return len(self._alive) - self.queued
 
     def find(self, id: str) -> Job | None:
         return self._alive.get(id) or self._over.get(id)
 
     def position(self, job: Job) -> int:
         """Return how many jobs of its place come first."""
-        mine = (-job.priority, job.number)
-        return sum(_is_current(entry) and entry[:2] < mine for entry in self._heaps[job.place])
+        return [other for other in self._waiting() if other.place == job.place].index(job)
 
     def submit(
         self, id: str, kind: Kind, place: Hashable, priority: int, size: int, request: Any, now: float
     ) -> tuple[Job, bool]:
         """Return the job of this content and whether it is new. A queued or running job is joined, and a valid verdict
-        is returned again.
-
-        Raises:
-            Full: there is no room.
-        """
+        is returned again. Raises ``ServiceError`` if there is no room."""
         if job := self._alive.get(id):
             job.interest += 1
-            if job.state == "queued" and priority > job.priority:
-                job.priority = priority
-                heapq.heappush(self._heaps[place], (-priority, job.number, job))
+            if job.state == "queued":
+                job.priority = max(job.priority, priority)
             return job, False
         if (old := self._over.get(id)) and _stands(old):
             self._over.move_to_end(id)
             return old, False
-        if self._queued >= self._most_jobs or self._bytes + size > self._most_bytes:
+        waiting = self._waiting()
+        if len(waiting) >= self._most_jobs or sum(job.size for job in waiting) + size > self._most_bytes:
             self._turned_away += 1
-            raise Full(self.room_in())
-        job = Job(id, kind, place, priority, self._arrivals, size, request, now)
-        self._arrivals += 1
+            wait = self.room_in()
+            raise ServiceError(
+                429, "full", f"the queue is full; there should be room in {wait:.0f} s", retry_after=wait
+            )
+        job = self._alive[id] = Job(id, kind, place, priority, size, request, now)
         self._over.pop(id, None)
-        self._alive[id] = job
-        self._queued += 1
-        self._bytes += size
-        heapq.heappush(self._heaps[place], (-priority, job.number, job))
-        self._note(job, now)
+        self._enter(job, "queued", now)
         return job, True
 
     def take(self, now: float) -> Job | None:
         """Return the next job of any place with a free slot; it counts as running from now on."""
-        best: Job | None = None
-        for place, heap in self._heaps.items():
-            while heap and not _is_current(heap[0]):
-                heapq.heappop(heap)
-            if heap and self._free[place] > 0:
-                job = heap[0][2]
-                if best is None or (-job.priority, job.number) < (-best.priority, best.number):
-                    best = job
-        if best is None:
-            return None
-        heapq.heappop(self._heaps[best.place])
-        if not self._running:
-            self._busy_since = now
-        self._leave_queue(best)
-        self._free[best.place] -= 1
-        self._running += 1
-        best.state, best.started = "running", now
-        self._note(best, now)
-        return best
+        job = next((job for job in self._waiting() if self._free[job.place] > 0), None)
+        if job is not None:
+            if not self.running:
+                self._busy_since = now
+            self._free[job.place] -= 1
+            job.started = now
+            self._enter(job, "running", now)
+        return job
 
     def finish(
         self, job: Job, now: float, result: dict[str, Any] | None = None, error: dict[str, str] | None = None
     ) -> None:
-        """End a running job and free its slot."""
         self._free[job.place] += 1
-        self._running -= 1
         self._interval += _LEARNING * (now - self._busy_since - self._interval)
         self._busy_since = now
         if not job.interest:
@@ -170,17 +141,11 @@ class Queue:
             return
         job.interest -= 1
         if job.interest == 0 and job.state == "queued":
-            self._leave_queue(job)
             self._end(job, "cancelled", now)
-            heap = self._heaps[job.place]
-            if len(heap) > 2 * self._most_jobs:  # stale entries at the bottom would otherwise stay under load
-                heap[:] = [entry for entry in heap if _is_current(entry)]
-                heapq.heapify(heap)
 
     def hand_back(self, now: float, kind: str, message: str) -> None:
         """Fail every queued job, so that clients submit it elsewhere."""
-        for job in [job for job in self._alive.values() if job.state == "queued"]:
-            self._leave_queue(job)
+        for job in self._waiting():
             job.error = {"kind": kind, "message": message}
             self._end(job, "failed", now)
 
@@ -189,37 +154,24 @@ class Queue:
         each finished job frees one slot."""
         return min(max(1.0, self._interval * self._turned_away), _LONGEST_WAIT)
 
-    def _leave_queue(self, job: Job) -> None:
-        self._queued -= 1
-        self._bytes -= job.size
-        self._turned_away = max(0, self._turned_away - 1)
-        if not self._queued:
-            self._turned_away = 0
-
     def _end(self, job: Job, state: State, now: float) -> None:
-        job.state, job.ended, job.request = state, now, None
-        self._alive.pop(job.id, None)
+        job.ended, job.request = now, None
+        del self._alive[job.id]
         self._over[job.id] = job
         while len(self._over) > self._kept:
             self._over.popitem(last=False)
-        self._note(job, now)
+        self._enter(job, state, now)
 
-    def _note(self, job: Job, now: float) -> None:
-        job.events.append({"event": job.state, "at": now})
+    def _enter(self, job: Job, state: State, now: float) -> None:
+        leaves = job.state == "queued" and state != "queued"
+        job.state = state
+        if leaves:
+            self._turned_away = max(0, self._turned_away - 1) if self.queued else 0
+        job.events.append({"event": state, "at": now})
         self._changed(job)
-
-
-def _is_current(entry: tuple[int, int, Job]) -> bool:
-    """Whether this heap entry is the valid one of a waiting job. Ended and reprioritised jobs leave stale entries."""
-    return entry[2].state == "queued" and -entry[0] == entry[2].priority
 
 
 def _stands(job: Job) -> bool:
     """Whether a finished job answers the same request again. A verdict does. An infrastructure fault does not; probes
     and specs are cheap to repeat, and load may have caused a task's error."""
     return job.kind == "evaluate" and job.result is not None and job.result.get("status") != "infra"
-
-
-def seconds(value: float) -> str:
-    """Format seconds for the header Retry-After: whole, rounded up."""
-    return str(math.ceil(value))

@@ -11,8 +11,6 @@ disable_created_metrics()
 
 
 class Metrics:
-    """The counters and gauges of one service."""
-
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
 
@@ -28,7 +26,7 @@ class Metrics:
         self.running = gauge("running", "Jobs handed to the sandbox.")
         self.room_in_seconds = gauge("room_in_seconds", "What Retry-After would say now.")
         self.workspaces = gauge("workspaces", "Open workspaces.")
-        self.workspaces_idle = counter("workspaces_idle_total", "Workspaces closed because nobody used them.")
+        self.workspaces_idle = counter("workspaces_idle_total", "Workspaces closed because they were not used.")
         self.submitted = counter("submitted_total", "Submissions, and whether they made a new job.", "kind", "new")
         self.verdicts = counter("verdicts_total", "Verdicts given by the sandbox.", "format", "status")
         self.rejected = counter("rejected_total", "Requests refused before they became work.", "reason")
@@ -42,5 +40,4 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format 0.0.4."""
         return generate_latest(self._registry)

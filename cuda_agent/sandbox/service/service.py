@@ -1,10 +1,7 @@
 """Runs the sandbox as a service: a ``LocalSandbox`` behind a queue, while its walls are proven.
 
-``Service`` does not depend on HTTP (``app`` does). It takes requests, gives the sandbox no more than it can use at
-once, so that the queue keeps its order, counts events, and drains. Requests with the same content share a job. The
-judges and the lease ensure that only one time is taken at once.
-
-Not covered: a queue that survives a restart (clients submit elsewhere) or that servers share.
+``Service`` does not depend on HTTP (``app`` does). It gives the sandbox no more than it can use at once, so that the
+queue keeps its order. Not covered: a queue that survives a restart (clients submit elsewhere) or that servers share.
 """
 
 import asyncio
@@ -12,17 +9,17 @@ import contextlib
 import logging
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from cuda_agent.errors import SandboxUnready, TaskError
+from cuda_agent.sandbox import protocol
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.local import LocalSandbox
-from cuda_agent.sandbox.protocol import Build, EvaluateRequest, ProbeRequest, Request, ServiceError, SpecRequest, agree
-from cuda_agent.sandbox.service.jobs import Full, Job, Queue
+from cuda_agent.sandbox.protocol import AnyRequest, Build, ServiceError
+from cuda_agent.sandbox.service.jobs import Job, Queue
 from cuda_agent.sandbox.service.metrics import Metrics
 from cuda_agent.sandbox.service.workspaces import Rooms
 from cuda_agent.sandbox.wire import ToolResult, Verdict
@@ -37,8 +34,6 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """The limits of one service."""
-
     queue: int = 256  # jobs that wait
     workspaces: int = 64
     idle_seconds: float = 600.0  # until an unused workspace is closed
@@ -59,25 +54,20 @@ class Service:
         self.draining = False
         self.needs_recycle = asyncio.Event()  # set when the limit of verdicts or a cheat calls for a fresh process
         self._verdicts = 0
-        self._waiting: dict[str, list[asyncio.Future[None]]] = defaultdict(list)
+        self._changed = asyncio.Event()  # set, and replaced, when any job has changed
         places: dict[Hashable, int] = {judge: _AT_ONCE for judge in range(sandbox.judges)}
         self.queue = Queue(places | {"build": _AT_ONCE}, limits.queue, changed=self._wake)
         self._work: set[asyncio.Task[None]] = set()
-        self._keeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Service":
         self._keeper = asyncio.create_task(self._keep())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._keeper is not None
-        self._keeper.cancel()
-        for task in self._work:
+        for task in (self._keeper, *self._work):
             task.cancel()
         await asyncio.gather(self._keeper, *self._work, return_exceptions=True)
         await self.rooms.close_all()
-
-    # -------------------------------------------------------------------------------------------------------- readiness
 
     async def _keep(self) -> None:
         """Prove readiness, again after a loss, and close unused workspaces."""
@@ -125,21 +115,17 @@ class Service:
         if self.unready:
             raise ServiceError(503, "unready", self.unready, retry_after=_AGAIN_SECONDS)
 
-    # ------------------------------------------------------------------------------------------------------------- jobs
-
-    def submit(self, request: Request, size: int) -> Job:
+    def submit(self, request: AnyRequest, size: int) -> Job:
         """Queue a request of ``size`` bytes, or join the job of the same content. Raises ``ServiceError``."""
         self.admit("build" if isinstance(request, Build) else "evaluate")
-        agree(request.settings, self.sandbox.config)
-        place: Hashable = "build"
-        if isinstance(request, EvaluateRequest | ProbeRequest | SpecRequest):
-            place = self.sandbox.judge_of(request.task.task())
-        kind = request.kind  # type: ignore[attr-defined]
+        protocol.agree(request.settings, self.sandbox.config)
+        kind = request.kind
+        place: Hashable = "build" if isinstance(request, Build) else self.sandbox.judge_of(request.task.task())
         try:
             job, new = self.queue.submit(request.key(), kind, place, request.priority, size, request, time.time())
-        except Full as full:
+        except ServiceError:
             self.metrics.rejected.labels("full").inc()
-            raise ServiceError(429, "full", str(full), retry_after=full.retry_after) from None
+            raise
         self.metrics.submitted.labels(kind, str(new).lower()).inc()
         self._dispatch()
         return job
@@ -149,7 +135,7 @@ class Service:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not job.over:
-                    await self._change(job)
+                    await self._changed.wait()
 
     async def events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
         """Yield the job's events from its start; the last one holds the job."""
@@ -160,24 +146,14 @@ class Service:
                 yield job.events[shown - 1] | ({"job": job.to_json()} if job.over and shown == len(job.events) else {})
             if job.over:
                 return
-            await self._change(job)
+            await self._changed.wait()
 
     def cancel(self, job: Job) -> None:
         self.queue.cancel(job, time.time())
 
-    async def _change(self, job: Job) -> None:
-        future = asyncio.get_running_loop().create_future()
-        self._waiting[job.id].append(future)
-        try:
-            await future
-        finally:
-            if future in (waiting := self._waiting.get(job.id, [])):
-                waiting.remove(future)
-
-    def _wake(self, job: Job) -> None:
-        for future in self._waiting.pop(job.id, []):
-            if not future.done():
-                future.set_result(None)
+    def _wake(self, _: Job) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _dispatch(self) -> None:
         while not self.draining and (job := self.queue.take(time.time())):
@@ -188,10 +164,8 @@ class Service:
     async def _run(self, job: Job) -> None:
         result: dict[str, Any] | None = None
         error: dict[str, str] | None = {"kind": "infra", "message": "the service was stopped"}
-        request = job.request
         try:
-            result = await self._answer(request)
-            error = None
+            result, error = await self._answer(job.request), None
         except TaskError as wrong:
             error = {"kind": "task", "message": str(wrong)}
         except SandboxUnready as missing:
@@ -205,20 +179,19 @@ class Service:
             self._count(job, error)
             self._dispatch()
 
-    async def _answer(self, request: Request) -> dict[str, Any]:
+    async def _answer(self, request: AnyRequest) -> dict[str, Any]:
         match request:
-            case EvaluateRequest():
+            case protocol.EvaluateRequest():
                 verdict = await self.sandbox.evaluate(request.task.task(), request.solution.solution(), request.mode)
                 self._count_verdict(verdict)
                 return verdict.to_json()
-            case ProbeRequest():
+            case protocol.ProbeRequest():
                 return (await self.sandbox.probe(request.task.task(), request.compile)).to_json()
-            case SpecRequest():
+            case protocol.SpecRequest():
                 return (await self.sandbox.spec(request.task.task())).to_json()
             case Build():
-                message = await self.sandbox.build(request.solution.solution(), request.task_spec())
+                message = await self.sandbox.build(request.solution.solution(), request.spec)
                 return {"status": "build_error" if message else "ok", "message": message}
-        raise AssertionError
 
     def _count(self, job: Job, error: dict[str, str] | None) -> None:
         assert job.started is not None and job.ended is not None
@@ -240,16 +213,14 @@ class Service:
                 self.metrics.phase_seconds.labels("evaluate", phase).observe(seconds)
 
     def metrics_text(self) -> bytes:
-        metrics = self.metrics
-        for gauge, value in (
-            (metrics.queue_length, self.queue.queued), (metrics.running, self.queue.running),
-            (metrics.workspaces, len(self.rooms)), (metrics.ready, not self.unready),
-            (metrics.draining, self.draining), (metrics.room_in_seconds, self.queue.room_in()),
-        ):  # fmt: skip
-            gauge.set(value)
+        metrics, queue = self.metrics, self.queue
+        metrics.queue_length.set(queue.queued)
+        metrics.running.set(queue.running)
+        metrics.workspaces.set(len(self.rooms))
+        metrics.ready.set(not self.unready)
+        metrics.draining.set(self.draining)
+        metrics.room_in_seconds.set(queue.room_in())
         return metrics.text()
-
-    # ------------------------------------------------------------------------------------------------------------ drain
 
     async def drain(self) -> None:
         """Refuse new work and fail queued jobs; wait for running jobs and open workspaces, up to the limit."""

@@ -1,9 +1,6 @@
 """Serves work folders over the network: open folders, their owners, and a tool call as a stream of lines.
 
-The answer to a call is a stream. ``{"command": ...}`` asks the caller to compile, verify or profile (it replies through
-``answer``), ``{"alive": true}`` is a heartbeat, and the last line is ``{"result": ...}`` or ``{"lost": ...}``. A broken
-stream leaves the folder in an unknown state, so the folder is closed.
-
+``docs/service.md`` describes the lines. A broken stream leaves the folder in an unknown state, so the folder is closed.
 Not covered: the folder and its tools (``workspace``), and HTTP (``app``).
 """
 
@@ -32,8 +29,6 @@ Line = dict[str, Any]
 
 @dataclass
 class Room:
-    """One open workspace."""
-
     id: str
     owner: str
     used: float
@@ -105,14 +100,12 @@ class Rooms:
         try:
             while True:
                 try:
-                    line = await asyncio.wait_for(room.lines.get(), HEARTBEAT)
+                    if (line := await asyncio.wait_for(room.lines.get(), HEARTBEAT)) is None:
+                        break
                 except TimeoutError:
-                    yield {"alive": True}
-                    continue
-                if line is None:
-                    break
+                    line = {"alive": True}
                 yield line
-            last = self._outcome(work)
+            last = _outcome(work)
             whole = "result" in last
             yield last
         finally:
@@ -122,20 +115,11 @@ class Rooms:
                 await asyncio.gather(work, return_exceptions=True)
                 await self.close(room)
 
-    def _outcome(self, work: "asyncio.Task[ToolResult]") -> Line:
-        try:
-            return {"result": asdict(work.result())}
-        except WorkspaceLost as lost:
-            return {"lost": str(lost)}
-        except Exception as error:  # a hostile workspace may send anything
-            _log.exception("a workspace answered nonsense")
-            return {"lost": f"the workspace answered nonsense: {type(error).__name__}"}
-
     def answer(self, room: Room, number: int, result: ToolResult) -> None:
         """Pass the caller's answer to the shell's command. Raises ``ServiceError`` if there is no such question."""
         future = room.asked.get(number)
         if future is None or future.done():
-            raise ServiceError(404, "unknown", f"nobody asked question {number}")
+            raise ServiceError(404, "unknown", f"there is no open question {number}")
         future.set_result(result)
 
     async def files(self, room: Room) -> dict[str, str]:
@@ -165,11 +149,18 @@ class Rooms:
     async def sweep(self) -> int:
         """Close unused workspaces; return their number."""
         now = time.monotonic()
-        unused = [
-            room
-            for room in self._rooms.values()
-            if room.workspace is not None and now - room.used > (_LONGEST_CALL if room.busy else self._idle)
-        ]
+        opened = [room for room in self._rooms.values() if room.workspace is not None]
+        unused = [room for room in opened if now - room.used > (_LONGEST_CALL if room.busy else self._idle)]
         for room in unused:
             await self.close(room)
         return len(unused)
+
+
+def _outcome(work: "asyncio.Task[ToolResult]") -> Line:
+    try:
+        return {"result": asdict(work.result())}
+    except WorkspaceLost as lost:
+        return {"lost": str(lost)}
+    except Exception as error:  # a hostile workspace may send anything
+        _log.exception("a workspace answered nonsense")
+        return {"lost": f"the workspace answered nonsense: {type(error).__name__}"}

@@ -2,9 +2,7 @@
 
 The keeper starts the command in the shell's jail and collects its output. It ends the command and all its processes on
 request, over a limit, or when the workspace is gone. Orphans of the command become the keeper's children, so the
-workspace can tell them from those of a foreground command.
-
-Not covered: compile, verify and profile, which background commands do not have, and input.
+workspace can tell them from those of a foreground command. Not covered: compile, verify and profile, and input.
 """
 
 import contextlib
@@ -14,35 +12,20 @@ import select
 import signal
 import time
 from collections.abc import Iterator
-from enum import Enum
 from typing import Any, NoReturn
 
 from cuda_agent.sandbox.jail.descendants import descendants
+from cuda_agent.sandbox.workspace import shell as processes
 from cuda_agent.sandbox.workspace.files import ToolRefused
-from cuda_agent.sandbox.workspace.shell import (
-    BASH,
-    PR_SET_CHILD_SUBREAPER,
-    WRAPPER,
-    Output,
-    Shell,
-    drain,
-    fork,
-    prctl,
-    reap,
-    wake_on_child,
-)
+from cuda_agent.sandbox.workspace.shell import Output, Shell, drain
 
 MOST = 4  # commands at once
 _TICK = 0.1  # seconds between checks of a command's use
 _ANSWER_SECONDS = 10.0
 
 
-class _Request(Enum):
-    """A request to a keeper. It is one byte, so a read of the pipe never returns half a request."""
-
-    STATE = b"s"  # whether the command runs
-    OUTPUT = b"o"
-    KILL = b"k"
+# A request to a keeper: one byte, so that a read of the pipe never returns half a request.
+_STATE, OUTPUT, KILL = b"s", b"o", b"k"
 
 
 class Backgrounds:
@@ -56,10 +39,10 @@ class Backgrounds:
 
     def start(self, command: str) -> str:
         """Start a command; return its id. Raises ``ToolRefused`` if too many are running."""
-        for name in [name for name, channel in self._channels.items() if self._ask(channel, _Request.STATE) is None]:
+        asked = {name: self._ask(channel, _STATE) for name, channel in self._channels.items()}
+        for name in [name for name, answer in asked.items() if answer is None]:
             self._forget(name)
-        asked = {name: self._ask(channel, _Request.STATE) for name, channel in self._channels.items()}
-        running = [name for name, answer in asked.items() if (answer or {}).get("running")]
+        running = [name for name, answer in asked.items() if answer and answer["running"]]
         if len(running) >= MOST:
             raise ToolRefused(f"{', '.join(running)} are running: at most {MOST} in the background")
         self._started += 1
@@ -67,37 +50,16 @@ class Backgrounds:
         requests, asks = os.pipe()  # the jail grants no sockets
         answers, tells = os.pipe()
         others = [asks, answers, *(number for channel in self._channels.values() for number in channel)]
-        pid = fork(lambda: _keep(self._shell, requests, tells, others, command))
+        pid = processes.fork(lambda: _keep(self._shell, requests, tells, others, command))
         os.close(requests)
         os.close(tells)
         self._channels[name], self._keepers[name] = (answers, asks), pid
         self._shell.keepers.add(pid)
         return name
 
-    def output(self, name: str) -> str:
-        """Return the command's new output and its state. Raises ``ToolRefused`` for an unknown command."""
-        return self._told(name, _Request.OUTPUT)
-
-    def kill(self, name: str) -> str:
-        """End the command; return the rest of its output. Raises ``ToolRefused`` for an unknown command."""
-        return self._told(name, _Request.KILL)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Stop all background commands, while files are read or a time is taken."""
-        stopped: set[int] = set()
-        for _ in range(20):
-            found = {pid for keeper in self._keepers.values() for pid in descendants(keeper)} - stopped
-            if not found:
-                break
-            stopped |= found
-            _signal(found, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            _signal(stopped, signal.SIGCONT)
-
-    def _told(self, name: str, request: _Request) -> str:
+    def tell(self, name: str, request: bytes) -> str:
+        """Return the command's new output and its state; end it first if ``request`` is ``KILL``. Raises
+        ``ToolRefused`` for an unknown command."""
         if name not in self._channels:
             known = ", ".join(self._channels) or "none"
             raise ToolRefused(f"there is no background command {name[:20]!r} (there are: {known})")
@@ -108,19 +70,33 @@ class Backgrounds:
         text = str(answer["text"]).rstrip("\n")
         return "\n".join(filter(None, [text, f"[{answer['state']}]"]))
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop all background commands, while files are read or a time is taken."""
+        stopped: set[int] = set()
+        for _ in range(20):
+            found = {pid for keeper in self._keepers.values() for pid in descendants(keeper)} - stopped
+            if not found:
+                break
+            stopped |= found
+            processes.kill(found, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            processes.kill(stopped, signal.SIGCONT)
+
     @staticmethod
-    def _ask(channel: tuple[int, int], request: _Request) -> dict[str, Any] | None:
+    def _ask(channel: tuple[int, int], request: bytes) -> dict[str, Any] | None:
         """Ask a keeper; ``None`` when it is gone."""
         answers, asks = channel
         said = b""
         try:
-            os.write(asks, request.value)
+            os.write(asks, request)
             while not said.endswith(b"\n"):
                 if not select.select([answers], [], [], _ANSWER_SECONDS)[0] or not (part := os.read(answers, 1 << 16)):
                     return None
                 said += part
-            answer: dict[str, Any] = json.loads(said)
-            return answer
+            return dict(json.loads(said))
         except (OSError, ValueError):
             return None
 
@@ -131,20 +107,19 @@ class Backgrounds:
 
 
 def _keep(shell: Shell, requests: int, tells: int, others: list[int], command: str) -> NoReturn:
-    """Run ``command`` as its keeper and answer each ``_Request`` with a line of JSON. ``others``: descriptors of the
-    parent, which it closes."""
+    """Run ``command`` as its keeper; answer each request with a line of JSON. ``others``: descriptors to close."""
     for descriptor in others:
         os.close(descriptor)
     shell.client.close()
     shell.alone = False  # a signal to all would reach the workspace's process
     shell.keepers.clear()
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    wake = wake_on_child()
+    processes.prctl(processes.PR_SET_CHILD_SUBREAPER, 1)
+    wake = processes.wake_on_child()
     out_read, out_write = os.pipe()
     null = os.open("/dev/null", os.O_WRONLY)
     environment = shell.environment | {"PATH": "/usr/local/bin:/usr/bin:/bin"}
-    program = [BASH, "-c", WRAPPER, "bash", shell.state, command]
-    pid = fork(lambda: shell.become(program, out_write, null, environment))
+    program = [processes.BASH, "-c", processes.WRAPPER, "bash", shell.state, command]
+    pid = processes.fork(lambda: shell.become(program, out_write, null, environment))
     os.close(out_write)
     os.set_blocking(out_read, False)
     output, state, streams = Output(shell.limits.output_chars), "", [out_read]
@@ -165,7 +140,7 @@ def _keep(shell: Shell, requests: int, tells: int, others: list[int], command: s
                 streams.clear()
         if wake in ready:
             drain(wake)
-        code = reap().get(pid)
+        code = processes.reap().get(pid)
         if not state and code is not None:
             state = end(f"ended with exit code {code}")
         elif not state:
@@ -177,10 +152,10 @@ def _keep(shell: Shell, requests: int, tells: int, others: list[int], command: s
             if not kind:  # the workspace is gone
                 shell.end(pid)
                 os._exit(0)
-            if kind == _Request.KILL.value and not state:
+            if kind == KILL and not state:
                 state = end("killed")
             told = {"running": not state, "text": "", "state": state or "running"}
-            if kind != _Request.STATE.value:
+            if kind != _STATE:
                 told["text"] = output.text()
                 output = Output(shell.limits.output_chars)
             _write(tells, json.dumps(told).encode() + b"\n")
@@ -189,9 +164,3 @@ def _keep(shell: Shell, requests: int, tells: int, others: list[int], command: s
 def _write(descriptor: int, data: bytes) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
-
-
-def _signal(pids: set[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            os.kill(pid, number)

@@ -1,10 +1,7 @@
 """Opens workspaces, calls their tools, and answers the commands of their shells.
 
 A workspace is an agent's folder with its tools, in a separate jailed process (``worker``). A mistake of the agent gives
-a ``ToolResult`` with ``error``. A workspace that dies or hangs raises ``WorkspaceLost``, an infrastructure fault that
-is never charged to the candidate.
-
-Not covered: judging (it calls ``commands`` for that) and workspaces on other machines.
+a ``ToolResult`` with ``error``. Not covered: judging (``commands`` does that) and workspaces on other machines.
 """
 
 import asyncio
@@ -18,14 +15,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from cuda_agent.sandbox.jail import scratch
 from cuda_agent.sandbox.messages import (
     FRAME_LIMIT,
     HEAD,
-    Operation,
     Reply,
     ToolCall,
     WorkspaceOpening,
@@ -35,6 +30,7 @@ from cuda_agent.sandbox.messages import (
     send_frame,
 )
 from cuda_agent.sandbox.wire import ToolResult
+from cuda_agent.sandbox.workspace.files import ToolRefused
 from cuda_agent.sandbox.workspace.shell import CommandLimits
 
 Commands = Callable[[str, list[str], dict[str, str]], Awaitable[ToolResult]]
@@ -49,10 +45,8 @@ class WorkspaceLost(Exception):
 
 
 class Workspaces:
-    """The warm parent of workspaces, shared by many. ``async with`` or the first workspace starts it.
-
-    Its folders lie in one temporary folder, which is removed with it, even when this process is killed.
-    """
+    """The warm parent of workspaces; ``async with`` or the first workspace starts it. Its folders lie in one temporary
+    folder, which is removed with it, even when this process is killed."""
 
     def __init__(self, limits: CommandLimits | None = None) -> None:
         self.limits = limits or CommandLimits()
@@ -62,39 +56,36 @@ class Workspaces:
         self._control: socket.socket | None = None
         self._folder = ""
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> "Workspaces":
         await self._start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @asynccontextmanager
     async def open(
         self, files: Mapping[str, str], protected: frozenset[str], commands: Commands
     ) -> "AsyncIterator[Workspace]":
-        """Open a workspace that holds ``files``; ``protected`` names top-level files that cannot be changed.
-
-        Raises:
-            WorkspaceLost: it could not be opened.
-        """
-        if self._process is None or self._process.returncode is not None:
-            await self._start()
+        """Open a workspace that holds ``files``; ``protected`` names top-level files that cannot be changed. Raises
+        ``WorkspaceLost``."""
+        await self._start()
         number, control = next(self._numbers), self._control
         assert control is not None
         ours, theirs = socket.socketpair()
         writer: asyncio.StreamWriter | None = None
         try:
-            try:
-                with theirs:
+            with theirs:
+                try:
                     send_frame(control, WorkspaceOperation.OPEN, number, fds=[theirs.fileno()])
-            except OSError as error:
-                raise WorkspaceLost(f"the parent of workspaces is gone: {error}") from None
+                except OSError as error:
+                    raise WorkspaceLost(f"the parent of workspaces is gone: {error}") from None
             reader, writer = await asyncio.open_connection(sock=ours, limit=FRAME_LIMIT)
             workspace = Workspace(reader, writer, commands, self.limits)
-            await workspace._open(files, protected)
+            opening: WorkspaceOpening = {
+                "files": dict(files), "protected": sorted(protected), "limits": asdict(self.limits)
+            }  # fmt: skip
+            await workspace._request(WorkspaceOperation.FILL_FOLDER, opening)
             yield workspace
         finally:
             if writer is not None:
@@ -131,7 +122,6 @@ class Workspaces:
             self._control.setblocking(True)
 
     async def close(self) -> None:
-        """End every workspace."""
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -148,21 +138,16 @@ class Workspaces:
             self._folder = ""
 
 
-@asynccontextmanager
-async def open_workspace(
-    files: Mapping[str, str],
-    protected: frozenset[str],
-    commands: Commands,
-    parent: Workspaces | None = None,
-    limits: CommandLimits | None = None,
-) -> "AsyncIterator[Workspace]":
-    """Open one workspace, in ``parent`` or in a parent started for it alone."""
-    if parent is None:
-        async with Workspaces(limits) as parent, parent.open(files, protected, commands) as workspace:
-            yield workspace
-    else:
-        async with parent.open(files, protected, commands) as workspace:
-            yield workspace
+def checked_call(tool: str, arguments: Mapping[str, Any]) -> ToolCall:
+    """Return the body of a tool call. Raises ``ToolRefused`` if the arguments are too large or not plain values."""
+    try:
+        body: ToolCall = {"tool": tool, "arguments": dict(arguments)}
+        size = len(json.dumps(body))
+    except (TypeError, ValueError, RecursionError):
+        raise ToolRefused("the arguments are not plain values") from None
+    if size > ARGUMENT_BYTES:
+        raise ToolRefused("the arguments are too large")
+    return body
 
 
 class Workspace:
@@ -176,66 +161,39 @@ class Workspace:
         self._broken = False
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Run a tool. Exceptions of ``commands`` pass through.
-
-        Raises:
-            WorkspaceLost: the workspace died or hangs.
-        """
+        """Run a tool. Exceptions of ``commands`` pass through. Raises ``WorkspaceLost``."""
         try:
-            body: ToolCall = {"tool": tool, "arguments": dict(arguments)}
-            if len(json.dumps(body)) > ARGUMENT_BYTES:
-                return ToolResult("error: the arguments are too large", error=True)
-        except (TypeError, ValueError, RecursionError):
-            return ToolResult("error: the arguments are not plain values", error=True)
+            body = checked_call(tool, arguments)
+        except ToolRefused as refused:
+            return ToolResult(f"error: {refused}", error=True)
         async with self._turn:
             result = await self._request(WorkspaceOperation.CALL_TOOL, body)
         return ToolResult(str(result["text"]), bool(result["error"]))
 
     async def files(self) -> dict[str, str]:
-        """Return the folder's text files within the limits of ``files``; protected ones have their given text.
-
-        Raises:
-            WorkspaceLost: as ``call``.
-        """
+        """Return the folder's text files within the limits of ``files``; protected ones have their given text. Raises
+        ``WorkspaceLost``."""
         async with self._turn:
             return dict(await self._request(WorkspaceOperation.COLLECT_FILES, None))
 
-    async def _open(self, files: Mapping[str, str], protected: frozenset[str]) -> None:
-        opening: WorkspaceOpening = {
-            "files": dict(files), "protected": sorted(protected), "limits": asdict(self._limits)
-        }  # fmt: skip
-        await self._request(WorkspaceOperation.FILL_FOLDER, opening)
-
-    async def _request(self, operation: Operation, body: Any) -> Any:
+    async def _request(self, operation: WorkspaceOperation, body: Any) -> Any:
         if self._broken:
             raise WorkspaceLost("the workspace was lost before")
         self._broken = True  # until this exchange is complete
-        await self._send(operation, 0, body)
+        slot = 0
         while True:
-            answer, slot, body = await self._receive()
+            try:
+                async with asyncio.timeout(self._limits.shell_seconds + _GRACE_SECONDS):
+                    self._writer.write(encode_frame(operation, body, slot))
+                    await self._writer.drain()
+                    answer, slot, _, length = decode_head(await self._reader.readexactly(HEAD.size))
+                    body = json.loads(await self._reader.readexactly(length)) if length else None
+            except TimeoutError:
+                raise WorkspaceLost("the workspace does not answer") from None
+            except (OSError, asyncio.IncompleteReadError) as error:
+                raise WorkspaceLost(f"the workspace is gone: {type(error).__name__}") from None
             if answer == Reply.RESULT:
                 self._broken = False
                 return body
             result = await self._commands(body["name"], body["argv"], body["files"])
-            await self._send(WorkspaceOperation.COMMAND_RESULT, slot, asdict(result))
-
-    async def _send(self, operation: Operation, slot: int, body: Any) -> None:
-        self._writer.write(encode_frame(operation, body, slot))
-        async with self._within_limits():
-            await self._writer.drain()
-
-    async def _receive(self) -> tuple[Operation, int, Any]:
-        async with self._within_limits():
-            operation, slot, _, length = decode_head(await self._reader.readexactly(HEAD.size))
-            body = json.loads(await self._reader.readexactly(length)) if length else None
-        return operation, slot, body
-
-    @asynccontextmanager
-    async def _within_limits(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(self._limits.shell_seconds + _GRACE_SECONDS):
-                yield
-        except TimeoutError:
-            raise WorkspaceLost("the workspace does not answer") from None
-        except (OSError, asyncio.IncompleteReadError) as error:
-            raise WorkspaceLost(f"the workspace is gone: {type(error).__name__}") from None
+            operation, body = WorkspaceOperation.COMMAND_RESULT, asdict(result)

@@ -1,13 +1,12 @@
 """Implements the file tools of a workspace: Read, Write, Edit, MultiEdit and Glob in one folder, and its snapshot.
 
 Everything in the folder may be hostile (links, FIFOs, huge or binary files, a million names), so every path is resolved
-and every read is bounded. Refusals are ``ToolRefused`` with one short line for the model. The code runs inside the
-jailed workspace process while no shell runs there; standard library only. Not covered: the shell, Grep, and the walls
-(``jail``).
+and every read is bounded. The code runs inside the jail while no shell runs there. Not covered: the shell and Grep.
 """
 
 import fnmatch
 import hashlib
+import itertools
 import os
 import posixpath
 import stat
@@ -40,11 +39,10 @@ class Folder:
         self.protected = protected
         self._seen: dict[str, bytes] = {}  # path -> sha256 of the content that the agent knows
 
-    # -------------------------------------------------------------------------------------------------------- tools
-
     def read(self, path: str, offset: int = 1, limit: int = READ_LINES) -> str:
         """Return the text of a file, or ``limit`` of its lines from line ``offset`` (from 1)."""
-        name, text = self._known_text(path)
+        name = self.resolve(path)
+        text = self._text(name)
         self._seen[name] = _digest(text)
         lines = text.splitlines(keepends=True)
         first = max(offset, 1) - 1
@@ -95,8 +93,6 @@ class Folder:
         found = sorted(name for name in names if _matches(tuple(name[len(prefix) :].split("/")), parts))
         return "\n".join(found) or "(no matches)"
 
-    # ------------------------------------------------------------------------------------------- the folder as a whole
-
     def fill(self, files: dict[str, str]) -> None:
         """Write the initial files; the agent has not read them yet."""
         for path, content in files.items():
@@ -137,14 +133,8 @@ class Folder:
                 break
         return files
 
-    # ------------------------------------------------------------------------------------------------------------ paths
-
     def resolve(self, path: str) -> str:
-        """Return the path relative to the folder, with links followed.
-
-        Raises:
-            ToolRefused: it is no path inside the folder.
-        """
+        """Return the path relative to the folder, with links followed. Raises ``ToolRefused`` for one outside it."""
         if not isinstance(path, str) or not path or len(path) > 1024 or "\0" in path or not path.isprintable():
             raise ToolRefused("not a path")
         if path == "~" or path.startswith("~/"):
@@ -163,22 +153,16 @@ class Folder:
         return name
 
     def _must_know(self, name: str) -> str:
-        _, text = self._known_text(name)
+        text = self._text(name)
         if name not in self._seen:
             raise ToolRefused(f"read {name} first")
         if self._seen[name] != _digest(text):
             raise ToolRefused(f"{name} has changed: read it again")
         return text
 
-    def _known_text(self, path: str) -> tuple[str, str]:
-        name = self.resolve(path)
-        return name, self._text(name)
-
     def _text(self, name: str) -> str:
         try:
-            descriptor = os.open(
-                os.path.join(self.root, name), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-            )
+            descriptor = os.open(os.path.join(self.root, name), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         except FileNotFoundError:
             raise ToolRefused(f"{name} does not exist") from None
         except OSError as error:
@@ -232,7 +216,8 @@ class Folder:
         while pending:
             folder, depth = pending.popleft()
             try:
-                entries = list(_some(os.path.join(self.root, folder), ENTRIES - looked))
+                with os.scandir(os.path.join(self.root, folder)) as scan:
+                    entries = list(itertools.islice(scan, max(ENTRIES - looked, 0)))
             except OSError:
                 continue
             looked += len(entries)
@@ -265,12 +250,6 @@ def disk_use(root: str, limit: int) -> int:
         except OSError:
             continue
     return total
-
-
-def _some(path: str, count: int) -> Iterator[os.DirEntry[str]]:
-    with os.scandir(path) as scan:
-        for _, entry in zip(range(max(count, 0)), scan, strict=False):
-            yield entry
 
 
 def _matches(names: tuple[str, ...], pattern: tuple[str, ...]) -> bool:

@@ -1,12 +1,9 @@
 """Runs a workspace's shell commands one after the other, each in a jail inside the worker's jail, within limits.
 
-A command's output, time, memory, processes and disk are bounded, and none of its processes outlives it. The folder and
-the exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are small scripts on its PATH:
-they write their request to the worker through a FIFO, the worker passes it to the client over the open call, and the
-answer returns the same way. Any data that a shell can write may be forged, and is checked.
-
-Not covered: background commands (``background``), process substitution (``<(...)`` needs ``/proc``), and machines whose
-Landlock cannot confine signals (ABI below 6), where a shell of the same user may kill its own worker.
+The folder and the exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are scripts on
+its PATH: they write their request to the worker through a FIFO, the worker passes it to the client over the open call,
+and the answer returns the same way. Any data that a shell can write may be forged, and is checked. Not covered: process
+substitution (``<(...)`` needs ``/proc``), and kernels whose Landlock cannot confine signals (ABI below 6).
 """
 
 import contextlib
@@ -26,7 +23,7 @@ from dataclasses import dataclass, field
 
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.jail.descendants import descendants
-from cuda_agent.sandbox.messages import CommandRequest, WorkspaceOperation, receive_frame, send_frame
+from cuda_agent.sandbox.messages import WorkspaceOperation, receive_frame, send_frame
 from cuda_agent.sandbox.wire import ToolResult
 from cuda_agent.sandbox.workspace.files import Folder, disk_use
 
@@ -55,8 +52,7 @@ exit "$status"
 
 @dataclass(frozen=True)
 class CommandLimits:
-    """The limits of one workspace. The time of a shell command stops while compile, verify or profile is being
-    answered."""
+    """The limits of one workspace. The time of a shell command stops while a request of it is being answered."""
 
     shell_seconds: float = 30.0
     output_chars: int = 30_000  # of one tool's text; the middle is cut
@@ -107,12 +103,8 @@ class Shell:
             execute=(*jail.SYSTEM_EXECUTE, work, f"{folder}/bin"),
             cpu_seconds=max(1, int(limits.shell_seconds) * 2),
         )
-        self.environment = {
-            "PATH": f"{folder}/bin:/usr/local/bin:/usr/bin:/bin",
-            "HOME": work,
-            "TMPDIR": f"{folder}/tmp",
-            "LANG": "C.UTF-8",
-        }
+        path = f"{folder}/bin:/usr/local/bin:/usr/bin:/bin"
+        self.environment = {"PATH": path, "HOME": work, "TMPDIR": f"{folder}/tmp", "LANG": "C.UTF-8"}
         for name in COMMANDS:
             path = f"{folder}/bin/{name}"
             with open(path, "w") as file:
@@ -189,14 +181,11 @@ class Shell:
         return CommandOutcome(code if code is not None else -signal.SIGKILL, output.text(), killed)
 
     def become(self, program: list[str], out: int, state: int, environment: dict[str, str]) -> None:
-        """Become the program in the jail of commands, in a forked child. ``state``: the descriptor for folder and
-        variables."""
+        """Become the program, jailed, in a forked child. ``state``: the descriptor for folder and variables."""
         os.setsid()
         null = os.open("/dev/null", os.O_RDONLY)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        os.dup2(state, _STATE_FD)
-        os.dup2(null, 0)
+        for descriptor, number in ((null, 0), (out, 1), (out, 2), (state, _STATE_FD)):
+            os.dup2(descriptor, number)
         os.closerange(3, _STATE_FD)
         os.closerange(_STATE_FD + 1, 4096)
         signal.set_wakeup_fd(-1)
@@ -226,20 +215,16 @@ class Shell:
 
     def end(self, pid: int) -> None:
         """Kill all processes left of a command."""
-        with contextlib.suppress(OSError):
-            os.killpg(pid, signal.SIGKILL)
+        kill([-pid])
         for attempt in range(1000):
             if self.alone and (not self.keepers or attempt > _PATIENCE):
-                with contextlib.suppress(OSError):
-                    os.kill(-1, signal.SIGKILL)  # all at once: forking cannot outrun it
+                kill([-1])  # all at once: forking cannot outrun it
             left = descendants(os.getpid(), self.keepers)
             kill(left)
             reap()
             if not left:
                 return
             time.sleep(0.001)
-
-    # ------------------------------------------------------------------------------------- compile, verify and profile
 
     def _requests(self) -> int:
         """Create the stubs' FIFO anew: the previous shell may have replaced it."""
@@ -256,7 +241,7 @@ class Shell:
             _, name, *argv = waiting[0]
             self.asked += 1
             self.files.restore()
-            body: CommandRequest = {"name": name, "argv": argv, "files": self.files.collect()}
+            body = {"name": name, "argv": argv, "files": self.files.collect()}
             send_frame(self.client, WorkspaceOperation.RUN_COMMAND, body, slot=self.asked % 256)
 
     def _answer(self, pid: str, result: ToolResult) -> None:
@@ -329,10 +314,10 @@ def reap() -> dict[int, int]:
     return ended
 
 
-def kill(pids: Iterable[int]) -> None:
+def kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
     for pid in pids:
         with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def _signals_stay_inside() -> bool:
@@ -345,7 +330,6 @@ def _signals_stay_inside() -> bool:
 
 
 def _resident(pid: int) -> int:
-    """Return the resident memory of a process in bytes."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -3,60 +3,34 @@
 ``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent: it is light (no torch), has one thread,
 forks a worker for every workspace, and removes the folder and the leftover processes of each. A worker closes the jail
 around itself, then serves its client over one socket, one tool call after the other.
-
-Not covered: the file tools (``files``), the shell (``shell``, ``background``), and the work of compile, verify and
-profile.
 """
 
-import contextlib
 import gc
 import os
 import select
-import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from functools import partial
 from typing import Any
 
 from cuda_agent.sandbox.jail import jail
-from cuda_agent.sandbox.jail.descendants import children
-from cuda_agent.sandbox.messages import (
-    Reply,
-    ToolCall,
-    WorkspaceOpening,
-    WorkspaceOperation,
-    receive_frame,
-    send_frame,
-)
-from cuda_agent.sandbox.workspace.background import Backgrounds
+from cuda_agent.sandbox.jail.descendants import descendants
+from cuda_agent.sandbox.messages import Reply, ToolCall, WorkspaceOpening, WorkspaceOperation, receive_frame, send_frame
+from cuda_agent.sandbox.workspace import background
+from cuda_agent.sandbox.workspace import shell as processes
 from cuda_agent.sandbox.workspace.files import Folder, ToolRefused
-from cuda_agent.sandbox.workspace.shell import (  # fmt: skip
-    BASH,
-    PR_SET_CHILD_SUBREAPER,
-    PR_SET_DUMPABLE,
-    WRAPPER,
-    CommandLimits,
-    Shell,
-    cut,
-    drain,
-    fork,
-    kill,
-    prctl,
-    reap,
-    wake_on_child,
-)
-
-# ---------------------------------------------------------------------------------------------------------- warm parent
+from cuda_agent.sandbox.workspace.shell import BASH, WRAPPER, CommandLimits, Shell, cut, fork, kill, reap
 
 
 def main() -> None:
     """Open and close workspaces until the stream ends."""
     control, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
-    prctl(PR_SET_DUMPABLE, 0)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    wake = wake_on_child()
+    processes.prctl(processes.PR_SET_DUMPABLE, 0)
+    processes.prctl(processes.PR_SET_CHILD_SUBREAPER, 1)
+    wake = processes.wake_on_child()
     gc.collect()
     gc.freeze()
     workers: dict[int, int] = {}  # number -> pid
@@ -64,11 +38,11 @@ def main() -> None:
     closed: set[int] = set()
     send_frame(control, Reply.RESULT)
     while True:
-        strays = [pid for pid in children(os.getpid()) if pid not in helpers and pid not in workers.values()]
+        strays = descendants(os.getpid(), helpers.union(workers.values()))
         kill(strays)
         ready, _, _ = select.select([control.fileno(), wake], [], [], 0.05 if strays or closed else None)
         if wake in ready:
-            drain(wake)
+            processes.drain(wake)
         for pid in reap():
             helpers.discard(pid)
             workers = {number: worker for number, worker in workers.items() if worker != pid}
@@ -82,10 +56,8 @@ def main() -> None:
             if frame.operation == WorkspaceOperation.OPEN:
                 os.mkdir(folder, 0o700)
                 workers[number] = fork(partial(_worker, frame.fds[0], folder))
-            elif number in workers:
-                kill([workers[number]])
-                closed.add(number)
             else:
+                kill([workers[number]] if number in workers else [])
                 closed.add(number)
             for descriptor in frame.fds:
                 os.close(descriptor)
@@ -93,7 +65,7 @@ def main() -> None:
             closed.discard(number)
             helpers.add(fork(partial(_remove, f"{root}/{number}")))
     deadline = time.monotonic() + 60  # on a busy machine a killed process takes long to end
-    while (left := children(os.getpid())) and time.monotonic() < deadline:
+    while (left := descendants(os.getpid())) and time.monotonic() < deadline:
         kill(left)
         reap()
         time.sleep(0.01)
@@ -103,18 +75,10 @@ def main() -> None:
 def _remove(folder: str) -> None:
     """Remove a folder with external programs: a hostile tree can be deeper than Python's recursion, and its folders may
     be closed."""
-    for program in (["rm", "-rf", folder], ["chmod", "-R", "u+rwx", folder], ["rm", "-rf", folder]) * 3:
+    for program in (["/bin/rm", "-rf"], ["/bin/chmod", "-R", "u+rwx"], ["/bin/rm", "-rf"]) * 3:
         if not os.path.lexists(folder):
             return
-        pid = os.fork()
-        if pid == 0:
-            null = os.open("/dev/null", os.O_RDWR)
-            os.dup2(null, 2)
-            with contextlib.suppress(OSError):
-                os.execv("/bin/" + program[0], program)
-            os._exit(127)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+        subprocess.run([*program, folder], stderr=subprocess.DEVNULL)
 
 
 def _worker(descriptor: int, folder: str) -> None:
@@ -126,15 +90,11 @@ def _worker(descriptor: int, folder: str) -> None:
     client = socket.socket(fileno=descriptor)
     opening: WorkspaceOpening = receive_frame(client).body
     limits = CommandLimits(**opening["limits"])
-    jail.enter(
-        jail.JailPolicy(
-            read=(*jail.SYSTEM_READ, "/proc"),
-            write=(folder,),
-            execute=(*jail.SYSTEM_EXECUTE, folder),
-            memory_mb=limits.memory_mb,
-            processes=limits.processes,
-        )
-    )
+    policy = jail.JailPolicy(
+        read=(*jail.SYSTEM_READ, "/proc"), write=(folder,), execute=(*jail.SYSTEM_EXECUTE, folder),
+        memory_mb=limits.memory_mb, processes=limits.processes,
+    )  # fmt: skip
+    jail.enter(policy)
     os.umask(0o077)
     for name in ("work", "tmp", "pipes", "bin"):
         os.mkdir(f"{folder}/{name}")
@@ -146,9 +106,6 @@ def _worker(descriptor: int, folder: str) -> None:
     session.serve()
 
 
-# -------------------------------------------------------------------------------------------------------------- session
-
-
 class Session:
     """Serves one workspace: it answers tool calls and requests for files, and asks the client to run commands of the
     shell."""
@@ -156,7 +113,7 @@ class Session:
     def __init__(self, client: socket.socket, folder: str, files: Folder, limits: CommandLimits) -> None:
         self.client, self.folder, self.files, self.limits = client, folder, files, limits
         self.shell = Shell(folder, limits, files, client)
-        self.backgrounds = Backgrounds(self.shell)
+        self.backgrounds = background.Backgrounds(self.shell)
         self.shell.paused = self.backgrounds.paused
 
     def serve(self) -> None:
@@ -177,10 +134,9 @@ class Session:
             values = checked(tool, arguments)
             if tool == "Bash":
                 return self._bash(**values)
-            if tool == "BashOutput":
-                return self._presented(self.backgrounds.output(values["id"])), False
-            if tool == "KillBash":
-                return self._presented(self.backgrounds.kill(values["id"])), False
+            if tool in ("BashOutput", "KillBash"):
+                request = background.OUTPUT if tool == "BashOutput" else background.KILL
+                return self._presented(self.backgrounds.tell(values["id"], request)), False
             if tool == "Grep":
                 return self._grep(**values), False
             if tool == "TodoWrite":
@@ -213,11 +169,8 @@ class Session:
 
     def _grep(self, pattern: str, path: str = ".", glob: str | None = None) -> str:
         base = self.files.resolve(path)
-        if ripgrep := shutil.which("rg", path="/usr/local/bin:/usr/bin:/bin"):
-            search = [ripgrep, *_RIPGREP, *([f"--glob={glob}"] if glob else []), "-e", pattern, "--", base]
-        else:
-            only = [f"--include={glob}"] if glob else []
-            search = ["/bin/grep", "-rnIHsE", "-D", "skip", *only, "-e", pattern, "--", base]
+        only = [f"--include={glob}"] if glob else []
+        search = ["/bin/grep", "-rnIHsE", "-D", "skip", *only, "-e", pattern, "--", base]
         with self.backgrounds.paused():
             outcome = self.shell.run(search, 5.0)
         if outcome.killed:
@@ -232,28 +185,17 @@ class Session:
         return text.replace(self.files.root, "~").replace(f"{self.folder}/tmp", "$TMPDIR").replace(self.folder, "~/..")
 
 
-_RIPGREP = (
-    "-nH", "--no-heading", "--color=never", "--no-config", "--no-ignore", "--no-messages", "--hidden", "--sort=path",
-)  # fmt: skip
-_STRING, _NUMBER, _INTEGER, _BOOLEAN, _EDITS, _TODOS = (
-    "text",
-    "a number",
-    "an integer",
-    "true or false",
-    "edits",
-    "todos",
-)
 _PARAMETERS: dict[str, dict[str, str]] = {  # a name that ends in "?" may be left out
-    "Bash": {"command": _STRING, "timeout?": _NUMBER, "run_in_background?": _BOOLEAN, "description?": _STRING},
-    "BashOutput": {"id": _STRING},
-    "KillBash": {"id": _STRING},
-    "Read": {"path": _STRING, "offset?": _INTEGER, "limit?": _INTEGER},
-    "Write": {"path": _STRING, "content": _STRING},
-    "Edit": {"path": _STRING, "old_string": _STRING, "new_string": _STRING, "replace_all?": _BOOLEAN},
-    "MultiEdit": {"path": _STRING, "edits": _EDITS},
-    "Glob": {"pattern": _STRING, "path?": _STRING},
-    "Grep": {"pattern": _STRING, "path?": _STRING, "glob?": _STRING},
-    "TodoWrite": {"todos": _TODOS},
+    "Bash": {"command": "text", "timeout?": "a number", "run_in_background?": "true or false", "description?": "text"},
+    "BashOutput": {"id": "text"},
+    "KillBash": {"id": "text"},
+    "Read": {"path": "text", "offset?": "an integer", "limit?": "an integer"},
+    "Write": {"path": "text", "content": "text"},
+    "Edit": {"path": "text", "old_string": "text", "new_string": "text", "replace_all?": "true or false"},
+    "MultiEdit": {"path": "text", "edits": "edits"},
+    "Glob": {"pattern": "text", "path?": "text"},
+    "Grep": {"pattern": "text", "path?": "text", "glob?": "text"},
+    "TodoWrite": {"todos": "todos"},
 }
 
 
@@ -276,31 +218,28 @@ def checked(tool: str, arguments: Any, parameters: dict[str, str] | None = None)
 
 
 def _typed(tool: str, name: str, kind: str, value: Any) -> Any:
-    wrong = ToolRefused(f"{tool}: {name} must be {kind}")
-    if kind == _STRING:
-        if not isinstance(value, str):
-            raise wrong
+    if kind == "text" and isinstance(value, str):
         return value
-    if kind == _BOOLEAN:
-        if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-            return value.strip().lower() == "true"
-        if not isinstance(value, bool):
-            raise wrong
-        return value
-    if kind in (_NUMBER, _INTEGER):
+    if kind == "true or false":
+        spelled = {"true": True, "false": False}.get(value.strip().lower()) if isinstance(value, str) else value
+        if isinstance(spelled, bool):
+            return spelled
+    if kind in ("a number", "an integer"):
         try:
             number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else -1.0
         except (ValueError, OverflowError):
             number = -1.0
-        if not 0 < number < 1e9 or (kind == _INTEGER and number != int(number)):
+        if not 0 < number < 1e9 or (kind == "an integer" and number != int(number)):
             raise ToolRefused(f"{tool}: {name} must be {kind} above zero")
-        return int(number) if kind == _INTEGER else number
+        return int(number) if kind == "an integer" else number
+    if kind in ("text", "true or false"):
+        raise ToolRefused(f"{tool}: {name} must be {kind}")
     if not isinstance(value, list) or len(value) > 100:
         raise ToolRefused(f"{tool}: {name} must be a list")
-    if kind == _EDITS:
+    if kind == "edits":
         parameters = _PARAMETERS["Edit"]
         return [checked("edit", item, {k: v for k, v in parameters.items() if k != "path"}) for item in value]
-    return [checked("todo", item, {"content": _STRING, "status": _STRING, "id?": _STRING}) for item in value]
+    return [checked("todo", item, {"content": "text", "status": "text", "id?": "text"}) for item in value]
 
 
 if __name__ == "__main__":

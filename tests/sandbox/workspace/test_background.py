@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -236,8 +235,7 @@ def test_it_sees_no_more_than_other_commands(use):
     assert not os.path.exists("/tmp/out-of-the-folder")
 
 
-@pytest.mark.skipif(not shutil.which("rg", path="/usr/local/bin:/usr/bin:/bin"), reason="no ripgrep")
-def test_ripgrep_finds_what_grep_would(use):
+def test_grep_finds_hidden_files_and_sorts_by_path(use):
     async def body(call):
         await call("Write", path=".hidden/b.cpp", content="long y;\nint z;\n")
         return await call("Grep", pattern="int (x|z)", glob="*.cpp")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cuda_agent.sandbox.wire import ToolResult
-from cuda_agent.sandbox.workspace.client import ARGUMENT_BYTES, WorkspaceLost, Workspaces, open_workspace
+from cuda_agent.sandbox.workspace.client import ARGUMENT_BYTES, WorkspaceLost, Workspaces
 from cuda_agent.sandbox.workspace.shell import CommandLimits, cut
 from cuda_agent.sandbox.workspace.worker import checked
 
@@ -330,7 +330,10 @@ def test_the_time_of_an_answer_is_not_the_commands_time(loop):
         return ToolResult("late")
 
     async def body():
-        async with open_workspace(FILES, PROTECTED, slow, limits=CommandLimits(shell_seconds=3.0)) as workspace:
+        async with (
+            Workspaces(CommandLimits(shell_seconds=3.0)) as parent,
+            parent.open(FILES, PROTECTED, slow) as workspace,
+        ):
             return await workspace.call("Bash", {"command": "verify; echo after"})
 
     assert loop.run(body()) == ToolResult("late\nafter")
@@ -460,7 +463,7 @@ def test_a_worker_that_dies_is_a_fault_of_ours_and_the_next_one_is_well(use, bas
 
 def test_a_worker_that_hangs_is_a_fault_of_ours(loop, monkeypatch):
     async def body():
-        async with open_workspace(FILES, PROTECTED, echo) as workspace:
+        async with Workspaces() as parent, parent.open(FILES, PROTECTED, echo) as workspace:
             worker = int((await workspace.call("Bash", {"command": "echo $PPID"})).text)
             os.kill(worker, signal.SIGSTOP)
             monkeypatch.setattr("cuda_agent.sandbox.workspace.client._GRACE_SECONDS", 0.1)
