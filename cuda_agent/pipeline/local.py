@@ -250,7 +250,7 @@ class _Execution:
         self._read(view)
         log = folder / "log.txt"
         with contextlib.suppress(StoreError, FileNotFoundError):
-            self.store.put_file(f"runs/{self.run_record.name}/{stage.name}/log.txt", log)
+            self.store.put(f"runs/{self.run_record.name}/{stage.name}/log.txt", log)
         if code == EXIT_DONE:
             manifest = read_manifest(self.store, manifest_entry(self.run_record.name, stage.name))
             assert manifest is not None, "a stage that exits 0 has written its manifest"
