@@ -211,6 +211,11 @@ def ancestors(stages: Sequence[Stage], name: str) -> list[str]:
     return [stage.name for stage in stages if stage.name in found]
 
 
+def needs(stages: Sequence[Stage], stage: Stage) -> Sequence[str]:
+    """Returns the stages that must be done before it: its sources, or all ancestors when it reads their records."""
+    return ancestors(stages, stage.name) if STAGES_INPUT in stage.inputs.values() else stage.upstream
+
+
 def up_to(stages: Sequence[Stage], name: str) -> tuple[Stage, ...]:
     """Returns ``name`` and all stages above it, in the table's order.
 
