@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,9 +22,6 @@ from cuda_agent.cli import runs as cli_runs
 from cuda_agent.cli.options import AsJson, Overrides, print_json
 from cuda_agent.cli.pod import pod_app
 from cuda_agent.cli.sandbox import sandbox_app
-
-if TYPE_CHECKING:
-    from cuda_agent.config import Config
 
 app = typer.Typer(
     name="cuda-agent",
@@ -72,48 +69,26 @@ def run(
     Ctrl-C stops in order: stages write a checkpoint, and the same command goes on from there.
     """
     from cuda_agent.compose import compose
-    from cuda_agent.errors import ConfigError
+    from cuda_agent.diagnostics.doctor import unsupported
+    from cuda_agent.pipeline import screen
     from cuda_agent.pipeline.graph import stages_of, up_to
+    from cuda_agent.pipeline.local import run_pipeline
+    from cuda_agent.pipeline.schedule import require_base
 
     config = compose(overrides or [])
-    try:
-        rows = up_to(stages_of(config), to) if to else stages_of(config)
-    except ValueError as error:
-        raise ConfigError(f"--to: {error}") from None
+    rows = up_to(stages_of(config), to) if to else stages_of(config)
     if any(row.name == "bootstrap" for row in rows):  # bootstrap loads the base model
-        from cuda_agent.pipeline.schedule import require_base
-
         require_base(config.policy.base)
     if sys.platform != "linux":
-        from cuda_agent.diagnostics.doctor import unsupported
-
         print(unsupported(), file=sys.stderr)
-    from cuda_agent.pipeline import screen
-    from cuda_agent.pipeline.local import run_pipeline
-
-    if as_json:
-        outcome = run_pipeline(
-            config, new=new, stages=rows, watch=screen.plain(lambda line: print(line, file=sys.stderr))
-        )
-    else:
-        with screen.watching() as watch:
-            outcome = run_pipeline(config, new=new, stages=rows, watch=watch)
+    with screen.watching(as_json) as watch:
+        outcome = run_pipeline(config, new=new, stages=rows, watch=watch)
     report = str(outcome.report / "index.html") if outcome.report else None
     if as_json:
-        stages = {
-            name: {"key": m.key, "outputs": m.outputs, "seconds": m.seconds} for name, m in outcome.manifests.items()
-        }
-        print_json(
-            {
-                "run": outcome.run,
-                "code": outcome.code,
-                "stage": outcome.stage,
-                "message": outcome.message,
-                "resumed": outcome.resumed,
-                "report": report,
-                "stages": stages,
-            }
-        )
+        facts = {name: getattr(outcome, name) for name in ("run", "code", "stage", "message", "resumed")}
+        manifests = outcome.manifests.items()
+        stages = {name: {"key": m.key, "outputs": m.outputs, "seconds": m.seconds} for name, m in manifests}
+        print_json(facts | {"report": report, "stages": stages})
     elif outcome.code == 0:
         print(f"run {outcome.run} is done")
         if report:
@@ -137,7 +112,7 @@ def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
     """
     from cuda_agent.compose import compose, freeze
     from cuda_agent.errors import ConfigError
-    from cuda_agent.pipeline.schedule import derived, require_base
+    from cuda_agent.pipeline.schedule import derived, require_base, schedule_lines
 
     composed = compose(overrides or [])
     text, sha256 = freeze(composed)
@@ -145,40 +120,16 @@ def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"config": json.loads(text), "sha256": sha256, "schedule": schedule})
     else:
-        _print_schedule(composed, sha256, schedule)
+        import yaml
+
+        values = composed.model_dump(mode="json")
+        print(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=None))
+        print(f"sha256: {sha256}\n")
+        print("\n".join(schedule_lines(schedule)))
     try:
         require_base(composed.policy.base)
     except ConfigError as error:  # the path may exist in a cluster's pods only
         print(f"note: {error}, on this machine", file=sys.stderr)
-
-
-def _print_schedule(composed: "Config", sha256: str, schedule: dict[str, Any]) -> None:
-    import yaml
-
-    print(
-        yaml.safe_dump(composed.model_dump(mode="json"), sort_keys=False, allow_unicode=True, default_flow_style=None)
-    )
-    print(f"sha256: {sha256}\n")
-    print(f"{'stage':18} {'samples':>10} {'tokens, most':>16} {'optimizer steps':>16} {'time':>8} {'memory':>9}")
-    for name, row in schedule["stages"].items():
-        numbers = f"{row['samples']:>10,} {row['tokens']:>16,} {row['optimizer_steps']:>16,}"
-        memory = "" if "memory" not in row else _size(row["memory"])
-        print(f"{name:18} {numbers} {_about(row['seconds']):>8} {memory:>9}".rstrip())
-    size = f"{schedule['parameters'] / 1e6:.2f}M parameters" if schedule["parameters"] else schedule["base"]
-    print(f"\n{size}; {schedule['optimizer_steps']:,} optimizer steps; on 2 CPU cores {_about(schedule['seconds'])}")
-    print("memory: of a training step at most, without PyTorch, engine and sandbox (docs/training.md)")
-
-
-def _size(count: int | None) -> str:
-    if count is None:
-        return "unknown"
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
-def _about(seconds: float | None) -> str:
-    from cuda_agent.pipeline.screen import duration
-
-    return "unknown" if seconds is None else duration(seconds)
 
 
 @app.command(epilog="\b\nExample:\n  cuda-agent evaluate tasks/relu_sum/model.py my-solution/ sandbox.threads=4")
@@ -313,24 +264,3 @@ cli_cluster.add_to(app)
 upkeep.add_to(app)
 optimize.add_to(app)
 app.add_typer(pod_app, name="pod", hidden=True)
-
-
-@app.command(hidden=True)
-def stage(
-    name: str,
-    store: Annotated[str, typer.Option()],
-    config: Annotated[str, typer.Option(help="sha256 of a stored configuration")],
-    run: Annotated[str, typer.Option()],
-    scratch: Annotated[Path, typer.Option()] = Path(".cuda-agent/stage"),
-) -> None:
-    """Run one stage of a run, by hand or as a container step."""
-    from cuda_agent.pipeline.runs import local_home
-    from cuda_agent.pipeline.stage_main import StageOrder, run_stage
-    from cuda_agent.storage import absolute_uri
-
-    order = StageOrder(absolute_uri(store), config, run, name, str(scratch.absolute() / name), str(local_home(store)))
-    code = run_stage(order)
-    message = json.loads((scratch / name / "outcome.json").read_text())["message"]
-    if message:
-        print(message, file=sys.stderr)
-    sys.exit(code)

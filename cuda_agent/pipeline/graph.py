@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from cuda_agent.config import Config
+from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline import work
 from cuda_agent.pipeline.work import Estimate
 
@@ -220,9 +221,10 @@ def up_to(stages: Sequence[Stage], name: str) -> tuple[Stage, ...]:
     """Returns ``name`` and all stages above it, in the table's order.
 
     Raises:
-        ValueError: The stage does not exist."""
-    if name not in {stage.name for stage in stages}:
-        raise ValueError(f"there is no stage {name}: {', '.join(stage.name for stage in stages)}")
+        ConfigError: The stage does not exist."""
+    names = [stage.name for stage in stages]
+    if name not in names:
+        raise ConfigError(f"--to: there is no stage {name}: {', '.join(names)}")
     chosen = {name, *ancestors(stages, name)}
     return tuple(stage for stage in stages if stage.name in chosen)
 

@@ -24,9 +24,11 @@ LOOKS = {
 
 
 @contextmanager
-def watching() -> Iterator[Watch]:
-    """Opens the screen that fits the output."""
-    if sys.stdout.isatty():
+def watching(as_json: bool = False) -> Iterator[Watch]:
+    """Opens the screen that fits the output; when that is JSON for a program, writes plain lines to stderr."""
+    if as_json:
+        yield plain(lambda line: print(line, file=sys.stderr))
+    elif sys.stdout.isatty():
         with _live() as watch:
             yield watch
     else:
