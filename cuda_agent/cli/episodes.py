@@ -7,26 +7,23 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cuda_agent.cli.options import STORE, AsJson, Namespace, StoreOption, Where
+from cuda_agent.cli.options import STORE, AsJson, Namespace, StoreOption, Where, command, command_group
 from cuda_agent.cli.runs import find
 
 if TYPE_CHECKING:
     from cuda_agent.pages.episode_story import EpisodeEntry, EpisodeRow
 
-_EPILOG = """\b
-Examples:
-  cuda-agent episodes last --stage evaluate-agentic --status wrong
-  cuda-agent episodes last --task softmax --sort best --output softmax.html
-  cuda-agent episodes first --on my-cluster --min-reward 2 --open
-  cuda-agent episodes model-optimized --open
-"""
+commands = command_group()
 _HEAD = f"{'':>5} {'stage':18} {'task':34} {'status':12} {'reward':>6} {'speed':>7} {'turns':>5} {'tokens':>7}  ended"
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command(epilog=_EPILOG)(episodes)
-
-
+@command(
+    commands,
+    "cuda-agent episodes last --stage evaluate-agentic --status wrong",
+    "cuda-agent episodes last --task softmax --sort best --output softmax.html",
+    "cuda-agent episodes first --on my-cluster --min-reward 2 --open",
+    "cuda-agent episodes model-optimized --open",
+)
 def episodes(
     run: Annotated[
         str,

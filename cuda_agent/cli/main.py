@@ -15,13 +15,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from cuda_agent.cli import cluster as cli_cluster
-from cuda_agent.cli import episodes as cli_episodes
-from cuda_agent.cli import optimize, upkeep
-from cuda_agent.cli import runs as cli_runs
-from cuda_agent.cli.options import AsJson, Overrides, print_json
+from cuda_agent.cli.cluster import commands as cluster_commands
+from cuda_agent.cli.episodes import commands as episodes_commands
+from cuda_agent.cli.optimize import commands as optimize_commands
+from cuda_agent.cli.options import AsJson, Overrides, command, command_group, print_json
 from cuda_agent.cli.pod import pod_app
+from cuda_agent.cli.runs import commands as runs_commands
 from cuda_agent.cli.sandbox import sandbox_app
+from cuda_agent.cli.upkeep import commands as upkeep_commands
 
 app = typer.Typer(
     name="cuda-agent",
@@ -31,10 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-tasks_app = typer.Typer(help="Look at task sets, and import others'.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(tasks_app, name="tasks")
-app.add_typer(sandbox_app, name="sandbox")
-
+tasks_app = command_group("Look at task sets, and import others'.")
 MOST_DROPPED = 10  # dropped items of an import that are listed
 
 
@@ -54,9 +52,7 @@ def main() -> None:
         sys.exit(code)
 
 
-@app.command(
-    epilog="\b\nExamples:\n  cuda-agent run experiment=demo\n  cuda-agent run experiment=smoke critic.lr=1e-4 --new"
-)
+@command(app, "cuda-agent run experiment=demo", "cuda-agent run experiment=smoke critic.lr=1e-4 --new")
 def run(
     overrides: Overrides = None,
     new: Annotated[bool, typer.Option("--new", help="start another run, even if one is unfinished")] = False,
@@ -104,7 +100,7 @@ def run(
         sys.exit(outcome.code)
 
 
-@app.command(epilog="\b\nExamples:\n  cuda-agent config experiment=paper\n  cuda-agent config critic.lr=1e-4 --json")
+@command(app, "cuda-agent config experiment=paper", "cuda-agent config critic.lr=1e-4 --json")
 def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print the composed, validated configuration and the schedule it amounts to. Runs nothing.
 
@@ -132,7 +128,7 @@ def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
         print(f"note: {error}, on this machine", file=sys.stderr)
 
 
-@app.command(epilog="\b\nExample:\n  cuda-agent evaluate tasks/relu_sum/model.py my-solution/ sandbox.threads=4")
+@command(app, "cuda-agent evaluate tasks/relu_sum/model.py my-solution/ sandbox.threads=4")
 def evaluate(
     task: Annotated[Path, typer.Argument(help="a model.py with Model, get_inputs and get_init_inputs")],
     solution: Annotated[Path, typer.Argument(help="a folder: plan.json and kernels/, or model_new.py and kernels/")],
@@ -159,9 +155,8 @@ def evaluate(
     sys.exit(0 if verdict.status == "ok" else 75 if verdict.status == "infra" else 1)
 
 
-@tasks_app.command(
-    "show",
-    epilog="\b\nExamples:\n  cuda-agent tasks show KernelBench/\n  cuda-agent tasks show tasks.parquet relu_sum-0003",
+@command(
+    tasks_app, "cuda-agent tasks show KernelBench/", "cuda-agent tasks show tasks.parquet relu_sum-0003", name="show"
 )
 def tasks_show(
     source: Annotated[Path, typer.Argument(help="a task set, an Ops-6K parquet, a KernelBench folder, one model.py")],
@@ -191,7 +186,7 @@ def tasks_show(
         print(f"{len(tasks)} tasks")
 
 
-@tasks_app.command("import", epilog="\b\nExample:\n  cuda-agent tasks import cuda_agent_ops_6k.parquet my-tasks/")
+@command(tasks_app, "cuda-agent tasks import cuda_agent_ops_6k.parquet my-tasks/", name="import")
 def tasks_import(
     source: Annotated[Path, typer.Argument(help="an Ops-6K parquet, a KernelBench folder, one model.py")],
     folder: Annotated[Path, typer.Argument(help="where the task set goes")],
@@ -215,10 +210,11 @@ def tasks_import(
         print(f"  and {len(dropped) - MOST_DROPPED} more: see --json")
 
 
-@app.command(
-    epilog="\b\nExamples:\n  cuda-agent benchmark my-policy/ --tasks KernelBench/\n"
-    "  cuda-agent benchmark last/agentic --tasks KernelBench/level1 evaluate.turns=6 policy.context=1024\n"
-    "  cuda-agent benchmark --base-url http://127.0.0.1:8000/v1 --model qwen3-coder --tasks KernelBench/"
+@command(
+    app,
+    "cuda-agent benchmark my-policy/ --tasks KernelBench/",
+    "cuda-agent benchmark last/agentic --tasks KernelBench/level1 evaluate.turns=6 policy.context=1024",
+    "cuda-agent benchmark --base-url http://127.0.0.1:8000/v1 --model qwen3-coder --tasks KernelBench/",
 )
 def benchmark(
     arguments: Annotated[
@@ -258,9 +254,8 @@ def benchmark(
         print("\n".join(evaluation.score_lines(scores)))
 
 
-cli_runs.add_to(app)
-cli_episodes.add_to(app)
-cli_cluster.add_to(app)
-upkeep.add_to(app)
-optimize.add_to(app)
+for group in (runs_commands, episodes_commands, cluster_commands, upkeep_commands, optimize_commands):
+    app.add_typer(group)
+app.add_typer(tasks_app, name="tasks")
+app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(pod_app, name="pod", hidden=True)

@@ -7,22 +7,20 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from cuda_agent.cli.options import command, command_group
 from cuda_agent.format_names import Format
 
-_EPILOG = """\b
-Examples:
-  export OPENAI_API_KEY=...
-  cuda-agent optimize model.py --base-url https://api.example.com/v1 --model some-model
-  cuda-agent optimize model.py --base-url http://127.0.0.1:8000/v1 --model qwen3-coder --attempts 4 --minutes 30
-  cuda-agent optimize model.py --base-url ... --model ... --money 2 --price-in 0.5 --price-out 2.5
-  cuda-agent optimize --resume model-optimized --minutes 30
-"""
+commands = command_group()
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command(epilog=_EPILOG)(optimize)
-
-
+@command(
+    commands,
+    "export OPENAI_API_KEY=...",
+    "cuda-agent optimize model.py --base-url https://api.example.com/v1 --model some-model",
+    "cuda-agent optimize model.py --base-url http://127.0.0.1:8000/v1 --model qwen3-coder --attempts 4 --minutes 30",
+    "cuda-agent optimize model.py --base-url ... --model ... --money 2 --price-in 0.5 --price-out 2.5",
+    "cuda-agent optimize --resume model-optimized --minutes 30",
+)
 def optimize(
     arguments: Annotated[
         list[str] | None,
@@ -42,7 +40,7 @@ def optimize(
     target: Annotated[
         float | None,
         typer.Option(
-            help="stop when so many times as fast as the faster of eager and torch.compile; inf: never [default: 1.05]"
+            help="stop at this speedup over the faster of eager and torch.compile; inf: never [default: 1.05]"
         ),
     ] = None,
     turns: Annotated[int | None, typer.Option(min=1, help="most turns of one attempt [default: 60]")] = None,
@@ -68,9 +66,7 @@ def optimize(
         Literal["full", "compact"] | None,
         typer.Option(help="compact: the short prompts that policies trained from scratch here know [default: full]"),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="a line of JSON for every event, and one for the end")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="a line of JSON an event, and one for the end")] = False,
 ) -> None:
     """Make one model.py faster, with any model behind an OpenAI-compatible address.
 
@@ -87,15 +83,13 @@ def optimize(
 
     words = arguments or []
     overrides, sources = [w for w in words if "=" in w], [w for w in words if "=" not in w]
-    terms = {
+    given = {
         "format": format, "device": device, "target": target, "turns": turns, "context": context,
         "answer_tokens": answer_tokens, "temperature": temperature, "seed": seed, "style": style,
-    }  # fmt: skip
-    rest = {
         "base_url": base_url, "model": model, "key_env": key_env, "attempts": attempts, "minutes": minutes,
         "tokens": tokens, "money": money, "price_in": price_in, "price_out": price_out,
     }  # fmt: skip
-    changes: dict[str, Any] = {name: value for name, value in (terms | rest).items() if value is not None}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if target is not None:
         changes["target"] = min(target, 1e6)  # JSON has no infinity
     if resume is not None:
@@ -174,14 +168,13 @@ def _lines(outcome: Any) -> list[str]:
 
     lines = ["", ended(outcome.why)]
     if outcome.best is None:
-        lines.append(f"no correct solution was found; {outcome.folder}/report.html tells what was tried")
-        return lines
-    lines += verdict_lines(outcome.best.strict or outcome.best.quick)
+        return [*lines, f"no correct solution was found; {outcome.folder}/report.html tells what was tried"]
     reached = "reached" if outcome.reached else "not reached"
-    lines += [
+    return [
+        *lines,
+        *verdict_lines(outcome.best.strict or outcome.best.quick),
         f"the target of {outcome.target:g} times is {reached}",
         "",
         f"{outcome.folder}/model_new.py   from model_new import ModelNew",
         f"{outcome.folder}/report.html",
     ]
-    return lines

@@ -10,7 +10,9 @@ from typing import Annotated
 
 import typer
 
-pod_app = typer.Typer(help="What the chart's pods run.", no_args_is_help=True, rich_markup_mode=None)
+from cuda_agent.cli.options import command_group
+
+pod_app = command_group("What the chart's pods run.")
 Run = Annotated[str, typer.Option(help="name of the run; empty: that of its Workflow")]
 ConfigSha = Annotated[str, typer.Option("--config", help="sha256 of the configuration")]
 Keep = typer.Option(min=1, envvar="CUDA_AGENT_KEEP", help="newest runs of each pipeline that stay")

@@ -10,19 +10,19 @@ from typing import Annotated, Literal
 
 import typer
 
+from cuda_agent.cli.options import AsJson, command, command_group
 from cuda_agent.format_names import Format
 
-sandbox_app = typer.Typer(
-    help="Serve the sandbox, measure it, test it, print its formats.", no_args_is_help=True, rich_markup_mode=None
-)
+sandbox_app = command_group("Serve the sandbox, measure it, test it, print its formats.")
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in sandbox.clock=model")
 ]
 
 
-@sandbox_app.command(
-    epilog="\b\nExamples:\n  cuda-agent sandbox serve sandbox.threads=4\n"
-    "  CUDA_AGENT_SANDBOX_TOKEN=... cuda-agent sandbox serve --host 0.0.0.0 --roles evaluate"
+@command(
+    sandbox_app,
+    "cuda-agent sandbox serve sandbox.threads=4",
+    "CUDA_AGENT_SANDBOX_TOKEN=... cuda-agent sandbox serve --host 0.0.0.0 --roles evaluate",
 )
 def serve(
     overrides: Overrides = None,
@@ -69,7 +69,7 @@ def serve(
     asyncio.run(serving(config.sandbox, folder, chosen, limits, host, port))
 
 
-@sandbox_app.command(epilog="\b\nExample:\n  cuda-agent sandbox bench --solutions 5 --json sandbox.format=plan")
+@command(sandbox_app, "cuda-agent sandbox bench --solutions 5 --json sandbox.format=plan")
 def bench(
     overrides: Overrides = None,
     tasks: Annotated[int, typer.Option(min=1)] = 4,
@@ -77,7 +77,7 @@ def bench(
         int, typer.Option(min=1, help="a task and format, and again as many for the second round")
     ] = 5,
     formats: Annotated[str | None, typer.Option(help="some of them, with commas, as in plan,python")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON for a program")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure evaluations on this machine: seconds by phase, and how many a minute, one by one and all at once."""
     import asyncio
@@ -91,7 +91,7 @@ def bench(
     print(json.dumps(answer, indent=1) if as_json else "\n".join(sandbox_bench.lines(answer)))
 
 
-@sandbox_app.command(epilog="\b\nExample:\n  cuda-agent sandbox schema plan > plan.schema.json")
+@command(sandbox_app, "cuda-agent sandbox schema plan > plan.schema.json")
 def schema(which: Annotated[Literal["verdict", "plan"], typer.Argument(help="verdict or plan")]) -> None:
     """Print the JSON schema of a verdict, or of plan.json."""
     from cuda_agent.sandbox.formats.schema import SCHEMAS
@@ -99,15 +99,18 @@ def schema(which: Annotated[Literal["verdict", "plan"], typer.Argument(help="ver
     print(json.dumps(SCHEMAS[which](), indent=2))
 
 
-@sandbox_app.command(
-    epilog="\b\nExamples:\n  cuda-agent sandbox selftest\n  cuda-agent sandbox selftest --format python --json\n"
-    "  cuda-agent sandbox selftest --only by_address\n  cuda-agent sandbox selftest --device cuda"
+@command(
+    sandbox_app,
+    "cuda-agent sandbox selftest",
+    "cuda-agent sandbox selftest --format python --json",
+    "cuda-agent sandbox selftest --only by_address",
+    "cuda-agent sandbox selftest --device cuda",
 )
 def selftest(
     format: Annotated[Format | None, typer.Option(help="only this format")] = None,
     only: Annotated[str | None, typer.Option(metavar="NAME", help="one exploit, honest solution or wall")] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="what the solutions run on")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON for a program")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Try every known exploit and many honest solutions on this installation, and every wall without itself.
 

@@ -4,30 +4,17 @@ As in ``cli.main``, commands import their dependencies inside their functions.
 """
 
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from cuda_agent.cli.options import STORE, AsJson, Namespace, Release, StoreOption, add_commands, print_json
+from cuda_agent.cli.options import STORE, AsJson, Namespace, Release, StoreOption, command, command_group, print_json
 from cuda_agent.cli.runs import cluster_of, open_existing
 
-if TYPE_CHECKING:
-    from cuda_agent.diagnostics.doctor import Check
+commands = command_group()
 
 
-def add_to(app: typer.Typer) -> None:
-    """Adds the commands to the command line."""
-    machine = "cuda-agent doctor --store s3://kernels/main"
-    add_commands(
-        app,
-        {
-            doctor: (machine, "cuda-agent doctor my-cluster --namespace cuda-agent"),
-            gc: ("cuda-agent gc --keep 5 --dry-run", "cuda-agent gc --on my-cluster --dry-run"),
-        },
-    )
-
-
+@command(commands, "cuda-agent doctor --store s3://kernels/main", "cuda-agent doctor my-cluster --namespace cuda-agent")
 def doctor(
     cluster: Annotated[
         str | None, typer.Argument(metavar="[CONTEXT]", help="a cluster (`.`: the current one); else this machine")
@@ -43,8 +30,17 @@ def doctor(
     On a cluster a pod is started that tries the store and MLflow from inside, and a sandbox that tries to connect to
     them, to the API server and to DNS, and must fail.
     """
+    if cluster is None:
+        from cuda_agent.diagnostics.doctor import examine
+        from cuda_agent.pipeline.runs import local_home
+
+        found = examine(store, mlflow or f"sqlite:///{local_home(store) / 'mlflow.db'}")
+    else:
+        from cuda_agent.cluster import doctor as cluster_doctor
+
+        found = cluster_doctor.examine(cluster_of(cluster, namespace), release)
     checks = []
-    for check in _checks(cluster, store, mlflow, namespace, release):
+    for check in found:
         checks.append(check)
         if not as_json:
             print(f"{'✓' if check.ok else '✗'} {check.name:14} {check.text}", flush=True)
@@ -55,19 +51,7 @@ def doctor(
     sys.exit(0 if all(check.ok for check in checks) else 1)
 
 
-def _checks(
-    cluster: str | None, store: str, mlflow: str | None, namespace: str | None, release: str
-) -> "Iterator[Check]":
-    if cluster is None:
-        from cuda_agent.diagnostics.doctor import examine
-        from cuda_agent.pipeline.runs import local_home
-
-        return examine(store, mlflow or f"sqlite:///{local_home(store) / 'mlflow.db'}")
-    from cuda_agent.cluster import doctor as cluster_doctor
-
-    return cluster_doctor.examine(cluster_of(cluster, namespace), release)
-
-
+@command(commands, "cuda-agent gc --keep 5 --dry-run", "cuda-agent gc --on my-cluster --dry-run")
 def gc(
     keep: Annotated[
         int | None, typer.Option(min=1, help="newest runs of each pipeline that stay; 10. On a cluster: gc.keep")
@@ -85,9 +69,10 @@ def gc(
 
     On a cluster it is a pod of the chart that does it, and removes as well what Workflows have left behind.
     """
-    found = (
-        _collect_here(keep, dry_run, store) if on == "local" else _collect_there(keep, dry_run, on, namespace, release)
-    )
+    if on == "local":
+        found = _collect_here(keep, dry_run, store)
+    else:
+        found = _collect_there(keep, dry_run, on, namespace, release)
     if as_json:
         print_json(found)
         return
