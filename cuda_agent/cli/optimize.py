@@ -39,9 +39,7 @@ def optimize(
     attempts: Annotated[int | None, typer.Option(min=1, max=64, help="side by side [default: 1]")] = None,
     target: Annotated[
         float | None,
-        typer.Option(
-            help="stop at this speedup over the faster of eager and torch.compile; inf: never [default: 1.05]"
-        ),
+        typer.Option(help="stop when this many times as fast as eager and torch.compile; inf: never [default: 1.05]"),
     ] = None,
     turns: Annotated[int | None, typer.Option(min=1, help="most turns of one attempt [default: 60]")] = None,
     minutes: Annotated[float | None, typer.Option(min=0.01, help="of all attempts [default: 60]")] = None,
