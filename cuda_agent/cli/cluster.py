@@ -188,11 +188,7 @@ def cancel(
 
 @command(commands, "cuda-agent resume last")
 def resume(
-    run: RunName,
-    on: On = None,
-    namespace: Namespace = None,
-    watching: Watching = False,
-    as_json: AsJson = False,
+    run: RunName, on: On = None, namespace: Namespace = None, watching: Watching = False, as_json: AsJson = False
 ) -> None:
     """Go on with a run that was cancelled or has failed: what is done is served from the store."""
     from cuda_agent.cluster import submit as cluster

@@ -48,8 +48,7 @@ def optimize(
     price_in: Annotated[float | None, typer.Option(min=0, help="of a million tokens read")] = None,
     price_out: Annotated[float | None, typer.Option(min=0, help="of a million tokens written")] = None,
     format: Annotated[
-        Format | None,
-        typer.Option(help="form of the solution; plan can be believed most [default: plan]"),
+        Format | None, typer.Option(help="form of the solution; plan can be believed most [default: plan]")
     ] = None,
     device: Annotated[
         Literal["cpu", "cuda"] | None, typer.Option(help="[default: cuda where there is a GPU, else cpu]")

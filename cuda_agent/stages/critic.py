@@ -27,9 +27,7 @@ def pretrain(ctx: StageContext) -> None:
     training, heldout = hold_out(episodes, settings.heldout, ctx.config.seed)
     mean = sum(episode.reward or 0.0 for episode in training) / len(training)
     trainer = make_trainer(
-        ctx,
-        critic_from_policy(ctx.inputs["policy"], mean),
-        longest=max(len(episode.ids) for episode in episodes),
+        ctx, critic_from_policy(ctx.inputs["policy"], mean), longest=max(len(episode.ids) for episode in episodes)
     )
     start = ctx.checkpoints.load(trainer.load) or 0
     for epoch in range(start, settings.epochs):

@@ -20,11 +20,7 @@ def run(ctx: StageContext) -> None:
         sequences = [tokens_of_episode(episode) for episode in kept]
         with shared_training(ctx) as shared:
             trainer = make_trainer(
-                shared,
-                model,
-                longest=max(map(len, sequences)),
-                max_grad_norm=settings.max_grad_norm,
-                precision="auto",
+                shared, model, longest=max(map(len, sequences)), max_grad_norm=settings.max_grad_norm, precision="auto"
             )
             imitate(
                 ctx,
