@@ -3,8 +3,6 @@
 Hydra composes ``conf/`` and the overrides once, in the process that the user starts (``compose``).  The result is
 validated by the models of ``config`` and frozen as canonical JSON (``freeze``).  Other processes receive that JSON and
 its sha256, check the hash and validate with the same models (``load``).
-
-What it does not cover: the keys, their types and their defaults (``config``).
 """
 
 import difflib

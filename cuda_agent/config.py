@@ -3,8 +3,6 @@
 The models below refuse unknown keys and values out of range.  ``compose`` builds a ``Config`` from ``conf/`` and the
 overrides, freezes it as canonical JSON and loads it in other processes.  A value never names code to be run, and
 secrets are given as names of environment variables.
-
-What it does not cover: which stage reads which section (``pipeline.graph``), and whether the numbers are wise.
 """
 
 import re

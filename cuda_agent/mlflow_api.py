@@ -2,9 +2,6 @@
 
 ``Rest`` speaks to a server directly, because importing MLflow's client takes a pod longer than most stages of a small
 run.  ``Library`` uses that client for a database.
-
-What it does not cover: which entries a run should have (``tracking``), and artifact stores that a server does not
-proxy: those take MLflow's client too.
 """
 
 import logging

@@ -7,9 +7,8 @@ create-if-absent.
 
     cas/<sha256>    a file, or the tree of a folder: canonical JSON {"files": {path: {"sha256", "size"}}}
 
-What it does not cover: the meaning of keys (``pipeline``), durability against power loss (the folder store does not
-fsync), empty folders, permissions and links inside a folder.  Credentials of S3 come from the environment
-(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_REGION ...), never from a URI.
+Empty folders, permissions and links are not stored, and the folder store does not fsync.  Credentials of S3 come from
+the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), never from a URI.
 """
 
 import contextlib

@@ -8,8 +8,6 @@ the same MLflow run.
     metrics.jsonl    {"step": 3, "reward": 1.25, ...} a line; a later line of the same (key, step) replaces the value
     notes.jsonl      {"text": ...} a line
     progress.json    {"done", "total", "unit", "rates"}, only while the stage runs
-
-What it does not cover: where the files are stored (``pipeline``), and reports on them.
 """
 
 import copy

@@ -1,7 +1,4 @@
-"""The commands of the cluster: render its manifests; submit, follow, stop and resume runs and sweeps.
-
-As in ``cli.main``, commands import their dependencies inside their functions.
-"""
+"""The commands of the cluster: render its manifests; submit, follow, stop and resume runs and sweeps."""
 
 import contextlib
 import json

@@ -3,8 +3,6 @@
 Commands import their dependencies inside their functions, so that ``--help`` answers at once.  An error that a person
 can fix is printed as one screen on stderr; exit codes: 75 try again, 78 wrong configuration or input, 79 a gate was
 missed.
-
-What it does not cover: the work of the commands.
 """
 
 import json

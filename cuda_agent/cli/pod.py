@@ -1,7 +1,4 @@
-"""The commands of the chart's pods; people do not need them.
-
-As in ``cli.main``, commands import their dependencies inside their functions.
-"""
+"""The commands of the chart's pods; people do not need them."""
 
 import json
 import os

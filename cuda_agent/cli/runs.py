@@ -1,10 +1,7 @@
 """The commands that look at runs on this machine or a cluster: list them, their reports and logs, compare two.
 
 ``--on local`` selects the store, ``--on CONTEXT`` a cluster of the kubeconfig (``.``: its current context).  Without it
-a run is searched in the store first, then on the current cluster.
-
-As in ``cli.main``, commands import their dependencies inside their functions.
-"""
+a run is searched in the store first, then on the current cluster."""
 
 import json
 import time

@@ -1,7 +1,4 @@
-"""The commands of the sandbox: serve it, measure it, test it, print its schemas.
-
-As in ``cli.main``, commands import their dependencies inside their functions.
-"""
+"""The commands of the sandbox: serve it, measure it, test it, print its schemas."""
 
 import json
 import sys

@@ -1,7 +1,4 @@
-"""The commands for an installation: ``doctor`` checks it, ``gc`` removes what no run needs.
-
-As in ``cli.main``, commands import their dependencies inside their functions.
-"""
+"""The commands for an installation: ``doctor`` checks it, ``gc`` removes what no run needs."""
 
 import sys
 from typing import Annotated, Any

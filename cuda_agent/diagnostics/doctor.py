@@ -1,7 +1,4 @@
-"""Checks whether this machine meets the requirements: one line per check, with a command that fixes each failure.
-
-Not covered: whether a GPU's driver and toolkit fit together; clusters.
-"""
+"""Checks whether this machine meets the requirements: one line per check, with a command that fixes each failure."""
 
 import os
 import platform

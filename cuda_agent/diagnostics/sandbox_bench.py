@@ -4,9 +4,6 @@ The scripted teacher writes solutions with random designs.  Each is built, check
 format by format: first each alone after a pause, then one right after the other, then all at once.  The ``extension``
 format wraps the same kernel; the ``python`` format gets the reference itself.  Tasks are prepared first, as in
 synthesis, and that is measured too.
-
-Not covered: how a solution's time varies between runs, servers (``sandbox.servers`` is ignored), and formats that the
-teacher does not write.
 """
 
 import asyncio

@@ -5,8 +5,6 @@
 
 A checkpoint holds the stage's metrics and notes, so a resumed stage continues them from exactly that step.  A damaged
 checkpoint is noted and removed, and the one before it is tried.
-
-Not covered: the content of a stage's checkpoint; the stage handles errors of reading it.
 """
 
 import json

@@ -1,9 +1,6 @@
 """Lists, selects and opens the episodes of a run, a benchmark or a search.
 
 A file of episodes is read once, line by line, for the list, and again for the few that are shown in full.
-
-Not covered: the content of a story (``episode_story``), its page (``episodes_page``), and fetching from a cluster
-(``cluster_report``).
 """
 
 import functools

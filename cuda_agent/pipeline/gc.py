@@ -5,8 +5,6 @@ checkpoints of stages that they began and did not finish.  Everything younger th
 
 On one machine a file lock keeps runs and collections apart.  On a cluster a lock in the store does (``alone``): a run
 begins by waiting for its release (``await_end``), and the collection that holds it checks for active runs.
-
-Not covered: machine-local caches (verdicts, builds, reports), which may be deleted by hand at any time.
 """
 
 import contextlib

@@ -3,8 +3,6 @@
 A row holds all facts about its stage: inputs and outputs, the sections of its cache key, its share of a run's time, its
 work, and its place in the report.  Executors, cache keys, schedules, screens, Argo's templates and the report read it.
 ``Config.graph`` selects a variant, which leaves out some rows.
-
-Not covered: how a stage is executed (``local``), and its computation (``cuda_agent.stages``).
 """
 
 from collections.abc import Iterable, Iterator, Sequence

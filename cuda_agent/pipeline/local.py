@@ -7,8 +7,6 @@
 The executor or a stage may be killed at any moment: uncommitted results do not exist, and the next call resumes from
 the newest checkpoints.  Stages run one at a time, or side by side with ``run.parallel_stages``; a stage that measures
 times runs alone.
-
-Not covered: the inside of a stage's process (``stage_main``), other machines (``cluster``), the screen (``screen``).
 """
 
 import contextlib

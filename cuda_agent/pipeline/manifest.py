@@ -1,17 +1,15 @@
 """Manifests, cache keys and the layout of the store: results, their code and their inputs.
 
-    cas/<sha256>                          bytes by content (``storage``)
-    configs/<sha256>.json                 frozen configurations
-    cache/<stage>/<key>.json              the first manifest with this key; created only if absent, written last
-    checkpoints/<stage>/<key>/            ``checkpoints``
-    runs/<run>/run.json, end.json         name and configuration, and how it last ended
-    runs/<run>/<stage>/manifest.json      the result of this stage that the run uses
-    runs/<run>/<stage>/key                the cache key that its last attempt began with
-    runs/<run>/<stage>/log.txt            the output of its last attempt
-    runs/<run>/<stage>/outcome.json       how its last attempt on a cluster ended, when that was no success
-    sweeps/<sweep>/mlflow                 the MLflow run that its runs stand below
-
-Not covered: the order in which things are written (``stage_main``, ``local``).
+cas/<sha256>                          bytes by content (``storage``)
+configs/<sha256>.json                 frozen configurations
+cache/<stage>/<key>.json              the first manifest with this key; created only if absent, written last
+checkpoints/<stage>/<key>/            ``checkpoints``
+runs/<run>/run.json, end.json         name and configuration, and how it last ended
+runs/<run>/<stage>/manifest.json      the result of this stage that the run uses
+runs/<run>/<stage>/key                the cache key that its last attempt began with
+runs/<run>/<stage>/log.txt            the output of its last attempt
+runs/<run>/<stage>/outcome.json       how its last attempt on a cluster ended, when that was no success
+sweeps/<sweep>/mlflow                 the MLflow run that its runs stand below
 """
 
 import hashlib

@@ -1,7 +1,4 @@
-"""Runs in the store: their records, their ends, lookup by name, and the difference of two.
-
-Not covered: executing a run (``local``), runs of a cluster (``cluster``), and removing anything (``gc``).
-"""
+"""Runs in the store: their records, their ends, lookup by name, and the difference of two."""
 
 import contextlib
 import fcntl

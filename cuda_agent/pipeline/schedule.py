@@ -1,8 +1,4 @@
-"""Estimates the schedule of a configuration before it runs: the work of its stages, their time and memory.
-
-Not covered: the amounts of a stage's work (``work``); times for an external base or for a GPU, which have no measured
-rates; the memory of a base whose folder is not on this machine, of the engine and of the sandbox.
-"""
+"""Estimates the schedule of a configuration before it runs: the work of its stages, their time and memory."""
 
 import json
 from pathlib import Path

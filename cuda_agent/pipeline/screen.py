@@ -1,7 +1,4 @@
-"""The screen of an active run: a live table on a terminal, plain lines elsewhere.
-
-Not covered: the state of the stages (``local`` and ``cluster.submit`` provide it), and how a run ended (``cli``).
-"""
+"""The screen of an active run: a live table on a terminal, plain lines elsewhere."""
 
 import sys
 import time

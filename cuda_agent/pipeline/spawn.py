@@ -5,9 +5,8 @@ and starts no thread (OpenBLAS starts threads on import and restarts them after 
 fresh process.  When a process dies, its children die too: server and stages ask the kernel for SIGKILL when their
 parent dies, and the process group of a stage is killed when the stage ends.
 
-Executor and server exchange JSON objects, one per packet of a socket.
-
-Not covered: grandchildren that leave the process group; they have to watch their parent (the sandbox does).
+Executor and server exchange JSON objects, one per packet of a socket.  Grandchildren that leave the process group have
+to watch their parent (the sandbox does).
 """
 
 import contextlib
