@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from cuda_agent.cli.options import AsJson, Namespace, Overrides, Release, RunName, command, command_group, print_json
 from cuda_agent.cli.runs import cluster_of
@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from cuda_agent.pipeline.sweep import Point
 
 commands = command_group()
-On = Annotated[
-    str | None, typer.Option("--on", metavar="CONTEXT", help="context of your kubeconfig; else the current one")
-]
-Watching = Annotated[bool, typer.Option("--watch", help="follow it until it ends")]
-Profile = Annotated[str, typer.Option(help="what the run's pods get: a profile of the chart")]
+On = Annotated[str | None, Option("--on", metavar="CONTEXT", help="context of your kubeconfig; else the current one")]
+Watching = Annotated[bool, Option("--watch", help="follow it until it ends")]
+Profile = Annotated[str, Option(help="what the run's pods get: a profile of the chart")]
 EVERY = 1.0  # seconds between two queries of a run
 AWAY = 120.0  # seconds without an answer of the API server before watching ends
 
@@ -41,7 +39,7 @@ def submit(
     on: On = None,
     namespace: Namespace = None,
     watching: Watching = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the objects and send nothing")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="print the objects and send nothing")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Start the whole workflow on a cluster. Needs a kubeconfig and nothing else."""
@@ -69,18 +67,16 @@ def submit(
     "cuda-agent sweep experiment=smoke 'seed=range(3)' --on local --dry-run",
 )
 def sweep(
-    overrides: Annotated[
-        list[str], typer.Argument(metavar="OVERRIDE", help="as of submit; keys with several values, as in seed=1,2")
-    ],
+    overrides: Annotated[list[str], Argument(metavar="OVERRIDE", help="as of submit, and several values: seed=1,2")],
     profile: Profile = "cpu",
     release: Release = "cuda-agent",
     on: Annotated[
         str | None,
-        typer.Option("--on", metavar="local|CONTEXT", help="this machine, or a cluster; else the current one"),
+        Option("--on", metavar="local|CONTEXT", help="else: the current cluster"),
     ] = None,
     namespace: Namespace = None,
-    parallel: Annotated[int | None, typer.Option(min=1, help="so many runs at once at most; the rest wait")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the runs and start none")] = False,
+    parallel: Annotated[int | None, Option(min=1, help="so many runs at once at most; the rest wait")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="list the runs and start none")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Start a run for every combination of values, in Hydra's grammar: a=1,2  a=range(3)  a=choice(x,y).
@@ -161,7 +157,7 @@ def watch(run: RunName, on: On = None, namespace: Namespace = None, as_json: AsJ
 @command(commands, "cuda-agent cancel last", "cuda-agent cancel last --now")
 def cancel(
     run: RunName,
-    now: Annotated[bool, typer.Option("--now", help="do not wait for checkpoints")] = False,
+    now: Annotated[bool, Option("--now", help="do not wait for checkpoints")] = False,
     on: On = None,
     namespace: Namespace = None,
     as_json: AsJson = False,
@@ -198,7 +194,7 @@ def resume(
 def mlflow(
     on: On = None,
     namespace: Namespace = None,
-    port: Annotated[int, typer.Option(help="on this machine; 0: any that is free")] = 0,
+    port: Annotated[int, Option(help="on this machine; 0: any that is free")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Bring the chart's MLflow to this machine, until Ctrl-C."""
@@ -214,8 +210,8 @@ def mlflow(
 
 @command(commands, "cuda-agent render", "cuda-agent render --check")
 def render(
-    root: Annotated[Path, typer.Argument(help="the repository")] = Path("."),
-    check: Annotated[bool, typer.Option("--check", help="write nothing; exit with 1 if anything would change")] = False,
+    root: Annotated[Path, Argument(help="the repository")] = Path("."),
+    check: Annotated[bool, Option("--check", help="write nothing; exit with 1 if anything would change")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Bring what is made of the graph and the chart's values up to date: workflows/ and charts/cuda-agent."""

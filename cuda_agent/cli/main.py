@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 from cuda_agent.cli.cluster import commands as cluster_commands
 from cuda_agent.cli.episodes import commands as episodes_commands
@@ -53,8 +54,8 @@ def main() -> None:
 @command(app, "cuda-agent run experiment=demo", "cuda-agent run experiment=smoke critic.lr=1e-4 --new")
 def run(
     overrides: Overrides = None,
-    new: Annotated[bool, typer.Option("--new", help="start another run, even if one is unfinished")] = False,
-    to: Annotated[str | None, typer.Option("--to", help="only this stage and what it needs")] = None,
+    new: Annotated[bool, Option("--new", help="start another run, even if one is unfinished")] = False,
+    to: Annotated[str | None, Option("--to", help="only this stage and what it needs")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the whole workflow on this machine.
@@ -128,13 +129,11 @@ def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
 
 @command(app, "cuda-agent evaluate tasks/relu_sum/model.py my-solution/ sandbox.threads=4")
 def evaluate(
-    task: Annotated[Path, typer.Argument(help="a model.py with Model, get_inputs and get_init_inputs")],
-    solution: Annotated[Path, typer.Argument(help="a folder: plan.json and kernels/, or model_new.py and kernels/")],
+    task: Annotated[Path, Argument(help="a model.py with Model, get_inputs and get_init_inputs")],
+    solution: Annotated[Path, Argument(help="a folder: plan.json and kernels/, or model_new.py and kernels/")],
     overrides: Overrides = None,
-    mode: Annotated[
-        Literal["quick", "strict"], typer.Option(help="quick: a training reward; strict: a number for people")
-    ] = "quick",
-    again: Annotated[bool, typer.Option("--again", help="measure anew what was measured before")] = False,
+    mode: Annotated[Literal["quick", "strict"], Option(help="quick: for training; strict: for people")] = "quick",
+    again: Annotated[bool, Option("--again", help="measure anew what was measured before")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check and time one solution of one task in the sandbox."""
@@ -157,8 +156,8 @@ def evaluate(
     tasks_app, "cuda-agent tasks show KernelBench/", "cuda-agent tasks show tasks.parquet relu_sum-0003", name="show"
 )
 def tasks_show(
-    source: Annotated[Path, typer.Argument(help="a task set, an Ops-6K parquet, a KernelBench folder, one model.py")],
-    name: Annotated[str | None, typer.Argument(help="print the code of this task")] = None,
+    source: Annotated[Path, Argument(help="a task set, an Ops-6K parquet, a KernelBench folder, one model.py")],
+    name: Annotated[str | None, Argument(help="print the code of this task")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the tasks of a set, or print one."""
@@ -186,8 +185,8 @@ def tasks_show(
 
 @command(tasks_app, "cuda-agent tasks import cuda_agent_ops_6k.parquet my-tasks/", name="import")
 def tasks_import(
-    source: Annotated[Path, typer.Argument(help="an Ops-6K parquet, a KernelBench folder, one model.py")],
-    folder: Annotated[Path, typer.Argument(help="where the task set goes")],
+    source: Annotated[Path, Argument(help="an Ops-6K parquet, a KernelBench folder, one model.py")],
+    folder: Annotated[Path, Argument(help="where the task set goes")],
     as_json: AsJson = False,
 ) -> None:
     """Read somebody else's tasks, drop what is no task or a duplicate, recompute their operators, write a task set."""
@@ -217,13 +216,13 @@ def tasks_import(
 def benchmark(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="POLICY|OVERRIDE", help="a Hugging Face folder, or RUN/STAGE; Hydra overrides"),
+        Argument(metavar="POLICY|OVERRIDE", help="a Hugging Face folder, or RUN/STAGE; Hydra overrides"),
     ] = None,
-    base_url: Annotated[str | None, typer.Option(help="any OpenAI-compatible address instead of a policy")] = None,
-    model: Annotated[str | None, typer.Option(help="name of the model behind --base-url")] = None,
-    key_env: Annotated[str, typer.Option(help="environment variable that holds the key")] = "OPENAI_API_KEY",
-    tasks: Annotated[Path, typer.Option(help="a KernelBench folder or any task set")] = Path("tasks"),
-    output: Annotated[Path | None, typer.Option(help="folder for episodes and scores")] = None,
+    base_url: Annotated[str | None, Option(help="any OpenAI-compatible address instead of a policy")] = None,
+    model: Annotated[str | None, Option(help="name of the model behind --base-url")] = None,
+    key_env: Annotated[str, Option(help="environment variable that holds the key")] = "OPENAI_API_KEY",
+    tasks: Annotated[Path, Option(help="a KernelBench folder or any task set")] = Path("tasks"),
+    output: Annotated[Path | None, Option(help="folder for episodes and scores")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure a policy, or any model behind an OpenAI-compatible address, on a task set: the paper's table.

@@ -5,21 +5,20 @@ from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer import Argument, Option
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4")
+    list[str] | None, Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4")
 ]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="a run, the beginning of its name, or `last`")]
+RunName = Annotated[str, Argument(metavar="RUN", help="a run, the beginning of its name, or `last`")]
 Where = Annotated[
     str | None,
-    typer.Option("--on", metavar="local|CONTEXT", help="the store, or a cluster (`.`: the current one); else both"),
+    Option("--on", metavar="local|CONTEXT", help="the store, or a cluster (`.`: the current one); else both"),
 ]
-Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="namespace; else that of the context")]
-Release = Annotated[str, typer.Option(help="full name of the chart's release")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for a program")]
-StoreOption = Annotated[
-    str, typer.Option("--store", envvar="CUDA_AGENT_STORE", help="a folder or s3://bucket/prefix, as in run.store")
-]
+Namespace = Annotated[str | None, Option("--namespace", "-n", help="namespace; else that of the context")]
+Release = Annotated[str, Option(help="full name of the chart's release")]
+AsJson = Annotated[bool, Option("--json", help="print JSON for a program")]
+StoreOption = Annotated[str, Option("--store", envvar="CUDA_AGENT_STORE", help="a folder or s3://bucket/prefix")]
 STORE = ".cuda-agent/store"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

@@ -5,15 +5,15 @@ import os
 import sys
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from cuda_agent.cli.options import command_group
 
 pod_app = command_group("What the chart's pods run.")
-Run = Annotated[str, typer.Option(help="name of the run; empty: that of its Workflow")]
-ConfigSha = Annotated[str, typer.Option("--config", help="sha256 of the configuration")]
-Keep = typer.Option(min=1, envvar="CUDA_AGENT_KEEP", help="newest runs of each pipeline that stay")
-Workflow = Annotated[str, typer.Option(help="name of the Workflow")]
+Run = Annotated[str, Option(help="name of the run; empty: that of its Workflow")]
+ConfigSha = Annotated[str, Option("--config", help="sha256 of the configuration")]
+Keep = Option(min=1, envvar="CUDA_AGENT_KEEP", help="newest runs of each pipeline that stay")
+Workflow = Annotated[str, Option(help="name of the Workflow")]
 
 
 @pod_app.command()
@@ -62,7 +62,7 @@ def ray(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> None
 
 
 @pod_app.command()
-def finish(config: ConfigSha, workflow: Workflow, status: Annotated[str, typer.Option()], run: Run = "") -> None:
+def finish(config: ConfigSha, workflow: Workflow, status: Annotated[str, Option()], run: Run = "") -> None:
     """Remove the run's pools and say how it ended."""
     from cuda_agent.cluster import pod
     from cuda_agent.cluster.api import Cluster
@@ -74,7 +74,7 @@ def finish(config: ConfigSha, workflow: Workflow, status: Annotated[str, typer.O
 
 
 @pod_app.command()
-def bucket(expire_logs_days: Annotated[int, typer.Option(min=1)] = 30) -> None:
+def bucket(expire_logs_days: Annotated[int, Option(min=1)] = 30) -> None:
     """Make the store's bucket in MinIO, with a rule that removes what Argo wrote after a while."""
     from cuda_agent.cluster import bucket as making
     from cuda_agent.cluster.pod import PodEnvironment
@@ -98,7 +98,7 @@ def probe() -> None:
 
 @pod_app.command()
 def gc(
-    workflow: Workflow, dry_run: Annotated[bool, typer.Option("--dry-run")] = False, keep: Annotated[int, Keep] = 10
+    workflow: Workflow, dry_run: Annotated[bool, Option("--dry-run")] = False, keep: Annotated[int, Keep] = 10
 ) -> None:
     """Remove what no run needs from the store, and what Workflows have left behind."""
     from cuda_agent.cluster import pod_maintenance

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from cuda_agent.cli.options import (
     STORE,
@@ -191,8 +191,8 @@ def _facts(run: str, store: str, on: str | None, namespace: str | None) -> "Fact
 @command(commands, "cuda-agent logs last agentic -f", "cuda-agent logs first synthesis --on my-cluster")
 def logs(
     run: RunName,
-    stage: Annotated[str, typer.Argument(help="a stage; on a cluster also prepare and finish; without it, all")] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the stage ends")] = False,
+    stage: Annotated[str, Argument(help="a stage; on a cluster also prepare and finish; without it, all")] = "",
+    follow: Annotated[bool, Option("--follow", "-f", help="go on until the stage ends")] = False,
     store: StoreOption = STORE,
     on: Where = None,
     namespace: Namespace = None,

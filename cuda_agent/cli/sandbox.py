@@ -5,15 +5,13 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
 from cuda_agent.cli.options import AsJson, command, command_group
 from cuda_agent.format_names import Format
 
 sandbox_app = command_group("Serve the sandbox, measure it, test it, print its formats.")
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in sandbox.clock=model")
-]
+Overrides = Annotated[list[str] | None, Argument(metavar="OVERRIDE", help="Hydra overrides, as in sandbox.clock=model")]
 
 
 @command(
@@ -23,19 +21,17 @@ Overrides = Annotated[
 )
 def serve(
     overrides: Overrides = None,
-    roles: Annotated[str, typer.Option(help="any of workspace, build, evaluate, with commas")] = (
-        "workspace,build,evaluate"
-    ),
-    host: Annotated[str, typer.Option(help="address to listen on; without a token always 127.0.0.1")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free")] = 8750,
-    queue: Annotated[int, typer.Option(min=1, help="jobs that may wait; more are told when to come back")] = 256,
-    workspaces: Annotated[int, typer.Option(min=1, help="work folders that may be open at once")] = 64,
-    idle_seconds: Annotated[float, typer.Option(min=1, help="until an unused work folder is closed")] = 600.0,
-    drain_seconds: Annotated[float, typer.Option(min=0, help="for running work, after SIGTERM")] = 60.0,
-    recycle_after: Annotated[int, typer.Option(min=0, help="verdicts after which it ends; 0: never")] = 0,
-    recycle_on_cheat: Annotated[bool, typer.Option("--recycle-on-cheat", help="end after a cheat")] = False,
-    open_metrics: Annotated[bool, typer.Option("--open-metrics", help="/metrics asks for no token")] = False,
-    cache: Annotated[Path | None, typer.Option(help="folder of builds, baselines and verdicts")] = None,
+    roles: Annotated[str, Option(help="any of workspace, build, evaluate, with commas")] = ("workspace,build,evaluate"),
+    host: Annotated[str, Option(help="address to listen on; without a token always 127.0.0.1")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free")] = 8750,
+    queue: Annotated[int, Option(min=1, help="jobs that may wait; more are told when to come back")] = 256,
+    workspaces: Annotated[int, Option(min=1, help="work folders that may be open at once")] = 64,
+    idle_seconds: Annotated[float, Option(min=1, help="until an unused work folder is closed")] = 600.0,
+    drain_seconds: Annotated[float, Option(min=0, help="for running work, after SIGTERM")] = 60.0,
+    recycle_after: Annotated[int, Option(min=0, help="verdicts after which it ends; 0: never")] = 0,
+    recycle_on_cheat: Annotated[bool, Option("--recycle-on-cheat", help="end after a cheat")] = False,
+    open_metrics: Annotated[bool, Option("--open-metrics", help="/metrics asks for no token")] = False,
+    cache: Annotated[Path | None, Option(help="folder of builds, baselines and verdicts")] = None,
 ) -> None:
     """Serve the sandbox over HTTP until SIGTERM, then finish what runs.
 
@@ -69,11 +65,9 @@ def serve(
 @command(sandbox_app, "cuda-agent sandbox bench --solutions 5 --json sandbox.format=plan")
 def bench(
     overrides: Overrides = None,
-    tasks: Annotated[int, typer.Option(min=1)] = 4,
-    solutions: Annotated[
-        int, typer.Option(min=1, help="a task and format, and again as many for the second round")
-    ] = 5,
-    formats: Annotated[str | None, typer.Option(help="some of them, with commas, as in plan,python")] = None,
+    tasks: Annotated[int, Option(min=1)] = 4,
+    solutions: Annotated[int, Option(min=1, help="a task and format, and again as many for the second round")] = 5,
+    formats: Annotated[str | None, Option(help="some of them, with commas, as in plan,python")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure evaluations on this machine: seconds by phase, and how many a minute, one by one and all at once."""
@@ -89,7 +83,7 @@ def bench(
 
 
 @command(sandbox_app, "cuda-agent sandbox schema plan > plan.schema.json")
-def schema(which: Annotated[Literal["verdict", "plan"], typer.Argument(help="verdict or plan")]) -> None:
+def schema(which: Annotated[Literal["verdict", "plan"], Argument(help="verdict or plan")]) -> None:
     """Print the JSON schema of a verdict, or of plan.json."""
     from cuda_agent.sandbox.formats.schema import SCHEMAS
 
@@ -104,9 +98,9 @@ def schema(which: Annotated[Literal["verdict", "plan"], typer.Argument(help="ver
     "cuda-agent sandbox selftest --device cuda",
 )
 def selftest(
-    format: Annotated[Format | None, typer.Option(help="only this format")] = None,
-    only: Annotated[str | None, typer.Option(metavar="NAME", help="one exploit, honest solution or wall")] = None,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="what the solutions run on")] = "cpu",
+    format: Annotated[Format | None, Option(help="only this format")] = None,
+    only: Annotated[str | None, Option(metavar="NAME", help="one exploit, honest solution or wall")] = None,
+    device: Annotated[Literal["cpu", "cuda"], Option(help="what the solutions run on")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Try every known exploit and many honest solutions on this installation, and every wall without itself.

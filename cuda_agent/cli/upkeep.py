@@ -3,7 +3,7 @@
 import sys
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from cuda_agent.cli.options import STORE, AsJson, Namespace, Release, StoreOption, command, command_group, print_json
 from cuda_agent.cli.runs import cluster_of, open_existing
@@ -14,10 +14,10 @@ commands = command_group()
 @command(commands, "cuda-agent doctor --store s3://kernels/main", "cuda-agent doctor my-cluster --namespace cuda-agent")
 def doctor(
     cluster: Annotated[
-        str | None, typer.Argument(metavar="[CONTEXT]", help="a cluster (`.`: the current one); else this machine")
+        str | None, Argument(metavar="[CONTEXT]", help="a cluster (`.`: the current one); else this machine")
     ] = None,
     store: StoreOption = STORE,
-    mlflow: Annotated[str | None, typer.Option(help="of this machine: tracking URI, as in run.mlflow")] = None,
+    mlflow: Annotated[str | None, Option(help="of this machine: tracking URI, as in run.mlflow")] = None,
     namespace: Namespace = None,
     release: Release = "cuda-agent",
     as_json: AsJson = False,
@@ -50,13 +50,11 @@ def doctor(
 
 @command(commands, "cuda-agent gc --keep 5 --dry-run", "cuda-agent gc --on my-cluster --dry-run")
 def gc(
-    keep: Annotated[
-        int | None, typer.Option(min=1, help="newest runs of each pipeline that stay; 10. On a cluster: gc.keep")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+    keep: Annotated[int | None, Option(min=1, help="newest runs a pipeline keeps; 10. On a cluster: gc.keep")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="only say what would go")] = False,
     store: StoreOption = STORE,
     on: Annotated[
-        str, typer.Option("--on", metavar="local|CONTEXT", help="the store, or a cluster (`.`: the current one)")
+        str, Option("--on", metavar="local|CONTEXT", help="the store, or a cluster (`.`: the current one)")
     ] = "local",
     namespace: Namespace = None,
     release: Release = "cuda-agent",

@@ -34,9 +34,8 @@ def derived(config: Config) -> dict[str, Any]:
             "tokens": work.tokens,
             "optimizer_steps": work.optimizer_steps,
             "seconds": seconds if small else None,
+            **({"memory": training_memory(config, work)} if work.models else {}),
         }
-        if work.models:
-            rows[stage.name]["memory"] = training_memory(config, work)
     return {
         "parameters": parameter_count(config.policy) if small else None,
         "base": config.policy.base,

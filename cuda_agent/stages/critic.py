@@ -48,10 +48,8 @@ def pretrain(ctx: StageContext) -> None:
             raise TryAgain(f"stopped after epoch {epoch + 1} of {settings.epochs}")
     explained = value_quality(trainer, heldout)["explained_variance"]
     if explained < settings.min_explained_variance:
-        text = (
-            f"critic: held-out explained variance is {explained:.2f}, below {settings.min_explained_variance} "
-            "(critic.min_explained_variance)"
-        )
+        limit = f"{settings.min_explained_variance} (critic.min_explained_variance)"
+        text = f"critic: held-out explained variance is {explained:.2f}, below {limit}"
         if settings.gate == "stop":
             raise NotGoodEnough(f"{text}. More episodes (collect.samples) or epochs (critic.epochs) may help.")
         ctx.tracker.note(text)

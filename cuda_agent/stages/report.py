@@ -8,11 +8,12 @@ devices and notes are left out: the same inputs then give the same bytes on ever
 
 import json
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
 from typing import Any
 
+from cuda_agent import __version__
 from cuda_agent.context import StageContext
 from cuda_agent.pages.report import render
 from cuda_agent.policy.episode import EPISODES, Episode, read_episodes
@@ -23,7 +24,7 @@ from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import read_metrics, read_notes
 
 SCORES = "scores-"  # prefix of the inputs that hold a policy's scores
-PACKAGES = ("cuda-agent", "torch", "transformers", "numpy")
+PACKAGES = ("torch", "transformers", "numpy")
 KERNELS = 6  # number of kernels shown with their source
 MESSAGE_CHARACTERS = 4000  # of one message of a shown trajectory
 
@@ -56,9 +57,10 @@ def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path,
         {row.group for s in scores.values() for row in s.final.families}, key=lambda f: (f != "teacher", f)
     )
     first, *later = scores.values()
+    versions = {"python": python_version(), "cuda-agent": __version__} | {name: version(name) for name in PACKAGES}
     return {
         "clock": clock,
-        **({} if clock == "model" else {"versions": _versions()}),
+        **({} if clock == "model" else {"versions": versions}),
         "config": _read_json(stages / "config.json"),
         "families": families,
         "policies": [s.to_json() | {"about": about.get(f"evaluate-{s.policy}", "")} for s in scores.values()],
@@ -132,17 +134,6 @@ def _stage(folder: Path, row: dict[str, Any], timeless: bool) -> dict[str, Any]:
             for step, values in read_metrics(folder / "metrics.jsonl").items()
         ],
     }
-
-
-def _versions() -> dict[str, str]:
-    return {"python": python_version()} | {package: _version(package) for package in PACKAGES}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _read_json(path: Path) -> Any:
