@@ -339,19 +339,16 @@ class Config(Section):
             if ppo.context > limit:
                 raise ValueError(f"{name}.context: expected at most policy.context ({limit}), got {ppo.context}.")
             if ppo.advantage != "gae" and ppo.samples_per_prompt < 2:
-                raise ValueError(
-                    f"{name}.samples_per_prompt: expected at least 2 with {name}.advantage={ppo.advantage}, which "
-                    f"compares the samples of a task, got {ppo.samples_per_prompt}."
-                )
+                estimator = f"{name}.advantage={ppo.advantage}, which compares the samples of a task"
+                got = ppo.samples_per_prompt
+                raise ValueError(f"{name}.samples_per_prompt: expected at least 2 with {estimator}, got {got}.")
         return self
 
     @model_validator(mode="after")
     def _ranks_can_be_spread(self) -> "Config":
         if self.runtime == "ray" and self.training.num_processes % self.ray.trainers:
-            raise ValueError(
-                f"training.num_processes: expected a multiple of ray.trainers ({self.ray.trainers}), "
-                f"got {self.training.num_processes}."
-            )
+            expected = f"expected a multiple of ray.trainers ({self.ray.trainers})"
+            raise ValueError(f"training.num_processes: {expected}, got {self.training.num_processes}.")
         return self
 
     @model_validator(mode="after")

@@ -218,9 +218,8 @@ class Store:
                 ) from error
             s3 = self.uri.startswith("s3:")
             hint = " Is it running, and do AWS_ENDPOINT_URL and the credentials fit?" if s3 else ""
-            raise StoreUnavailable(
-                f"The store {self.uri} does not answer: could not {doing} ({reason}).{hint}"
-            ) from error
+            said = f"The store {self.uri} does not answer: could not {doing} ({reason}).{hint}"
+            raise StoreUnavailable(said) from error
 
 
 def file_sha256(path: Path) -> str:

@@ -10,6 +10,7 @@ the same MLflow run.
     progress.json    {"done", "total", "unit", "rates"}, only while the stage runs
 """
 
+import contextlib
 import copy
 import json
 import math
@@ -90,10 +91,9 @@ def read_notes(path: Path) -> list[str]:
 
 
 def read_progress(path: Path) -> dict[str, Any] | None:
-    try:
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         return json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
+    return None
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -216,9 +216,8 @@ class Mirror:
         with self._lock:
             wanted = copy.deepcopy({stage or "": entry for stage, entry in self._entries.items()})
         if self._there is None:
-            self._experiment_id = api.experiment(
-                self._experiment, self._artifacts.absolute().as_uri() if self._artifacts else None
-            )
+            place = self._artifacts.absolute().as_uri() if self._artifacts else None
+            self._experiment_id = api.experiment(self._experiment, place)
             found = api.find(self._experiment_id, RUN_TAG, self._run)
             self._there = {entry.tags.get(STAGE_TAG, ""): entry for entry in reversed(found)}
         for stage, entry in wanted.items():
@@ -263,12 +262,8 @@ def _send(api: mlflow_api.Api, there: MlflowEntry, wanted: Wanted) -> None:
         there.unread.remove(key)
     params = {key: str(value)[:6000] for key, value in wanted.params.items() if key not in there.params}
     tags = {key: value for key, value in wanted.tags.items() if there.tags.get(key) != value}
-    points = [
-        (key, value, step)
-        for step, values in wanted.metrics.items()
-        for key, value in values.items()
-        if (key, step) not in there.points
-    ]
+    known, found = there.points, wanted.metrics.items()
+    points = [(key, v, step) for step, values in found for key, v in values.items() if (key, step) not in known]
     api.log(there.run_id, params, tags, points)
     there.params |= params.keys()
     there.tags |= tags

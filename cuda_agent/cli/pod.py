@@ -67,9 +67,8 @@ def finish(config: ConfigSha, workflow: Workflow, status: Annotated[str, Option(
     from cuda_agent.cluster import pod
     from cuda_agent.cluster.api import Cluster
 
-    facts = pod.finish(
-        pod.PodEnvironment.from_environment(), run or workflow, config, workflow, status, Cluster.of_pod()
-    )
+    here = pod.PodEnvironment.from_environment()
+    facts = pod.finish(here, run or workflow, config, workflow, status, Cluster.of_pod())
     print(json.dumps(facts, indent=1))
 
 

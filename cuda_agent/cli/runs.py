@@ -296,12 +296,11 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
     nearest: Exception
     try:
         opened = open_existing(store)
-        records = {record.name: record for record in runs.list_runs(opened)}
         try:
-            record = records[runs.choose(list(records), run, opened.uri)]
+            record = runs.find_run(opened, run)
             return (opened, record), record.name
         except ConfigError as error:
-            if on == "local" or runs.matching(list(records), run):
+            if on == "local" or runs.matching([record.name for record in runs.list_runs(opened)], run):
                 raise
             nearest = error
     except StoreUnavailable as error:

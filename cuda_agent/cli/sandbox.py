@@ -76,9 +76,8 @@ def bench(
     from cuda_agent.compose import compose
     from cuda_agent.diagnostics import sandbox_bench
 
-    answer = asyncio.run(
-        sandbox_bench.measure(compose(overrides or []).sandbox, tasks, solutions, sandbox_bench.formats_of(formats))
-    )
+    wanted = sandbox_bench.formats_of(formats)
+    answer = asyncio.run(sandbox_bench.measure(compose(overrides or []).sandbox, tasks, solutions, wanted))
     print(json.dumps(answer, indent=1) if as_json else "\n".join(sandbox_bench.lines(answer)))
 
 
@@ -111,9 +110,8 @@ def selftest(
 
     from cuda_agent.exploits import selftest as test
 
-    report = asyncio.run(
-        test.run(format, only, (lambda line: None) if as_json else (lambda line: print(line, flush=True)), device)
-    )
+    say = (lambda line: None) if as_json else (lambda line: print(line, flush=True))
+    report = asyncio.run(test.run(format, only, say, device))
     if as_json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
     else:

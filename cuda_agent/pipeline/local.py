@@ -157,9 +157,8 @@ class _Execution:
         self.views = {stage.name: StageView(stage.name, stage.weight) for stage in self.stages}
         uri = self.config.run.mlflow or f"sqlite:///{self.home / 'mlflow.db'}"
         artifacts = self.home / "mlflow-artifacts" if uri.startswith("sqlite:") else None
-        self.recorder = Recorder(
-            uri, self.store, self.config, self.sha256, self.run_record.name, self.stages, self._note, artifacts
-        )
+        run = self.run_record.name
+        self.recorder = Recorder(uri, self.store, self.config, self.sha256, run, self.stages, self._note, artifacts)
 
     def run(self, preload: tuple[str, ...]) -> None:
         spawner = Spawner(preload)
@@ -314,10 +313,9 @@ def fetch_report(store: Store, home: Path, run: str, manifest: Manifest) -> Path
 
 def outcome_message(folder: Path) -> str:
     """Returns how a stage's process ended, in words, from its scratch folder; empty when it left no outcome."""
-    try:
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         return json.loads((folder / "outcome.json").read_text())["message"]
-    except (FileNotFoundError, json.JSONDecodeError):
-        return ""
+    return ""
 
 
 @contextlib.contextmanager

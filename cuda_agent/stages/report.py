@@ -33,9 +33,8 @@ def run(ctx: StageContext) -> None:
     scored = {name.removeprefix(SCORES): folder for name, folder in ctx.inputs.items() if name.startswith(SCORES)}
     scores = {policy: read_scores(folder / "scores.json") for policy, folder in scored.items()}
     tasks = read_tasks(ctx.inputs["tasks"])
-    kernels = fastest_kernels(
-        ((policy, episode) for policy, folder in scored.items() for episode in read_episodes(folder / EPISODES)), tasks
-    )
+    episodes = ((policy, one) for policy, folder in scored.items() for one in read_episodes(folder / EPISODES))
+    kernels = fastest_kernels(episodes, tasks)
     data = gather(scores, kernels, ctx.inputs["tasks"] / "card.json", ctx.inputs["stages"])
     folder = ctx.outputs["report"]
     (folder / "report.json").write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
@@ -53,9 +52,8 @@ def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path,
     rows = _read_json(stages / "graph.json")
     about = {row["name"]: row["about"] for row in rows}
     clock = next(iter(scores.values())).clock
-    families = sorted(
-        {row.group for s in scores.values() for row in s.final.families}, key=lambda f: (f != "teacher", f)
-    )
+    groups = {row.group for s in scores.values() for row in s.final.families}
+    families = sorted(groups, key=lambda family: (family != "teacher", family))
     first, *later = scores.values()
     versions = {"python": python_version(), "cuda-agent": __version__} | {name: version(name) for name in PACKAGES}
     return {
