@@ -183,7 +183,7 @@ def cancel(
 def resume(
     run: RunName, on: On = None, namespace: Namespace = None, watching: Watching = False, as_json: AsJson = False
 ) -> None:
-    """Go on with a run that was cancelled or has failed: what is done is served from the store."""
+    """Go on with a run that was cancelled or has failed: finished stages come from the store."""
     from cuda_agent.cluster import submit as cluster
 
     place = cluster_of(on, namespace)
@@ -214,7 +214,7 @@ def render(
     check: Annotated[bool, Option("--check", help="write nothing; exit with 1 if anything would change")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Bring what is made of the graph and the chart's values up to date: workflows/ and charts/cuda-agent."""
+    """Render workflows/ and charts/cuda-agent from the graph and the chart's values."""
     from cuda_agent.deploy import chart
 
     changed = chart.drift(root) if check else chart.write(root)

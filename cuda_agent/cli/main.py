@@ -189,7 +189,7 @@ def tasks_import(
     folder: Annotated[Path, Argument(help="where the task set goes")],
     as_json: AsJson = False,
 ) -> None:
-    """Read somebody else's tasks, drop what is no task or a duplicate, recompute their operators, write a task set."""
+    """Import tasks: drop files that are no task and duplicates, recompute the operators, write a task set."""
     from cuda_agent.tasks.io import import_tasks
 
     imported = import_tasks(source, folder)

@@ -33,7 +33,7 @@ def serve(
     open_metrics: Annotated[bool, Option("--open-metrics", help="/metrics asks for no token")] = False,
     cache: Annotated[Path | None, Option(help="folder of builds, baselines and verdicts")] = None,
 ) -> None:
-    """Serve the sandbox over HTTP until SIGTERM, then finish what runs.
+    """Serve the sandbox over HTTP until SIGTERM, then finish the running jobs.
 
     The token that clients must show is read from sandbox.token_file, or from the variable that sandbox.token_env names.
     """

@@ -99,7 +99,7 @@ def _collect_there(keep: int | None, dry_run: bool, on: str, namespace: str | No
     from cuda_agent.errors import ConfigError
 
     if keep is not None:
-        raise ConfigError("gc --keep: on a cluster the chart decides what stays, for everybody: its value gc.keep.")
+        raise ConfigError("gc --keep: on a cluster the chart decides what stays, by its value gc.keep.")
     answer = maintenance.ask(cluster_of(on, namespace), release, "gc-plan" if dry_run else "gc")
     if busy := answer.get("busy"):
         raise ClusterError(f"{busy} Nothing was removed.")
