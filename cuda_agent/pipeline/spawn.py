@@ -10,7 +10,6 @@ to watch their parent (the sandbox does).
 """
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -47,6 +46,7 @@ class Spawner:
                 self._server = subprocess.Popen(
                     [sys.executable, "-P", "-m", "cuda_agent.pipeline.spawn", str(os.getpid()), *self._preload],
                     stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
                     start_new_session=True,  # the terminal's Ctrl-C is for the executor alone
                     env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
                 )
@@ -100,11 +100,8 @@ def _receive(channel: socket.socket) -> dict[str, Any] | None:
 def serve(parent: int, preload: list[str]) -> None:
     """Runs the server's loop, on the socket that is its stdin, until the other end is closed."""
     die_with_parent(parent)
-    gc.disable()  # imported modules stay, so collecting them is wasted time
     for module in (*preload, "cuda_agent.pipeline.stage_main"):
         importlib.import_module(module)
-    gc.freeze()
-    gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=0)  # closed in the stages, whose stdin is another
     children: dict[int, str] = {}
