@@ -12,6 +12,7 @@ from typer import Argument, Option
 
 from cuda_agent.cli.options import AsJson, Namespace, Overrides, Release, RunName, command, command_group, print_json
 from cuda_agent.cli.runs import cluster_of
+from cuda_agent.errors import ConfigError
 
 if TYPE_CHECKING:
     from cuda_agent.cluster.api import Cluster
@@ -84,7 +85,6 @@ def sweep(
     All are validated before the first one starts. On a cluster they wait for each other there, and this command may
     end; on this machine (--on local) they run one after the other, and the same command with the same run.name goes on.
     """
-    from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline import sweep as sweeps
 
     if on == "local" and parallel is not None:

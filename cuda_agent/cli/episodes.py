@@ -9,6 +9,7 @@ from typer import Argument, Option
 
 from cuda_agent.cli.options import STORE, AsJson, Namespace, StoreOption, Where, command, command_group
 from cuda_agent.cli.runs import find
+from cuda_agent.errors import ConfigError
 
 if TYPE_CHECKING:
     from cuda_agent.pages.episode_story import EpisodeEntry, EpisodeRow
@@ -78,8 +79,6 @@ def episodes(
 
 def _write(page: Path, text: str) -> None:
     """Writes the page.  Raises ConfigError if that fails."""
-    from cuda_agent.errors import ConfigError
-
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(text, encoding="utf-8")
@@ -93,7 +92,6 @@ def _entries(
     """Title, the page's default place, all episodes, and the message if there are none."""
     from cuda_agent.cluster import results
     from cuda_agent.cluster.api import ClusterError
-    from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline import episodes as left
     from cuda_agent.pipeline import runs
     from cuda_agent.storage import StoreUnavailable

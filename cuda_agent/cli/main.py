@@ -22,6 +22,7 @@ from cuda_agent.cli.pod import pod_app
 from cuda_agent.cli.runs import commands as runs_commands
 from cuda_agent.cli.sandbox import sandbox_app
 from cuda_agent.cli.upkeep import commands as upkeep_commands
+from cuda_agent.errors import ConfigError, TaskError
 
 app = typer.Typer(
     name="cuda-agent",
@@ -106,7 +107,6 @@ def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
     A policy.base that is a folder, and not on this machine, is noted: `run` would refuse it.
     """
     from cuda_agent.compose import compose, freeze
-    from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline.schedule import derived, require_base, schedule_lines
 
     composed = compose(overrides or [])
@@ -163,7 +163,6 @@ def tasks_show(
     """List the tasks of a set, or print one."""
     from dataclasses import asdict
 
-    from cuda_agent.errors import TaskError
     from cuda_agent.tasks.io import read_any
 
     tasks = read_any(source)

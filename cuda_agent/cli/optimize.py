@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from typer import Argument, Option
 
 from cuda_agent.cli.options import command, command_group
+from cuda_agent.errors import ConfigError
 from cuda_agent.format_names import Format
 
 commands = command_group()
@@ -67,7 +68,6 @@ def optimize(
 
     The key is read from the environment and written nowhere. Exit code 0: a correct solution was found; 79: none.
     """
-    from cuda_agent.errors import ConfigError
     from cuda_agent.optimize import folder as folders
     from cuda_agent.policy.served import ServedModelError
     from cuda_agent.sandbox.formats.table import FORMATS

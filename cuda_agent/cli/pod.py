@@ -8,6 +8,7 @@ from typing import Annotated
 from typer import Option
 
 from cuda_agent.cli.options import command_group
+from cuda_agent.errors import ConfigError
 
 pod_app = command_group("What the chart's pods run.")
 Run = Annotated[str, Option(help="name of the run; empty: that of its Workflow")]
@@ -21,7 +22,6 @@ def prepare(config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
     """Enter the run, serve what the cache holds, make the run's pools."""
     from cuda_agent.cluster import pod
     from cuda_agent.cluster.api import Cluster
-    from cuda_agent.errors import ConfigError
 
     base = json.loads(os.environ.get("CUDA_AGENT_POOLS", "[]"))
     here = pod.PodEnvironment.from_environment()

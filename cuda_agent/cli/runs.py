@@ -22,6 +22,7 @@ from cuda_agent.cli.options import (
     command_group,
     print_json,
 )
+from cuda_agent.errors import ConfigError
 
 if TYPE_CHECKING:
     from cuda_agent.cluster.api import Cluster
@@ -126,7 +127,6 @@ def report(
 ) -> None:
     """Fetch the report of a run and say where it lies; with --json print its data."""
     from cuda_agent.cluster import results
-    from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.local import fetch_report
     from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
@@ -199,7 +199,6 @@ def logs(
     as_json: AsJson = False,
 ) -> None:
     """Print what a stage has written: while it runs, and afterwards what was kept; with --json a JSON object a line."""
-    from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline.graph import ROWS
 
     names = ["prepare", *(row.name for row in ROWS), "finish"]
@@ -221,7 +220,6 @@ def logs(
 
 def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
     """The log file of a running stage, else the stored log."""
-    from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.graph import ROWS
     from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
@@ -286,7 +284,6 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
     """
     from cuda_agent.cluster import submit as cluster
     from cuda_agent.cluster.api import ClusterError
-    from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline import runs
     from cuda_agent.storage import StoreUnavailable
 
@@ -339,8 +336,6 @@ def cluster_of(on: str | None, namespace: str | None) -> "Cluster":
         ClusterError: The kubeconfig cannot be used.
         ConfigError: The Kubernetes client is not installed.
     """
-    from cuda_agent.errors import ConfigError
-
     try:
         from cuda_agent.cluster.api import Cluster
 
@@ -352,7 +347,6 @@ def cluster_of(on: str | None, namespace: str | None) -> "Cluster":
 def _current(store: str, namespace: str | None) -> "Cluster | None":
     """The current cluster, unless there is none or another store was named."""
     from cuda_agent.cluster.api import ClusterError
-    from cuda_agent.errors import ConfigError
 
     if store != STORE:
         return None

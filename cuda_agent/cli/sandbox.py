@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from cuda_agent.cli.options import AsJson, command, command_group
+from cuda_agent.errors import ConfigError
 from cuda_agent.format_names import Format
 
 sandbox_app = command_group("Serve the sandbox, measure it, test it, print its formats.")
@@ -41,7 +42,6 @@ def serve(
     import logging
 
     from cuda_agent.compose import compose
-    from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline.runs import local_home
     from cuda_agent.sandbox.service.service import ROLES, ServiceLimits
 
