@@ -71,10 +71,7 @@ def sweep(
     overrides: Annotated[list[str], Argument(metavar="OVERRIDE", help="as of submit, and several values: seed=1,2")],
     profile: Profile = "cpu",
     release: Release = "cuda-agent",
-    on: Annotated[
-        str | None,
-        Option("--on", metavar="local|CONTEXT", help="else: the current cluster"),
-    ] = None,
+    on: Annotated[str | None, Option("--on", metavar="local|CONTEXT", help="else: the current cluster")] = None,
     namespace: Namespace = None,
     parallel: Annotated[int | None, Option(min=1, help="so many runs at once at most; the rest wait")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="list the runs and start none")] = False,

@@ -61,7 +61,7 @@ def plan(store: Store, keep: int = KEEP) -> Plan:
             elif key.endswith("/key"):
                 began.add(f"{key.split('/')[2]}/{store.get(key).decode()}")
     needed |= {f"cache/{result}.json" for result in finished}
-    needed_folders = {f"sweeps/{run.sweep}" for run in kept} | {f"checkpoints/{it}" for it in began - finished}
+    needed_folders = {f"sweeps/{run.sweep}" for run in kept} | {f"checkpoints/{begun}" for begun in began - finished}
     old = time.time() - YOUNG
     result = Plan(runs=gone)
     for prefix in _ORDER:
