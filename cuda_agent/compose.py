@@ -3,8 +3,6 @@
 Hydra composes ``conf/`` and the overrides once, in the process that the user starts (``compose``).  The result is
 validated by the models of ``config`` and frozen as canonical JSON (``freeze``).  Other processes receive that JSON and
 its sha256, check the hash and validate with the same models (``load``).
-
-What it does not cover: the keys, their types and their defaults (``config``).
 """
 
 import difflib
@@ -13,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -124,7 +122,14 @@ def restricted(config: Config, sections: Sequence[str]) -> Config:
 
 def key_paths() -> dict[str, FieldInfo]:
     """Dotted path -> field of every key that a user can set, sections included."""
-    return dict(_walk(Config, ""))
+
+    def walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+        for name, info in model.model_fields.items():
+            yield prefix + name, info
+            if _is_section(info):
+                yield from walk(cast(type[BaseModel], info.annotation), f"{prefix}{name}.")
+
+    return dict(walk(Config, ""))
 
 
 def flat(config: Config) -> dict[str, Any]:
@@ -138,14 +143,6 @@ def flat(config: Config) -> dict[str, Any]:
                 yield f"{prefix}{name}", value
 
     return dict(walk(config.model_dump(mode="json"), ""))
-
-
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
-    for name, info in model.model_fields.items():
-        yield prefix + name, info
-        section: Any = info.annotation
-        if _is_section(info):
-            yield from _walk(section, f"{prefix}{name}.")
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
@@ -162,24 +159,21 @@ def _check_overrides(overrides: Sequence[str]) -> None:
         try:
             (override,) = OverridesParser.create().parse_overrides([text])
         except HydraException as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(
-                f"{text}: expected `key=value` in Hydra's grammar, as in critic.lr=1e-4. {reason}"
-            ) from error
+            expected = "expected `key=value` in Hydra's grammar, as in critic.lr=1e-4"
+            raise ConfigError(f"{text}: {expected}. {str(error).splitlines()[0]}") from error
         key = override.key_or_group
         if override.is_sweep_override():
             raise ConfigError(f"{key}: expected one value, not a sweep. A list is written [a,b].")
         if key == "experiment":
             choices = sorted(path.stem for path in (conf_folder() / "experiment").glob("*.yaml"))
-            if override.value() not in [*choices, None]:
-                raise ConfigError(
-                    f"experiment={override.value()}: expected one of {', '.join(choices)}."
-                    + _nearest(str(override.value()), choices)
-                )
+            if (name := override.value()) not in [*choices, None]:
+                expected = f"expected one of {', '.join(choices)}."
+                raise ConfigError(f"experiment={name}: {expected}" + _nearest(str(name), choices))
         elif key not in known:
             raise ConfigError(f"{key}: there is no such key." + _nearest(key, ["experiment", *known]))
         elif _is_section(known[key]) and not isinstance(override.value(), dict):
-            raise ConfigError(f"{key}: expected a key of this section, as in {key}.{_first_key(known, key)}=…")
+            first = next(path for path in known if path.startswith(f"{key}."))
+            raise ConfigError(f"{key}: expected a key of this section, as in {first}=…")
 
 
 def _explain(problem: Any) -> str:
@@ -209,20 +203,14 @@ def _type_words(annotation: Any, metadata: list[Any]) -> str:
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(annotation))
     if get_origin(annotation) is tuple:
-        return (
-            f"a list of {len(get_args(annotation))}: ["
-            + ", ".join(_type_words(a, []) for a in get_args(annotation))
-            + "]"
-        )
+        parts = [_type_words(part, []) for part in get_args(annotation)]
+        return f"a list of {len(parts)}: [{', '.join(parts)}]"
     if get_origin(annotation) is list:
         return "a list, each " + _type_words(get_args(annotation)[0], [])
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    bounds = []
-    for item in metadata:
-        for constraint in getattr(item, "metadata", None) or [item]:
-            for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
-                if (bound := getattr(constraint, name, None)) is not None:
-                    bounds.append(f"{sign} {bound}")
+    constraints = [constraint for item in metadata for constraint in getattr(item, "metadata", None) or [item]]
+    signs = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+    bounds = [f"{sign} {getattr(c, name)}" for c in constraints for name, sign in signs if hasattr(c, name)]
     return words.get(annotation, "a section") + (f" {' and '.join(bounds)}" if bounds else "")
 
 
@@ -233,20 +221,17 @@ def _nearest(name: str, choices: Sequence[str]) -> str:
     same last part, keys with a similar last part, and paths that are less similar."""
     if name in RENAMED:
         return f" It is called {RENAMED[name]} now."
-    last = name.rsplit(".", 1)[-1]
     tails = {choice: choice.rsplit(".", 1)[-1] for choice in choices}
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.8)
-    close = close or [choice for choice, tail in tails.items() if tail == last][:3]
+    last = name.rsplit(".", 1)[-1]
+    similar = difflib.get_close_matches(last, tails.values(), 1, 0.7)
     close = (
-        close or [c for c, tail in tails.items() if tail in difflib.get_close_matches(last, tails.values(), 1, 0.7)][:3]
+        difflib.get_close_matches(name, choices, n=1, cutoff=0.8)
+        or [choice for choice, tail in tails.items() if tail == last][:3]
+        or [choice for choice, tail in tails.items() if tail in similar][:3]
+        or difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
     )
-    close = close or difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
     return f" Did you mean {' or '.join(close)}?" if close else " `cuda-agent config` prints all keys."
 
 
 def _is_section(info: FieldInfo) -> bool:
     return isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
-
-
-def _first_key(known: dict[str, FieldInfo], section: str) -> str:
-    return next(path for path in known if path.startswith(section + ".")).removeprefix(section + ".")

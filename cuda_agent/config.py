@@ -3,14 +3,12 @@
 The models below refuse unknown keys and values out of range.  ``compose`` builds a ``Config`` from ``conf/`` and the
 overrides, freezes it as canonical JSON and loads it in other processes.  A value never names code to be run, and
 secrets are given as names of environment variables.
-
-What it does not cover: which stage reads which section (``pipeline.graph``), and whether the numbers are wise.
 """
 
 import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from cuda_agent.format_names import Format
 
@@ -28,49 +26,45 @@ RENAMED = {
     "training.ranks": "training.num_processes",
     "training.share": "training.parallelism (rows: data, tokens: context)",
     "ray.staleness": "ray.max_off_policy_steps",
-    "bootstrap.batch_tokens": "bootstrap.tokens_per_step",
-    "rft.batch_tokens": "rft.tokens_per_step",
-    "critic.batch_tokens": "critic.tokens_per_step",
-    **{
-        f"{stage}.{old}": new if "." in new else f"{stage}.{new}"
-        for stage in ("warmup", "agentic")
-        for old, new in (
-            ("batch", "episodes_per_step"),
-            ("samples", "samples_per_prompt"),
-            ("importance_cap", "tis_cap"),
-            ("old_logprobs", "behavior_logprobs"),
-            ("batch_tokens", "training.microbatch_tokens"),
-        )
-    },
+    **{f"{stage}.batch_tokens": f"{stage}.tokens_per_step" for stage in ("bootstrap", "rft", "critic")},
 }
-
+for _stage in ("warmup", "agentic"):
+    RENAMED |= {
+        f"{_stage}.batch": f"{_stage}.episodes_per_step",
+        f"{_stage}.samples": f"{_stage}.samples_per_prompt",
+        f"{_stage}.importance_cap": f"{_stage}.tis_cap",
+        f"{_stage}.old_logprobs": f"{_stage}.behavior_logprobs",
+        f"{_stage}.batch_tokens": "training.microbatch_tokens",
+    }
 
 SERVED_RANK = 64  # largest adapter rank that the vLLM servers started here accept
+
+
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of a run or a sweep
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def _addresses(servers: list[str], example: str) -> list[str]:
+def _addresses(servers: list[str]) -> list[str]:
     for server in servers:
         if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", server):
-            raise ValueError(f"expected addresses such as {example}, got {server!r}")
+            raise ValueError(f"expected addresses such as http://host:8000, got {server!r}")
     if len(set(servers)) < len(servers):
         raise ValueError("an address is listed twice")
     return servers
+
+
+Addresses = Annotated[list[str], AfterValidator(_addresses)]
 
 
 class RunConfig(Section):
     """Where a run is stored and tracked.  Only the executor reads it, so that a change invalidates no cached result."""
 
     pipeline: str = Field("cuda-agent", description="name of the MLflow experiment")
-    name: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run; made from the date when not given"
-    )
-    sweep: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="the sweep it belongs to; set by `cuda-agent sweep`"
-    )
+    name: str | None = Field(None, pattern=_NAME, description="name of the run; default: the date")
+    sweep: str | None = Field(None, pattern=_NAME, description="the sweep it belongs to; set by `cuda-agent sweep`")
     store: str = Field(".cuda-agent/store", description="a folder, memory:// or s3://bucket/prefix")
     mlflow: str | None = Field(None, description="tracking URI; default is SQLite beside the store; 'off' disables")
     parallel_stages: bool = Field(False, description="run sibling stages side by side (needs the memory and cores)")
@@ -80,34 +74,21 @@ class RunConfig(Section):
 class SandboxConfig(Section):
     format: Format = Field("plan", description="form of the solutions")
     device: Literal["cpu", "cuda"] = "cpu"
-    clock: Literal["real", "model"] = Field(
-        "real", description="model: a deterministic cost instead of time, for drills"
-    )
+    clock: Literal["real", "model"] = Field("real", description="model: a deterministic cost in place of time")
     threads: Positive = Field(2, description="threads of a candidate and of its baselines (cpu)")
     checks: Positive = Field(5, description="inputs a candidate is checked on in quick mode")
     tolerance: float = Field(1e-2, gt=0, description="absolute and relative tolerance of a check")
     timed_calls: Positive = Field(12, description="most timed calls of a candidate in quick mode")
     build_seconds: float = Field(20.0, gt=0, description="limit for one build")
-    first_pass_seconds: float = Field(
-        180.0, gt=0, description="limit for a Python solution that compiles (load_inline, Triton, ...) to do so"
-    )
+    first_pass_seconds: float = Field(180.0, gt=0, description="limit for compilation inside a Python solution")
     run_seconds: float = Field(10.0, gt=0, description="limit for one evaluation after the build")
     memory_mb: Positive = Field(2048, description="limit for one worker")
     required_walls: list[str] = Field(
-        default=["no_new_privs", "landlock", "seccomp"], description="walls proven by an attack before a worker starts"
+        default=["no_new_privs", "landlock", "seccomp"], description="walls that an attack must prove"
     )
-    servers: list[str] = Field(
-        default=[], description="addresses of `cuda-agent sandbox serve`; none: the sandbox runs in this process"
-    )
-    token_env: str = Field(
-        "CUDA_AGENT_SANDBOX_TOKEN", description="environment variable that holds the token of the servers"
-    )
+    servers: Addresses = Field(default=[], description="addresses of `cuda-agent sandbox serve`; none: in this process")
+    token_env: str = Field("CUDA_AGENT_SANDBOX_TOKEN", description="environment variable with the servers' token")
     token_file: str | None = Field(None, description="file that holds the token instead")
-
-    @field_validator("servers")
-    @classmethod
-    def _are_addresses(cls, servers: list[str]) -> list[str]:
-        return _addresses(servers, "http://host:8750")
 
 
 class Synthesis(Section):
@@ -118,9 +99,7 @@ class Synthesis(Section):
     max_candidates: Positive = Field(48, description="most candidates that are compiled")
     max_ops: int = Field(5, ge=1, le=5, description="most torch operators fused in one task")
     window_ms: tuple[float, float] = Field((0.1, 5.0), description="eager time a task must fall into")
-    max_similarity: Share = Field(
-        0.9, description="structural similarity to the evaluation set above which a task goes"
-    )
+    max_similarity: Share = Field(0.9, description="a task more similar to the evaluation set is dropped")
     evaluation_set: str | None = Field(None, description="folder of tasks that training must not resemble")
     writer: Literal["programmatic", "model"] = Field("programmatic", description="who composes tasks")
     writer_url: str | None = Field(None, description="OpenAI-compatible address of the model writer")
@@ -139,25 +118,16 @@ class Synthesis(Section):
 class Vllm(Section):
     """The servers of ``policy.engine=vllm``."""
 
-    servers: list[str] = Field(
-        default=[], description="addresses of running vLLM servers; none: the stage starts its own on this machine"
-    )
+    servers: Addresses = Field(default=[], description="addresses of running vLLM servers; none: the stage starts some")
     replicas: Positive = Field(1, description="servers that a stage starts")
     sync: Literal["disk", "lora", "nccl"] = Field(
         "disk", description="how new weights reach them: a folder, an adapter, or a broadcast (NCCL, Gloo on a cpu)"
     )
     gpu_memory: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory that a server of ours takes")
 
-    @field_validator("servers")
-    @classmethod
-    def _are_addresses(cls, servers: list[str]) -> list[str]:
-        return _addresses(servers, "http://host:8000")
-
 
 class PolicyConfig(Section):
-    base: str | None = Field(
-        None, description="Hugging Face folder or name; none: a small model is trained from scratch"
-    )
+    base: str | None = Field(None, description="Hugging Face folder or name; none: a small model from scratch")
     layers: Positive = 4
     hidden: Positive = 128
     heads: Positive = 4
@@ -181,10 +151,8 @@ class PolicyConfig(Section):
     @model_validator(mode="after")
     def _heads_divide(self) -> "PolicyConfig":
         if self.hidden % self.heads or self.heads % self.kv_heads:
-            raise ValueError(
-                f"heads ({self.heads}) must divide hidden ({self.hidden}), and kv_heads ({self.kv_heads}) must "
-                "divide heads"
-            )
+            sizes = f"hidden ({self.hidden}), heads ({self.heads}) and kv_heads ({self.kv_heads})"
+            raise ValueError(f"{sizes}: each must be a multiple of the next")
         return self
 
 
@@ -209,15 +177,13 @@ class Training(Section):
         description="compute activations twice instead of keeping them; auto: for rows of more than 8,192 tokens",
     )
     compile: bool = Field(False, description="torch.compile for the layers: on GPUs half the time, after a minute")
-    num_processes: Positive = Field(
-        1, description="processes that share the weights and rows of a trainer (not in bootstrap)"
-    )
+    num_processes: Positive = Field(1, description="processes that a trainer is spread over (not in bootstrap)")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where they compute; cuda: a GPU each, from the first on")
     parallelism: Literal["data", "context"] = Field(
         "data", description="data: each process takes whole rows; context: all share the tokens of every row"
     )
     microbatch_tokens: Positive | None = Field(
-        None, description="most tokens of one forward pass; none: 4,096 on a cpu, 32,768 on a GPU"
+        None, description="most tokens of a forward pass; none: 4,096, on a GPU 32,768"
     )
 
 
@@ -248,9 +214,7 @@ class Ppo(Section):
     )
     steps: Positive = 6
     episodes_per_step: Positive = 64
-    samples_per_prompt: Positive = Field(
-        4, description="episodes a task in one step; episodes_per_step / samples_per_prompt tasks are drawn"
-    )
+    samples_per_prompt: Positive = Field(4, description="episodes a task in one step, so a step has fewer tasks")
     minibatches: Positive = Field(2, description="optimizer steps a batch")
     epochs: Positive = Field(1, description="passes over a batch")
     actor_lr: Rate = 3e-4
@@ -275,9 +239,7 @@ class Ppo(Section):
         if episodes % samples:
             raise ValueError(f"episodes_per_step ({episodes}) must be a multiple of samples_per_prompt ({samples})")
         if episodes < self.minibatches:
-            raise ValueError(
-                f"episodes_per_step ({episodes}) must not be smaller than minibatches ({self.minibatches})"
-            )
+            raise ValueError(f"episodes_per_step ({episodes}) must be at least minibatches ({self.minibatches})")
         if self.behavior_logprobs == "trainer" and self.minibatches * self.epochs < 2:
             raise ValueError("behavior_logprobs=trainer with one optimizer step a batch: the ratio would always be 1")
         return self
@@ -308,9 +270,7 @@ class CriticConfig(Section):
     lr: Rate = 1e-3
     tokens_per_step: Positive = Field(8192, description="most tokens of one optimizer step")
     gae_lambda: Share = Field(1.0, description="1: Monte-Carlo returns; below 1 the targets are recomputed every epoch")
-    heldout: Share = Field(
-        0.2, description="share of the episodes that measure explained variance and are not trained on"
-    )
+    heldout: Share = Field(0.2, description="share of the episodes that only measure explained variance")
     min_explained_variance: float = 0.2
     gate: Literal["warn", "stop"] = Field("warn", description="below the minimum: warn in the report, or exit 79")
 
@@ -339,9 +299,7 @@ class Ray(Section):
     max_off_policy_steps: int = Field(
         1, ge=0, description="most steps between the weights that sample a token and those it trains; 0: no overlap"
     )
-    oversample: Share = Field(
-        0.0, description="share of extra episodes in a step; the last ones of a task to finish are dropped"
-    )
+    oversample: Share = Field(0.0, description="extra share of episodes in a step; a task's last ones are dropped")
 
 
 class Config(Section):
@@ -371,41 +329,30 @@ class Config(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
 
     @model_validator(mode="after")
-    def _contexts_fit(self) -> "Config":
-        for name in ("warmup", "agentic"):
-            if getattr(self, name).context > self.policy.context:
-                raise ValueError(
-                    f"{name}.context: expected at most policy.context ({self.policy.context}), "
-                    f"got {getattr(self, name).context}."
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _samples_can_be_compared(self) -> "Config":
-        for name in ("warmup", "agentic"):
-            ppo: Ppo = getattr(self, name)
+    def _ppo_sections_fit(self) -> "Config":
+        limit = self.policy.context
+        for name, ppo in (("warmup", self.warmup), ("agentic", self.agentic)):
+            if ppo.context > limit:
+                raise ValueError(f"{name}.context: expected at most policy.context ({limit}), got {ppo.context}.")
             if ppo.advantage != "gae" and ppo.samples_per_prompt < 2:
-                raise ValueError(
-                    f"{name}.samples_per_prompt: expected at least 2 with {name}.advantage={ppo.advantage}, which "
-                    f"compares the samples of a task, got {ppo.samples_per_prompt}."
-                )
+                estimator = f"{name}.advantage={ppo.advantage}, which compares the samples of a task"
+                got = ppo.samples_per_prompt
+                raise ValueError(f"{name}.samples_per_prompt: expected at least 2 with {estimator}, got {got}.")
         return self
 
     @model_validator(mode="after")
     def _ranks_can_be_spread(self) -> "Config":
         if self.runtime == "ray" and self.training.num_processes % self.ray.trainers:
-            raise ValueError(
-                f"training.num_processes: expected a multiple of ray.trainers ({self.ray.trainers}), "
-                f"got {self.training.num_processes}."
-            )
+            expected = f"expected a multiple of ray.trainers ({self.ray.trainers})"
+            raise ValueError(f"training.num_processes: {expected}, got {self.training.num_processes}.")
         return self
 
     @model_validator(mode="after")
     def _adapters_can_be_served(self) -> "Config":
-        if self.policy.engine == "vllm" and self.policy.vllm.sync == "lora" and not 0 < self.lora.rank <= SERVED_RANK:
-            raise ValueError(
-                f"policy.vllm.sync=lora: expected a lora.rank from 1 to {SERVED_RANK}, got {self.lora.rank}."
-            )
-        if self.policy.engine == "vllm" and self.policy.vllm.sync == "lora" and self.runtime == "ray":
-            raise ValueError("policy.vllm.sync=lora: Ray's trainer sends merged weights; choose disk or nccl.")
+        if self.policy.engine == "vllm" and self.policy.vllm.sync == "lora":
+            rank = self.lora.rank
+            if not 0 < rank <= SERVED_RANK:
+                raise ValueError(f"policy.vllm.sync=lora: expected a lora.rank from 1 to {SERVED_RANK}, got {rank}.")
+            if self.runtime == "ray":
+                raise ValueError("policy.vllm.sync=lora: Ray's trainer sends merged weights; choose disk or nccl.")
         return self

@@ -17,15 +17,12 @@ if TYPE_CHECKING:  # processes that only start others need the exit codes quickl
 class Tracker(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Logs the metrics of one step.  Logging a step again (after a resume) replaces its values."""
-        ...
 
     def progress(self, done: int, total: int, unit: str = "steps", **rates: float) -> None:
         """Sets the progress in the live table, with rates such as tokens_per_second."""
-        ...
 
     def note(self, text: str) -> None:
         """Adds one line for the user, kept with the run (a fallback taken, a gate missed)."""
-        ...
 
 
 class Checkpoints(Protocol):
@@ -34,12 +31,10 @@ class Checkpoints(Protocol):
     def save(self, step: int, write: Callable[[Path], None]) -> None:
         """Calls ``write`` to fill an empty folder, which then becomes visible atomically.  The last two checkpoints are
         kept."""
-        ...
 
     def load(self, read: Callable[[Path], None]) -> int | None:
         """Calls ``read`` with the newest complete checkpoint and returns its step, or None if there is none.  A corrupt
         checkpoint is noted, and the one before is tried."""
-        ...
 
 
 @dataclass

@@ -1,7 +1,4 @@
-"""Errors that a person can fix, with the exit codes of the process.  Standard library only.
-
-What it does not cover: errors that are handled inside one module or room.
-"""
+"""Errors that a person can fix, with the exit codes of the process.  Standard library only."""
 
 from typing import ClassVar
 

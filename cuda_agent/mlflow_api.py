@@ -2,9 +2,6 @@
 
 ``Rest`` speaks to a server directly, because importing MLflow's client takes a pod longer than most stages of a small
 run.  ``Library`` uses that client for a database.
-
-What it does not cover: which entries a run should have (``tracking``), and artifact stores that a server does not
-proxy: those take MLflow's client too.
 """
 
 import logging
@@ -13,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 Point = tuple[str, float, int]  # key, value, step
 _SECONDS = 10.0  # for one request
@@ -33,38 +30,14 @@ class MlflowEntry:
     artifacts: set[Path] = field(default_factory=set)
 
 
-class Api(Protocol):
-    """The calls.  Every method passes on the errors of its connection."""
-
-    def experiment(self, name: str, artifacts: str | None) -> str:
-        """The id of the experiment, created if absent with artifacts at that address."""
-
-    def find(self, experiment: str, tag: str, value: str) -> list[MlflowEntry]:
-        """The runs with this tag, newest first; their metrics are all ``unread``."""
-
-    def create(self, experiment: str, tags: dict[str, str]) -> MlflowEntry: ...
-
-    def steps(self, run_id: str, key: str) -> set[int]:
-        """The steps at which a metric has points."""
-
-    def log(self, run_id: str, params: dict[str, str], tags: dict[str, str], points: Sequence[Point]) -> None: ...
-
-    def upload(self, run_id: str, path: Path) -> None:
-        """Uploads a file, or all files of a folder."""
-
-    def end(self, run_id: str, status: str) -> None:
-        """Sets the final status; RUNNING opens the run again."""
-
-    def delete(self, run_id: str) -> None: ...
-
-
-def connect(uri: str) -> Api:
+def connect(uri: str) -> "Api":
     """A connection to a server (``http://``, ``https://``), or to another store of MLflow (``sqlite:///``)."""
     return Rest(uri) if uri.startswith(("http://", "https://")) else Library(uri)
 
 
 class Rest:
-    """A server, over its HTTP interface.  Credentials are in MLflow's environment variables."""
+    """A server, over its HTTP interface.  Credentials are in MLflow's environment variables.  Every method passes on
+    the errors of the connection."""
 
     def __init__(self, uri: str) -> None:
         import httpx
@@ -82,6 +55,7 @@ class Rest:
         self._artifact_uris: dict[str, str] = {}  # run -> artifact address
 
     def experiment(self, name: str, artifacts: str | None) -> str:
+        """The id of the experiment, created if absent with artifacts at that address."""
         response = self._client.get("mlflow/experiments/get-by-name", params={"experiment_name": name})
         if response.status_code != 404:
             return str(response.raise_for_status().json()["experiment"]["experiment_id"])
@@ -89,6 +63,7 @@ class Rest:
         return str(self._post("experiments/create", {"name": name, **place})["experiment_id"])
 
     def find(self, experiment: str, tag: str, value: str) -> list[MlflowEntry]:
+        """The runs with this tag, newest first; their metrics are all ``unread``."""
         query = {"experiment_ids": [experiment], "filter": f"tags.`{tag}` = '{value}'", "max_results": 1000}
         return [self._entry(run) for run in self._post("runs/search", query).get("runs", [])]
 
@@ -97,6 +72,7 @@ class Rest:
         return self._entry(self._post("runs/create", asked)["run"])
 
     def steps(self, run_id: str, key: str) -> set[int]:
+        """The steps at which a metric has points."""
         found: set[int] = set()
         page = {"run_id": run_id, "metric_key": key, "max_results": "20000"}
         while True:
@@ -114,21 +90,19 @@ class Rest:
             self._post("runs/log-batch", {"run_id": run_id, **batch})
 
     def upload(self, run_id: str, path: Path) -> None:
-        if run_id not in self._artifact_uris:
-            answer = self._client.get("mlflow/runs/get", params={"run_id": run_id}).raise_for_status()
-            self._artifact_uris[run_id] = answer.json()["run"]["info"]["artifact_uri"]
+        """Uploads a file, or all files of a folder."""
         place = self._artifact_uris[run_id]
         if not place.startswith("mlflow-artifacts:"):
             Library(self._uri).upload(run_id, path)
             return
         folder = place.removeprefix("mlflow-artifacts:").lstrip("/")
         for file in [path] if path.is_file() else sorted(item for item in path.rglob("*") if item.is_file()):
-            name = file.name if path.is_file() else file.relative_to(path).as_posix()
-            self._client.put(
-                f"mlflow-artifacts/artifacts/{folder}/{name}", content=file.read_bytes()
-            ).raise_for_status()
+            name = file.relative_to(path.parent if path.is_file() else path).as_posix()
+            target = f"mlflow-artifacts/artifacts/{folder}/{name}"
+            self._client.put(target, content=file.read_bytes()).raise_for_status()
 
     def end(self, run_id: str, status: str) -> None:
+        """Sets the final status; RUNNING opens the run again."""
         ended = {} if status == "RUNNING" else {"end_time": _now()}
         self._post("runs/update", {"run_id": run_id, "status": status, **ended})
 
@@ -173,10 +147,10 @@ class Library:
 
     def find(self, experiment: str, tag: str, value: str) -> list[MlflowEntry]:
         found = self._client.search_runs([experiment], f"tags.`{tag}` = '{value}'", max_results=1000)
-        return [_entry(run) for run in found]
+        return [self._entry(run) for run in found]
 
     def create(self, experiment: str, tags: dict[str, str]) -> MlflowEntry:
-        return _entry(self._client.create_run(experiment, tags=tags))
+        return self._entry(self._client.create_run(experiment, tags=tags))
 
     def steps(self, run_id: str, key: str) -> set[int]:
         return {point.step for point in self._client.get_metric_history(run_id, key)}
@@ -202,10 +176,12 @@ class Library:
     def delete(self, run_id: str) -> None:
         self._client.delete_run(run_id)
 
+    def _entry(self, run: Any) -> MlflowEntry:
+        data, info = run.data, run.info
+        return MlflowEntry(info.run_id, set(data.params), dict(data.tags), set(data.metrics), status=info.status)
 
-def _entry(run: Any) -> MlflowEntry:
-    data = run.data
-    return MlflowEntry(run.info.run_id, set(data.params), dict(data.tags), set(data.metrics), status=run.info.status)
+
+Api = Rest | Library
 
 
 def _batches(

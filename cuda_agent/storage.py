@@ -7,11 +7,11 @@ create-if-absent.
 
     cas/<sha256>    a file, or the tree of a folder: canonical JSON {"files": {path: {"sha256", "size"}}}
 
-What it does not cover: the meaning of keys (``pipeline``), durability against power loss (the folder store does not
-fsync), empty folders, permissions and links inside a folder.  Credentials of S3 come from the environment
-(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_REGION ...), never from a URI.
+Empty folders, permissions and links are not stored, and the folder store does not fsync.  Credentials of S3 come from
+the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), never from a URI.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import obstore
@@ -64,7 +64,7 @@ def open_store(uri: str | Path) -> "Store":
         return Store(_s3(text), text.rstrip("/"))
     if re.match(r"[a-z0-9]+://", text) and not text.startswith("file://"):
         raise StoreUnavailable(f"Store {text}: expected a folder, memory:// or s3://bucket/prefix.")
-    folder = Path(text.removeprefix("file://")).expanduser().absolute()
+    folder = Path(absolute_uri(text))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         backend = obstore.store.LocalStore(folder)
@@ -75,14 +75,15 @@ def open_store(uri: str | Path) -> "Store":
 
 def absolute_uri(uri: str) -> str:
     """The address of the same store for a process with another working directory."""
-    if re.match(r"(memory|s3):", uri):
-        return uri
-    return str(Path(uri.removeprefix("file://")).expanduser().absolute())
+    folder = local_folder(uri)
+    return uri if folder is None else str(folder)
 
 
 def local_folder(uri: str) -> Path | None:
     """The folder of a folder store; None for others."""
-    return None if re.match(r"(memory|s3):", uri) else Path(absolute_uri(uri))
+    if re.match(r"(memory|s3):", uri):
+        return None
+    return Path(uri.removeprefix("file://")).expanduser().absolute()
 
 
 class Store:
@@ -93,9 +94,8 @@ class Store:
         self._backend = backend
         self.uri = uri
 
-    # Objects ---------------------------------------------------------------------------------------------------------
-
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | Path) -> None:
+        """Writes bytes, or the content of a file."""
         with self._errors(f"write {key}"):
             obstore.put(self._backend, key, data)
 
@@ -126,8 +126,7 @@ class Store:
 
     def list(self, prefix: str) -> list[str]:
         """All keys below the folder ``prefix``, sorted.  Unfinished writes never show."""
-        with self._errors(f"list {prefix}"):
-            return sorted(entry["path"] for page in obstore.list(self._backend, prefix) for entry in page)
+        return sorted(self.sizes(prefix))
 
     def sizes(self, prefix: str) -> dict[str, tuple[int, float]]:
         """Key -> (bytes, time of the last change as seconds since the epoch), for all keys below ``prefix``."""
@@ -140,17 +139,8 @@ class Store:
 
     def delete(self, key: str) -> None:
         """Deletes an object; an absent ``key`` is no error."""
-        with self._errors(f"delete {key}"):
-            try:
-                obstore.delete(self._backend, key)
-            except FileNotFoundError:
-                return
-
-    # Files -----------------------------------------------------------------------------------------------------------
-
-    def put_file(self, key: str, path: Path) -> None:
-        with self._errors(f"write {key}"):
-            obstore.put(self._backend, key, path)
+        with self._errors(f"delete {key}"), contextlib.suppress(FileNotFoundError):
+            obstore.delete(self._backend, key)
 
     def get_file(self, key: str, path: Path, sha256: str) -> None:
         """Downloads to ``path`` and verifies the digest.  Raises StoreDamaged for a damaged object, which is
@@ -162,19 +152,18 @@ class Store:
                 file.write(chunk)
         if actual.hexdigest() != sha256:
             path.unlink()
-            self.delete(key)
-            raise StoreDamaged(f"The object {key} in {self.uri} did not match its digest. It was removed.")
+            self._remove_damaged(key)
 
     # Folders ---------------------------------------------------------------------------------------------------------
 
     def put_folder(self, path: Path) -> str:
         """Stores the files below ``path`` and returns the folder's digest, a function of their names and bytes."""
         files = {}
-        for file in _files(path):
+        for file in files_below(path):
             digest = file_sha256(file)
             size = file.stat().st_size
             if self.size(f"cas/{digest}") != size:
-                self.put_file(f"cas/{digest}", file)
+                self.put(f"cas/{digest}", file)
             files[file.relative_to(path).as_posix()] = {"sha256": digest, "size": size}
         tree = canonical_json({"files": files}).encode()
         digest = hashlib.sha256(tree).hexdigest()
@@ -183,11 +172,9 @@ class Store:
 
     def tree(self, digest: str) -> dict[str, dict[str, Any]]:
         """path -> {"sha256", "size"} of the folder ``digest``."""
-        key = f"cas/{digest}"
-        data = self.get(key)
+        data = self.get(f"cas/{digest}")
         if hashlib.sha256(data).hexdigest() != digest:
-            self.delete(key)
-            raise StoreDamaged(f"The folder {key} in {self.uri} did not match its digest. It was removed.")
+            self._remove_damaged(f"cas/{digest}")
         return json.loads(data)["files"]
 
     def get_folder(self, digest: str, path: Path) -> None:
@@ -208,36 +195,31 @@ class Store:
         except StoreDamaged:
             return False
 
-    def _errors(self, doing: str) -> "_Errors":
-        return _Errors(self.uri, doing)
+    def _remove_damaged(self, key: str) -> NoReturn:
+        self.delete(key)
+        raise StoreDamaged(f"The object {key} in {self.uri} did not match its digest. It was removed.")
 
-
-class _Errors:
-    """Turns errors of obstore and of the operating system into the four errors of this module."""
-
-    def __init__(self, uri: str, doing: str) -> None:
-        self.uri, self.doing = uri, doing
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or isinstance(error, StoreError):
-            return
-        text = str(error)
-        if isinstance(error, FileNotFoundError):
-            raise StoreDamaged(f"The store {self.uri} has no such object: could not {self.doing}.") from error
-        if not isinstance(error, (OSError, obstore_errors.BaseError)):
-            return
-        if re.search(r"os error (28|27|122)\b|Errno (28|27|122)\b|No space left", text):  # ENOSPC, EFBIG, EDQUOT
-            raise StoreFull(
-                f"The store {self.uri} is full: could not {self.doing} ({_first_line(error)}).\n"
-                "Nothing half-written is visible. Free some space (`cuda-agent gc` removes what no run needs),\n"
-                "then type the same command: it goes on where it stopped."
-            ) from error
-        hint = "Is it running, and do AWS_ENDPOINT_URL and the credentials fit?" if self.uri.startswith("s3:") else ""
-        raise StoreUnavailable(
-            f"The store {self.uri} does not answer: could not {self.doing} ({_first_line(error)}). {hint}".rstrip()
-        ) from error
+    @contextlib.contextmanager
+    def _errors(self, doing: str) -> Iterator[None]:
+        """Turns errors of obstore and of the operating system into the errors of this module."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise StoreDamaged(f"The store {self.uri} has no such object: could not {doing}.") from error
+        except (OSError, obstore_errors.BaseError) as error:
+            reason = _first_line(error)
+            if re.search(
+                r"os error (28|27|122)\b|Errno (28|27|122)\b|No space left", str(error)
+            ):  # ENOSPC, EFBIG, EDQUOT
+                raise StoreFull(
+                    f"The store {self.uri} is full: could not {doing} ({reason}).\n"
+                    "Nothing half-written is visible. Free some space (`cuda-agent gc` removes what no run needs),\n"
+                    "then type the same command: it goes on where it stopped."
+                ) from error
+            s3 = self.uri.startswith("s3:")
+            hint = " Is it running, and do AWS_ENDPOINT_URL and the credentials fit?" if s3 else ""
+            said = f"The store {self.uri} does not answer: could not {doing} ({reason}).{hint}"
+            raise StoreUnavailable(said) from error
 
 
 def file_sha256(path: Path) -> str:
@@ -250,8 +232,8 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 
-def _files(path: Path) -> Iterator[Path]:
-    return iter(sorted(file for file in path.rglob("*") if file.is_file()))
+def files_below(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
 def _s3(uri: str) -> Any:
@@ -259,16 +241,14 @@ def _s3(uri: str) -> Any:
     if parts.username or parts.password:
         raise StoreUnavailable("Credentials do not belong into the store's address: set AWS_ACCESS_KEY_ID and so on.")
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    options: dict[str, Any] = {"client_options": {"allow_http": endpoint.startswith("http://"), "timeout": "60s"}}
-    if endpoint:
-        options["endpoint"] = endpoint
-        options["virtual_hosted_style_request"] = False
+    there: dict[str, Any] = {"endpoint": endpoint, "virtual_hosted_style_request": False} if endpoint else {}
     try:
         return obstore.store.S3Store(
             parts.netloc,
             prefix=parts.path.strip("/") or None,
+            client_options={"allow_http": endpoint.startswith("http://"), "timeout": "60s"},
             retry_config={"max_retries": 4, "retry_timeout": timedelta(seconds=20)},
-            **options,
+            **there,
         )
     except obstore_errors.BaseError as error:
         raise StoreUnavailable(f"The store {uri} cannot be opened: {_first_line(error)}") from error

@@ -8,16 +8,16 @@ the same MLflow run.
     metrics.jsonl    {"step": 3, "reward": 1.25, ...} a line; a later line of the same (key, step) replaces the value
     notes.jsonl      {"text": ...} a line
     progress.json    {"done", "total", "unit", "rates"}, only while the stage runs
-
-What it does not cover: where the files are stored (``pipeline``), and reports on them.
 """
 
+import contextlib
+import copy
 import json
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,10 @@ class FileTracker:
         self._append("metrics.jsonl", {"step": int(step)} | values)
 
     def progress(self, done: int, total: int, unit: str = "steps", **rates: float) -> None:
-        now = time.monotonic()
-        if now - self._shown < 0.1 and done < total:
-            return
-        self._shown = now
-        _replace(
-            self._folder / "progress.json", json.dumps({"done": done, "total": total, "unit": unit, "rates": rates})
-        )
+        if time.monotonic() - self._shown > 0.1 or done >= total:
+            self._shown = time.monotonic()
+            now = {"done": done, "total": total, "unit": unit, "rates": rates}
+            _replace(self._folder / "progress.json", json.dumps(now))
 
     def note(self, text: str) -> None:
         if text not in self.notes():
@@ -94,20 +91,14 @@ def read_notes(path: Path) -> list[str]:
 
 
 def read_progress(path: Path) -> dict[str, Any] | None:
-    try:
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         return json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
+    return None
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return
-    for line in text.splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
+    if path.exists():
+        yield from (json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
 
 
 def _replace(path: Path, text: str) -> None:
@@ -140,7 +131,7 @@ class Wanted:
     params: dict[str, Any] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
-    artifacts: list[Path] = field(default_factory=list)  # files and folders, which must exist until ``close``
+    artifacts: dict[Path, None] = field(default_factory=dict)  # files and folders, in order; they exist until ``close``
     status: str = "RUNNING"  # of MLflow: RUNNING, FINISHED, FAILED, KILLED
 
 
@@ -160,14 +151,8 @@ class Mirror:
         trouble: Callable[[str], None],
         sweep: Sweep | None = None,
     ) -> None:
-        self._sweep = sweep
-        self._uri, self._experiment, self._run, self._artifacts, self._trouble = (
-            uri,
-            experiment,
-            run,
-            artifacts,
-            trouble,
-        )
+        self._uri, self._experiment, self._run, self._artifacts = uri, experiment, run, artifacts
+        self._trouble, self._sweep = trouble, sweep
         self._entries: dict[str | None, Wanted] = {None: Wanted()}
         self._there: dict[str, MlflowEntry] | None = None  # stage (empty: the workflow) -> what MLflow holds
         self._lock = threading.Lock()
@@ -181,18 +166,18 @@ class Mirror:
         self,
         stage: str | None,
         *,
-        params: dict[str, Any] | None = None,
-        tags: dict[str, str] | None = None,
+        params: Mapping[str, Any] = {},
+        tags: Mapping[str, str] = {},
         metrics: Metrics | None = None,
-        artifacts: list[Path] | None = None,
-        status: str | None = None,
+        artifacts: Sequence[Path] = (),
+        status: str = "",
     ) -> None:
         with self._lock:
             entry = self._entries.setdefault(stage, Wanted())
-            entry.params |= params or {}
-            entry.tags |= tags or {}
+            entry.params |= params
+            entry.tags |= tags
             entry.metrics = entry.metrics if metrics is None else metrics
-            entry.artifacts += [path for path in artifacts or [] if path not in entry.artifacts]
+            entry.artifacts |= dict.fromkeys(artifacts)
             entry.status = status or entry.status
         self._changed.set()
 
@@ -229,14 +214,10 @@ class Mirror:
 
     def _sync(self, api: mlflow_api.Api) -> None:
         with self._lock:
-            wanted = {
-                stage or "": Wanted(dict(e.params), dict(e.tags), dict(e.metrics), list(e.artifacts), e.status)
-                for stage, e in self._entries.items()
-            }
+            wanted = copy.deepcopy({stage or "": entry for stage, entry in self._entries.items()})
         if self._there is None:
-            self._experiment_id = api.experiment(
-                self._experiment, self._artifacts.absolute().as_uri() if self._artifacts else None
-            )
+            place = self._artifacts.absolute().as_uri() if self._artifacts else None
+            self._experiment_id = api.experiment(self._experiment, place)
             found = api.find(self._experiment_id, RUN_TAG, self._run)
             self._there = {entry.tags.get(STAGE_TAG, ""): entry for entry in reversed(found)}
         for stage, entry in wanted.items():
@@ -252,18 +233,18 @@ class Mirror:
 
 def _sweep_run(api: mlflow_api.Api, experiment: str, sweep: Sweep) -> str:
     """The parent of all runs of a sweep.  It has no status; the runs below it have one."""
-    made: list[str] = []
+    made = ""
 
     def make() -> str:
+        nonlocal made
         tags = {SWEEP_TAG: sweep.name, RUN_TAG: "", STAGE_TAG: "", "mlflow.runName": sweep.name}
-        made.append(api.create(experiment, tags).run_id)
-        api.end(made[-1], "FINISHED")
-        return made[-1]
+        made = api.create(experiment, tags).run_id
+        api.end(made, "FINISHED")
+        return made
 
     agreed = sweep.agree(make)
-    for run_id in made:
-        if run_id != agreed:  # another process was first
-            api.delete(run_id)
+    if made not in ("", agreed):  # another process was first
+        api.delete(made)
     return agreed
 
 
@@ -281,12 +262,8 @@ def _send(api: mlflow_api.Api, there: MlflowEntry, wanted: Wanted) -> None:
         there.unread.remove(key)
     params = {key: str(value)[:6000] for key, value in wanted.params.items() if key not in there.params}
     tags = {key: value for key, value in wanted.tags.items() if there.tags.get(key) != value}
-    points = [
-        (key, value, step)
-        for step, values in wanted.metrics.items()
-        for key, value in values.items()
-        if (key, step) not in there.points
-    ]
+    known, found = there.points, wanted.metrics.items()
+    points = [(key, v, step) for step, values in found for key, v in values.items() if (key, step) not in known]
     api.log(there.run_id, params, tags, points)
     there.params |= params.keys()
     there.tags |= tags

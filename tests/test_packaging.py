@@ -69,9 +69,8 @@ def test_the_wheel_runs_from_an_empty_environment(built, tmp_path):
 
     assert "Teach a language model" in command("--help")
     assert "sha256" in command("config", "experiment=paper")
-    where = subprocess.run(
-        [python, "-c", "import cuda_agent; print(cuda_agent.__file__)"], capture_output=True, text=True, cwd=tmp_path
-    )
+    program = [python, "-c", "import cuda_agent; print(cuda_agent.__file__)"]
+    where = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path, env=clean)
     assert str(environment) in where.stdout
 
 

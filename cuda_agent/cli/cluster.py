@@ -1,7 +1,4 @@
-"""The commands of the cluster: render its manifests; submit, follow, stop and resume runs and sweeps.
-
-As in ``cli.main``, commands import their dependencies inside their functions.
-"""
+"""The commands of the cluster: render its manifests; submit, follow, stop and resume runs and sweeps."""
 
 import contextlib
 import json
@@ -11,52 +8,39 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from cuda_agent.cli.options import AsJson, Namespace, Overrides, Release, RunName, add_commands
+from cuda_agent.cli.options import AsJson, Namespace, Overrides, Release, RunName, command, command_group, print_json
 from cuda_agent.cli.runs import cluster_of
+from cuda_agent.errors import ConfigError
 
 if TYPE_CHECKING:
     from cuda_agent.cluster.api import Cluster
+    from cuda_agent.cluster.submit import Submission
     from cuda_agent.pipeline.local import StageView
     from cuda_agent.pipeline.sweep import Point
 
-On = Annotated[
-    str | None, typer.Option("--on", metavar="CONTEXT", help="context of your kubeconfig; else the current one")
-]
-Profile = Annotated[str, typer.Option(help="what the run's pods get: a profile of the chart")]
+commands = command_group()
+On = Annotated[str | None, Option("--on", metavar="CONTEXT", help="context of your kubeconfig; else the current one")]
+Watching = Annotated[bool, Option("--watch", help="follow it until it ends")]
+Profile = Annotated[str, Option(help="what the run's pods get: a profile of the chart")]
 EVERY = 1.0  # seconds between two queries of a run
 AWAY = 120.0  # seconds without an answer of the API server before watching ends
 
 
-def add_to(app: typer.Typer) -> None:
-    """Adds the commands to the command line."""
-    examples: dict[Callable[..., None], tuple[str, ...]] = {
-        submit: (
-            "cuda-agent submit experiment=demo --profile cpu --watch",
-            "cuda-agent submit experiment=smoke run.name=first --dry-run",
-        ),
-        sweep: (
-            "cuda-agent sweep experiment=demo critic.lr=1e-5,3e-5 'seed=range(3)' --parallel 2",
-            "cuda-agent sweep experiment=smoke 'seed=range(3)' --on local --dry-run",
-        ),
-        watch: ("cuda-agent watch last",),
-        cancel: ("cuda-agent cancel last", "cuda-agent cancel last --now"),
-        resume: ("cuda-agent resume last",),
-        mlflow: ("cuda-agent mlflow",),
-        render: ("cuda-agent render", "cuda-agent render --check"),
-    }
-    add_commands(app, examples)
-
-
+@command(
+    commands,
+    "cuda-agent submit experiment=demo --profile cpu --watch",
+    "cuda-agent submit experiment=smoke run.name=first --dry-run",
+)
 def submit(
     overrides: Overrides = None,
     profile: Profile = "cpu",
     release: Release = "cuda-agent",
     on: On = None,
     namespace: Namespace = None,
-    watching: Annotated[bool, typer.Option("--watch", help="follow it until it ends")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the objects and send nothing")] = False,
+    watching: Watching = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="print the objects and send nothing")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Start the whole workflow on a cluster. Needs a kubeconfig and nothing else."""
@@ -65,26 +49,32 @@ def submit(
 
     what = cluster.submission(compose(overrides or []), profile, release)
     if dry_run:
-        _print_objects([what.workflow, what.config_map], as_json)
+        objects = [what.workflow, what.config_map]
+        if as_json:
+            print_json(objects)
+        else:
+            import yaml
+
+            print("---\n".join(yaml.safe_dump(item, sort_keys=False, width=120) for item in objects), end="")
         return
     place = cluster_of(on, namespace)
     cluster.submit(place, what)
-    _submitted(place, what.run, what.workflow["metadata"]["name"], watching, as_json)
+    _submitted(place, what, watching, as_json)
 
 
+@command(
+    commands,
+    "cuda-agent sweep experiment=demo critic.lr=1e-5,3e-5 'seed=range(3)' --parallel 2",
+    "cuda-agent sweep experiment=smoke 'seed=range(3)' --on local --dry-run",
+)
 def sweep(
-    overrides: Annotated[
-        list[str], typer.Argument(metavar="OVERRIDE", help="as of submit; keys with several values, as in seed=1,2")
-    ],
+    overrides: Annotated[list[str], Argument(metavar="OVERRIDE", help="as of submit, and several values: seed=1,2")],
     profile: Profile = "cpu",
     release: Release = "cuda-agent",
-    on: Annotated[
-        str | None,
-        typer.Option("--on", metavar="local|CONTEXT", help="this machine, or a cluster; else the current one"),
-    ] = None,
+    on: Annotated[str | None, Option("--on", metavar="local|CONTEXT", help="else: the current cluster")] = None,
     namespace: Namespace = None,
-    parallel: Annotated[int | None, typer.Option(min=1, help="so many runs at once at most; the rest wait")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the runs and start none")] = False,
+    parallel: Annotated[int | None, Option(min=1, help="so many runs at once at most; the rest wait")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="list the runs and start none")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Start a run for every combination of values, in Hydra's grammar: a=1,2  a=range(3)  a=choice(x,y).
@@ -92,12 +82,12 @@ def sweep(
     All are validated before the first one starts. On a cluster they wait for each other there, and this command may
     end; on this machine (--on local) they run one after the other, and the same command with the same run.name goes on.
     """
-    from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline import sweep as sweeps
 
     if on == "local" and parallel is not None:
         raise ConfigError("sweep --parallel: on this machine the runs go one after the other.")
     name, points = sweeps.points(overrides)
+    place = None
     if on == "local":
         from cuda_agent.pipeline.schedule import require_base
 
@@ -112,14 +102,14 @@ def sweep(
         if not dry_run:
             place = cluster_of(on, namespace)
             cluster.submit(place, *submissions)
-    rows = [{"run": point.name, "overrides": point.overrides} for point in points]
     if as_json:
-        where = {} if dry_run else {"namespace": place.namespace, "cluster": place.name}
-        print(json.dumps({"sweep": name, "runs": rows} | where, indent=1))
+        rows = [{"run": point.name, "overrides": point.overrides} for point in points]
+        where = {"namespace": place.namespace, "cluster": place.name} if place else {}
+        print_json({"sweep": name, "runs": rows} | where)
         return
     for point in points:
         print(f"{point.name:36} {' '.join(point.overrides)}")
-    if dry_run:
+    if place is None:
         print(f"sweep {name}: {len(points)} runs, all valid; nothing was started")
     else:
         print(f"sweep {name}: {len(points)} runs in namespace {place.namespace} of {place.name}")
@@ -132,10 +122,9 @@ def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
     from cuda_agent.pipeline.local import RunOutcome, run_pipeline
 
     def execute(point: "Point") -> RunOutcome:
-        if as_json:
-            return run_pipeline(point.config, watch=screen.plain(lambda line: print(line, file=sys.stderr)))
-        print(f"{point.name}: {' '.join(point.overrides)}", flush=True)
-        with screen.watching() as show:
+        if not as_json:
+            print(f"{point.name}: {' '.join(point.overrides)}", flush=True)
+        with screen.watching(as_json) as show:
             return run_pipeline(point.config, watch=show)
 
     rows: list[dict[str, Any]] = []
@@ -147,24 +136,25 @@ def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
             how = f"exit code {outcome.code}{where}: {outcome.message.splitlines()[0]}" if outcome.code else "done"
             print(f"run {point.name}: {how}", flush=True)
     if as_json:
-        print(json.dumps({"sweep": name, "runs": rows}, indent=1))
+        print_json({"sweep": name, "runs": rows})
     if len(rows) < len(points):
         print(f"Stopped. The same command with run.name={name} goes on from here.", file=sys.stderr)
     return next((row["code"] for row in rows if row["code"]), 0)
 
 
+@command(commands, "cuda-agent watch last")
 def watch(run: RunName, on: On = None, namespace: Namespace = None, as_json: AsJson = False) -> None:
     """Follow a run: its stages, how far they are, what they wait for. Ctrl-C stops watching, not the run.
 
     With --json a line each time something has changed.
     """
-    place = cluster_of(on, namespace)
-    sys.exit(_follow(place, run, as_json))
+    sys.exit(_follow(cluster_of(on, namespace), run, as_json))
 
 
+@command(commands, "cuda-agent cancel last", "cuda-agent cancel last --now")
 def cancel(
     run: RunName,
-    now: Annotated[bool, typer.Option("--now", help="do not wait for checkpoints")] = False,
+    now: Annotated[bool, Option("--now", help="do not wait for checkpoints")] = False,
     on: On = None,
     namespace: Namespace = None,
     as_json: AsJson = False,
@@ -186,25 +176,22 @@ def cancel(
     print(f"go on with: cuda-agent resume {name}")
 
 
+@command(commands, "cuda-agent resume last")
 def resume(
-    run: RunName,
-    on: On = None,
-    namespace: Namespace = None,
-    watching: Annotated[bool, typer.Option("--watch", help="follow it until it ends")] = False,
-    as_json: AsJson = False,
+    run: RunName, on: On = None, namespace: Namespace = None, watching: Watching = False, as_json: AsJson = False
 ) -> None:
-    """Go on with a run that was cancelled or has failed: what is done is served from the store."""
+    """Go on with a run that was cancelled or has failed: finished stages come from the store."""
     from cuda_agent.cluster import submit as cluster
 
     place = cluster_of(on, namespace)
-    what = cluster.resume(place, run)
-    _submitted(place, what.run, what.workflow["metadata"]["name"], watching, as_json)
+    _submitted(place, cluster.resume(place, run), watching, as_json)
 
 
+@command(commands, "cuda-agent mlflow")
 def mlflow(
     on: On = None,
     namespace: Namespace = None,
-    port: Annotated[int, typer.Option(help="on this machine; 0: any that is free")] = 0,
+    port: Annotated[int, Option(help="on this machine; 0: any that is free")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Bring the chart's MLflow to this machine, until Ctrl-C."""
@@ -218,14 +205,13 @@ def mlflow(
             time.sleep(3600)
 
 
+@command(commands, "cuda-agent render", "cuda-agent render --check")
 def render(
-    root: Annotated[Path, typer.Argument(help="the repository")] = Path("."),
-    check: Annotated[
-        bool, typer.Option("--check", help="write nothing; exit with 1 when something is not up to date")
-    ] = False,
+    root: Annotated[Path, Argument(help="the repository")] = Path("."),
+    check: Annotated[bool, Option("--check", help="write nothing; exit with 1 if anything would change")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Bring what is made of the graph and the chart's values up to date: workflows/ and charts/cuda-agent."""
+    """Render workflows/ and charts/cuda-agent from the graph and the chart's values."""
     from cuda_agent.deploy import chart
 
     changed = chart.drift(root) if check else chart.write(root)
@@ -235,16 +221,8 @@ def render(
         sys.exit(1)
 
 
-def _print_objects(items: list[dict[str, Any]], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(items, indent=1))
-        return
-    import yaml
-
-    print("---\n".join(yaml.safe_dump(item, sort_keys=False, width=120) for item in items), end="")
-
-
-def _submitted(place: "Cluster", run: str, workflow: str, watching: bool, as_json: bool) -> None:
+def _submitted(place: "Cluster", what: "Submission", watching: bool, as_json: bool) -> None:
+    run, workflow = what.run, what.workflow["metadata"]["name"]
     if as_json:
         print(json.dumps({"run": run, "workflow": workflow, "namespace": place.namespace, "cluster": place.name}))
     else:

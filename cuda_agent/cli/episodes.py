@@ -6,50 +6,44 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
-from cuda_agent.cli.options import STORE, AsJson, Namespace, StoreOption, Where
+from cuda_agent.cli.options import STORE, AsJson, Namespace, StoreOption, Where, command, command_group
 from cuda_agent.cli.runs import find
+from cuda_agent.errors import ConfigError
 
 if TYPE_CHECKING:
     from cuda_agent.pages.episode_story import EpisodeEntry, EpisodeRow
 
-_EPILOG = """\b
-Examples:
-  cuda-agent episodes last --stage evaluate-agentic --status wrong
-  cuda-agent episodes last --task softmax --sort best --output softmax.html
-  cuda-agent episodes first --on my-cluster --min-reward 2 --open
-  cuda-agent episodes model-optimized --open
-"""
+commands = command_group()
 _HEAD = f"{'':>5} {'stage':18} {'task':34} {'status':12} {'reward':>6} {'speed':>7} {'turns':>5} {'tokens':>7}  ended"
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command(epilog=_EPILOG)(episodes)
-
-
+@command(
+    commands,
+    "cuda-agent episodes last --stage evaluate-agentic --status wrong",
+    "cuda-agent episodes last --task softmax --sort best --output softmax.html",
+    "cuda-agent episodes first --on my-cluster --min-reward 2 --open",
+    "cuda-agent episodes model-optimized --open",
+)
 def episodes(
     run: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="RUN|FOLDER",
             help="a run, the beginning of its name, or `last`; a folder of `optimize` or of `benchmark --output`",
         ),
     ],
-    stage: Annotated[str | None, typer.Option(help="only of this stage, such as collect or evaluate-rft")] = None,
-    task: Annotated[str | None, typer.Option(help="only tasks whose name contains this")] = None,
-    status: Annotated[
-        str | None, typer.Option(help="only with this verdict: ok, wrong, build_error ..., no_answer, lost")
-    ] = None,
-    min_reward: Annotated[float | None, typer.Option(help="only with at least this reward")] = None,
+    stage: Annotated[str | None, Option(help="only of this stage, such as collect or evaluate-rft")] = None,
+    task: Annotated[str | None, Option(help="only tasks whose name contains this")] = None,
+    status: Annotated[str | None, Option(help="only this verdict: ok, wrong, build_error, no_answer, lost")] = None,
+    min_reward: Annotated[float | None, Option(help="only with at least this reward")] = None,
     sort: Annotated[
-        Literal["newest", "oldest", "best", "worst", "turns", "tokens", "task"], typer.Option(help="which come first")
+        Literal["newest", "oldest", "best", "worst", "turns", "tokens", "task"], Option(help="which come first")
     ] = "newest",
-    most: Annotated[int, typer.Option(min=1, help="how many are listed, and put on the page")] = 200,
-    output: Annotated[Path | None, typer.Option(help="write them as one HTML page")] = None,
-    open_page: Annotated[
-        bool, typer.Option("--open", help="write the page (beside the run, without --output) and open it in a browser")
-    ] = False,
+    most: Annotated[int, Option(min=1, help="how many are listed, and put on the page")] = 200,
+    output: Annotated[Path | None, Option(help="write them as one HTML page")] = None,
+    open_page: Annotated[bool, Option("--open", help="write the page, and open it in a browser")] = False,
     store: StoreOption = STORE,
     on: Where = None,
     namespace: Namespace = None,
@@ -86,8 +80,6 @@ def episodes(
 
 def _write(page: Path, text: str) -> None:
     """Writes the page.  Raises ConfigError if that fails."""
-    from cuda_agent.errors import ConfigError
-
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(text, encoding="utf-8")
@@ -101,7 +93,6 @@ def _entries(
     """Title, the page's default place, all episodes, and the message if there are none."""
     from cuda_agent.cluster import results
     from cuda_agent.cluster.api import ClusterError
-    from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline import episodes as left
     from cuda_agent.pipeline import runs
     from cuda_agent.storage import StoreUnavailable
@@ -119,19 +110,19 @@ def _entries(
             raise ConfigError(f"{left.no_result(path)}\n{error}") from None
         raise
     if isinstance(where, tuple):
-        home = runs.local_home(store) / "episodes" / name
-        return f"run {name}", home, left.listed(left.of_run(*where, folder)), nothing
-    with results.mlflow(where) as address:
-        found = left.listed(results.episodes(address, name, folder))
-    return f"run {name}", Path(".cuda-agent") / "episodes" / name, found, nothing
+        home, found = runs.local_home(store), left.of_run(*where, folder)
+    else:
+        home = Path(".cuda-agent")
+        with results.mlflow(where) as address:
+            found = results.episodes(address, name, folder)
+    return f"run {name}", home / "episodes" / name, left.listed(found), nothing
 
 
 def _is_path(text: str) -> bool:
     """Whether the text is an existing path, or cannot be the name of a run."""
     from cuda_agent.pipeline.episodes import FILE, TRANSCRIPT
 
-    path = Path(text)
-    return "/" in text or path.is_file() or any((path / name).is_file() for name in (TRANSCRIPT, FILE))
+    return "/" in text or any((Path(text) / name).is_file() for name in ("", TRANSCRIPT, FILE))
 
 
 def _lines(chosen: "list[EpisodeEntry]", found: int, most: int, nothing: str) -> list[str]:

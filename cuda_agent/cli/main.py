@@ -3,28 +3,26 @@
 Commands import their dependencies inside their functions, so that ``--help`` answers at once.  An error that a person
 can fix is printed as one screen on stderr; exit codes: 75 try again, 78 wrong configuration or input, 79 a gate was
 missed.
-
-What it does not cover: the work of the commands.
 """
 
 import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
-from cuda_agent.cli import cluster as cli_cluster
-from cuda_agent.cli import episodes as cli_episodes
-from cuda_agent.cli import optimize, upkeep
-from cuda_agent.cli import runs as cli_runs
-from cuda_agent.cli.options import AsJson, Overrides, print_json
+from cuda_agent.cli.cluster import commands as cluster_commands
+from cuda_agent.cli.episodes import commands as episodes_commands
+from cuda_agent.cli.optimize import commands as optimize_commands
+from cuda_agent.cli.options import AsJson, Overrides, command, command_group, print_json
 from cuda_agent.cli.pod import pod_app
+from cuda_agent.cli.runs import commands as runs_commands
 from cuda_agent.cli.sandbox import sandbox_app
-
-if TYPE_CHECKING:
-    from cuda_agent.config import Config
+from cuda_agent.cli.upkeep import commands as upkeep_commands
+from cuda_agent.errors import ConfigError, TaskError
 
 app = typer.Typer(
     name="cuda-agent",
@@ -34,10 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-tasks_app = typer.Typer(help="Look at task sets, and import others'.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(tasks_app, name="tasks")
-app.add_typer(sandbox_app, name="sandbox")
-
+tasks_app = command_group("Look at task sets, and import others'.")
 MOST_DROPPED = 10  # dropped items of an import that are listed
 
 
@@ -57,13 +52,11 @@ def main() -> None:
         sys.exit(code)
 
 
-@app.command(
-    epilog="\b\nExamples:\n  cuda-agent run experiment=demo\n  cuda-agent run experiment=smoke critic.lr=1e-4 --new"
-)
+@command(app, "cuda-agent run experiment=demo", "cuda-agent run experiment=smoke critic.lr=1e-4 --new")
 def run(
     overrides: Overrides = None,
-    new: Annotated[bool, typer.Option("--new", help="start another run, even if one is unfinished")] = False,
-    to: Annotated[str | None, typer.Option("--to", help="only this stage and what it needs")] = None,
+    new: Annotated[bool, Option("--new", help="start another run, even if one is unfinished")] = False,
+    to: Annotated[str | None, Option("--to", help="only this stage and what it needs")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the whole workflow on this machine.
@@ -72,48 +65,26 @@ def run(
     Ctrl-C stops in order: stages write a checkpoint, and the same command goes on from there.
     """
     from cuda_agent.compose import compose
-    from cuda_agent.errors import ConfigError
+    from cuda_agent.diagnostics.doctor import unsupported
+    from cuda_agent.pipeline import screen
     from cuda_agent.pipeline.graph import stages_of, up_to
+    from cuda_agent.pipeline.local import run_pipeline
+    from cuda_agent.pipeline.schedule import require_base
 
     config = compose(overrides or [])
-    try:
-        rows = up_to(stages_of(config), to) if to else stages_of(config)
-    except ValueError as error:
-        raise ConfigError(f"--to: {error}") from None
+    rows = up_to(stages_of(config), to) if to else stages_of(config)
     if any(row.name == "bootstrap" for row in rows):  # bootstrap loads the base model
-        from cuda_agent.pipeline.schedule import require_base
-
         require_base(config.policy.base)
     if sys.platform != "linux":
-        from cuda_agent.diagnostics.doctor import unsupported
-
         print(unsupported(), file=sys.stderr)
-    from cuda_agent.pipeline import screen
-    from cuda_agent.pipeline.local import run_pipeline
-
-    if as_json:
-        outcome = run_pipeline(
-            config, new=new, stages=rows, watch=screen.plain(lambda line: print(line, file=sys.stderr))
-        )
-    else:
-        with screen.watching() as watch:
-            outcome = run_pipeline(config, new=new, stages=rows, watch=watch)
+    with screen.watching(as_json) as watch:
+        outcome = run_pipeline(config, new=new, stages=rows, watch=watch)
     report = str(outcome.report / "index.html") if outcome.report else None
     if as_json:
-        stages = {
-            name: {"key": m.key, "outputs": m.outputs, "seconds": m.seconds} for name, m in outcome.manifests.items()
-        }
-        print_json(
-            {
-                "run": outcome.run,
-                "code": outcome.code,
-                "stage": outcome.stage,
-                "message": outcome.message,
-                "resumed": outcome.resumed,
-                "report": report,
-                "stages": stages,
-            }
-        )
+        facts = {name: getattr(outcome, name) for name in ("run", "code", "stage", "message", "resumed")}
+        manifests = outcome.manifests.items()
+        stages = {name: {"key": m.key, "outputs": m.outputs, "seconds": m.seconds} for name, m in manifests}
+        print_json(facts | {"report": report, "stages": stages})
     elif outcome.code == 0:
         print(f"run {outcome.run} is done")
         if report:
@@ -129,15 +100,14 @@ def run(
         sys.exit(outcome.code)
 
 
-@app.command(epilog="\b\nExamples:\n  cuda-agent config experiment=paper\n  cuda-agent config critic.lr=1e-4 --json")
+@command(app, "cuda-agent config experiment=paper", "cuda-agent config critic.lr=1e-4 --json")
 def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print the composed, validated configuration and the schedule it amounts to. Runs nothing.
 
     A policy.base that is a folder, and not on this machine, is noted: `run` would refuse it.
     """
     from cuda_agent.compose import compose, freeze
-    from cuda_agent.errors import ConfigError
-    from cuda_agent.pipeline.schedule import derived, require_base
+    from cuda_agent.pipeline.schedule import derived, require_base, schedule_lines
 
     composed = compose(overrides or [])
     text, sha256 = freeze(composed)
@@ -145,51 +115,25 @@ def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"config": json.loads(text), "sha256": sha256, "schedule": schedule})
     else:
-        _print_schedule(composed, sha256, schedule)
+        import yaml
+
+        values = composed.model_dump(mode="json")
+        print(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=None))
+        print(f"sha256: {sha256}\n")
+        print("\n".join(schedule_lines(schedule)))
     try:
         require_base(composed.policy.base)
     except ConfigError as error:  # the path may exist in a cluster's pods only
         print(f"note: {error}, on this machine", file=sys.stderr)
 
 
-def _print_schedule(composed: "Config", sha256: str, schedule: dict[str, Any]) -> None:
-    import yaml
-
-    print(
-        yaml.safe_dump(composed.model_dump(mode="json"), sort_keys=False, allow_unicode=True, default_flow_style=None)
-    )
-    print(f"sha256: {sha256}\n")
-    print(f"{'stage':18} {'samples':>10} {'tokens, most':>16} {'optimizer steps':>16} {'time':>8} {'memory':>9}")
-    for name, row in schedule["stages"].items():
-        numbers = f"{row['samples']:>10,} {row['tokens']:>16,} {row['optimizer_steps']:>16,}"
-        memory = "" if "memory" not in row else _size(row["memory"])
-        print(f"{name:18} {numbers} {_about(row['seconds']):>8} {memory:>9}".rstrip())
-    size = f"{schedule['parameters'] / 1e6:.2f}M parameters" if schedule["parameters"] else schedule["base"]
-    print(f"\n{size}; {schedule['optimizer_steps']:,} optimizer steps; on 2 CPU cores {_about(schedule['seconds'])}")
-    print("memory: of a training step at most, without PyTorch, engine and sandbox (docs/training.md)")
-
-
-def _size(count: int | None) -> str:
-    if count is None:
-        return "unknown"
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
-def _about(seconds: float | None) -> str:
-    from cuda_agent.pipeline.screen import duration
-
-    return "unknown" if seconds is None else duration(seconds)
-
-
-@app.command(epilog="\b\nExample:\n  cuda-agent evaluate tasks/relu_sum/model.py my-solution/ sandbox.threads=4")
+@command(app, "cuda-agent evaluate tasks/relu_sum/model.py my-solution/ sandbox.threads=4")
 def evaluate(
-    task: Annotated[Path, typer.Argument(help="a model.py with Model, get_inputs and get_init_inputs")],
-    solution: Annotated[Path, typer.Argument(help="a folder: plan.json and kernels/, or model_new.py and kernels/")],
+    task: Annotated[Path, Argument(help="a model.py with Model, get_inputs and get_init_inputs")],
+    solution: Annotated[Path, Argument(help="a folder: plan.json and kernels/, or model_new.py and kernels/")],
     overrides: Overrides = None,
-    mode: Annotated[
-        Literal["quick", "strict"], typer.Option(help="quick: a training reward; strict: a number for people")
-    ] = "quick",
-    again: Annotated[bool, typer.Option("--again", help="measure anew what was measured before")] = False,
+    mode: Annotated[Literal["quick", "strict"], Option(help="quick: for training; strict: for people")] = "quick",
+    again: Annotated[bool, Option("--again", help="measure anew what was measured before")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check and time one solution of one task in the sandbox."""
@@ -208,19 +152,17 @@ def evaluate(
     sys.exit(0 if verdict.status == "ok" else 75 if verdict.status == "infra" else 1)
 
 
-@tasks_app.command(
-    "show",
-    epilog="\b\nExamples:\n  cuda-agent tasks show KernelBench/\n  cuda-agent tasks show tasks.parquet relu_sum-0003",
+@command(
+    tasks_app, "cuda-agent tasks show KernelBench/", "cuda-agent tasks show tasks.parquet relu_sum-0003", name="show"
 )
 def tasks_show(
-    source: Annotated[Path, typer.Argument(help="a task set, an Ops-6K parquet, a KernelBench folder, one model.py")],
-    name: Annotated[str | None, typer.Argument(help="print the code of this task")] = None,
+    source: Annotated[Path, Argument(help="a task set, an Ops-6K parquet, a KernelBench folder, one model.py")],
+    name: Annotated[str | None, Argument(help="print the code of this task")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the tasks of a set, or print one."""
     from dataclasses import asdict
 
-    from cuda_agent.errors import TaskError
     from cuda_agent.tasks.io import read_any
 
     tasks = read_any(source)
@@ -240,13 +182,13 @@ def tasks_show(
         print(f"{len(tasks)} tasks")
 
 
-@tasks_app.command("import", epilog="\b\nExample:\n  cuda-agent tasks import cuda_agent_ops_6k.parquet my-tasks/")
+@command(tasks_app, "cuda-agent tasks import cuda_agent_ops_6k.parquet my-tasks/", name="import")
 def tasks_import(
-    source: Annotated[Path, typer.Argument(help="an Ops-6K parquet, a KernelBench folder, one model.py")],
-    folder: Annotated[Path, typer.Argument(help="where the task set goes")],
+    source: Annotated[Path, Argument(help="an Ops-6K parquet, a KernelBench folder, one model.py")],
+    folder: Annotated[Path, Argument(help="where the task set goes")],
     as_json: AsJson = False,
 ) -> None:
-    """Read somebody else's tasks, drop what is no task or a duplicate, recompute their operators, write a task set."""
+    """Import tasks: drop files that are no task and duplicates, recompute the operators, write a task set."""
     from cuda_agent.tasks.io import import_tasks
 
     imported = import_tasks(source, folder)
@@ -264,21 +206,22 @@ def tasks_import(
         print(f"  and {len(dropped) - MOST_DROPPED} more: see --json")
 
 
-@app.command(
-    epilog="\b\nExamples:\n  cuda-agent benchmark my-policy/ --tasks KernelBench/\n"
-    "  cuda-agent benchmark last/agentic --tasks KernelBench/level1 evaluate.turns=6 policy.context=1024\n"
-    "  cuda-agent benchmark --base-url http://127.0.0.1:8000/v1 --model qwen3-coder --tasks KernelBench/"
+@command(
+    app,
+    "cuda-agent benchmark my-policy/ --tasks KernelBench/",
+    "cuda-agent benchmark last/agentic --tasks KernelBench/level1 evaluate.turns=6 policy.context=1024",
+    "cuda-agent benchmark --base-url http://127.0.0.1:8000/v1 --model qwen3-coder --tasks KernelBench/",
 )
 def benchmark(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="POLICY|OVERRIDE", help="a Hugging Face folder, or RUN/STAGE; Hydra overrides"),
+        Argument(metavar="POLICY|OVERRIDE", help="a Hugging Face folder, or RUN/STAGE; Hydra overrides"),
     ] = None,
-    base_url: Annotated[str | None, typer.Option(help="any OpenAI-compatible address instead of a policy")] = None,
-    model: Annotated[str | None, typer.Option(help="name of the model behind --base-url")] = None,
-    key_env: Annotated[str, typer.Option(help="environment variable that holds the key")] = "OPENAI_API_KEY",
-    tasks: Annotated[Path, typer.Option(help="a KernelBench folder or any task set")] = Path("tasks"),
-    output: Annotated[Path | None, typer.Option(help="folder for episodes and scores")] = None,
+    base_url: Annotated[str | None, Option(help="any OpenAI-compatible address instead of a policy")] = None,
+    model: Annotated[str | None, Option(help="name of the model behind --base-url")] = None,
+    key_env: Annotated[str, Option(help="environment variable that holds the key")] = "OPENAI_API_KEY",
+    tasks: Annotated[Path, Option(help="a KernelBench folder or any task set")] = Path("tasks"),
+    output: Annotated[Path | None, Option(help="folder for episodes and scores")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure a policy, or any model behind an OpenAI-compatible address, on a task set: the paper's table.
@@ -307,30 +250,8 @@ def benchmark(
         print("\n".join(evaluation.score_lines(scores)))
 
 
-cli_runs.add_to(app)
-cli_episodes.add_to(app)
-cli_cluster.add_to(app)
-upkeep.add_to(app)
-optimize.add_to(app)
+for group in (runs_commands, episodes_commands, cluster_commands, upkeep_commands, optimize_commands):
+    app.add_typer(group)
+app.add_typer(tasks_app, name="tasks")
+app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(pod_app, name="pod", hidden=True)
-
-
-@app.command(hidden=True)
-def stage(
-    name: str,
-    store: Annotated[str, typer.Option()],
-    config: Annotated[str, typer.Option(help="sha256 of a stored configuration")],
-    run: Annotated[str, typer.Option()],
-    scratch: Annotated[Path, typer.Option()] = Path(".cuda-agent/stage"),
-) -> None:
-    """Run one stage of a run, by hand or as a container step."""
-    from cuda_agent.pipeline.runs import local_home
-    from cuda_agent.pipeline.stage_main import StageOrder, run_stage
-    from cuda_agent.storage import absolute_uri
-
-    order = StageOrder(absolute_uri(store), config, run, name, str(scratch.absolute() / name), str(local_home(store)))
-    code = run_stage(order)
-    message = json.loads((scratch / name / "outcome.json").read_text())["message"]
-    if message:
-        print(message, file=sys.stderr)
-    sys.exit(code)

@@ -5,72 +5,60 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
+from cuda_agent.cli.options import command, command_group
+from cuda_agent.errors import ConfigError
 from cuda_agent.format_names import Format
 
-_EPILOG = """\b
-Examples:
-  export OPENAI_API_KEY=...
-  cuda-agent optimize model.py --base-url https://api.example.com/v1 --model some-model
-  cuda-agent optimize model.py --base-url http://127.0.0.1:8000/v1 --model qwen3-coder --attempts 4 --minutes 30
-  cuda-agent optimize model.py --base-url ... --model ... --money 2 --price-in 0.5 --price-out 2.5
-  cuda-agent optimize --resume model-optimized --minutes 30
-"""
+commands = command_group()
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command(epilog=_EPILOG)(optimize)
-
-
+@command(
+    commands,
+    "export OPENAI_API_KEY=...",
+    "cuda-agent optimize model.py --base-url https://api.example.com/v1 --model some-model",
+    "cuda-agent optimize model.py --base-url http://127.0.0.1:8000/v1 --model qwen3-coder --attempts 4 --minutes 30",
+    "cuda-agent optimize model.py --base-url ... --model ... --money 2 --price-in 0.5 --price-out 2.5",
+    "cuda-agent optimize --resume model-optimized --minutes 30",
+)
 def optimize(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="MODEL.py [OVERRIDE]...",
             help="the problem: Model, get_inputs and get_init_inputs; Hydra overrides of the sandbox",
         ),
     ] = None,
-    base_url: Annotated[str | None, typer.Option(help="address of the model's server, up to and with /v1")] = None,
-    model: Annotated[str | None, typer.Option(help="name under which it serves the model")] = None,
-    key_env: Annotated[
-        str | None, typer.Option(help="environment variable that holds the key [default: OPENAI_API_KEY]")
-    ] = None,
-    output: Annotated[Path | None, typer.Option(help="folder of the result [default: MODEL-optimized]")] = None,
-    resume: Annotated[Path | None, typer.Option(help="go on in this folder, with what was asked then")] = None,
-    attempts: Annotated[int | None, typer.Option(min=1, max=64, help="side by side [default: 1]")] = None,
+    base_url: Annotated[str | None, Option(help="address of the model's server, up to and with /v1")] = None,
+    model: Annotated[str | None, Option(help="name under which it serves the model")] = None,
+    key_env: Annotated[str | None, Option(help="environment variable with the key [default: OPENAI_API_KEY]")] = None,
+    output: Annotated[Path | None, Option(help="folder of the result [default: MODEL-optimized]")] = None,
+    resume: Annotated[Path | None, Option(help="go on in this folder, with what was asked then")] = None,
+    attempts: Annotated[int | None, Option(min=1, max=64, help="side by side [default: 1]")] = None,
     target: Annotated[
         float | None,
-        typer.Option(
+        Option(
             help="stop when so many times as fast as the faster of eager and torch.compile; inf: never [default: 1.05]"
         ),
     ] = None,
-    turns: Annotated[int | None, typer.Option(min=1, help="most turns of one attempt [default: 60]")] = None,
-    minutes: Annotated[float | None, typer.Option(min=0.01, help="of all attempts [default: 60]")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="of all attempts, read and written [default: any]")] = None,
-    money: Annotated[float | None, typer.Option(min=0, help="of all attempts, at the prices given")] = None,
-    price_in: Annotated[float | None, typer.Option(min=0, help="of a million tokens read")] = None,
-    price_out: Annotated[float | None, typer.Option(min=0, help="of a million tokens written")] = None,
-    format: Annotated[
-        Format | None,
-        typer.Option(help="form of the solution; plan can be believed most [default: plan]"),
-    ] = None,
-    device: Annotated[
-        Literal["cpu", "cuda"] | None, typer.Option(help="[default: cuda where there is a GPU, else cpu]")
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(min=512, help="tokens of a conversation that the model can take [default: 65536]")
-    ] = None,
-    answer_tokens: Annotated[int | None, typer.Option(min=64, help="most tokens of one turn [default: 8192]")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="[default: 1]")] = None,
-    seed: Annotated[int | None, typer.Option(help="of the sampling, where the server takes one [default: 0]")] = None,
+    turns: Annotated[int | None, Option(min=1, help="most turns of one attempt [default: 60]")] = None,
+    minutes: Annotated[float | None, Option(min=0.01, help="of all attempts [default: 60]")] = None,
+    tokens: Annotated[int | None, Option(min=1, help="of all attempts, read and written [default: any]")] = None,
+    money: Annotated[float | None, Option(min=0, help="of all attempts, at the prices given")] = None,
+    price_in: Annotated[float | None, Option(min=0, help="of a million tokens read")] = None,
+    price_out: Annotated[float | None, Option(min=0, help="of a million tokens written")] = None,
+    format: Annotated[Format | None, Option(help="form of the solution; plan is trusted most [default: plan]")] = None,
+    device: Annotated[Literal["cpu", "cuda"] | None, Option(help="[default: cuda if there is a GPU, else cpu]")] = None,
+    context: Annotated[int | None, Option(min=512, help="most tokens of a conversation [default: 65536]")] = None,
+    answer_tokens: Annotated[int | None, Option(min=64, help="most tokens of one turn [default: 8192]")] = None,
+    temperature: Annotated[float | None, Option(min=0, help="[default: 1]")] = None,
+    seed: Annotated[int | None, Option(help="of the sampling, where the server takes one [default: 0]")] = None,
     style: Annotated[
         Literal["full", "compact"] | None,
-        typer.Option(help="compact: the short prompts that policies trained from scratch here know [default: full]"),
+        Option(help="compact: the short prompts that policies trained from scratch here know [default: full]"),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="a line of JSON for every event, and one for the end")
-    ] = False,
+    as_json: Annotated[bool, Option("--json", help="a line of JSON an event, and one for the end")] = False,
 ) -> None:
     """Make one model.py faster, with any model behind an OpenAI-compatible address.
 
@@ -80,22 +68,19 @@ def optimize(
 
     The key is read from the environment and written nowhere. Exit code 0: a correct solution was found; 79: none.
     """
-    from cuda_agent.errors import ConfigError
     from cuda_agent.optimize import folder as folders
     from cuda_agent.policy.served import ServedModelError
     from cuda_agent.sandbox.formats.table import FORMATS
 
     words = arguments or []
     overrides, sources = [w for w in words if "=" in w], [w for w in words if "=" not in w]
-    terms = {
+    given = {
         "format": format, "device": device, "target": target, "turns": turns, "context": context,
         "answer_tokens": answer_tokens, "temperature": temperature, "seed": seed, "style": style,
-    }  # fmt: skip
-    rest = {
         "base_url": base_url, "model": model, "key_env": key_env, "attempts": attempts, "minutes": minutes,
         "tokens": tokens, "money": money, "price_in": price_in, "price_out": price_out,
     }  # fmt: skip
-    changes: dict[str, Any] = {name: value for name, value in (terms | rest).items() if value is not None}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if target is not None:
         changes["target"] = min(target, 1e6)  # JSON has no infinity
     if resume is not None:
@@ -174,14 +159,13 @@ def _lines(outcome: Any) -> list[str]:
 
     lines = ["", ENDS.get(outcome.why, outcome.why)]
     if outcome.best is None:
-        lines.append(f"no correct solution was found; {outcome.folder}/report.html tells what was tried")
-        return lines
-    lines += verdict_lines(outcome.best.strict or outcome.best.quick)
+        return [*lines, f"no correct solution was found; {outcome.folder}/report.html tells what was tried"]
     reached = "reached" if outcome.reached else "not reached"
-    lines += [
+    return [
+        *lines,
+        *verdict_lines(outcome.best.strict or outcome.best.quick),
         f"the target of {outcome.target:g} times is {reached}",
         "",
         f"{outcome.folder}/model_new.py   from model_new import ModelNew",
         f"{outcome.folder}/report.html",
     ]
-    return lines

@@ -1,33 +1,37 @@
-"""Options, and the helpers for examples and JSON, that several groups of commands share."""
+"""Options, and the helpers for commands and JSON, that several groups of commands share."""
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import typer
+from typer import Argument, Option
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4")
+    list[str] | None, Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4")
 ]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="a run, the beginning of its name, or `last`")]
+RunName = Annotated[str, Argument(metavar="RUN", help="a run, the beginning of its name, or `last`")]
 Where = Annotated[
     str | None,
-    typer.Option("--on", metavar="local|CONTEXT", help="the store, or a cluster (`.`: the current one); else both"),
+    Option("--on", metavar="local|CONTEXT", help="the store, or a cluster (`.`: the current one); else both"),
 ]
-Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="namespace; else that of the context")]
-Release = Annotated[str, typer.Option(help="full name of the chart's release")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for a program")]
-StoreOption = Annotated[
-    str, typer.Option("--store", envvar="CUDA_AGENT_STORE", help="a folder or s3://bucket/prefix, as in run.store")
-]
+Namespace = Annotated[str | None, Option("--namespace", "-n", help="namespace; else that of the context")]
+Release = Annotated[str, Option(help="full name of the chart's release")]
+AsJson = Annotated[bool, Option("--json", help="print JSON for a program")]
+StoreOption = Annotated[str, Option("--store", envvar="CUDA_AGENT_STORE", help="a folder or s3://bucket/prefix")]
 STORE = ".cuda-agent/store"
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-def add_commands(app: typer.Typer, examples: Mapping[Callable[..., None], tuple[str, ...]]) -> None:
-    """Adds commands with their examples, under the names of their functions."""
-    for command, lines in examples.items():
-        title = "Examples" if len(lines) > 1 else "Example"
-        app.command(epilog="\b\n" + "\n  ".join([f"{title}:", *lines]))(command)
+def command_group(help: str | None = None) -> typer.Typer:
+    """Returns an empty group of commands; the one without help is merged into the command line itself."""
+    return typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None)
+
+
+def command(group: typer.Typer, *examples: str, name: str | None = None) -> Callable[[_Command], _Command]:
+    """Adds a function to the group as a command, with its examples below the help."""
+    title = "Examples" if len(examples) > 1 else "Example"
+    return group.command(name, epilog="\b\n" + "\n  ".join([f"{title}:", *examples]))
 
 
 def print_json(value: Any) -> None:

@@ -1,20 +1,20 @@
-"""The commands of the chart's pods; people do not need them.
-
-As in ``cli.main``, commands import their dependencies inside their functions.
-"""
+"""The commands of the chart's pods; people do not need them."""
 
 import json
 import os
 import sys
 from typing import Annotated
 
-import typer
+from typer import Option
 
-pod_app = typer.Typer(help="What the chart's pods run.", no_args_is_help=True, rich_markup_mode=None)
-Run = Annotated[str, typer.Option(help="name of the run; empty: that of its Workflow")]
-ConfigSha = Annotated[str, typer.Option("--config", help="sha256 of the configuration")]
-Keep = typer.Option(min=1, envvar="CUDA_AGENT_KEEP", help="newest runs of each pipeline that stay")
-Workflow = Annotated[str, typer.Option(help="name of the Workflow")]
+from cuda_agent.cli.options import command_group
+from cuda_agent.errors import ConfigError
+
+pod_app = command_group("What the chart's pods run.")
+Run = Annotated[str, Option(help="name of the run; empty: that of its Workflow")]
+ConfigSha = Annotated[str, Option("--config", help="sha256 of the configuration")]
+Keep = Option(min=1, envvar="CUDA_AGENT_KEEP", help="newest runs of each pipeline that stay")
+Workflow = Annotated[str, Option(help="name of the Workflow")]
 
 
 @pod_app.command()
@@ -22,7 +22,6 @@ def prepare(config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
     """Enter the run, serve what the cache holds, make the run's pools."""
     from cuda_agent.cluster import pod
     from cuda_agent.cluster.api import Cluster
-    from cuda_agent.errors import ConfigError
 
     base = json.loads(os.environ.get("CUDA_AGENT_POOLS", "[]"))
     here = pod.PodEnvironment.from_environment()
@@ -63,19 +62,18 @@ def ray(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> None
 
 
 @pod_app.command()
-def finish(config: ConfigSha, workflow: Workflow, status: Annotated[str, typer.Option()], run: Run = "") -> None:
+def finish(config: ConfigSha, workflow: Workflow, status: Annotated[str, Option()], run: Run = "") -> None:
     """Remove the run's pools and say how it ended."""
     from cuda_agent.cluster import pod
     from cuda_agent.cluster.api import Cluster
 
-    facts = pod.finish(
-        pod.PodEnvironment.from_environment(), run or workflow, config, workflow, status, Cluster.of_pod()
-    )
+    here = pod.PodEnvironment.from_environment()
+    facts = pod.finish(here, run or workflow, config, workflow, status, Cluster.of_pod())
     print(json.dumps(facts, indent=1))
 
 
 @pod_app.command()
-def bucket(expire_logs_days: Annotated[int, typer.Option(min=1)] = 30) -> None:
+def bucket(expire_logs_days: Annotated[int, Option(min=1)] = 30) -> None:
     """Make the store's bucket in MinIO, with a rule that removes what Argo wrote after a while."""
     from cuda_agent.cluster import bucket as making
     from cuda_agent.cluster.pod import PodEnvironment
@@ -99,7 +97,7 @@ def probe() -> None:
 
 @pod_app.command()
 def gc(
-    workflow: Workflow, dry_run: Annotated[bool, typer.Option("--dry-run")] = False, keep: Annotated[int, Keep] = 10
+    workflow: Workflow, dry_run: Annotated[bool, Option("--dry-run")] = False, keep: Annotated[int, Keep] = 10
 ) -> None:
     """Remove what no run needs from the store, and what Workflows have left behind."""
     from cuda_agent.cluster import pod_maintenance

@@ -1,10 +1,7 @@
 """The commands that look at runs on this machine or a cluster: list them, their reports and logs, compare two.
 
 ``--on local`` selects the store, ``--on CONTEXT`` a cluster of the kubeconfig (``.``: its current context).  Without it
-a run is searched in the store first, then on the current cluster.
-
-As in ``cli.main``, commands import their dependencies inside their functions.
-"""
+a run is searched in the store first, then on the current cluster."""
 
 import json
 import time
@@ -12,30 +9,31 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from cuda_agent.cli.options import STORE, AsJson, Namespace, RunName, StoreOption, Where, print_json
+from cuda_agent.cli.options import (
+    STORE,
+    AsJson,
+    Namespace,
+    RunName,
+    StoreOption,
+    Where,
+    command,
+    command_group,
+    print_json,
+)
+from cuda_agent.errors import ConfigError
 
 if TYPE_CHECKING:
     from cuda_agent.cluster.api import Cluster
     from cuda_agent.pipeline.runs import Facts, Run
     from cuda_agent.storage import Store
 
+commands = command_group()
 EVERY = 0.5  # seconds between two reads of a log
 
 
-def add_to(app: typer.Typer) -> None:
-    """Adds the commands to the command line."""
-    examples: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
-        "runs": (list_all, ("cuda-agent runs --store s3://kernels/main", "cuda-agent runs --on my-cluster")),
-        "report": (report, ("cuda-agent report last", "cuda-agent report first --on my-cluster --json")),
-        "diff": (diff, ("cuda-agent diff 20260801-101500-1f2e last", "cuda-agent diff sweep-1-1 sweep-1-2 --on .")),
-        "logs": (logs, ("cuda-agent logs last agentic -f", "cuda-agent logs first synthesis --on my-cluster")),
-    }
-    for name, (command, lines) in examples.items():
-        app.command(name=name, epilog="\b\n" + "\n  ".join(["Examples:", *lines]))(command)
-
-
+@command(commands, "cuda-agent runs --store s3://kernels/main", "cuda-agent runs --on my-cluster", name="runs")
 def list_all(
     store: StoreOption = STORE, on: Where = None, namespace: Namespace = None, as_json: AsJson = False
 ) -> None:
@@ -45,10 +43,8 @@ def list_all(
     """
     from cuda_agent.storage import StoreUnavailable
 
-    place: Cluster | None = None
-    if on not in (None, "local"):
-        place = cluster_of(on, namespace)
-    elif on is None:
+    place = None if on in (None, "local") else cluster_of(on, namespace)
+    if on is None:
         try:
             open_existing(store)
         except StoreUnavailable:
@@ -65,16 +61,13 @@ def list_all(
         print(f"no runs in {open_existing(store).uri}; start one with: cuda-agent run experiment=demo")
     for row in rows:
         if place:
-            where, config, message = f"{row['profile']:12}", row["config"], row["message"]
+            where, name, message = row["profile"], row["workflow"], row["message"]
         else:
-            where, config = f"{row['pipeline']:12}", row["config"]
+            where, name = row["pipeline"], row["name"]
             message = f"{row['stage']}: {row['message'].splitlines()[0]}" if row["message"] and row["code"] else ""
         done = f"{len(row['stages']):>2}/{row['of']} stages"
-        name = row["workflow"] if place else row["name"]
-        line = (
-            f"{name:28} {where} {row['status']:12} {done}  {row['created'][:16]}  config {config[:8]}  {message[:70]}"
-        )
-        print(line.rstrip())
+        facts = f"{row['status']:12} {done}  {row['created'][:16]}  config {row['config'][:8]}"
+        print(f"{name:28} {where:12} {facts}  {message[:70]}".rstrip())
     for line in _sweep_lines(rows):
         print(line)
 
@@ -101,19 +94,19 @@ def _cluster_rows(place: "Cluster") -> list[dict[str, Any]]:
     rows = []
     for item in cluster.workflows(place):
         views = [view for view in cluster.views(item) if view.name not in ("prepare", "finish")]
-        row = {
+        about = item["metadata"]
+        rows.append({
             "name": cluster.run_of(item),
-            "workflow": item["metadata"]["name"],
-            "profile": item["metadata"]["labels"].get(cluster.PROFILE_LABEL, ""),
-            "sweep": item["metadata"]["labels"].get(cluster.SWEEP_LABEL, ""),
-            "config": item["metadata"].get("annotations", {}).get(cluster.CONFIG_ANNOTATION, ""),
+            "workflow": about["name"],
+            "profile": about["labels"].get(cluster.PROFILE_LABEL, ""),
+            "sweep": about["labels"].get(cluster.SWEEP_LABEL, ""),
+            "config": about.get("annotations", {}).get(cluster.CONFIG_ANNOTATION, ""),
             "status": cluster.phase(item).lower(),
             "stages": [view.name for view in views if view.state in ("done", "cached")],
             "of": len(views),
-            "created": item["metadata"]["creationTimestamp"],
+            "created": about["creationTimestamp"],
             "message": item.get("status", {}).get("message", ""),
-        }
-        rows.append(row)
+        })  # fmt: skip
     return rows
 
 
@@ -128,12 +121,12 @@ def _sweep_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"sweep {sweep}: {found.total()} runs ({counts})"
 
 
+@command(commands, "cuda-agent report last", "cuda-agent report first --on my-cluster --json")
 def report(
     run: RunName, store: StoreOption = STORE, on: Where = None, namespace: Namespace = None, as_json: AsJson = False
 ) -> None:
     """Fetch the report of a run and say where it lies; with --json print its data."""
     from cuda_agent.cluster import results
-    from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.local import fetch_report
     from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
@@ -151,6 +144,7 @@ def report(
     print((folder / "report.json").read_text() if as_json else folder / "index.html")
 
 
+@command(commands, "cuda-agent diff 20260801-101500-1f2e last", "cuda-agent diff sweep-1-1 sweep-1-2 --on .")
 def diff(
     one: RunName,
     other: RunName,
@@ -194,17 +188,17 @@ def _facts(run: str, store: str, on: str | None, namespace: str | None) -> "Fact
         return results.facts(address, name)
 
 
+@command(commands, "cuda-agent logs last agentic -f", "cuda-agent logs first synthesis --on my-cluster")
 def logs(
     run: RunName,
-    stage: Annotated[str, typer.Argument(help="a stage; on a cluster also prepare and finish; without it, all")] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the stage ends")] = False,
+    stage: Annotated[str, Argument(help="a stage; on a cluster also prepare and finish; without it, all")] = "",
+    follow: Annotated[bool, Option("--follow", "-f", help="go on until the stage ends")] = False,
     store: StoreOption = STORE,
     on: Where = None,
     namespace: Namespace = None,
     as_json: AsJson = False,
 ) -> None:
     """Print what a stage has written: while it runs, and afterwards what was kept; with --json a JSON object a line."""
-    from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline.graph import ROWS
 
     names = ["prepare", *(row.name for row in ROWS), "finish"]
@@ -226,33 +220,27 @@ def logs(
 
 def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
     """The log file of a running stage, else the stored log."""
-    from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.graph import ROWS
-
-    home = runs.local_home(store)
-    found = False
-    for name in [stage] if stage else [row.name for row in ROWS]:
-        file = home / "work" / record.name / name / "log.txt"
-        if file.exists():
-            found = True
-            yield from ((name, line) for line in _tail(file, follow, lambda: runs.is_running(home, opened, record)))
-        elif opened.exists(key := f"runs/{record.name}/{name}/log.txt"):
-            found = True
-            yield from ((name, line) for line in opened.get(key).decode(errors="replace").splitlines())
-    if not found:
-        raise ConfigError(
-            f"Run {record.name} has no log{f' of {stage}' if stage else ''}: {_why_no_log(opened, record, stage)}."
-        )
-
-
-def _why_no_log(opened: "Store", record: "Run", stage: str) -> str:
     from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
 
-    manifest = read_manifest(opened, manifest_entry(record.name, stage)) if stage else None
-    if manifest is not None and manifest.run != record.name:
-        return f"it was served from the cache; run {manifest.run} made it and has its log"
-    return "it has not run"
+    home = runs.local_home(store)
+    names = [stage] if stage else [row.name for row in ROWS]
+    files = {name: home / "work" / record.name / name / "log.txt" for name in names}
+    keys = {name: f"runs/{record.name}/{name}/log.txt" for name in names}
+    found = [name for name in names if files[name].exists() or opened.exists(keys[name])]
+    if not found:
+        manifest = read_manifest(opened, manifest_entry(record.name, stage)) if stage else None
+        why = "it has not run"
+        if manifest is not None and manifest.run != record.name:
+            why = f"it was served from the cache; run {manifest.run} made it and has its log"
+        raise ConfigError(f"Run {record.name} has no log{f' of {stage}' if stage else ''}: {why}.")
+    for name in found:
+        if files[name].exists():
+            lines = _tail(files[name], follow, lambda: runs.is_running(home, opened, record))
+        else:
+            lines = iter(opened.get(keys[name]).decode(errors="replace").splitlines())
+        yield from ((name, line) for line in lines)
 
 
 def _tail(file: Path, follow: bool, running: Callable[[], bool]) -> Iterator[str]:
@@ -296,7 +284,6 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
     """
     from cuda_agent.cluster import submit as cluster
     from cuda_agent.cluster.api import ClusterError
-    from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline import runs
     from cuda_agent.storage import StoreUnavailable
 
@@ -306,12 +293,11 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
     nearest: Exception
     try:
         opened = open_existing(store)
-        records = {record.name: record for record in runs.list_runs(opened)}
         try:
-            record = records[runs.choose(list(records), run, opened.uri)]
+            record = runs.find_run(opened, run)
             return (opened, record), record.name
         except ConfigError as error:
-            if on == "local" or runs.matching(list(records), run):
+            if on == "local" or runs.matching([record.name for record in runs.list_runs(opened)], run):
                 raise
             nearest = error
     except StoreUnavailable as error:
@@ -350,8 +336,6 @@ def cluster_of(on: str | None, namespace: str | None) -> "Cluster":
         ClusterError: The kubeconfig cannot be used.
         ConfigError: The Kubernetes client is not installed.
     """
-    from cuda_agent.errors import ConfigError
-
     try:
         from cuda_agent.cluster.api import Cluster
 
@@ -363,7 +347,6 @@ def cluster_of(on: str | None, namespace: str | None) -> "Cluster":
 def _current(store: str, namespace: str | None) -> "Cluster | None":
     """The current cluster, unless there is none or another store was named."""
     from cuda_agent.cluster.api import ClusterError
-    from cuda_agent.errors import ConfigError
 
     if store != STORE:
         return None

@@ -1,46 +1,40 @@
-"""The commands of the sandbox: serve it, measure it, test it, print its schemas.
-
-As in ``cli.main``, commands import their dependencies inside their functions.
-"""
+"""The commands of the sandbox: serve it, measure it, test it, print its schemas."""
 
 import json
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
+from cuda_agent.cli.options import AsJson, command, command_group
+from cuda_agent.errors import ConfigError
 from cuda_agent.format_names import Format
 
-sandbox_app = typer.Typer(
-    help="Serve the sandbox, measure it, test it, print its formats.", no_args_is_help=True, rich_markup_mode=None
-)
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="OVERRIDE", help="Hydra overrides, as in sandbox.clock=model")
-]
+sandbox_app = command_group("Serve the sandbox, measure it, test it, print its formats.")
+Overrides = Annotated[list[str] | None, Argument(metavar="OVERRIDE", help="Hydra overrides, as in sandbox.clock=model")]
 
 
-@sandbox_app.command(
-    epilog="\b\nExamples:\n  cuda-agent sandbox serve sandbox.threads=4\n"
-    "  CUDA_AGENT_SANDBOX_TOKEN=... cuda-agent sandbox serve --host 0.0.0.0 --roles evaluate"
+@command(
+    sandbox_app,
+    "cuda-agent sandbox serve sandbox.threads=4",
+    "CUDA_AGENT_SANDBOX_TOKEN=... cuda-agent sandbox serve --host 0.0.0.0 --roles evaluate",
 )
 def serve(
     overrides: Overrides = None,
-    roles: Annotated[str, typer.Option(help="any of workspace, build, evaluate, with commas")] = (
-        "workspace,build,evaluate"
-    ),
-    host: Annotated[str, typer.Option(help="address to listen on; without a token always 127.0.0.1")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free")] = 8750,
-    queue: Annotated[int, typer.Option(min=1, help="jobs that may wait; more are told when to come back")] = 256,
-    workspaces: Annotated[int, typer.Option(min=1, help="work folders that may be open at once")] = 64,
-    idle_seconds: Annotated[float, typer.Option(min=1, help="until an unused work folder is closed")] = 600.0,
-    drain_seconds: Annotated[float, typer.Option(min=0, help="for running work, after SIGTERM")] = 60.0,
-    recycle_after: Annotated[int, typer.Option(min=0, help="verdicts after which it ends; 0: never")] = 0,
-    recycle_on_cheat: Annotated[bool, typer.Option("--recycle-on-cheat", help="end after a cheat")] = False,
-    open_metrics: Annotated[bool, typer.Option("--open-metrics", help="/metrics asks for no token")] = False,
-    cache: Annotated[Path | None, typer.Option(help="folder of builds, baselines and verdicts")] = None,
+    roles: Annotated[str, Option(help="any of workspace, build, evaluate, with commas")] = ("workspace,build,evaluate"),
+    host: Annotated[str, Option(help="address to listen on; without a token always 127.0.0.1")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free")] = 8750,
+    queue: Annotated[int, Option(min=1, help="jobs that may wait; more are told when to come back")] = 256,
+    workspaces: Annotated[int, Option(min=1, help="work folders that may be open at once")] = 64,
+    idle_seconds: Annotated[float, Option(min=1, help="until an unused work folder is closed")] = 600.0,
+    drain_seconds: Annotated[float, Option(min=0, help="for running work, after SIGTERM")] = 60.0,
+    recycle_after: Annotated[int, Option(min=0, help="verdicts after which it ends; 0: never")] = 0,
+    recycle_on_cheat: Annotated[bool, Option("--recycle-on-cheat", help="end after a cheat")] = False,
+    open_metrics: Annotated[bool, Option("--open-metrics", help="/metrics asks for no token")] = False,
+    cache: Annotated[Path | None, Option(help="folder of builds, baselines and verdicts")] = None,
 ) -> None:
-    """Serve the sandbox over HTTP until SIGTERM, then finish what runs.
+    """Serve the sandbox over HTTP until SIGTERM, then finish the running jobs.
 
     The token that clients must show is read from sandbox.token_file, or from the variable that sandbox.token_env names.
     """
@@ -48,7 +42,6 @@ def serve(
     import logging
 
     from cuda_agent.compose import compose
-    from cuda_agent.errors import ConfigError
     from cuda_agent.pipeline.runs import local_home
     from cuda_agent.sandbox.service.service import ROLES, ServiceLimits
 
@@ -69,15 +62,13 @@ def serve(
     asyncio.run(serving(config.sandbox, folder, chosen, limits, host, port))
 
 
-@sandbox_app.command(epilog="\b\nExample:\n  cuda-agent sandbox bench --solutions 5 --json sandbox.format=plan")
+@command(sandbox_app, "cuda-agent sandbox bench --solutions 5 --json sandbox.format=plan")
 def bench(
     overrides: Overrides = None,
-    tasks: Annotated[int, typer.Option(min=1)] = 4,
-    solutions: Annotated[
-        int, typer.Option(min=1, help="a task and format, and again as many for the second round")
-    ] = 5,
-    formats: Annotated[str | None, typer.Option(help="some of them, with commas, as in plan,python")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON for a program")] = False,
+    tasks: Annotated[int, Option(min=1)] = 4,
+    solutions: Annotated[int, Option(min=1, help="a task and format, and again as many for the second round")] = 5,
+    formats: Annotated[str | None, Option(help="some of them, with commas, as in plan,python")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure evaluations on this machine: seconds by phase, and how many a minute, one by one and all at once."""
     import asyncio
@@ -85,29 +76,31 @@ def bench(
     from cuda_agent.compose import compose
     from cuda_agent.diagnostics import sandbox_bench
 
-    answer = asyncio.run(
-        sandbox_bench.measure(compose(overrides or []).sandbox, tasks, solutions, sandbox_bench.formats_of(formats))
-    )
+    wanted = sandbox_bench.formats_of(formats)
+    answer = asyncio.run(sandbox_bench.measure(compose(overrides or []).sandbox, tasks, solutions, wanted))
     print(json.dumps(answer, indent=1) if as_json else "\n".join(sandbox_bench.lines(answer)))
 
 
-@sandbox_app.command(epilog="\b\nExample:\n  cuda-agent sandbox schema plan > plan.schema.json")
-def schema(which: Annotated[Literal["verdict", "plan"], typer.Argument(help="verdict or plan")]) -> None:
+@command(sandbox_app, "cuda-agent sandbox schema plan > plan.schema.json")
+def schema(which: Annotated[Literal["verdict", "plan"], Argument(help="verdict or plan")]) -> None:
     """Print the JSON schema of a verdict, or of plan.json."""
     from cuda_agent.sandbox.formats.schema import SCHEMAS
 
     print(json.dumps(SCHEMAS[which](), indent=2))
 
 
-@sandbox_app.command(
-    epilog="\b\nExamples:\n  cuda-agent sandbox selftest\n  cuda-agent sandbox selftest --format python --json\n"
-    "  cuda-agent sandbox selftest --only by_address\n  cuda-agent sandbox selftest --device cuda"
+@command(
+    sandbox_app,
+    "cuda-agent sandbox selftest",
+    "cuda-agent sandbox selftest --format python --json",
+    "cuda-agent sandbox selftest --only by_address",
+    "cuda-agent sandbox selftest --device cuda",
 )
 def selftest(
-    format: Annotated[Format | None, typer.Option(help="only this format")] = None,
-    only: Annotated[str | None, typer.Option(metavar="NAME", help="one exploit, honest solution or wall")] = None,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="what the solutions run on")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON for a program")] = False,
+    format: Annotated[Format | None, Option(help="only this format")] = None,
+    only: Annotated[str | None, Option(metavar="NAME", help="one exploit, honest solution or wall")] = None,
+    device: Annotated[Literal["cpu", "cuda"], Option(help="what the solutions run on")] = "cpu",
+    as_json: AsJson = False,
 ) -> None:
     """Try every known exploit and many honest solutions on this installation, and every wall without itself.
 
@@ -117,9 +110,8 @@ def selftest(
 
     from cuda_agent.exploits import selftest as test
 
-    report = asyncio.run(
-        test.run(format, only, (lambda line: None) if as_json else (lambda line: print(line, flush=True)), device)
-    )
+    say = (lambda line: None) if as_json else (lambda line: print(line, flush=True))
+    report = asyncio.run(test.run(format, only, say, device))
     if as_json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
     else:

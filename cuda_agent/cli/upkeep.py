@@ -1,39 +1,24 @@
-"""The commands for an installation: ``doctor`` checks it, ``gc`` removes what no run needs.
-
-As in ``cli.main``, commands import their dependencies inside their functions.
-"""
+"""The commands for an installation: ``doctor`` checks it, ``gc`` removes what no run needs."""
 
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from cuda_agent.cli.options import STORE, AsJson, Namespace, Release, StoreOption, add_commands, print_json
+from cuda_agent.cli.options import STORE, AsJson, Namespace, Release, StoreOption, command, command_group, print_json
 from cuda_agent.cli.runs import cluster_of, open_existing
+from cuda_agent.errors import ConfigError
 
-if TYPE_CHECKING:
-    from cuda_agent.diagnostics.doctor import Check
-
-
-def add_to(app: typer.Typer) -> None:
-    """Adds the commands to the command line."""
-    machine = "cuda-agent doctor --store s3://kernels/main"
-    add_commands(
-        app,
-        {
-            doctor: (machine, "cuda-agent doctor my-cluster --namespace cuda-agent"),
-            gc: ("cuda-agent gc --keep 5 --dry-run", "cuda-agent gc --on my-cluster --dry-run"),
-        },
-    )
+commands = command_group()
 
 
+@command(commands, "cuda-agent doctor --store s3://kernels/main", "cuda-agent doctor my-cluster --namespace cuda-agent")
 def doctor(
     cluster: Annotated[
-        str | None, typer.Argument(metavar="[CONTEXT]", help="a cluster (`.`: the current one); else this machine")
+        str | None, Argument(metavar="[CONTEXT]", help="a cluster (`.`: the current one); else this machine")
     ] = None,
     store: StoreOption = STORE,
-    mlflow: Annotated[str | None, typer.Option(help="of this machine: tracking URI, as in run.mlflow")] = None,
+    mlflow: Annotated[str | None, Option(help="of this machine: tracking URI, as in run.mlflow")] = None,
     namespace: Namespace = None,
     release: Release = "cuda-agent",
     as_json: AsJson = False,
@@ -43,8 +28,17 @@ def doctor(
     On a cluster a pod is started that tries the store and MLflow from inside, and a sandbox that tries to connect to
     them, to the API server and to DNS, and must fail.
     """
+    if cluster is None:
+        from cuda_agent.diagnostics.doctor import examine
+        from cuda_agent.pipeline.runs import local_home
+
+        found = examine(store, mlflow or f"sqlite:///{local_home(store) / 'mlflow.db'}")
+    else:
+        from cuda_agent.cluster import doctor as cluster_doctor
+
+        found = cluster_doctor.examine(cluster_of(cluster, namespace), release)
     checks = []
-    for check in _checks(cluster, store, mlflow, namespace, release):
+    for check in found:
         checks.append(check)
         if not as_json:
             print(f"{'✓' if check.ok else '✗'} {check.name:14} {check.text}", flush=True)
@@ -55,27 +49,13 @@ def doctor(
     sys.exit(0 if all(check.ok for check in checks) else 1)
 
 
-def _checks(
-    cluster: str | None, store: str, mlflow: str | None, namespace: str | None, release: str
-) -> "Iterator[Check]":
-    if cluster is None:
-        from cuda_agent.diagnostics.doctor import examine
-        from cuda_agent.pipeline.runs import local_home
-
-        return examine(store, mlflow or f"sqlite:///{local_home(store) / 'mlflow.db'}")
-    from cuda_agent.cluster import doctor as cluster_doctor
-
-    return cluster_doctor.examine(cluster_of(cluster, namespace), release)
-
-
+@command(commands, "cuda-agent gc --keep 5 --dry-run", "cuda-agent gc --on my-cluster --dry-run")
 def gc(
-    keep: Annotated[
-        int | None, typer.Option(min=1, help="newest runs of each pipeline that stay; 10. On a cluster: gc.keep")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+    keep: Annotated[int | None, Option(min=1, help="newest runs a pipeline keeps; 10. On a cluster: gc.keep")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="only say what would go")] = False,
     store: StoreOption = STORE,
     on: Annotated[
-        str, typer.Option("--on", metavar="local|CONTEXT", help="the store, or a cluster (`.`: the current one)")
+        str, Option("--on", metavar="local|CONTEXT", help="the store, or a cluster (`.`: the current one)")
     ] = "local",
     namespace: Namespace = None,
     release: Release = "cuda-agent",
@@ -85,9 +65,10 @@ def gc(
 
     On a cluster it is a pod of the chart that does it, and removes as well what Workflows have left behind.
     """
-    found = (
-        _collect_here(keep, dry_run, store) if on == "local" else _collect_there(keep, dry_run, on, namespace, release)
-    )
+    if on == "local":
+        found = _collect_here(keep, dry_run, store)
+    else:
+        found = _collect_there(keep, dry_run, on, namespace, release)
     if as_json:
         print_json(found)
         return
@@ -116,10 +97,9 @@ def _collect_here(keep: int | None, dry_run: bool, store: str) -> dict[str, Any]
 def _collect_there(keep: int | None, dry_run: bool, on: str, namespace: str | None, release: str) -> dict[str, Any]:
     from cuda_agent.cluster import maintenance
     from cuda_agent.cluster.api import ClusterError
-    from cuda_agent.errors import ConfigError
 
     if keep is not None:
-        raise ConfigError("gc --keep: on a cluster the chart decides what stays, for everybody: its value gc.keep.")
+        raise ConfigError("gc --keep: on a cluster the chart decides what stays, by its value gc.keep.")
     answer = maintenance.ask(cluster_of(on, namespace), release, "gc-plan" if dry_run else "gc")
     if busy := answer.get("busy"):
         raise ClusterError(f"{busy} Nothing was removed.")

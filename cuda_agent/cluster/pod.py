@@ -184,7 +184,7 @@ def run_stage(
             code = _follow(spawner, name, scratch, log, recorder)
             spawner.close()
             with contextlib.suppress(StoreError, FileNotFoundError):
-                store.put_file(f"runs/{run}/{name}/log.txt", log)
+                store.put(f"runs/{run}/{name}/log.txt", log)
             recorder.keep(name, [log])
             if code == EXIT_DONE:
                 manifest = _leave_manifest(here, store, run, name)

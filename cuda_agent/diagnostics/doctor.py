@@ -1,7 +1,4 @@
-"""Checks whether this machine meets the requirements: one line per check, with a command that fixes each failure.
-
-Not covered: whether a GPU's driver and toolkit fit together; clusters.
-"""
+"""Checks whether this machine meets the requirements: one line per check, with a command that fixes each failure."""
 
 import os
 import platform
@@ -55,9 +52,9 @@ def examine(store_uri: str, mlflow_uri: str) -> Iterator[Check]:
 
 def _system() -> Check:
     text = f"{platform.system()} {platform.release()} on {platform.machine()}"
-    if sys.platform == "linux":
-        return Check("system", True, text)
-    return Check("system", False, unsupported(), "run it on Linux, or in a Linux container or virtual machine")
+    linux = sys.platform == "linux"
+    mend = "run it on Linux, or in a Linux container or virtual machine"
+    return _check("system", linux, text if linux else unsupported(), mend)
 
 
 def unsupported() -> str:
@@ -68,16 +65,19 @@ def unsupported() -> str:
     )
 
 
+def _check(name: str, ok: bool, text: str, mend: str = "") -> Check:
+    return Check(name, ok, text, "" if ok else mend)
+
+
 def _python() -> Check:
     ok = sys.version_info[:2] >= (3, 11)
-    return Check("python", ok, platform.python_version(), "" if ok else "make PYTHON=python3.11 environment")
+    return _check("python", ok, platform.python_version(), "make PYTHON=python3.11 environment")
 
 
 def _headers() -> Check:
     """Checks Python's headers: ``torch.compile``, one of the two baselines, builds against them."""
     path = Path(sysconfig.get_path("include")) / "Python.h"
-    mend = "" if path.exists() else "apt-get install python3-dev   (dnf install python3-devel)"
-    return Check("headers", path.exists(), str(path), mend)
+    return _check("headers", path.exists(), str(path), "apt-get install python3-dev   (dnf install python3-devel)")
 
 
 def _memory() -> Check:
@@ -86,13 +86,13 @@ def _memory() -> Check:
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         if os.path.exists(path) and (text := Path(path).read_text().strip()).isdigit():
             limit = min(limit, int(text) / 2**30)
-    return Check("memory", limit >= 7.5, f"{limit:.1f} GiB", "" if limit >= 7.5 else "the demo needs 8 GiB")
+    return _check("memory", limit >= 7.5, f"{limit:.1f} GiB", "the demo needs 8 GiB")
 
 
 def _processors() -> Check:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    mend = "" if cores >= 2 else "set sandbox.threads=1 policy.threads=1, and expect twice the time"
-    return Check("processors", cores >= 2, f"{cores} cores", mend)
+    mend = "set sandbox.threads=1 policy.threads=1, and expect twice the time"
+    return _check("processors", cores >= 2, f"{cores} cores", mend)
 
 
 def _package(name: str, mend: str) -> Check:
@@ -107,24 +107,12 @@ def _compiler() -> Check:
     if found is None:
         return Check("compiler", False, "no g++", "apt-get install g++   (dnf install gcc-c++)")
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "probe.cpp"
+        source, library = Path(folder) / "probe.cpp", f"{folder}/probe.so"
         source.write_text('#include <cmath>\nextern "C" float f(float x) { return std::exp(x); }\n')
-        command = [
-            found,
-            "-O3",
-            "-march=native",
-            "-std=c++17",
-            "-shared",
-            "-fPIC",
-            "-o",
-            f"{folder}/probe.so",
-            str(source),
-        ]
+        command = [found, "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-o", library, str(source)]
         built = subprocess.run(command, capture_output=True, text=True, timeout=60)
     line = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=20).stdout.splitlines()[0]
-    return Check(
-        "compiler", built.returncode == 0, line, "" if built.returncode == 0 else "apt-get install build-essential"
-    )
+    return _check("compiler", built.returncode == 0, line, "apt-get install build-essential")
 
 
 def _walls() -> Check:
@@ -162,14 +150,15 @@ def _disk(uri: str) -> Check:
     if folder is None:
         return Check("disk", True, "not on this machine")
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**30
-    return Check("disk", free >= 3, f"{free:.1f} GiB free", "" if free >= 3 else "cuda-agent gc")
+    return _check("disk", free >= 3, f"{free:.1f} GiB free", "cuda-agent gc")
 
 
 def _mlflow(uri: str) -> Check:
     package = _package("mlflow", "pip install mlflow")
-    if not package.ok or uri == "off" or not uri.startswith("http"):
-        show = f"mlflow ui --backend-store-uri {uri}" if package.ok else ""
-        return Check("mlflow", package.ok, f"{package.text}; {show}" if show else package.text, package.mend)
+    if not package.ok:
+        return package
+    if not uri.startswith("http"):
+        return Check("mlflow", True, f"{package.text}; mlflow ui --backend-store-uri {uri}")
     import httpx
 
     try:

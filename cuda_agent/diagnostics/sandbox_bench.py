@@ -4,9 +4,6 @@ The scripted teacher writes solutions with random designs.  Each is built, check
 format by format: first each alone after a pause, then one right after the other, then all at once.  The ``extension``
 format wraps the same kernel; the ``python`` format gets the reference itself.  Tasks are prepared first, as in
 synthesis, and that is measured too.
-
-Not covered: how a solution's time varies between runs, servers (``sandbox.servers`` is ignored), and formats that the
-teacher does not write.
 """
 
 import asyncio
@@ -33,6 +30,7 @@ from cuda_agent.synthesis.teacher import KERNEL, PLAN, solve
 from cuda_agent.tasks.task import Task
 
 WINDOW = (1e-4, 5e-3)  # seconds of an eager call: the demo's
+_ORDER = ("build", "start", "check", "time", "settle", "whole", "in a row")  # of phases
 PAUSE = 0.25  # seconds before a solution that is judged alone
 
 
@@ -55,7 +53,7 @@ async def measure(config: SandboxConfig, tasks: int, solutions: int, formats: Se
     with tempfile.TemporaryDirectory() as cache:
         async with LocalSandbox(config.model_copy(update={"servers": []}), Path(cache)) as sandbox:
             prepared, seconds = await prepare(sandbox, tasks, rng)
-            rounds = {format: await _measure_lane(sandbox, prepared, format, solutions, rng) for format in formats}
+            rounds = {format: await _measure_format(sandbox, prepared, format, solutions, rng) for format in formats}
     return {
         "device": config.device,
         "machine": f"{platform.machine()}, {device_name(config.device)}",
@@ -65,7 +63,7 @@ async def measure(config: SandboxConfig, tasks: int, solutions: int, formats: Se
     }
 
 
-async def _measure_lane(
+async def _measure_format(
     sandbox: LocalSandbox, tasks: Sequence[Task], format: Format, count: int, rng: random.Random
 ) -> dict[str, Any]:
     specs = {task.name: await sandbox.spec(task) for task in tasks}
@@ -75,36 +73,26 @@ async def _measure_lane(
     share = len(drawn) // 3
     verdicts: list[Verdict] = []
 
-    async def evaluate(task: Task, solution: Solution) -> float:
+    async def evaluate(task: Task, solution: Solution, pause: float = 0.0) -> float:
+        await asyncio.sleep(pause)
         begin = time.perf_counter()
         verdicts.append(await sandbox.evaluate(task, solution))
         return time.perf_counter() - begin
 
-    alone = []
-    for one in drawn[:share]:
-        await asyncio.sleep(PAUSE)
-        alone.append(await evaluate(*one))
-    phases = {
-        name: figures([verdict.phases[name] for verdict in verdicts if name in verdict.phases])
-        for name in sorted({name for verdict in verdicts for name in verdict.phases})
-    }
+    alone = [await evaluate(*one, pause=PAUSE) for one in drawn[:share]]
+    names = sorted({name for verdict in verdicts for name in verdict.phases})
+    phases = {name: figures([v.phases[name] for v in verdicts if name in v.phases]) for name in names}
     in_a_row = [await evaluate(*one) for one in drawn[share : 2 * share]]
     begin = time.perf_counter()
     await asyncio.gather(*(evaluate(*one) for one in drawn[2 * share :]))
-    crowd_seconds = time.perf_counter() - begin
-    per_minute = {
-        "one_by_one": 60 * share / sum(in_a_row),
-        "all_at_once": 60 * (len(drawn) - 2 * share) / crowd_seconds,
-    }
-    answer = {
+    at_once = 60 * (len(drawn) - 2 * share) / (time.perf_counter() - begin)
+    return {
         "evaluations": share,
         "phases": phases | {"whole": figures(alone), "in a row": figures(in_a_row)},
-        "per_minute": per_minute,
+        "per_minute": {"one_by_one": 60 * share / sum(in_a_row), "all_at_once": at_once},
         "statuses": dict(Counter(verdict.status for verdict in verdicts)),
+        **({"per_gpu_hour": 60 * at_once} if sandbox.config.device == "cuda" else {}),
     }
-    if sandbox.config.device == "cuda":
-        answer["per_gpu_hour"] = 60 * per_minute["all_at_once"]
-    return answer
 
 
 async def prepare(sandbox: LocalSandbox, count: int, rng: random.Random) -> tuple[list[Task], list[float]]:
@@ -171,15 +159,7 @@ def work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
     return {"model_new.py": _MODEL, KERNEL: files[KERNEL], KERNEL.replace(".cpp", "_binding.cpp"): binding}
 
 
-def _plan(task: Task, spec: TaskSpec, rng: random.Random) -> dict[str, str]:
-    return dict(solve(task, rng).files)
-
-
-def _extension(task: Task, spec: TaskSpec, rng: random.Random) -> dict[str, str]:
-    return work_folder(solve(task, rng).files, spec)
-
-
-def _python(task: Task, spec: TaskSpec, rng: random.Random) -> dict[str, str]:
+def _reference(task: Task, rng: random.Random) -> dict[str, str]:
     """Returns the reference itself; a comment makes it a new solution."""
     code = re.sub(r"^class Model\b", "class ModelNew", task.code, flags=re.MULTILINE)
     return {"model_new.py": f"{code}\n# {rng.getrandbits(32)}\n"}
@@ -187,9 +167,9 @@ def _python(task: Task, spec: TaskSpec, rng: random.Random) -> dict[str, str]:
 
 # Functions that write the files of a solution of a teacher's task, by format.
 _SOLUTIONS: dict[Format, Callable[[Task, TaskSpec, random.Random], dict[str, str]]] = {
-    "plan": _plan,
-    "extension": _extension,
-    "python": _python,
+    "plan": lambda task, spec, rng: dict(solve(task, rng).files),
+    "extension": lambda task, spec, rng: work_folder(solve(task, rng).files, spec),
+    "python": lambda task, spec, rng: _reference(task, rng),
 }
 
 
@@ -223,7 +203,8 @@ def lines(answer: dict[str, Any]) -> list[str]:
     for format, row in answer["formats"].items():
         statuses = ", ".join(f"{count} {status}" for status, count in sorted(row["statuses"].items()))
         text += ["", f"{format}: {row['evaluations']} evaluations a round ({statuses})"]
-        text += [f"  {name:8} {_seconds(row['phases'][name])}" for name in _ordered(row["phases"])]
+        names = sorted(row["phases"], key=lambda name: _ORDER.index(name) if name in _ORDER else -1)
+        text += [f"  {name:8} {_seconds(row['phases'][name])}" for name in names]
         pace = row["per_minute"]
         text.append(f"  {pace['one_by_one']:.0f} a minute one by one, {pace['all_at_once']:.0f} all at once")
         if "per_gpu_hour" in row:
@@ -233,8 +214,3 @@ def lines(answer: dict[str, Any]) -> list[str]:
 
 def _seconds(figure: dict[str, float]) -> str:
     return f"p50 {figure['p50']:.3f} s  p95 {figure['p95']:.3f} s"
-
-
-def _ordered(phases: dict[str, Any]) -> list[str]:
-    known = ["build", "start", "check", "time", "settle", "whole", "in a row"]
-    return sorted(phases, key=lambda name: known.index(name) if name in known else -1)

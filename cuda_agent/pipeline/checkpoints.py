@@ -5,8 +5,6 @@
 
 A checkpoint holds the stage's metrics and notes, so a resumed stage continues them from exactly that step.  A damaged
 checkpoint is noted and removed, and the one before it is tried.
-
-Not covered: the content of a stage's checkpoint; the stage handles errors of reading it.
 """
 
 import json
@@ -17,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cuda_agent.storage import Store, StoreDamaged, file_sha256
+from cuda_agent.storage import Store, StoreDamaged, file_sha256, files_below
 from cuda_agent.tracking import FileTracker
 
 KEEP = 2
@@ -25,7 +23,7 @@ _OWN = ".stage"  # folder inside a checkpoint: metrics, notes, clock
 
 
 class StageCheckpoints:
-    """Implements ``stages.context.Checkpoints``.  ``seconds`` and ``resumed`` accumulate over attempts."""
+    """Implements ``context.Checkpoints``.  ``seconds`` and ``resumed`` accumulate over attempts."""
 
     def __init__(self, store: Store, stage: str, key: str, scratch: Path, tracker: FileTracker) -> None:
         self._store, self._prefix, self._scratch, self._tracker = store, f"checkpoints/{stage}/{key}", scratch, tracker
@@ -46,9 +44,9 @@ class StageCheckpoints:
             clock = {"seconds": self.seconds, "resumed": self.resumed}
             (folder / _OWN / "clock.json").write_text(json.dumps(clock))
             files = {}
-            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            for path in files_below(folder):
                 relative = path.relative_to(folder).as_posix()
-                self._store.put_file(f"{self._prefix}/{name}/{relative}", path)
+                self._store.put(f"{self._prefix}/{name}/{relative}", path)
                 files[relative] = {"sha256": file_sha256(path), "size": path.stat().st_size}
         self._store.put(f"{self._prefix}/{name}.json", json.dumps({"step": step, "files": files}).encode())
         self._prune(name)
@@ -65,10 +63,8 @@ class StageCheckpoints:
                     continue
                 said = self._tracker.notes()  # notes of damage, and notes made since that checkpoint
                 self._tracker.restore(folder / _OWN)
-                known = self._tracker.notes()
                 for text in said:
-                    if text not in known:
-                        self._tracker.note(text)
+                    self._tracker.note(text)
                 clock = json.loads((folder / _OWN / "clock.json").read_text())
                 shutil.rmtree(folder / _OWN)
                 self._before, self._began = clock["seconds"], time.monotonic()
@@ -79,15 +75,16 @@ class StageCheckpoints:
 
     def clear(self) -> None:
         """Removes all checkpoints: the stage is done."""
-        for key in self._store.list(self._prefix):
-            self._store.delete(key)
+        self._delete_below(self._prefix)
 
     def _entries(self) -> list[str]:
         """Returns the names of complete checkpoints, oldest first; equal steps are in the order of writing."""
-        times = self._store.sizes(self._prefix)
-        found = [key for key in times if key.endswith(".json") and key.count("/") == self._prefix.count("/") + 1]
-        found.sort(key=lambda key: (key.rsplit("/", 1)[1].split("-")[0], times[key][1]))
-        return [key.rsplit("/", 1)[1].removesuffix(".json") for key in found]
+        found = []
+        for key, (_, changed) in self._store.sizes(self._prefix).items():
+            name = key.removeprefix(self._prefix + "/")
+            if name.endswith(".json") and "/" not in name:
+                found.append((name.split("-")[0], changed, name.removesuffix(".json")))
+        return [name for _, _, name in sorted(found)]
 
     def _download(self, entry: str, folder: Path) -> int:
         try:
@@ -103,9 +100,9 @@ class StageCheckpoints:
 
     def _prune(self, newest: str) -> None:
         entries = [entry for entry in self._entries() if entry != newest]
-        for entry in entries[: max(0, len(entries) - (KEEP - 1))]:
+        for entry in entries[: 1 - KEEP]:
             self._remove(entry)
-        kept = {newest, *entries[-(KEEP - 1) :]}
+        kept = {newest, *entries[1 - KEEP :]}
         for key in self._store.list(self._prefix):  # files of a save that never finished
             if key.removeprefix(self._prefix + "/").split("/")[0].removesuffix(".json") not in kept:
                 self._store.delete(key)
@@ -113,5 +110,8 @@ class StageCheckpoints:
     def _remove(self, entry: str) -> None:
         """Removes the index first: without it, the other files are not a checkpoint."""
         self._store.delete(f"{self._prefix}/{entry}.json")
-        for key in self._store.list(f"{self._prefix}/{entry}"):
+        self._delete_below(f"{self._prefix}/{entry}")
+
+    def _delete_below(self, prefix: str) -> None:
+        for key in self._store.list(prefix):
             self._store.delete(key)

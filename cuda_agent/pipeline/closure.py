@@ -4,12 +4,11 @@ The code version is a hash over the stage's import closure: every module of the 
 not, at the top or inside a function, or names in a string (``"cuda_agent.sandbox.judge.judge"``), and the data files
 beside them (skill text, templates, C++ sources; a file named like a module belongs to that module alone).  The closure
 is found by reading syntax trees, so nothing is imported and a lookup takes milliseconds.
-
-Not covered: module names put together at run time (import plainly, or write the whole name), data outside the folders
-of the modules, and the code of other packages, which enters the key by version.
+A module name put together at run time is not found: import plainly, or write the whole name.
 """
 
 import ast
+import contextlib
 import functools
 import hashlib
 import os
@@ -18,7 +17,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,7 +43,7 @@ def closure_files(module: str) -> dict[str, Path]:
         root, path = _root(name.split(".")[0]), _source(name)
         assert path is not None
         files[path.relative_to(root.parent).as_posix()] = path
-        if path.parent in (root, root.parent):
+        if path.parent == root:
             continue
         for data in path.parent.rglob("*"):  # a folder's data belong to every module in it
             if not data.is_file() or data.suffix in _NO_DATA or "__pycache__" in data.parts:
@@ -76,13 +75,8 @@ def environment_digest() -> str:
     """Returns the digest of the image (CUDA_AGENT_IMAGE_DIGEST), or else of Python, machine and relevant packages."""
     if image := os.environ.get("CUDA_AGENT_IMAGE_DIGEST"):
         return image
-    versions: dict[str, str] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "absent"
     here = {"python": platform.python_version(), "machine": platform.machine(), "system": sys.platform}
+    versions = {package: version(package) for package in PACKAGES}
     return hashlib.sha256(canonical_json(here | versions).encode()).hexdigest()
 
 
@@ -96,47 +90,35 @@ def device_name(device: str) -> str:
 
 
 def _cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
 
 
-def _first_line_of(command: list[str]) -> str | None:
+def _first_line_of(command: list[str]) -> str:
     try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
-        return lines[0].strip() if lines else None
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return said.partition("\n")[0].strip()
     except (OSError, subprocess.SubprocessError):
-        return None
+        return ""
 
 
 @functools.cache
 def _root(top: str) -> Path:
     spec = find_spec(top)
-    if spec is None or not (spec.submodule_search_locations or spec.origin):
+    if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"no package {top}")
-    return (
-        Path(next(iter(spec.submodule_search_locations)))
-        if spec.submodule_search_locations
-        else Path(spec.origin or "")
-    )
+    return Path(spec.submodule_search_locations[0])
 
 
 def _source(module: str) -> Path | None:
     """Returns the file of a module or package without importing it; None when there is none."""
     top, *rest = module.split(".")
-    root = _root(top)
-    if root.suffix == ".py":
-        return root if not rest else None
-    path = root.joinpath(*rest)
-    for candidate in (path / "__init__.py", path.with_name(path.name + ".py")):
-        if candidate.is_file():
-            return candidate
-    return None
+    path = _root(top).joinpath(*rest)
+    candidates = (path / "__init__.py", path.with_name(path.name + ".py"))
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
 @functools.cache
@@ -144,22 +126,9 @@ def _imports(path: Path, module: str) -> tuple[str, ...]:
     return tuple(_imported(ast.parse(path.read_bytes()), module, path.name == "__init__.py"))
 
 
-def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes of ``ast.walk`` in another order and a third of the time, because every stage waits for it."""
-    front = [tree]
-    while front:
-        node = front.pop()
-        yield node
-        for value in vars(node).values():
-            if isinstance(value, list):
-                front += [item for item in value if isinstance(item, ast.AST)]
-            elif isinstance(value, ast.AST) and not isinstance(value, ast.expr_context):
-                front.append(value)
-
-
 def _imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
     """Yields every dotted name that an import statement anywhere in the file may load; some are not modules."""
-    for node in _nodes(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -1,11 +1,9 @@
 """Lists, selects and opens the episodes of a run, a benchmark or a search.
 
 A file of episodes is read once, line by line, for the list, and again for the few that are shown in full.
-
-Not covered: the content of a story (``episode_story``), its page (``episodes_page``), and fetching from a cluster
-(``cluster_report``).
 """
 
+import functools
 import gzip
 import json
 from collections.abc import Iterator, Sequence
@@ -42,37 +40,40 @@ def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
     """Fetches the episodes of all stages of the run into ``folder``; returns the files in the graph's order."""
     found = []
     for name, manifest in run_manifests(store, run, ROWS).items():
-        for digest in manifest.outputs.values():
-            if (file := _fetch(store, digest, FILE, folder / name)) is not None:
-                policy = manifest.inputs.get("policy")
-                tokenizer = _fetch(store, policy, TOKENIZER, folder / name) if policy else None
-                found.append(Left(name, file, tokenizer))
+        if left := _fetched(store, manifest, folder / name):
+            found.append(left)
     return found
 
 
 def packed(store: Store, manifest: Manifest, folder: Path) -> list[Path]:
     """Packs a stage's episodes and the tokenizer of their ids for MLflow, through which users with a kubeconfig read
     them. Returns an empty list for a stage without episodes."""
+    left = _fetched(store, manifest, folder)
+    if left is None:
+        return []
+    with open(left.file, "rb") as lines:
+        lines.seek(max(0, left.file.stat().st_size - MOST_BYTES))
+        if lines.tell():
+            lines.readline()  # the rest of a cut line
+        (folder / PACKED).write_bytes(gzip.compress(lines.read(), compresslevel=5))
+    return [folder / PACKED, *filter(None, [left.tokenizer])]
+
+
+def _fetched(store: Store, manifest: Manifest, folder: Path) -> Left | None:
+    """Fetches a stage's episodes and their tokenizer; None for a stage without episodes."""
+
+    def fetch(digest: str, name: str) -> Path | None:
+        if (entry := store.tree(digest).get(name)) is None:
+            return None
+        folder.mkdir(parents=True, exist_ok=True)
+        store.get_file(f"cas/{entry['sha256']}", folder / name, entry["sha256"])
+        return folder / name
+
     for digest in manifest.outputs.values():
-        if (file := _fetch(store, digest, FILE, folder)) is not None:
-            with open(file, "rb") as lines:
-                lines.seek(max(0, file.stat().st_size - MOST_BYTES))
-                if lines.tell():
-                    lines.readline()  # the rest of a cut line
-                (folder / PACKED).write_bytes(gzip.compress(lines.read(), compresslevel=5))
+        if (file := fetch(digest, FILE)) is not None:
             policy = manifest.inputs.get("policy")
-            tokenizer = _fetch(store, policy, TOKENIZER, folder) if policy else None
-            return [folder / PACKED, *filter(None, [tokenizer])]
-    return []
-
-
-def _fetch(store: Store, digest: str, name: str, folder: Path) -> Path | None:
-    entry = store.tree(digest).get(name)
-    if entry is None:
-        return None
-    folder.mkdir(parents=True, exist_ok=True)
-    store.get_file(f"cas/{entry['sha256']}", folder / name, entry["sha256"])
-    return folder / name
+            return Left(manifest.stage, file, fetch(policy, TOKENIZER) if policy else None)
+    return None
 
 
 def of_path(path: Path) -> list[EpisodeEntry]:
@@ -128,20 +129,14 @@ def _story(left: Left, offset: int) -> Story:
     with open(left.file, "rb") as lines:
         lines.seek(offset)
         episode = Episode(**json.loads(lines.readline()))
-    return of_episode(episode, _tokenizer(left.tokenizer))
+    return of_episode(episode, left.tokenizer and _tokenizer(left.tokenizer))
 
 
-_OPEN: dict[Path, Any] = {}  # tokenizers
+@functools.cache
+def _tokenizer(path: Path) -> Any:
+    from tokenizers import Tokenizer
 
-
-def _tokenizer(path: Path | None) -> Any:
-    if path is None:
-        return None
-    if path not in _OPEN:
-        from tokenizers import Tokenizer
-
-        _OPEN[path] = Tokenizer.from_file(str(path))
-    return _OPEN[path]
+    return Tokenizer.from_file(str(path))
 
 
 def _row(episode: Episode, stage: str, number: int) -> EpisodeRow:
@@ -175,7 +170,6 @@ def attempts(events: Sequence[Event]) -> list[EpisodeEntry]:
         judged = [event for event in own if event["kind"] == "verdict"]
         best = max(judged, key=lambda event: event["factor"] or 0.0, default=None)
         verdict = Verdict.from_json(best["verdict"]) if best else None
-        ended = next((str(event["why"]) for event in reversed(own) if event["kind"] == "ended"), "")
         row = EpisodeRow(
             number=len(entries) + 1,
             stage="optimize",
@@ -187,7 +181,7 @@ def attempts(events: Sequence[Event]) -> list[EpisodeEntry]:
             turns=sum(event["kind"] == "turn" for event in own),
             tokens=int(spent[-1]["sampled"]) if spent and len(numbers) == 1 else None,  # all attempts share one count
             logprob=None,
-            ended=ended,
+            ended=next((str(event["why"]) for event in reversed(own) if event["kind"] == "ended"), ""),
             flags=[],
         )
         entries.append(EpisodeEntry(row, lambda number=number: of_attempt(events, number)))  # type: ignore[misc]
@@ -207,32 +201,31 @@ def chosen(
 
     Raises:
         ConfigError: A stage or a status does not occur at all; the message lists those that do."""
-    for what, asked, there in (
-        ("stage", stage, [entry.row.stage for entry in entries]),
-        ("status", status, [entry.row.status for entry in entries]),
-    ):
+    rows = [entry.row for entry in entries]
+    for what, asked, there in (("stage", stage, [r.stage for r in rows]), ("status", status, [r.status for r in rows])):
         if asked is not None and asked not in there:
             known = ", ".join(dict.fromkeys(there)) or "none"
             raise ConfigError(f"--{what} {asked}: there is no such episode; there are {known}.")
-    fitting = [
-        entry
-        for entry in entries
-        if (stage is None or entry.row.stage == stage)
-        and (task is None or task in entry.row.task)
-        and (status is None or entry.row.status == status)
-        and (min_reward is None or (entry.row.reward is not None and entry.row.reward >= min_reward))
-    ]
-    return sorted(fitting, key=lambda entry: _place(entry.row, sort))
+
+    def fits(row: EpisodeRow) -> bool:
+        return (
+            stage in (None, row.stage)
+            and status in (None, row.status)
+            and (task is None or task in row.task)
+            and (min_reward is None or (row.reward is not None and row.reward >= min_reward))
+        )
+
+    return sorted((entry for entry in entries if fits(entry.row)), key=lambda entry: _place(entry.row, sort))
 
 
 def _place(row: EpisodeRow, sort: Sort) -> tuple[Any, ...]:
     """Returns the sort key: smaller comes first, and newest first among equals."""
-    merit = (row.reward if row.reward is not None else -2.0, row.speedup or 0.0)
-    first: dict[str, tuple[Any, ...]] = {
+    reward, speedup = -2.0 if row.reward is None else row.reward, row.speedup or 0.0
+    first: dict[Sort, tuple[Any, ...]] = {
         "newest": (),
         "oldest": (row.number,),
-        "best": (-merit[0], -merit[1]),
-        "worst": merit,
+        "best": (-reward, -speedup),
+        "worst": (reward, speedup),
         "turns": (-row.turns,),
         "tokens": (-(row.tokens or 0),),
         "task": (row.task,),

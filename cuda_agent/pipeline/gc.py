@@ -5,8 +5,6 @@ checkpoints of stages that they began and did not finish.  Everything younger th
 
 On one machine a file lock keeps runs and collections apart.  On a cluster a lock in the store does (``alone``): a run
 begins by waiting for its release (``await_end``), and the collection that holds it checks for active runs.
-
-Not covered: machine-local caches (verdicts, builds, reports), which may be deleted by hand at any time.
 """
 
 import contextlib
@@ -24,6 +22,7 @@ YOUNG = 3600.0  # seconds
 LOCK_SECONDS = 3600  # the holder of an older lock has been killed
 _LOCK = "locks/gc"
 KEEP = 10  # newest runs of each pipeline
+_ORDER = ("cache", "runs", "sweeps", "checkpoints", "configs", "cas")  # of removal
 
 
 @dataclass
@@ -43,41 +42,39 @@ class Plan:
 
 def plan(store: Store, keep: int = KEEP) -> Plan:
     """Returns the keys that ``collect`` would remove when the newest ``keep`` runs of each pipeline stay."""
-    kept, gone = _choose(list_runs(store), keep)
+    by_pipeline: dict[str, list[Run]] = defaultdict(list)
+    for run in list_runs(store):
+        by_pipeline[run.pipeline].append(run)
+    gone = [run.name for group in by_pipeline.values() for run in group[: max(0, len(group) - keep)]]
+    kept = [run for group in by_pipeline.values() for run in group if run.name not in gone]
     needed = {config_entry(run.config) for run in kept}
-    alive: set[str] = set()  # stage/key of results that kept runs use
+    finished: set[str] = set()  # stage/key of results that kept runs use
     began: set[str] = set()  # stage/key of stages that they began
     for run in kept:
         for key in store.list(f"runs/{run.name}"):
             needed.add(key)
             if key.endswith("/manifest.json"):
                 manifest = Manifest.from_bytes(store.get(key))
-                alive.add(f"{manifest.stage}/{manifest.key}")
+                finished.add(f"{manifest.stage}/{manifest.key}")
                 for digest in [*manifest.inputs.values(), *manifest.outputs.values(), manifest.metrics]:
                     needed |= _folder_keys(store, digest)
             elif key.endswith("/key"):
                 began.add(f"{key.split('/')[2]}/{store.get(key).decode()}")
-    result = Plan(runs=[run.name for run in gone])
-    now = time.time()
-    sweeps = {run.sweep for run in kept}
-    for prefix in ("runs", "sweeps", "configs", "cache", "checkpoints", "cas"):
+    needed |= {f"cache/{result}.json" for result in finished}
+    needed_folders = {f"sweeps/{run.sweep}" for run in kept} | {f"checkpoints/{begun}" for begun in began - finished}
+    old = time.time() - YOUNG
+    result = Plan(runs=gone)
+    for prefix in _ORDER:
         for key, (size, changed) in store.sizes(prefix).items():
-            if key in needed or now - changed < YOUNG:
-                continue
-            if prefix == "sweeps" and key.split("/")[1] in sweeps:
-                continue
-            if prefix == "cache" and key.removeprefix("cache/").removesuffix(".json") in alive:
-                continue
-            if prefix == "checkpoints" and "/".join(key.split("/")[1:3]) in began - alive:
-                continue
-            result.keys[key] = size
+            folders = {"/".join(key.split("/")[:depth]) for depth in (2, 3)}
+            if key not in needed and not folders & needed_folders and changed < old:
+                result.keys[key] = size
     return result
 
 
 def collect(store: Store, what: Plan) -> None:
     """Removes the keys of a plan: cache entries and manifests first, so that no reference dangles."""
-    order = {"cache": 0, "runs": 1, "sweeps": 2, "checkpoints": 3, "configs": 4, "cas": 5}
-    for key in sorted(what.keys, key=lambda key: order[key.split("/")[0]]):
+    for key in sorted(what.keys, key=lambda key: _ORDER.index(key.split("/")[0])):
         store.delete(key)
 
 
@@ -107,14 +104,6 @@ def await_end(store: Store, patience: float) -> bool:
             return False
         time.sleep(1.0)
     return True
-
-
-def _choose(runs: list[Run], keep: int) -> tuple[list[Run], list[Run]]:
-    by_pipeline: dict[str, list[Run]] = defaultdict(list)
-    for run in runs:
-        by_pipeline[run.pipeline].append(run)
-    kept = [run for group in by_pipeline.values() for run in group[max(0, len(group) - keep) :]]
-    return kept, [run for run in runs if run not in kept]
 
 
 def _folder_keys(store: Store, digest: str) -> set[str]:

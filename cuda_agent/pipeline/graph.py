@@ -3,14 +3,14 @@
 A row holds all facts about its stage: inputs and outputs, the sections of its cache key, its share of a run's time, its
 work, and its place in the report.  Executors, cache keys, schedules, screens, Argo's templates and the report read it.
 ``Config.graph`` selects a variant, which leaves out some rows.
-
-Not covered: how a stage is executed (``local``), and its computation (``cuda_agent.stages``).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from cuda_agent.config import Config
+from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline import work
 from cuda_agent.pipeline.work import Estimate
 
@@ -52,127 +52,83 @@ class Stage:
 
 _PLAY = ("sandbox", "policy", "agent")  # sections read by every stage in which a policy writes kernels
 _PLACE = ("runtime", "ray")  # sections read by stages that Ray's actors can share
-_REWARDS = ("reward", "pass_rate", "faster_than_eager", "faster_than_compile")
-_PPO_CURVES = (*_REWARDS, "explained_variance", "heldout_explained_variance", "entropy", "kl", "response_length")
-_SUPERVISED = "Supervised stages"
-_SUPERVISED_CURVES = ("heldout_explained_variance", "loss", "heldout_loss", "value_loss")
+_PPO_CURVES = (
+    "reward", "pass_rate", "faster_than_eager", "faster_than_compile", "explained_variance",
+    "heldout_explained_variance", "entropy", "kl", "response_length",
+)  # fmt: skip
+_SUPERVISED: dict[str, Any] = {
+    "chart": "Supervised stages",
+    "curves": ("heldout_explained_variance", "loss", "heldout_loss", "value_loss"),
+}
 
 
-def _evaluate(which: str, source: str, about: str) -> Stage:
+def _stage(name: str, **facts: Any) -> Stage:
+    return Stage(name, f"cuda_agent.stages.{name}", **facts)
+
+
+def _evaluate(which: str, about: str, policy: str) -> Stage:
     return Stage(
-        f"evaluate-{which}",
-        "cuda_agent.stages.evaluate",
-        inputs={"tasks": "synthesis.tasks", "policy": source},
-        outputs=("scores",),
-        config=(*_PLAY, *_PLACE, "evaluate"),
-        timing=True,
-        work=work.evaluate,
-        about=about,
-    )
+        f"evaluate-{which}", "cuda_agent.stages.evaluate",
+        inputs={"tasks": "synthesis.tasks", "policy": policy}, outputs=("scores",),
+        config=(*_PLAY, *_PLACE, "evaluate"), timing=True, work=work.evaluate, about=about,
+    )  # fmt: skip
 
 
+# fmt: off
 ROWS: tuple[Stage, ...] = (
-    Stage(
-        "synthesis",
-        "cuda_agent.stages.synthesis",
-        outputs=("tasks",),
-        config=("sandbox", "synthesis"),
-        timing=True,
-        weight=2.0,
-        work=work.synthesis,
+    _stage(
+        "synthesis", outputs=("tasks",),
+        config=("sandbox", "synthesis"), timing=True, weight=2.0, work=work.synthesis,
     ),
-    Stage(
-        "bootstrap",
-        "cuda_agent.stages.bootstrap",
-        inputs={"tasks": "synthesis.tasks"},
-        outputs=("policy",),
-        config=(*_PLAY, "training", "bootstrap"),
-        weight=5.0,
-        work=work.bootstrap,
-        chart=_SUPERVISED,
-        curves=_SUPERVISED_CURVES,
+    _stage(
+        "bootstrap", inputs={"tasks": "synthesis.tasks"}, outputs=("policy",),
+        config=(*_PLAY, "training", "bootstrap"), weight=5.0, work=work.bootstrap, **_SUPERVISED,
     ),
-    Stage(
-        "warmup",
-        "cuda_agent.stages.warmup",
-        inputs={"tasks": "synthesis.tasks", "policy": "bootstrap.policy"},
-        outputs=("policy",),
-        config=(*_PLAY, *_PLACE, "lora", "training", "warmup"),
-        timing=True,
-        weight=2.0,
+    _stage(
+        "warmup", inputs={"tasks": "synthesis.tasks", "policy": "bootstrap.policy"}, outputs=("policy",),
+        config=(*_PLAY, *_PLACE, "lora", "training", "warmup"), timing=True, weight=2.0,
         work=lambda config: work.ppo(config.warmup, config.agent.turn_tokens),
-        chart="One-shot PPO (warmup)",
-        curves=_PPO_CURVES,
+        chart="One-shot PPO (warmup)", curves=_PPO_CURVES,
     ),
-    Stage(
-        "collect",
-        "cuda_agent.stages.collect",
-        inputs={"tasks": "synthesis.tasks", "policy": "warmup.policy"},
-        outputs=("episodes",),
-        config=(*_PLAY, *_PLACE, "collect"),
-        timing=True,
-        work=work.collect,
+    _stage(
+        "collect", inputs={"tasks": "synthesis.tasks", "policy": "warmup.policy"}, outputs=("episodes",),
+        config=(*_PLAY, *_PLACE, "collect"), timing=True, work=work.collect,
     ),
-    Stage(
-        "rft",
-        "cuda_agent.stages.rft",
-        inputs={"episodes": "collect.episodes", "policy": "warmup.policy"},
-        outputs=("policy",),
-        config=("policy", "lora", "training", "rft"),
-        weight=0.5,
-        work=lambda config: work.supervised(config, config.rft),
-        chart=_SUPERVISED,
-        curves=_SUPERVISED_CURVES,
+    _stage(
+        "rft", inputs={"episodes": "collect.episodes", "policy": "warmup.policy"}, outputs=("policy",),
+        config=("policy", "lora", "training", "rft"), weight=0.5,
+        work=lambda config: work.supervised(config, config.rft), **_SUPERVISED,
     ),
-    Stage(
-        "critic",
-        "cuda_agent.stages.critic",
-        inputs={"episodes": "collect.episodes", "policy": "warmup.policy"},
-        outputs=("critic",),
-        config=("policy", "lora", "training", "critic"),
-        weight=0.5,
-        work=lambda config: work.supervised(config, config.critic),
-        chart=_SUPERVISED,
-        curves=_SUPERVISED_CURVES,
+    _stage(
+        "critic", inputs={"episodes": "collect.episodes", "policy": "warmup.policy"}, outputs=("critic",),
+        config=("policy", "lora", "training", "critic"), weight=0.5,
+        work=lambda config: work.supervised(config, config.critic), **_SUPERVISED,
     ),
-    Stage(
+    _stage(  # without the input critic the stage makes one from the policy
         "agentic",
-        "cuda_agent.stages.agentic",
-        inputs={
-            "tasks": "synthesis.tasks",
-            "policy": "rft.policy | warmup.policy",
-            "critic": "critic.critic?",  # without it the stage makes one from the policy
-        },
+        inputs={"tasks": "synthesis.tasks", "policy": "rft.policy | warmup.policy", "critic": "critic.critic?"},
         outputs=("policy", "critic"),
-        config=(*_PLAY, *_PLACE, "lora", "training", "agentic"),
-        timing=True,
-        weight=4.0,
+        config=(*_PLAY, *_PLACE, "lora", "training", "agentic"), timing=True, weight=4.0,
         work=lambda config: work.ppo(config.agentic, work.agent_tokens(config, config.agent.turns)),
-        chart="Multi-turn PPO (agentic)",
-        curves=_PPO_CURVES,
+        chart="Multi-turn PPO (agentic)", curves=_PPO_CURVES,
     ),
-    _evaluate("base", "bootstrap.policy", "before reinforcement learning"),
-    _evaluate("warmup", "warmup.policy", "after one-shot PPO"),
-    _evaluate("rft", "rft.policy", "after rejection fine-tuning"),
-    _evaluate("agentic", "agentic.policy", "after multi-turn PPO"),
-    _evaluate("one-shot", "warmup.policy", "after one-shot PPO, one answer without tools"),
-    Stage(
+    _evaluate("base", "before reinforcement learning", policy="bootstrap.policy"),
+    _evaluate("warmup", "after one-shot PPO", policy="warmup.policy"),
+    _evaluate("rft", "after rejection fine-tuning", policy="rft.policy"),
+    _evaluate("agentic", "after multi-turn PPO", policy="agentic.policy"),
+    _evaluate("one-shot", "after one-shot PPO, one answer without tools", policy="warmup.policy"),
+    _stage(
         "report",
-        "cuda_agent.stages.report",
         inputs={
-            "tasks": "synthesis.tasks",
-            "scores-base": "evaluate-base.scores",
-            "scores-warmup": "evaluate-warmup.scores",
-            "scores-rft": "evaluate-rft.scores?",
-            "scores-agentic": "evaluate-agentic.scores?",
-            "scores-one-shot": "evaluate-one-shot.scores?",
+            "tasks": "synthesis.tasks", "scores-base": "evaluate-base.scores",
+            "scores-warmup": "evaluate-warmup.scores", "scores-rft": "evaluate-rft.scores?",
+            "scores-agentic": "evaluate-agentic.scores?", "scores-one-shot": "evaluate-one-shot.scores?",
             "stages": STAGES_INPUT,
         },
-        outputs=("report",),
-        config=("sandbox",),
-        weight=0.2,
+        outputs=("report",), config=("sandbox",), weight=0.2,
     ),
 )
+# fmt: on
 
 
 def without(rows: Sequence[Stage], left_out: Iterable[str]) -> tuple[Stage, ...]:
@@ -200,24 +156,26 @@ def without(rows: Sequence[Stage], left_out: Iterable[str]) -> tuple[Stage, ...]
 
 def ancestors(stages: Sequence[Stage], name: str) -> list[str]:
     """Returns all stages above ``name``, in the table's order."""
-    by_name = {stage.name: stage for stage in stages}
-    found: set[str] = set()
-    front = [name]
-    while front:
-        for above in by_name[front.pop()].upstream:
-            if above not in found:
-                found.add(above)
-                front.append(above)
-    return [stage.name for stage in stages if stage.name in found]
+    found = {name}
+    for stage in reversed(stages):  # the table is an order of execution
+        if stage.name in found:
+            found.update(stage.upstream)
+    return [stage.name for stage in stages if stage.name in found - {name}]
+
+
+def needs(stages: Sequence[Stage], stage: Stage) -> Sequence[str]:
+    """Returns the stages that must be done before it: its sources, or all ancestors when it reads their records."""
+    return ancestors(stages, stage.name) if STAGES_INPUT in stage.inputs.values() else stage.upstream
 
 
 def up_to(stages: Sequence[Stage], name: str) -> tuple[Stage, ...]:
     """Returns ``name`` and all stages above it, in the table's order.
 
     Raises:
-        ValueError: The stage does not exist."""
-    if name not in {stage.name for stage in stages}:
-        raise ValueError(f"there is no stage {name}: {', '.join(stage.name for stage in stages)}")
+        ConfigError: The stage does not exist."""
+    names = [stage.name for stage in stages]
+    if name not in names:
+        raise ConfigError(f"--to: there is no stage {name}: {', '.join(names)}")
     chosen = {name, *ancestors(stages, name)}
     return tuple(stage for stage in stages if stage.name in chosen)
 
@@ -231,11 +189,10 @@ def check(stages: Iterable[Stage]) -> None:
     made: set[str] = {STAGES_INPUT}
     names: set[str] = set()
     for stage in stages:
-        missing = [s for text in stage.inputs.values() for s in _alternatives(text) if s not in made]
-        if missing or stage.name in names:
-            raise ValueError(
-                f"stage {stage.name}: {'defined twice' if stage.name in names else f'nobody above makes {missing}'}"
-            )
+        if stage.name in names:
+            raise ValueError(f"stage {stage.name}: defined twice")
+        if missing := [s for text in stage.inputs.values() for s in _alternatives(text) if s not in made]:
+            raise ValueError(f"stage {stage.name}: no stage above makes {missing}")
         names.add(stage.name)
         made |= {f"{stage.name}.{artifact}" for artifact in stage.outputs}
 

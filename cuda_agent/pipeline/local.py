@@ -7,8 +7,6 @@
 The executor or a stage may be killed at any moment: uncommitted results do not exist, and the next call resumes from
 the newest checkpoints.  Stages run one at a time, or side by side with ``run.parallel_stages``; a stage that measures
 times runs alone.
-
-Not covered: the inside of a stage's process (``stage_main``), other machines (``cluster``), the screen (``screen``).
 """
 
 import contextlib
@@ -26,7 +24,7 @@ from cuda_agent.compose import freeze
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError
 from cuda_agent.pipeline import runs
-from cuda_agent.pipeline.graph import STAGES_INPUT, Stage, ancestors, check, stages_of
+from cuda_agent.pipeline.graph import Stage, check, needs, stages_of
 from cuda_agent.pipeline.manifest import (
     Manifest,
     config_entry,
@@ -134,40 +132,41 @@ def _prepare(config: Config, new: bool) -> Iterator[tuple[Store, Path, runs.Run,
         yield store, home, run or runs.create_run(store, config, sha256), sha256, resumed
 
 
+@dataclass
 class _Execution:
     """The state of one call of ``run_pipeline``."""
 
-    def __init__(
-        self,
-        config: Config,
-        sha256: str,
-        store: Store,
-        home: Path,
-        run: runs.Run,
-        stages: Sequence[Stage],
-        table: str,
-        watch: Callable[[str, list[StageView]], None],
-        pause: float,
-        outcome: RunOutcome,
-    ) -> None:
-        self.config, self.sha256, self.store, self.home, self.run_record = config, sha256, store, home, run
-        self.stages, self.table, self.watch, self.pause, self.outcome = stages, table, watch, pause, outcome
-        self.scratch = home / "work" / run.name
-        self.done: dict[str, Manifest] = outcome.manifests
-        self.running: dict[str, Stage] = {}
-        self.again_at: dict[str, float] = {}
-        self.views = {stage.name: StageView(stage.name, stage.weight) for stage in stages}
-        self.stopping = False
-        self.recorder = self._open_recorder()
-        self.recorded = 0.0
+    config: Config
+    sha256: str
+    store: Store
+    home: Path
+    run_record: runs.Run
+    stages: Sequence[Stage]
+    table: str
+    watch: Callable[[str, list[StageView]], None]
+    pause: float
+    outcome: RunOutcome
+    running: dict[str, Stage] = field(default_factory=dict)
+    again_at: dict[str, float] = field(default_factory=dict)
+    stopping: bool = False
+    recorded: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.scratch = self.home / "work" / self.run_record.name
+        self.done = self.outcome.manifests
+        self.views = {stage.name: StageView(stage.name, stage.weight) for stage in self.stages}
+        uri = self.config.run.mlflow or f"sqlite:///{self.home / 'mlflow.db'}"
+        artifacts = self.home / "mlflow-artifacts" if uri.startswith("sqlite:") else None
+        run = self.run_record.name
+        self.recorder = Recorder(uri, self.store, self.config, self.sha256, run, self.stages, self._note, artifacts)
 
     def run(self, preload: tuple[str, ...]) -> None:
         spawner = Spawner(preload)
         try:
             with _signals(lambda: self._stop(spawner)):
                 self._loop(spawner)
-            if self.outcome.code == EXIT_DONE:
-                self._fetch_report()
+            if self.outcome.code == EXIT_DONE and (report := self.done.get("report")):
+                self.outcome.report = fetch_report(self.store, self.home, self.run_record.name, report)
             runs.end_run(self.store, self.run_record, self.outcome.code, self.outcome.stage, self.outcome.message)
         except BaseException as error:
             self.outcome.code = EXIT_RETRY if isinstance(error, (StoreError, KeyboardInterrupt)) else EXIT_BUG
@@ -207,7 +206,7 @@ class _Execution:
     def _may_start(self, stage: Stage) -> bool:
         if stage.name in self.done or stage.name in self.running or self.stopping or self.outcome.code != EXIT_DONE:
             return False
-        if any(above not in self.done for above in self._needs(stage)):
+        if any(above not in self.done for above in needs(self.stages, stage)):
             return False
         if time.monotonic() < self.again_at.get(stage.name, 0.0):
             return False
@@ -216,31 +215,18 @@ class _Execution:
         beside = [*self.running.values(), stage]
         return self.config.run.parallel_stages and not any(other.timing for other in beside)
 
-    def _needs(self, stage: Stage) -> list[str]:
-        """Returns the stages that must be done before it: its sources, or all ancestors when it reads their records."""
-        return ancestors(self.stages, stage.name) if STAGES_INPUT in stage.inputs.values() else [*stage.upstream]
-
     def _serve_or_start(self, stage: Stage, spawner: Spawner) -> None:
         view = self.views[stage.name]
-        result = find_result(
-            self.store, self.run_record.name, identity_of(self.store, self.stages, stage, self.config, self.done)
-        )
-        if result is not None:
+        identity = identity_of(self.store, self.stages, stage, self.config, self.done)
+        if (result := find_result(self.store, self.run_record.name, identity)) is not None:
             publish(self.store, self.run_record.name, result)
             self._finish(stage, result, "cached")
             return
         folder = self.scratch / stage.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        order = StageOrder(
-            store=absolute_uri(self.config.run.store),
-            config=self.sha256,
-            run=self.run_record.name,
-            stage=stage.name,
-            scratch=str(folder),
-            local=str(self.home),
-            table=self.table,
-        )
+        store, run = absolute_uri(self.config.run.store), self.run_record.name
+        order = StageOrder(store, self.sha256, run, stage.name, str(folder), str(self.home), self.table)
         spawner.start(stage.name, order.to_json(), folder / "log.txt")
         self.running[stage.name] = stage
         view.state, view.began, view.attempt = "running", time.monotonic(), view.attempt + 1
@@ -250,7 +236,7 @@ class _Execution:
         self._read(view)
         log = folder / "log.txt"
         with contextlib.suppress(StoreError, FileNotFoundError):
-            self.store.put_file(f"runs/{self.run_record.name}/{stage.name}/log.txt", log)
+            self.store.put(f"runs/{self.run_record.name}/{stage.name}/log.txt", log)
         if code == EXIT_DONE:
             manifest = read_manifest(self.store, manifest_entry(self.run_record.name, stage.name))
             assert manifest is not None, "a stage that exits 0 has written its manifest"
@@ -293,40 +279,27 @@ class _Execution:
         folder = self.scratch / view.name
         view.notes = read_notes(folder / "notes.jsonl")
         if progress := read_progress(folder / "progress.json"):
-            view.done, view.total, view.unit = progress["done"], progress["total"], progress["unit"]
-            view.rates = progress["rates"]
+            vars(view).update(progress)  # done, total, unit, rates
 
     def _show(self) -> None:
+        record = time.monotonic() - self.recorded > 1.0
         for name in self.running:
             self._read(self.views[name])
-        if self.running and time.monotonic() - self.recorded > 1.0:
-            self.recorded = time.monotonic()
-            for name in self.running:
+            if record:
+                self.recorded = time.monotonic()
                 self.recorder.running(name, self.scratch / name)
         self.watch(self.run_record.name, list(self.views.values()))
 
-    def _fetch_report(self) -> None:
-        report = self.done.get("report")
-        if report:
-            self.outcome.report = fetch_report(self.store, self.home, self.run_record.name, report)
-
-    # MLflow
-
-    def _open_recorder(self) -> Recorder:
-        uri = self.config.run.mlflow or f"sqlite:///{self.home / 'mlflow.db'}"
-        artifacts = self.home / "mlflow-artifacts" if uri.startswith("sqlite:") else None
-        trouble = next(iter(self.views.values())).notes.append
-        return Recorder(
-            uri, self.store, self.config, self.sha256, self.run_record.name, self.stages, trouble, artifacts
-        )
+    def _note(self, text: str) -> None:
+        """Shows a note about the run below its first stage."""
+        next(iter(self.views.values())).notes.append(text)
 
     def _close_recorder(self) -> None:
         if self.outcome.report:
             self.recorder.report(self.outcome.report)
         self.recorder.ended(self.outcome.code)
         if not self.recorder.close(30.0):
-            first = next(iter(self.views.values()))
-            first.notes.append("MLflow did not take everything; the metrics are in the store.")
+            self._note("MLflow did not take everything; the metrics are in the store.")
             self.watch(self.run_record.name, list(self.views.values()))
 
 
@@ -340,10 +313,9 @@ def fetch_report(store: Store, home: Path, run: str, manifest: Manifest) -> Path
 
 def outcome_message(folder: Path) -> str:
     """Returns how a stage's process ended, in words, from its scratch folder; empty when it left no outcome."""
-    try:
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         return json.loads((folder / "outcome.json").read_text())["message"]
-    except (FileNotFoundError, json.JSONDecodeError):
-        return ""
+    return ""
 
 
 @contextlib.contextmanager
@@ -361,8 +333,7 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
             raise KeyboardInterrupt
         stop()
 
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.signal(number, handle) for number in numbers}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         yield
     finally:

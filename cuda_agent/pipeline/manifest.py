@@ -1,17 +1,15 @@
 """Manifests, cache keys and the layout of the store: results, their code and their inputs.
 
-    cas/<sha256>                          bytes by content (``storage``)
-    configs/<sha256>.json                 frozen configurations
-    cache/<stage>/<key>.json              the first manifest with this key; created only if absent, written last
-    checkpoints/<stage>/<key>/            ``checkpoints``
-    runs/<run>/run.json, end.json         name and configuration, and how it last ended
-    runs/<run>/<stage>/manifest.json      the result of this stage that the run uses
-    runs/<run>/<stage>/key                the cache key that its last attempt began with
-    runs/<run>/<stage>/log.txt            the output of its last attempt
-    runs/<run>/<stage>/outcome.json       how its last attempt on a cluster ended, when that was no success
-    sweeps/<sweep>/mlflow                 the MLflow run that its runs stand below
-
-Not covered: the order in which things are written (``stage_main``, ``local``).
+cas/<sha256>                          bytes by content (``storage``)
+configs/<sha256>.json                 frozen configurations
+cache/<stage>/<key>.json              the first manifest with this key; created only if absent, written last
+checkpoints/<stage>/<key>/            ``checkpoints``
+runs/<run>/run.json, end.json         name and configuration, and how it last ended
+runs/<run>/<stage>/manifest.json      the result of this stage that the run uses
+runs/<run>/<stage>/key                the cache key that its last attempt began with
+runs/<run>/<stage>/log.txt            the output of its last attempt
+runs/<run>/<stage>/outcome.json       how its last attempt on a cluster ended, when that was no success
+sweeps/<sweep>/mlflow                 the MLflow run that its runs stand below
 """
 
 import hashlib
@@ -90,30 +88,31 @@ def identity_of(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest]
 ) -> Identity:
     """Returns the identity of a stage whose inputs are all made; ``done`` holds the manifests of the stages above."""
-    inputs = resolve_inputs(store, stage, done)
+    inputs = {}
     for name, source in stage.inputs.items():
         if source == STAGES_INPUT:
             with tempfile.TemporaryDirectory() as temporary:
-                make_stages_folder(store, stages, stage, config, done, Path(temporary))
+                _make_stages_folder(store, stages, stage, config, done, Path(temporary))
                 inputs[name] = store.put_folder(Path(temporary))
-    return identify(stage, config, inputs)
+        else:
+            above, _, artifact = source.partition(".")
+            inputs[name] = done[above].outputs[artifact]
+    return identify(stage, placed(config), inputs)
 
 
 def placed(config: Config) -> Config:
     """Returns the configuration with the addresses of this process: on a cluster, environment variables name the
     sandbox, the engines and Ray, so that the stored configuration is the same as on one machine."""
-    if servers := _named("CUDA_AGENT_SANDBOX_SERVERS"):
-        config = config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"servers": servers})})
-    if servers := _named("CUDA_AGENT_ENGINE_SERVERS"):
-        vllm = config.policy.vllm.model_copy(update={"servers": servers})
-        config = config.model_copy(update={"policy": config.policy.model_copy(update={"vllm": vllm})})
-    if address := os.environ.get("CUDA_AGENT_RAY_ADDRESS"):
-        config = config.model_copy(update={"ray": config.ray.model_copy(update={"address": address})})
-    return config
-
-
-def _named(variable: str) -> list[str]:
-    return [address for address in os.environ.get(variable, "").split(",") if address]
+    given = os.environ.get
+    changes: dict[str, Any] = {}
+    if servers := given("CUDA_AGENT_SANDBOX_SERVERS"):
+        changes["sandbox"] = config.sandbox.model_copy(update={"servers": servers.split(",")})
+    if servers := given("CUDA_AGENT_ENGINE_SERVERS"):
+        vllm = config.policy.vllm.model_copy(update={"servers": servers.split(",")})
+        changes["policy"] = config.policy.model_copy(update={"vllm": vllm})
+    if address := given("CUDA_AGENT_RAY_ADDRESS"):
+        changes["ray"] = config.ray.model_copy(update={"address": address})
+    return config.model_copy(update=changes)
 
 
 def _device(stage: Stage, config: Config) -> str:
@@ -181,16 +180,7 @@ def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def resolve_inputs(store: Store, stage: Stage, done: dict[str, Manifest]) -> dict[str, str]:
-    """Returns the inputs' digests by name, from the manifests of the stages above, without ``STAGES_INPUT``."""
-    return {
-        name: done[source.split(".")[0]].outputs[source.split(".")[1]]
-        for name, source in stage.inputs.items()
-        if source != STAGES_INPUT
-    }
-
-
-def make_stages_folder(
+def _make_stages_folder(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest], folder: Path
 ) -> None:
     """Fills ``folder`` with the metrics, notes and manifests of the stages above, the report's part of their rows, and
@@ -199,22 +189,15 @@ def make_stages_folder(
     With the model clock, durations, devices and versions are left out, so that two runs give the same bytes on any
     machine; the manifests in the store hold them."""
     timeless = config.sandbox.clock == "model"
-    above = ancestors(stages, stage.name)
-    rows = [
-        {"name": row.name, "chart": row.chart, "curves": row.curves, "about": row.about}
-        for row in stages
-        if row.name in above
-    ]
-    for name in above:
+    left_out = {"run", "config", "finished", "resumed", "metrics"}
+    left_out |= {"seconds", "key", "environment", "device"} if timeless else set()
+    rows = []
+    for name in ancestors(stages, stage.name):
+        row = next(row for row in stages if row.name == name)
+        rows.append({"name": name, "chart": row.chart, "curves": row.curves, "about": row.about})
         target = folder / name
-        manifest = done[name]
-        store.get_folder(manifest.metrics, target)
-        facts = asdict(manifest)
-        for volatile in ("run", "config", "finished", "resumed", "metrics"):
-            facts.pop(volatile)
-        if timeless:
-            for place in ("seconds", "key", "environment", "device"):
-                facts.pop(place)
+        store.get_folder(done[name].metrics, target)
+        facts = {key: value for key, value in asdict(done[name]).items() if key not in left_out}
         (target / "manifest.json").write_text(json.dumps(facts, indent=1, sort_keys=True))
         if timeless:
             metrics = {
@@ -224,8 +207,7 @@ def make_stages_folder(
             for file in ("metrics.jsonl", "notes.jsonl"):
                 (target / file).unlink()
             write_metrics(target / "metrics.jsonl", metrics)
-            (target / "notes.jsonl").write_text("")
-    values = config.model_dump(mode="json")
-    values.pop("run")
+            (target / "notes.jsonl").touch()
     (folder / GRAPH_FILE).write_text(json.dumps(rows, indent=1))
+    values = config.model_dump(mode="json", exclude={"run"})
     (folder / "config.json").write_text(json.dumps(values, indent=1, sort_keys=True))

@@ -4,7 +4,6 @@ Every call declares a state and returns at once; ``tracking.Mirror`` copies it. 
 does nothing.  Not covered: the store, from which results are read.
 """
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,7 +51,7 @@ class Recorder:
         self._mirror = Mirror(uri, config.run.pipeline, run, artifacts, trouble, sweep)
         self._folder = tempfile.TemporaryDirectory()
         resolved = Path(self._folder.name) / "config.json"
-        resolved.write_text(json.dumps(config.model_dump(mode="json"), indent=1))
+        resolved.write_text(config.model_dump_json(indent=1))
         tags = {"config": sha256, "store": store.uri}
         self._mirror.update(None, params=flat(config), tags=tags, artifacts=[resolved])
 

@@ -1,7 +1,4 @@
-"""Runs in the store: their records, their ends, lookup by name, and the difference of two.
-
-Not covered: executing a run (``local``), runs of a cluster (``cluster``), and removing anything (``gc``).
-"""
+"""Runs in the store: their records, their ends, lookup by name, and the difference of two."""
 
 import contextlib
 import fcntl
@@ -9,18 +6,27 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from cuda_agent.compose import flat, load
 from cuda_agent.config import Config
-from cuda_agent.errors import ConfigError
+from cuda_agent.errors import EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError
 from cuda_agent.pipeline.graph import Stage, stages_of
 from cuda_agent.pipeline.manifest import Manifest, config_entry, manifest_entry, read_manifest
 from cuda_agent.storage import Store, local_folder
 from cuda_agent.tracking import Sweep
+
+_BEGINNING = ("name", "config", "pipeline", "created", "sweep")  # the facts in run.json
+_STATUSES = {
+    None: "unfinished",
+    EXIT_DONE: "done",
+    EXIT_RETRY: "interrupted",
+    EXIT_CONFIG: "refused",
+    EXIT_GATE: "gate missed",
+}
 
 
 @dataclass(frozen=True)
@@ -44,14 +50,11 @@ class Run:
 
     def facts(self) -> bytes:
         """Returns the content of run.json: the facts known from the beginning."""
-        names = ("name", "config", "pipeline", "created", "sweep")
-        return json.dumps({key: value for key, value in asdict(self).items() if key in names}).encode()
+        return json.dumps({name: getattr(self, name) for name in _BEGINNING}).encode()
 
     @property
     def status(self) -> str:
-        return {None: "unfinished", 0: "done", 75: "interrupted", 78: "refused", 79: "gate missed"}.get(
-            self.code, "failed"
-        )
+        return _STATUSES.get(self.code, "failed")
 
 
 def local_home(store_uri: str) -> Path:
@@ -70,18 +73,12 @@ def create_run(store: Store, config: Config, sha256: str) -> Run:
 
     Raises:
         ConfigError: The name is taken."""
-    now = datetime.now(UTC)
-    base = config.run.name or f"{now:%Y%m%d-%H%M%S}-{sha256[:4]}"
-    for attempt in range(100):
-        name = base if attempt == 0 else f"{base}-{attempt}"
-        record = Run.begun(name, config, sha256)
-        if store.create(f"runs/{name}/run.json", record.facts()):
+    base = config.run.name or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{sha256[:4]}"
+    for attempt in range(1 if config.run.name else 100):
+        record = Run.begun(f"{base}-{attempt}" if attempt else base, config, sha256)
+        if store.create(f"runs/{record.name}/run.json", record.facts()):
             return record
-        if config.run.name:
-            raise ConfigError(
-                f"run.name: expected a new name, but there is a run {name} of another configuration or state."
-            )
-    raise ConfigError(f"run.name: could not find a free name like {base}.")
+    raise ConfigError(f"run.name: expected a new name, but there is a run {base} of another configuration or state.")
 
 
 def end_run(store: Store, run: Run, code: int, stage: str, message: str) -> None:
@@ -178,26 +175,23 @@ def facts(store: Store, run: Run, stages: Sequence[Stage]) -> Facts:
 
 def diff(one: Facts, other: Facts) -> dict[str, Any]:
     """Returns the difference of two runs: configuration keys, and each stage's key parts and outputs."""
-    settings = [one.settings, other.settings]
-    keys = [key for key in settings[0] | settings[1] if settings[0].get(key) != settings[1].get(key)]
-    left, right = one.manifests, other.manifests
+    keys = [key for key in one.settings | other.settings if one.settings.get(key) != other.settings.get(key)]
     changes: dict[str, Any] = {}
-    for name in left | right:
-        a, b = left.get(name), right.get(name)
+    for name in one.manifests | other.manifests:
+        a, b = one.manifests.get(name), other.manifests.get(name)
         if a is None or b is None:
             changes[name] = {"only in": one.name if a else other.name}
         elif a.key != b.key:
-            parts = [
-                part for part in ("code", "environment", "device", "inputs") if getattr(a, part) != getattr(b, part)
-            ]
-            differing: dict[str, Any] = {part: [getattr(a, part), getattr(b, part)] for part in parts} or {
-                "configuration": True
+            pairs = {part: [getattr(a, part), getattr(b, part)] for part in ("code", "environment", "device", "inputs")}
+            changes[name] = {
+                "differs in": {part: pair for part, pair in pairs.items() if pair[0] != pair[1]}
+                or {"configuration": True},
+                "seconds": [a.seconds, b.seconds],
+                "same outputs": [artifact for artifact in a.outputs if a.outputs[artifact] == b.outputs.get(artifact)],
             }
-            same = [artifact for artifact in a.outputs if a.outputs[artifact] == b.outputs.get(artifact)]
-            changes[name] = {"differs in": differing, "seconds": [a.seconds, b.seconds], "same outputs": same}
     return {
         "runs": [one.name, other.name],
-        "config": {key: [settings[0].get(key), settings[1].get(key)] for key in keys},
+        "config": {key: [one.settings.get(key), other.settings.get(key)] for key in keys},
         "stages": changes,
     }
 
@@ -210,16 +204,13 @@ def lock_path(home: Path, store: Store, sha256: str) -> Path:
 def try_lock(path: Path, shared: bool = False) -> Iterator[bool]:
     """Yields whether the machine-wide lock was free; the lock ends with the process."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600)) as file:
         try:
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
-            return
-        yield True
-    finally:
-        os.close(descriptor)
+        else:
+            yield True
 
 
 def is_running(home: Path, store: Store, run: Run) -> bool:

@@ -1,8 +1,4 @@
-"""Estimates the schedule of a configuration before it runs: the work of its stages, their time and memory.
-
-Not covered: the amounts of a stage's work (``work``); times for an external base or for a GPU, which have no measured
-rates; the memory of a base whose folder is not on this machine, of the engine and of the sandbox.
-"""
+"""Estimates the schedule of a configuration before it runs: the work of its stages, their time and memory."""
 
 import json
 from pathlib import Path
@@ -11,6 +7,7 @@ from typing import Any
 from cuda_agent.config import Config, PolicyConfig
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline.graph import stages_of
+from cuda_agent.pipeline.screen import duration
 from cuda_agent.pipeline.work import Work
 from cuda_agent.training.memory import AUTO_TOKENS, MICROBATCH_TOKENS, SMALL, Shape, peak, shape_of, shape_of_policy
 
@@ -37,9 +34,8 @@ def derived(config: Config) -> dict[str, Any]:
             "tokens": work.tokens,
             "optimizer_steps": work.optimizer_steps,
             "seconds": seconds if small else None,
+            **({"memory": training_memory(config, work)} if work.models else {}),
         }
-        if work.models:
-            rows[stage.name]["memory"] = training_memory(config, work)
     return {
         "parameters": parameter_count(config.policy) if small else None,
         "base": config.policy.base,
@@ -47,6 +43,29 @@ def derived(config: Config) -> dict[str, Any]:
         "optimizer_steps": sum(row["optimizer_steps"] for row in rows.values()),
         "seconds": sum(row["seconds"] for row in rows.values()) if small else None,
     }
+
+
+def schedule_lines(schedule: dict[str, Any]) -> list[str]:
+    """Returns the result of ``derived`` as a table for people."""
+    lines = [f"{'stage':18} {'samples':>10} {'tokens, most':>16} {'optimizer steps':>16} {'time':>8} {'memory':>9}"]
+    for name, row in schedule["stages"].items():
+        numbers = f"{row['samples']:>10,} {row['tokens']:>16,} {row['optimizer_steps']:>16,}"
+        memory = _size(row["memory"]) if "memory" in row else ""
+        lines.append(f"{name:18} {numbers} {_about(row['seconds']):>8} {memory:>9}".rstrip())
+    size = f"{schedule['parameters'] / 1e6:.2f}M parameters" if schedule["parameters"] else schedule["base"]
+    steps, time = f"{schedule['optimizer_steps']:,} optimizer steps", _about(schedule["seconds"])
+    lines.append(f"\n{size}; {steps}; on 2 CPU cores {time}")
+    return [*lines, "memory: of a training step at most, without PyTorch, engine and sandbox (docs/training.md)"]
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return "unknown"
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _about(seconds: float | None) -> str:
+    return "unknown" if seconds is None else duration(seconds)
 
 
 def training_memory(config: Config, work: Work) -> int | None:

@@ -1,7 +1,4 @@
-"""The screen of an active run: a live table on a terminal, plain lines elsewhere.
-
-Not covered: the state of the stages (``local`` and ``cluster.submit`` provide it), and how a run ended (``cli``).
-"""
+"""The screen of an active run: a live table on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -12,21 +9,23 @@ from typing import Any
 from cuda_agent.pipeline.local import StageView
 
 Watch = Callable[[str, list[StageView]], None]
-MARKS = {"waiting": "·", "running": "▶", "retry": "↻", "cached": "✓", "done": "✓", "failed": "✗"}
-STYLES = {
-    "waiting": "dim",
-    "running": "bold cyan",
-    "retry": "yellow",
-    "cached": "green",
-    "done": "green",
-    "failed": "red",
+# State -> mark and style.
+LOOKS = {
+    "waiting": ("·", "dim"),
+    "running": ("▶", "bold cyan"),
+    "retry": ("↻", "yellow"),
+    "cached": ("✓", "green"),
+    "done": ("✓", "green"),
+    "failed": ("✗", "red"),
 }
 
 
 @contextmanager
-def watching() -> Iterator[Watch]:
-    """Opens the screen that fits the output."""
-    if sys.stdout.isatty():
+def watching(as_json: bool = False) -> Iterator[Watch]:
+    """Opens the screen that fits the output; when that is JSON for a program, writes plain lines to stderr."""
+    if as_json:
+        yield plain(lambda line: print(line, file=sys.stderr))
+    elif sys.stdout.isatty():
         with _live() as watch:
             yield watch
     else:
@@ -35,20 +34,19 @@ def watching() -> Iterator[Watch]:
 
 def plain(write: Callable[[str], None], every: float = 15.0) -> Watch:
     """Writes a line when a stage changes its state, when it has news, and its progress every ``every`` seconds."""
-    states: dict[str, str] = {}
-    said: dict[str, int] = {}
+    known: dict[str, tuple[str, int]] = {}  # stage -> state and number of notes
     shown = time.monotonic()
 
     def watch(run: str, views: list[StageView]) -> None:
         nonlocal shown
-        if not states:
+        if not known:
             write(f"run {run}")
         for view in views:
-            before, states[view.name] = states.get(view.name, "waiting"), view.state
-            for note in view.notes[said.get(view.name, 0) :]:
+            state, notes = known.get(view.name, ("waiting", 0))
+            known[view.name] = (view.state, len(view.notes))
+            for note in view.notes[notes:]:
                 write(f"{view.name}: {note}")
-            said[view.name] = len(view.notes)
-            if before != view.state:
+            if state != view.state:
                 write(f"{view.name}: {_state(view)}")
         if time.monotonic() - shown > every:
             shown = time.monotonic()
@@ -88,17 +86,16 @@ def _table(run: str, views: list[StageView], width: int) -> Any:
     for column in ("", "stage", "", "progress", "time", "left", "rates"):
         table.add_column(column, justify="right" if column in ("progress", "time", "left") else "left", no_wrap=True)
     for view in views:
-        style = STYLES[view.state]
-        bar = ProgressBar(total=1.0, completed=_share(view), width=20) if view.state == "running" else Text(view.state)
-        elapsed = view.seconds if view.state in ("done", "cached") else _elapsed(view)
+        mark, style = LOOKS[view.state]
+        running, elapsed = view.state == "running", _elapsed(view) or view.seconds
         table.add_row(
-            Text(MARKS[view.state], style=style),
+            Text(mark, style=style),
             Text(view.name, style=style),
-            bar,
-            progress(view) if view.state == "running" else "",
+            ProgressBar(total=1.0, completed=_share(view), width=20) if running else Text(view.state),
+            progress(view) if running else "",
             duration(elapsed) if elapsed else "",
-            _left(view) if view.state == "running" else "",
-            Text(_rates(view)[: max(10, width - 70)], style="dim") if view.state == "running" else "",
+            _left(view) if running else "",
+            Text(_rates(view)[: max(10, width - 70)], style="dim") if running else "",
         )
         for note in view.notes[-2:]:
             table.add_row("", Text(f"  {note}"[: max(20, width - 4)], style="yellow"))
@@ -143,8 +140,5 @@ def _left(view: StageView) -> str:
 
 
 def _rates(view: StageView) -> str:
-    return "  ".join(f"{_number(value)} {name.replace('_per_second', '/s')}" for name, value in view.rates.items())
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    numbers = {name: f"{rate:,.0f}" if abs(rate) >= 100 else f"{rate:.3g}" for name, rate in view.rates.items()}
+    return "  ".join(f"{number} {name.replace('_per_second', '/s')}" for name, number in numbers.items())

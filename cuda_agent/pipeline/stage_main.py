@@ -1,23 +1,19 @@
 """Runs one stage in one process, from its order to its exit code: as a local subprocess, as a container step, by hand.
 
-    resolve inputs -> key -> lock -> made already? -> fetch inputs -> resume and run -> data, manifest, cache entry
-
-Not covered: the order of stages and retries (``local``), and the start of a process (``spawn``).
+resolve inputs -> key -> lock -> made already? -> fetch inputs -> resume and run -> data, manifest, cache entry
 """
 
+import contextlib
 import errno
 import faulthandler
-import fcntl
 import importlib
 import json
-import os
 import shutil
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,38 +22,24 @@ from typing import Any
 from cuda_agent.compose import load, restricted
 from cuda_agent.config import Config
 from cuda_agent.context import StageContext
-from cuda_agent.errors import (
-    EXIT_BUG,
-    EXIT_CONFIG,
-    EXIT_DONE,
-    EXIT_RETRY,
-    BadConfiguration,
-    ConfigError,
-    StageError,
-    TryAgain,
-)
+from cuda_agent.errors import EXIT_BUG, EXIT_DONE, EXIT_RETRY, BadConfiguration, TryAgain
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
-from cuda_agent.pipeline.graph import STAGES_INPUT, Stage, ancestors, stages_of
+from cuda_agent.pipeline.graph import Stage, ancestors, stages_of
 from cuda_agent.pipeline.manifest import (
     Identity,
     Manifest,
     config_entry,
     find_result,
-    identify,
+    identity_of,
     key_entry,
-    make_stages_folder,
     manifest_entry,
     placed,
     publish,
     read_manifest,
-    resolve_inputs,
 )
-from cuda_agent.storage import Store, StoreError, open_store
+from cuda_agent.pipeline.runs import try_lock
+from cuda_agent.storage import Store, open_store
 from cuda_agent.tracking import FileTracker
-
-# Errors that a user can fix (a base without tokenizer, a file that is no task, a machine without a jail).  By name:
-# importing their modules here would make every stage start as slowly as the slowest.
-_PERSONS_FAULT = ("PolicyError", "TaskError", "SandboxUnready", "JailError")
 
 
 @dataclass(frozen=True)
@@ -97,24 +79,17 @@ def run_stage(order: StageOrder) -> int:
     faulthandler.register(signal.SIGUSR1)  # `kill -USR1` writes the stacks to the log
     scratch = Path(order.scratch)
     scratch.mkdir(parents=True, exist_ok=True)
-    (scratch / "pid").write_text(str(os.getpid()))
     code, message = EXIT_DONE, ""
     _say(f"{order.stage}: process started")
     try:
         _run(order, scratch, lambda: stopped)
-    except StageError as error:
-        code, message = error.exit_code, str(error)
-    except ConfigError as error:
-        code, message = EXIT_CONFIG, str(error)
-    except StoreError as error:
-        code, message = EXIT_RETRY, str(error)
     except BaseException as error:
-        code, message = EXIT_BUG, f"{type(error).__name__}: {error}"
-        if type(error).__name__ in _PERSONS_FAULT:
-            code, message = EXIT_CONFIG, str(error)
+        code, message = getattr(error, "exit_code", EXIT_BUG), str(error)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             code, message = EXIT_RETRY, f"No room left on this machine: {error}. Free some; the same command goes on."
-        traceback.print_exc()
+        elif code == EXIT_BUG:
+            traceback.print_exc()
+            message = f"{type(error).__name__}: {error}"
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -124,7 +99,7 @@ def run_stage(order: StageOrder) -> int:
     return code
 
 
-def _run(order: StageOrder, scratch: Path, should_stop: Any) -> None:
+def _run(order: StageOrder, scratch: Path, should_stop: Callable[[], bool]) -> None:
     store = open_store(order.store)
     config = load(store.get(config_entry(order.config)).decode(), order.config)
     stages = graph_of(config, order.table)
@@ -134,19 +109,11 @@ def _run(order: StageOrder, scratch: Path, should_stop: Any) -> None:
     tracker = FileTracker(scratch)
     work = scratch / "work"
     shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    done = _manifests_above(store, order.run, stages, stage)
-    inputs = resolve_inputs(store, stage, done)
-    for name, source in stage.inputs.items():
-        if source == STAGES_INPUT:
-            make_stages_folder(store, stages, stage, config, done, work / "made")
-            inputs[name] = store.put_folder(work / "made")
-    here = placed(config)
-    identity = identify(stage, here, inputs)
+    identity = identity_of(store, stages, stage, config, _manifests_above(store, order.run, stages, stage))
     store.put(key_entry(order.run, stage.name), identity.key.encode())
     with _lock(Path(order.local) / "locks" / f"{stage.name}-{identity.key[:32]}", tracker, should_stop):
         if (result := find_result(store, order.run, identity)) is None:
-            result = _make(order, store, here, stage, identity, tracker, work, should_stop)
+            result = _make(order, store, placed(config), stage, identity, tracker, work, should_stop)
         publish(store, order.run, result)
     shutil.rmtree(work, ignore_errors=True)
 
@@ -159,16 +126,14 @@ def _make(
     identity: Identity,
     tracker: FileTracker,
     work: Path,
-    should_stop: Any,
+    should_stop: Callable[[], bool],
 ) -> Manifest:
     for name, digest in identity.inputs.items():
         store.get_folder(digest, work / "inputs" / name)
-    for name in (*stage.outputs, "."):
-        (work / "outputs" / name).mkdir(parents=True, exist_ok=True)
-    for folder in ("scratch", "checkpoint"):
-        (work / folder).mkdir()
     cache = Path(order.local) / "cache"
-    cache.mkdir(parents=True, exist_ok=True)
+    outputs = {name: work / "outputs" / name for name in stage.outputs}
+    for folder in (*outputs.values(), work / "scratch", work / "checkpoint", cache):
+        folder.mkdir(parents=True, exist_ok=True)
     checkpoints = StageCheckpoints(store, stage.name, identity.key, work / "checkpoint", tracker)
     _say(f"{stage.name}: inputs are here")
     run = importlib.import_module(stage.module).run  # nearly all import PyTorch: a second or two in a fresh process
@@ -178,7 +143,7 @@ def _make(
             name=stage.name,
             config=restricted(config, stage.config),
             inputs={name: work / "inputs" / name for name in identity.inputs},
-            outputs={name: work / "outputs" / name for name in stage.outputs},
+            outputs=outputs,
             work=work / "scratch",
             tracker=tracker,
             checkpoints=checkpoints,
@@ -187,8 +152,8 @@ def _make(
         )
     )
     _say(f"{stage.name}: ends")
-    outputs = {name: store.put_folder(work / "outputs" / name) for name in stage.outputs}
-    empty = [name for name, digest in outputs.items() if not store.tree(digest)]
+    made = {name: store.put_folder(folder) for name, folder in outputs.items()}
+    empty = [name for name, digest in made.items() if not store.tree(digest)]
     if empty:
         raise RuntimeError(f"stage {stage.name} returned without writing {', '.join(empty)}")
     tracker.save(work / "said")
@@ -201,7 +166,7 @@ def _make(
         device=identity.device,
         config=order.config,
         inputs=identity.inputs,
-        outputs=outputs,
+        outputs=made,
         metrics=store.put_folder(work / "said"),
         seconds=round(checkpoints.seconds, 3),
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -227,24 +192,15 @@ def _manifests_above(store: Store, run: str, stages: Sequence[Stage], stage: Sta
     return done
 
 
-@contextmanager
-def _lock(path: Path, tracker: FileTracker, should_stop: Any) -> Iterator[None]:
+@contextlib.contextmanager
+def _lock(path: Path, tracker: FileTracker, should_stop: Callable[[], bool]) -> Iterator[None]:
     """Locks a result on this machine, so that only one run makes it: a second run waits, and finds it made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        waiting = False
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if should_stop():
-                    raise TryAgain("stopped while another run was making the same") from None
-                if not waiting:
-                    tracker.note("waited for another run that was making the same")
-                waiting = True
-                time.sleep(0.2)
-        yield
-    finally:
-        os.close(descriptor)
+    while True:
+        with try_lock(path) as free:
+            if free:
+                yield
+                return
+        if should_stop():
+            raise TryAgain("stopped while another run was making the same")
+        tracker.note("waited for another run that was making the same")
+        time.sleep(0.2)

@@ -3,12 +3,10 @@
     critic.lr=1e-5,3e-5 'seed=range(3)'  ->  6 runs: the cartesian product, the last key changing fastest
 
 A run of the sweep NAME is called NAME-1, NAME-2, and so on, and its configuration names the sweep.
-
-Not covered: executing a run (``local``, ``cluster``), the parent run in MLflow (``tracking``), and searches that choose
-the next value from results.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -43,11 +41,9 @@ def points(overrides: Sequence[str]) -> tuple[str, list[Point]]:
     name, fixed, swept = _read(overrides)
     if not swept:
         raise ConfigError("A sweep needs a key with several values, as in critic.lr=1e-5,3e-5 or 'seed=range(3)'.")
-    count = 1
-    for key, values in swept.items():
-        if not values:
-            raise ConfigError(f"{key}: these values are none at all.")
-        count *= len(values)
+    if empty := [key for key, values in swept.items() if not values]:
+        raise ConfigError(f"{empty[0]}: these values are none at all.")
+    count = math.prod(len(values) for values in swept.values())
     if count > MOST:
         sizes = " × ".join(str(len(values)) if len(values) <= MOST else f"over {MOST}" for values in swept.values())
         raise ConfigError(f"{sizes}: more than {MOST} runs, the most that one sweep may have. Make several.")
@@ -80,11 +76,9 @@ def run_here(points: Sequence[Point], execute: Callable[[Point], RunOutcome]) ->
 
 
 def _is_done(point: Point) -> bool:
-    folder = local_folder(point.config.run.store)
-    if folder is not None and not folder.is_dir():
+    if (folder := local_folder(point.config.run.store)) is not None and not folder.is_dir():
         return False
-    store = open_store(point.config.run.store)
-    if not store.exists(f"runs/{point.name}/run.json"):
+    if not (store := open_store(point.config.run.store)).exists(f"runs/{point.name}/run.json"):
         return False
     record = read_run(store, point.name)
     if record.config != freeze(point.config)[1]:
@@ -120,8 +114,7 @@ def _read(overrides: Sequence[str]) -> tuple[str, list[str], dict[str, list[str]
         try:
             values = [str(value) for value in itertools.islice(override.sweep_string_iterator(), MOST + 1)]
         except HydraException as error:
-            raise ConfigError(
-                f"{text}: cannot be swept over ({str(error).splitlines()[0]}). List the values."
-            ) from error
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{text}: cannot be swept over ({reason}). List the values.") from error
         swept[key] = [f"{override.get_key_element()}={value}" for value in values]
     return name, fixed, swept

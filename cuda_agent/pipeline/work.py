@@ -6,7 +6,7 @@ work of each stage (``graph``).
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cuda_agent.config import Config, CriticConfig, Ppo, Sft
 
@@ -40,20 +40,14 @@ def synthesis(config: Config) -> Work:
 def bootstrap(config: Config) -> Work:
     """Returns the work of imitation from scratch; almost none where there is a base."""
     settings = config.bootstrap
+    work = Work(overhead=10, models=1, longest=config.policy.context, from_scratch=True)
     if config.policy.base is not None:
-        return Work(overhead=10, models=1, longest=config.policy.context, from_scratch=True)
+        return work
     tokens = settings.steps * settings.tokens_per_step
-    return Work(
-        samples=settings.examples,
-        tokens=tokens,
-        optimizer_steps=settings.steps,
-        trained=tokens,
-        overhead=10,
+    return replace(
+        work, samples=settings.examples, tokens=tokens, optimizer_steps=settings.steps, trained=tokens,
         most_seconds=settings.max_seconds,
-        models=1,
-        longest=config.policy.context,
-        from_scratch=True,
-    )
+    )  # fmt: skip
 
 
 def ppo(ppo: Ppo, answer_tokens: int) -> Work:
@@ -74,9 +68,7 @@ def ppo(ppo: Ppo, answer_tokens: int) -> Work:
 
 def collect(config: Config) -> Work:
     """Returns the work of playing episodes of the agent loop on the training tasks."""
-    episodes = config.synthesis.train * config.collect.samples
-    tokens = episodes * agent_tokens(config, config.agent.turns)
-    return Work(samples=episodes, tokens=tokens, decoded=tokens // 2, overhead=episodes * 0.05)
+    return _play(config, config.synthesis.train * config.collect.samples, config.agent.turns, 0.05)
 
 
 def supervised(config: Config, settings: Sft | CriticConfig) -> Work:
@@ -96,9 +88,12 @@ def supervised(config: Config, settings: Sft | CriticConfig) -> Work:
 
 def evaluate(config: Config) -> Work:
     """Returns the work of playing episodes on the held-out tasks."""
-    episodes = _heldout(config) * config.evaluate.samples
-    tokens = episodes * agent_tokens(config, config.evaluate.turns)
-    return Work(samples=episodes, tokens=tokens, decoded=tokens // 2, overhead=episodes * 0.1)
+    return _play(config, _heldout(config) * config.evaluate.samples, config.evaluate.turns, 0.1)
+
+
+def _play(config: Config, episodes: int, turns: int, seconds: float) -> Work:
+    tokens = episodes * agent_tokens(config, turns)
+    return Work(samples=episodes, tokens=tokens, decoded=tokens // 2, overhead=episodes * seconds)
 
 
 def agent_tokens(config: Config, turns: int) -> int:

@@ -52,15 +52,13 @@ async def verify_teacher(ctx: StageContext, tasks: Sequence[Task]) -> None:
     rng = random.Random(f"{ctx.config.seed}/verify")
     async with open_sandbox(ctx.config.sandbox, ctx.cache) as sandbox:
         drawn = [tasks[index % len(tasks)] for index in range(count)]
-        verdicts = await asyncio.gather(
-            *(sandbox.evaluate(task, Solution("plan", solve(task, rng).files)) for task in drawn)
-        )
+        solutions = [(task, Solution("plan", solve(task, rng).files)) for task in drawn]
+        verdicts = await asyncio.gather(*(sandbox.evaluate(*solution) for solution in solutions))
     rewards = [verdict.reward for verdict in verdicts if verdict.reward is not None]
     for task, verdict in zip(drawn, verdicts, strict=True):
         if verdict.status != "ok":
-            ctx.tracker.note(
-                f"a solution of the teacher for {task.name} was refused: {verdict.status} {verdict.message}"
-            )
+            reason = f"{verdict.status} {verdict.message}"
+            ctx.tracker.note(f"a solution of the teacher for {task.name} was refused: {reason}")
     if rewards:
         shares = {f"teacher_reward_{kind}": rewards.count(kind) / len(rewards) for kind in (-1, 1, 2, 3)}
         ctx.tracker.log(0, {"teacher_verified": float(len(rewards))} | shares)

@@ -11,10 +11,7 @@ from cuda_agent.rl.rounds import play_rounds
 
 
 def run(ctx: StageContext) -> None:
-    config = ctx.config
-    _, episodes = asyncio.run(
-        play_rounds(
-            ctx, "train", config.collect.samples, turns=config.agent.turns, temperature=config.agent.temperature
-        )
-    )
+    agent, samples = ctx.config.agent, ctx.config.collect.samples
+    play = play_rounds(ctx, "train", samples, turns=agent.turns, temperature=agent.temperature)
+    _, episodes = asyncio.run(play)
     write_episodes(ctx.outputs["episodes"] / EPISODES, episodes)

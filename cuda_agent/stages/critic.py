@@ -26,11 +26,8 @@ def pretrain(ctx: StageContext) -> None:
         raise NotGoodEnough("critic: no collected episode has a reward, so there is nothing to learn values from.")
     training, heldout = hold_out(episodes, settings.heldout, ctx.config.seed)
     mean = sum(episode.reward or 0.0 for episode in training) / len(training)
-    trainer = make_trainer(
-        ctx,
-        critic_from_policy(ctx.inputs["policy"], mean),
-        longest=max(len(episode.ids) for episode in episodes),
-    )
+    longest = max(len(episode.ids) for episode in episodes)
+    trainer = make_trainer(ctx, critic_from_policy(ctx.inputs["policy"], mean), longest=longest)
     start = ctx.checkpoints.load(trainer.load) or 0
     for epoch in range(start, settings.epochs):
         metrics = value_epoch(
@@ -50,10 +47,8 @@ def pretrain(ctx: StageContext) -> None:
             raise TryAgain(f"stopped after epoch {epoch + 1} of {settings.epochs}")
     explained = value_quality(trainer, heldout)["explained_variance"]
     if explained < settings.min_explained_variance:
-        text = (
-            f"critic: held-out explained variance is {explained:.2f}, below {settings.min_explained_variance} "
-            "(critic.min_explained_variance)"
-        )
+        limit = f"{settings.min_explained_variance} (critic.min_explained_variance)"
+        text = f"critic: held-out explained variance is {explained:.2f}, below {limit}"
         if settings.gate == "stop":
             raise NotGoodEnough(f"{text}. More episodes (collect.samples) or epochs (critic.epochs) may help.")
         ctx.tracker.note(text)

@@ -15,14 +15,11 @@ from cuda_agent.rl.scores import score, write_scores
 
 
 def run(ctx: StageContext) -> None:
-    config = ctx.config
-    settings = config.evaluate
+    settings = ctx.config.evaluate
     policy = ctx.name.removeprefix("evaluate-")
     kind: Kind = "single" if policy == "one-shot" else "agent"
-    turns, temperature = settings.turns, settings.temperature
-    tasks, episodes = asyncio.run(
-        play_rounds(ctx, "heldout", settings.samples, kind, turns=turns, temperature=temperature)
-    )
+    play = play_rounds(ctx, "heldout", settings.samples, kind, turns=settings.turns, temperature=settings.temperature)
+    tasks, episodes = asyncio.run(play)
     folder = ctx.outputs["scores"]
     write_episodes(folder / EPISODES, episodes)
-    write_scores(folder / "scores.json", score(policy, episodes, tasks, config.sandbox.clock, config.seed))
+    write_scores(folder / "scores.json", score(policy, episodes, tasks, ctx.config.sandbox.clock, ctx.config.seed))

@@ -4,17 +4,16 @@
 This module gathers the data; ``pages.report`` draws it.  The inputs list the scored policies and how the curves of a
 stage are shown.  Neither file holds a date or the time of its creation.  With the model clock, versions, durations,
 devices and notes are left out: the same inputs then give the same bytes on every machine.
-
-Not covered: whether a result is good enough (stages and their gates decide).
 """
 
 import json
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
 from typing import Any
 
+from cuda_agent import __version__
 from cuda_agent.context import StageContext
 from cuda_agent.pages.report import render
 from cuda_agent.policy.episode import EPISODES, Episode, read_episodes
@@ -25,7 +24,7 @@ from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import read_metrics, read_notes
 
 SCORES = "scores-"  # prefix of the inputs that hold a policy's scores
-PACKAGES = ("cuda-agent", "torch", "transformers", "numpy")
+PACKAGES = ("torch", "transformers", "numpy")
 KERNELS = 6  # number of kernels shown with their source
 MESSAGE_CHARACTERS = 4000  # of one message of a shown trajectory
 
@@ -34,9 +33,8 @@ def run(ctx: StageContext) -> None:
     scored = {name.removeprefix(SCORES): folder for name, folder in ctx.inputs.items() if name.startswith(SCORES)}
     scores = {policy: read_scores(folder / "scores.json") for policy, folder in scored.items()}
     tasks = read_tasks(ctx.inputs["tasks"])
-    kernels = fastest_kernels(
-        ((policy, episode) for policy, folder in scored.items() for episode in read_episodes(folder / EPISODES)), tasks
-    )
+    episodes = ((policy, one) for policy, folder in scored.items() for one in read_episodes(folder / EPISODES))
+    kernels = fastest_kernels(episodes, tasks)
     data = gather(scores, kernels, ctx.inputs["tasks"] / "card.json", ctx.inputs["stages"])
     folder = ctx.outputs["report"]
     (folder / "report.json").write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
@@ -54,13 +52,13 @@ def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path,
     rows = _read_json(stages / "graph.json")
     about = {row["name"]: row["about"] for row in rows}
     clock = next(iter(scores.values())).clock
-    families = sorted(
-        {row.group for s in scores.values() for row in s.final.families}, key=lambda f: (f != "teacher", f)
-    )
+    groups = {row.group for s in scores.values() for row in s.final.families}
+    families = sorted(groups, key=lambda family: (family != "teacher", family))
     first, *later = scores.values()
+    versions = {"python": python_version(), "cuda-agent": __version__} | {name: version(name) for name in PACKAGES}
     return {
         "clock": clock,
-        **({} if clock == "model" else {"versions": _versions()}),
+        **({} if clock == "model" else {"versions": versions}),
         "config": _read_json(stages / "config.json"),
         "families": families,
         "policies": [s.to_json() | {"about": about.get(f"evaluate-{s.policy}", "")} for s in scores.values()],
@@ -134,17 +132,6 @@ def _stage(folder: Path, row: dict[str, Any], timeless: bool) -> dict[str, Any]:
             for step, values in read_metrics(folder / "metrics.jsonl").items()
         ],
     }
-
-
-def _versions() -> dict[str, str]:
-    return {"python": python_version()} | {package: _version(package) for package in PACKAGES}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _read_json(path: Path) -> Any:

@@ -19,13 +19,8 @@ def run(ctx: StageContext) -> None:
     if kept:
         sequences = [tokens_of_episode(episode) for episode in kept]
         with shared_training(ctx) as shared:
-            trainer = make_trainer(
-                shared,
-                model,
-                longest=max(map(len, sequences)),
-                max_grad_norm=settings.max_grad_norm,
-                precision="auto",
-            )
+            longest, norm = max(map(len, sequences)), settings.max_grad_norm
+            trainer = make_trainer(shared, model, longest=longest, max_grad_norm=norm, precision="auto")
             imitate(
                 ctx,
                 trainer,

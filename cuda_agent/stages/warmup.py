@@ -12,7 +12,6 @@ from cuda_agent.training.critic import critic_from_policy
 
 
 def run(ctx: StageContext) -> None:
-    model, tokenizer, _ = asyncio.run(
-        train_ppo(ctx, ctx.config.warmup, "single", lambda inputs: critic_from_policy(inputs["policy"]))
-    )
+    training = train_ppo(ctx, ctx.config.warmup, "single", lambda inputs: critic_from_policy(inputs["policy"]))
+    model, tokenizer, _ = asyncio.run(training)
     save_policy(model, tokenizer, ctx.outputs["policy"])

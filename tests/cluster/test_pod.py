@@ -251,7 +251,7 @@ def test_the_servers_come_from_the_environment_and_the_configuration_stays(monke
     from cuda_agent.pipeline.manifest import placed
 
     config = Config()
-    assert placed(config) is config
+    assert placed(config) == config
     monkeypatch.setenv("CUDA_AGENT_SANDBOX_SERVERS", "http://a:1,http://b:2")
     assert placed(config).sandbox.servers == ["http://a:1", "http://b:2"]
     assert config.sandbox.servers == []

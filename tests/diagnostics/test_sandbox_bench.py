@@ -1,4 +1,4 @@
-"""The benchmark of the sandbox: real evaluations in every format, and what is said of them."""
+"""The benchmark of the sandbox: real evaluations in every format, and their report."""
 
 import asyncio
 import random
@@ -10,7 +10,7 @@ from cuda_agent.diagnostics import sandbox_bench
 from cuda_agent.errors import ConfigError
 
 
-def test_every_lane_is_measured_on_solutions_that_are_right():
+def test_every_format_is_measured_on_solutions_that_are_right():
     config = SandboxConfig(clock="model", checks=2, servers=["http://nobody.invalid"])
     answer = asyncio.run(sandbox_bench.measure(config, tasks=1, solutions=2, formats=sandbox_bench.formats_of(None)))
     assert list(answer["formats"]) == ["plan", "extension", "python"]
@@ -44,7 +44,7 @@ def test_a_gpu_is_paid_by_the_hour():
     assert "  5400 per GPU-hour" in sandbox_bench.lines(answer)
 
 
-def test_lanes_come_in_their_order_and_others_are_refused():
+def test_formats_come_in_their_order_and_others_are_refused():
     assert sandbox_bench.formats_of("python, plan") == ("plan", "python")
     with pytest.raises(ConfigError, match="got 'shell'"):
         sandbox_bench.formats_of("plan,shell")

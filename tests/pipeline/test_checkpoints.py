@@ -123,7 +123,7 @@ def test_a_store_that_fills_up_during_a_save_leaves_the_one_before(make, monkeyp
     def full(key, path):
         raise StoreFull("full")
 
-    monkeypatch.setattr(broken._store, "put_file", full)
+    monkeypatch.setattr(broken._store, "put", full)
     with pytest.raises(StoreFull):
         broken.save(2, writer("two"))
     assert make()[0].load(Reader()) == 1

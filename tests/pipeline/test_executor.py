@@ -304,7 +304,7 @@ def test_with_the_model_clock_a_report_is_the_same_wherever_it_was_made(tmp_path
     environment_digest.cache_clear()
     assert outputs(one) == outputs(other)
     keys = [{name: manifest.key for name, manifest in outcome.manifests.items()} for outcome in (one, other)]
-    assert all(keys[0][name] != keys[1][name] for name in keys[0]), "what is made elsewhere is kept apart"
+    assert all(keys[0][name] != keys[1][name] for name in keys[0]), "results of another place are kept apart"
 
 
 def test_times_of_a_ray_elsewhere_are_kept_apart_from_this_machines():

@@ -109,7 +109,7 @@ def test_one_collector_at_a_time_and_its_lock_goes_after_an_error_too(store: Sto
         assert mine and gc.is_collecting(store)
         with gc.alone(store) as second:
             assert not second
-        assert gc.is_collecting(store), "whoever was refused leaves the lock"
+        assert gc.is_collecting(store), "a refused collector leaves the lock"
         assert not gc.await_end(store, patience=0)
     with pytest.raises(KeyError), gc.alone(store):
         raise KeyError

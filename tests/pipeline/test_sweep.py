@@ -201,7 +201,7 @@ def test_runs_that_begin_at_once_agree_on_one_parent(tmp_path):
 
     def begin(number: int) -> None:
         def make() -> str:
-            together.wait(30)  # everybody has looked, and nobody has found anything
+            together.wait(30)  # all have looked, and none has found anything
             made.append(str(number))
             return str(number)
 
@@ -216,7 +216,7 @@ def test_runs_that_begin_at_once_agree_on_one_parent(tmp_path):
     assert runs.agree(store, "sweeps/s/mlflow", lambda: pytest.fail("it is decided")) == agreed[0]
 
 
-def test_whoever_was_not_first_removes_the_parent_that_it_made(tmp_path):
+def test_a_parent_that_was_not_first_is_removed(tmp_path):
     from mlflow import MlflowClient
 
     from cuda_agent.tracking import Mirror, Sweep
