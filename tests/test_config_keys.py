@@ -26,7 +26,6 @@ IN_NO_CACHE_KEY = {
     "sandbox.token_file": "a secret's place",
     "policy.vllm.servers": "where the policy is served",
     "ray.address": "where Ray runs",
-    "ray.sync": "how weights travel",
     "ray.trainers": "how a trainer is spread over machines",
     "ray.trainer_cpus": "what Ray sets aside",
     "ray.trainer_gpus": "what Ray sets aside",

@@ -8,6 +8,7 @@ import errno
 import faulthandler
 import importlib
 import json
+import os
 import shutil
 import signal
 import sys
@@ -79,6 +80,7 @@ def run_stage(order: StageOrder) -> int:
     faulthandler.register(signal.SIGUSR1)  # `kill -USR1` writes the stacks to the log
     scratch = Path(order.scratch)
     scratch.mkdir(parents=True, exist_ok=True)
+    (scratch / "pid").write_text(str(os.getpid()))  # for a person who looks at a stage that hangs
     code, message = EXIT_DONE, ""
     _say(f"{order.stage}: process started")
     try:

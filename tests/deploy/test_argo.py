@@ -67,7 +67,7 @@ def test_finish_comes_after_every_stage_that_nobody_reads():
 
 
 def test_a_wrong_table_is_refused():
-    with pytest.raises(ValueError, match="nobody above makes"):
+    with pytest.raises(ValueError, match="no stage above makes"):
         workflow_template((Stage("one", "m", inputs={"a": "two.a"}),))
 
 
