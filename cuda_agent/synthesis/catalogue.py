@@ -210,7 +210,7 @@ _SIGN = "torch.randint(0, 2, ({batch},)) * 2 - 1"
 
 def _row_loss(name: str, ranks: tuple[int, ...], arguments: str, **inputs: str) -> Operator:
     """A loss that gives one value per row."""
-    return _loss(name, ranks, fixed(f"{name}({arguments})", lambda x: x[:-1], 40, **inputs))
+    return _loss(name, ranks, fixed(f"{name}({arguments})", lambda x: x[:-1], 40, None, **inputs))
 
 
 _LOSSES = [
