@@ -291,7 +291,6 @@ def on_the_wire(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[s
 
 
 def _spelled_out(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the text that explains the form of calls and lists the tools."""
     lines = [_RULES]
     for tool in tools:
         schema = tool.get("function", tool)
@@ -307,7 +306,6 @@ def _spelled_out(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def written(content: str, calls: Sequence[Mapping[str, Any]]) -> str:
-    """Returns an assistant's turn as text, calls included."""
     parts = [content] if content else []
     for call in calls:
         lines = [f"<tool_call>\n<function={call['name']}>"]

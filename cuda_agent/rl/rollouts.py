@@ -109,7 +109,6 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
 
 @asynccontextmanager
 async def _open_engine(ctx: WorkerContext, folder: Path, model: Any, chat: Chat) -> AsyncIterator[Engine]:
-    """The configured engine, serving ``model``, which was loaded from ``folder``."""
     policy = ctx.config.policy
     if policy.engine == "vllm":
         try:
@@ -152,7 +151,6 @@ def episode_settings(
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A 63-bit seed for ``name`` under the run's seed."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
 
 

@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -231,17 +232,11 @@ def _result(verdict: Verdict | None) -> Result:
 def _better(final: Result, best: Result) -> Result:
     """The better of two states by correctness, then speed-up over compile, then over eager (the paper's rule).  The
     final state is part of the trajectory, so that the best is never below it."""
-
-    def rank(result: Result) -> tuple[bool, float, float]:
-        return result.correct, result.speedup_compile or 0.0, result.speedup_eager or 0.0
-
-    return max(final, best, key=rank)
+    return max(final, best, key=lambda r: (r.correct, r.speedup_compile or 0.0, r.speedup_eager or 0.0))
 
 
 def _table(outcomes: Sequence[EpisodeScore], which: str, seed: int) -> Table:
-    def row(group: str, members: Sequence[EpisodeScore]) -> ScoreRow:
-        return _row(group, members, which, seed)
-
+    row = partial(_row, which=which, seed=seed)
     families = sorted({outcome.family for outcome in outcomes})
     operators = Counter(op for outcome in outcomes for op in set(outcome.ops))
     return Table(

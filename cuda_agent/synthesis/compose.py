@@ -119,7 +119,6 @@ def as_task(code: str, data_source: str = "") -> Task:
 
 
 def draw_count(most: int, rng: Random) -> int:
-    """How many operators a task gets, at most ``most``."""
     counts = range(1, most + 1)
     return rng.choices(counts, [COUNT_WEIGHTS[n] for n in counts])[0]
 

@@ -31,7 +31,7 @@ WARMUP = 0.02  # fraction of the training during which the learning rate rises
 
 
 def learning_rate(fraction: float, peak: float) -> float:
-    """Returns the learning rate at a fraction of the training: a linear rise to ``peak``, then a linear fall to 0."""
+    """A linear rise to ``peak``, then a linear fall to 0, over the fraction of the training."""
     if fraction < WARMUP:
         return peak * max(fraction / WARMUP, 0.01)
     return peak * (1 - min(1.0, (fraction - WARMUP) / (1 - WARMUP)))
@@ -139,8 +139,7 @@ def value_epoch(
     steps of at most ``tokens_per_step``; ``seed`` and ``epoch`` decide their order.
 
     With ``gae_lambda`` 1 the targets are the episodes' rewards; below 1 they are V + advantage, with the values V of
-    the critic when the epoch begins.  Returns metrics; ``explained_variance`` is that of the predictions before each
-    step."""
+    the critic when the epoch begins.  ``explained_variance`` is that of the predictions before each step."""
     start = time.monotonic()
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
     goals = targets(batch, None if gae_lambda == 1 else critic.flat(batch, critic.values), 1.0, gae_lambda)

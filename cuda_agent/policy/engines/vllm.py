@@ -113,7 +113,6 @@ class VllmEngine:
         self._old = await self.compute(lambda: _fingerprint(model))
 
     async def compute(self, job: Callable[[], Any]) -> Any:
-        """Runs ``job`` in the compute thread of this process."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:

@@ -80,7 +80,6 @@ class VllmServer:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
 
     def close(self) -> None:
-        """Ends the server and removes its folder."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -213,7 +212,6 @@ class Replica:
         return list((answer or {}).get("results", []))
 
     async def greet(self) -> None:
-        """Asks the server for its model, context and workers."""
         models = [model for model in (await self.ask("/v1/models"))["data"] if not model.get("parent")]
         self.model, self.context = models[0]["id"], models[0]["max_model_len"]
         weights = await self.call("cuda_agent_weights")
