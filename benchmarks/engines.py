@@ -22,7 +22,7 @@ import torch
 import transformers
 from shapes import SIZES, model_of
 
-from cuda_agent.config import PolicyConfig
+from cuda_agent.config import PolicyConfig, Vllm
 from cuda_agent.errors import PolicyError
 from cuda_agent.policy.engines.engine import SamplingParams
 from cuda_agent.policy.engines.local import LocalEngine
@@ -56,9 +56,9 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[floa
     vocab, context = model.config.vocab_size, args.prompt + args.tokens + 8
     dtype = "bfloat16" if args.device == "cuda" else "float32"
     local = LocalEngine(model, args.threads, args.batch, device=args.device, dtype=dtype)
-    settings: dict[str, Any] = {"batch": args.batch, "threads": args.threads, "context": context, "sync": args.sync}
-    settings["memory"] = args.memory
-    async with open_vllm(Path(args.model or folder), model, folder, replicas=args.replicas, **settings) as served:
+    vllm = Vllm(replicas=args.replicas, sync=args.sync, gpu_memory=args.memory)
+    config = PolicyConfig(vllm=vllm, engine_batch=args.batch, threads=args.threads, context=context)
+    async with open_vllm(Path(args.model or folder), model, folder, config) as served:
         engines: Engines = {"in process": local, "vllm": served}
         seconds: dict[str, list[float]] = {name: [] for name in engines}
         for index in range(args.rounds + 1):  # the first round warms both up

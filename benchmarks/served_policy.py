@@ -118,8 +118,7 @@ async def measure(store: Store, run: runs.Run, policy: str, count: int, work: Pa
 @contextlib.asynccontextmanager
 async def served(policy: Path, config: Config, lease: Path) -> AsyncIterator[str]:
     """The OpenAI address of a vLLM server for ``policy``, which itself listens on a Unix socket."""
-    how = config.policy
-    server = VllmServer(policy, context=how.context, batch=4, threads=how.threads, lease=lease)
+    server = VllmServer(policy, config.policy.model_copy(update={"engine_batch": 4}), lease, None)
     try:
         await Replica(f"unix:{server.socket}", server).ready()
 

@@ -24,8 +24,8 @@ from cuda_agent.errors import TaskError
 from cuda_agent.optimize.attempt import Attempt, least_tokens
 from cuda_agent.optimize.export import model_new
 from cuda_agent.optimize.folder import OptimizeError, SearchOrder, opened, so_far, write_whole
+from cuda_agent.policy.chat import Form
 from cuda_agent.policy.served import ServedModel, ServedModelError, check_address
-from cuda_agent.policy.text_calls import Form
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.local import LocalSandbox

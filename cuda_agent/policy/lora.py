@@ -64,7 +64,6 @@ def attach(model: Any, rank: int, alpha: float, targets: Sequence[str], seed: in
 
 
 def adapters(model: Any) -> dict[str, Adapted]:
-    """Returns the adapters by the name of their layer."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
 
 

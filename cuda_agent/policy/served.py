@@ -22,8 +22,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from cuda_agent.errors import EXIT_RETRY, UserError
-from cuda_agent.policy.chat import ToolCall, read_calls
-from cuda_agent.policy.text_calls import Form, on_the_wire
+from cuda_agent.policy.chat import Form, ToolCall, on_the_wire, read_calls
 
 Listener = Callable[[str, str], None]
 """(what, text): ``text`` and ``thought`` as they come, ``again`` when what came is void, ``wait`` and ``form``, why."""
@@ -32,6 +31,7 @@ CHARACTERS = 4  # characters per token, where the server does not count tokens
 LONGEST = 2 << 20  # most characters of one answer, independent of max_tokens
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 _LONGEST_PAUSE = 120.0
+RETRIES = 5
 # Word in a refusal -> parameters that later requests leave out.
 _OPTIONAL = {
     "stream_options": "stream_options", "parallel_tool_calls": "parallel_tool_calls", "tool_choice": "tool_choice",
@@ -101,7 +101,6 @@ class ServedModel:
         key_env: str = "OPENAI_API_KEY",
         timeout: float = 600.0,
         form: Form = "native",
-        retries: int = 5,
         pause: float = 1.0,
     ) -> None:
         check_address(url, key_env)
@@ -110,7 +109,7 @@ class ServedModel:
         self._key, self._key_env = os.environ.get(key_env, ""), key_env
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=30.0), headers=headers)
-        self._retries, self._pause = retries, pause
+        self._pause = pause
         self._lacks: set[str] = set()
         self.lost = 0
 
@@ -138,11 +137,8 @@ class ServedModel:
             ContextTooLong: The conversation has to become shorter.
         """
         hear = listen or (lambda what, text: None)
-        sampling = {
-            "temperature": temperature,
-            "max_tokens": max_tokens,
-            "seed": None if seed is None else seed % 2**31,
-        }
+        seed = None if seed is None else seed % 2**31
+        sampling = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
         failures, pause = 0, 0.0
         while True:
             await asyncio.sleep(pause)
@@ -156,7 +152,7 @@ class ServedModel:
             except (_Again, httpx.HTTPError) as error:
                 failures += 1
                 problem = str(error) if isinstance(error, _Again) else f"{type(error).__name__} {error}".strip()
-                if failures > self._retries:
+                if failures > RETRIES:
                     raise ServedModelError(f"{self._name}: {problem}") from None
                 asked = error.after if isinstance(error, _Again) else None
                 own = self._pause * 2.0 ** (failures - 1) * random.uniform(1.0, 1.25)

@@ -42,10 +42,8 @@ def texts(dialogues: Collection[Dialogue]) -> list[str]:
     """The texts of ``dialogues`` without chat markup: the tokenizer's training data."""
     found = []
     for message in (message for dialogue in dialogues for message in dialogue):
-        found += [
-            message["content"],
-            *(v for call in message.get("tool_calls", ()) for v in call["arguments"].values()),
-        ]
+        arguments = (text for call in message.get("tool_calls", ()) for text in call["arguments"].values())
+        found += [message["content"], *arguments]
     return [text for text in found if text]
 
 

@@ -41,13 +41,8 @@ async def train_ppo(
 ) -> tuple[Any, Any, Critic | None]:
     """Trains the policy in ``ctx.inputs`` for ``settings.steps`` steps, from the newest checkpoint on.
 
-    Returns (model, tokenizer, critic); the critic is None where none was trained.
-
-    Args:
-        ctx: Of the stage; inputs ``policy`` and ``tasks``, and those that ``make_critic`` reads.
-        settings: The stage's section of the configuration.
-        kind: Episodes of one answer ("single"), or with tools ("agent").
-        make_critic: Makes the critic to start from.  Called only if ``settings.advantage`` needs a critic.
+    Returns (model, tokenizer, critic); the critic is None where none was trained.  ``make_critic`` makes the critic to
+    start from; it is called only if ``settings.advantage`` needs one.
 
     Raises:
         TryAgain: The stage was told to stop, or the trainer was lost too often.
@@ -137,9 +132,7 @@ async def _retried_after_losses(
 
 def oldest(episode: Episode) -> float:
     """The version of the weights that sampled the episode's oldest token; infinity where nothing was sampled."""
-    return min(
-        (version for version, mask in zip(episode.versions, episode.mask, strict=True) if mask), default=math.inf
-    )
+    return min((v for v, mask in zip(episode.versions, episode.mask, strict=True) if mask), default=math.inf)
 
 
 def mean_age(episodes: Sequence[Episode], step: int) -> float:

@@ -21,11 +21,10 @@ from cuda_agent.machine import gpus
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.engines.engine import Engine, EngineLost
 from cuda_agent.policy.engines.local import LocalEngine
-from cuda_agent.policy.engines.scripted import ScriptedEngine
 from cuda_agent.policy.engines.vllm import open_vllm
 from cuda_agent.policy.episode import Episode
 from cuda_agent.policy.model import load_policy
-from cuda_agent.rl.scripted import Script
+from cuda_agent.rl.scripted import ScriptedEngine
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
@@ -110,30 +109,17 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
 
 @asynccontextmanager
 async def _open_engine(ctx: WorkerContext, folder: Path, model: Any, chat: Chat) -> AsyncIterator[Engine]:
-    """The configured engine, serving ``model``, which was loaded from ``folder``."""
     policy = ctx.config.policy
     if policy.engine == "vllm":
         try:
-            async with open_vllm(
-                folder,
-                model,
-                ctx.work,
-                servers=policy.vllm.servers,
-                replicas=policy.vllm.replicas,
-                sync=policy.vllm.sync,
-                context=policy.context,
-                batch=policy.engine_batch,
-                threads=policy.threads,
-                memory=policy.vllm.gpu_memory,
-                lease=ctx.cache / "lease",
-            ) as served:
+            async with open_vllm(folder, model, ctx.work, policy, ctx.cache / "lease") as served:
                 yield served
         except EngineLost as error:
             raise TryAgain(str(error)) from error
         return
     engine: Engine
     if policy.engine == "scripted":
-        engine = ScriptedEngine(Script(chat, read_tasks(ctx.inputs["tasks"])), chat.tokenizer, model)
+        engine = ScriptedEngine(chat, read_tasks(ctx.inputs["tasks"]), model)
     else:
         lease = Lease(ctx.cache / "lease")
         engine = LocalEngine(
@@ -165,7 +151,6 @@ def episode_settings(
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A 63-bit seed for ``name`` under the run's seed."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
 
 

@@ -135,7 +135,6 @@ class LocalRuntime:
 
 
 def settings_of(ctx: WorkerContext, settings: Ppo) -> EpisodeSettings:
-    """The settings of the stage's episodes."""
     turns, temperature = ctx.config.agent.turns, ctx.config.agent.temperature
     return episode_settings(
         ctx.config, turns=turns, context=settings.context, temperature=temperature, reward=settings.reward

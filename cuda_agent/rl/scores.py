@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -231,17 +232,11 @@ def _result(verdict: Verdict | None) -> Result:
 def _better(final: Result, best: Result) -> Result:
     """The better of two states by correctness, then speed-up over compile, then over eager (the paper's rule).  The
     final state is part of the trajectory, so that the best is never below it."""
-
-    def rank(result: Result) -> tuple[bool, float, float]:
-        return result.correct, result.speedup_compile or 0.0, result.speedup_eager or 0.0
-
-    return max(final, best, key=rank)
+    return max(final, best, key=lambda r: (r.correct, r.speedup_compile or 0.0, r.speedup_eager or 0.0))
 
 
 def _table(outcomes: Sequence[EpisodeScore], which: str, seed: int) -> Table:
-    def row(group: str, members: Sequence[EpisodeScore]) -> ScoreRow:
-        return _row(group, members, which, seed)
-
+    row = partial(_row, which=which, seed=seed)
     families = sorted({outcome.family for outcome in outcomes})
     operators = Counter(op for outcome in outcomes for op in set(outcome.ops))
     return Table(
@@ -282,18 +277,14 @@ def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]
     def share(of: Sequence[bool]) -> float:
         return sum(of) / len(of)
 
-    def log_mean(of: Sequence[float | None]) -> float:
-        timed = [value for value in of if value]
-        return float(np.mean(np.log(timed))) if timed else float("nan")
-
     rows = [results[name] for name in names]
-    return {
-        "passed": np.array([share([r.correct for r in row]) for row in rows]),
-        "faster_eager": np.array([share([r.correct and (r.speedup_eager or 0) > 1 for r in row]) for row in rows]),
-        "faster_compile": np.array([share([r.correct and (r.speedup_compile or 0) > 1 for r in row]) for row in rows]),
-        "speedup_eager": np.array([log_mean([r.speedup_eager for r in row if r.correct]) for row in rows]),
-        "speedup_compile": np.array([log_mean([r.speedup_compile for r in row if r.correct]) for row in rows]),
-    }
+    columns = {"passed": np.array([share([r.correct for r in row]) for row in rows])}
+    for baseline in ("eager", "compile"):
+        ratios = [[(r.correct and getattr(r, f"speedup_{baseline}")) or 0.0 for r in row] for row in rows]
+        timed = [[ratio for ratio in row if ratio] for row in ratios]
+        columns[f"faster_{baseline}"] = np.array([share([ratio > 1 for ratio in row]) for row in ratios])
+        columns[f"speedup_{baseline}"] = np.array([np.mean(np.log(row)) if row else np.nan for row in timed])
+    return columns
 
 
 def _draws(n: int, seed: int) -> NDArray[np.int64]:

@@ -3,32 +3,36 @@ the real policy.  A whole run then takes a minute and repeats bit for bit; the t
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from cuda_agent.agent.prompt import agent_messages, one_shot_messages
 from cuda_agent.policy.chat import Chat
+from cuda_agent.policy.engines.engine import Completion, SamplingParams, logprobs_of
 from cuda_agent.rl.dialogues import episode, one_shot
 from cuda_agent.tasks.task import Task
 
 REPAIRED = 0.5  # share of the agent's episodes that begin with a mistake
 
 
-class Script:
-    """``answer`` of a ``ScriptedEngine``: an episode continues the dialogue that it began."""
+class ScriptedEngine:
+    """See ``Engine``.  An episode continues the dialogue that it began; the seed chooses that dialogue."""
 
-    def __init__(self, chat: Chat, tasks: Sequence[Task]) -> None:
-        self._chat = chat
+    def __init__(self, chat: Chat, tasks: Sequence[Task], model: Any) -> None:
+        self._chat, self._model, self._version = chat, model, 0
         self._openings: dict[tuple[int, ...], tuple[Task, bool]] = {}
         for task in tasks:
             self._openings[tuple(chat.prompt_ids(agent_messages(task, "compact")))] = (task, True)
             self._openings[tuple(chat.prompt_ids(one_shot_messages(task, "compact")))] = (task, False)
         self._under_way: dict[tuple[int, ...], list[list[int]]] = {}  # prompt so far -> the turns to come
 
-    def __call__(self, prompt: list[int], seed: int) -> list[int]:
-        turns = self._turns(tuple(prompt), seed)
-        turn = turns.pop(0) if turns else self._done()
+    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
+        turns = self._turns(tuple(prompt), params.seed)
+        turn = turns.pop(0) if turns else self._chat.turn_ids({"role": "assistant", "content": "done"})
         self._under_way[(*prompt, *turn)] = turns
-        return turn
+        ids = turn[: params.max_tokens]
+        logprobs = logprobs_of(self._model, [*prompt, *ids], len(ids), params.temperature or 1.0)
+        return Completion(ids, logprobs, self._version, "stop" if ids[-1] in params.stop_ids else "length")
 
     def _turns(self, prompt: tuple[int, ...], seed: int) -> list[list[int]]:
         if prompt in self._openings:
@@ -42,5 +46,11 @@ class Script:
         begun = max((said for said in self._under_way if prompt[: len(said)] == said), key=len, default=None)
         return [] if begun is None else list(self._under_way[begun])
 
-    def _done(self) -> list[int]:
-        return self._chat.turn_ids({"role": "assistant", "content": "done"})
+    async def update_from(self, model: Any, version: int) -> None:
+        self._model, self._version = model, version
+
+    async def compute(self, job: Callable[[], Any]) -> Any:
+        return job()
+
+    async def close(self) -> None:
+        pass

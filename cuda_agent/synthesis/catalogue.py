@@ -7,6 +7,7 @@ jumps (``floor``, ``argmax``: a correct kernel's rounding error would count as w
 
 import math
 from functools import partial
+from typing import Any
 
 from cuda_agent.synthesis import rules
 from cuda_agent.synthesis.rules import ANY, NORMAL, POSITIVE, RANDN, Interval, Operator, Shape, Use, fixed, same, size
@@ -15,18 +16,11 @@ _ALL = (1, 2, 3, 4, 5)
 _BATCHED = (2, 3, 4)
 _ABOVE = "torch.rand({shape}) + 0.5"
 _SHARE = "torch.rand({shape})"
+_ENTROPY = "F.binary_cross_entropy"
 _MASK = "torch.rand({shape}) > 0.5"
 _UNIT: Interval = (0.0, 1.0)
 _SIGNED_UNIT: Interval = (-1.0, 1.0)
 _NOT_NEGATIVE: Interval = (0.0, math.inf)
-
-
-def _first(x: Shape) -> Shape:
-    return x[:1]
-
-
-def _rows(x: Shape) -> Shape:
-    return x[:-1]
 
 
 def _halved(x: Shape) -> Shape | None:
@@ -211,104 +205,89 @@ _MATMULS = [
 
 _loss = partial(Operator, "loss", last=True)
 _CLASS = "torch.randint(0, {last}, ({batch},))"
+_SIGN = "torch.randint(0, 2, ({batch},)) * 2 - 1"
+
+
+def _row_loss(name: str, ranks: tuple[int, ...], arguments: str, **inputs: str) -> Operator:
+    """A loss that gives one value per row."""
+    return _loss(name, ranks, fixed(f"{name}({arguments})", lambda x: x[:-1], 40, None, **inputs))
+
+
 _LOSSES = [
-    _loss("F.mse_loss", _BATCHED, rules.loss("F.mse_loss")),
-    _loss("F.l1_loss", _BATCHED, rules.loss("F.l1_loss")),
-    _loss("F.smooth_l1_loss", _BATCHED, rules.loss("F.smooth_l1_loss")),
+    *(_loss(name, _BATCHED, rules.loss(name)) for name in ("F.mse_loss", "F.l1_loss", "F.smooth_l1_loss")),
     _loss("F.huber_loss", _BATCHED, rules.loss("F.huber_loss")),
     _loss("F.soft_margin_loss", _BATCHED, rules.loss("F.soft_margin_loss", work=200)),
     _loss("F.poisson_nll_loss", _BATCHED, rules.loss("F.poisson_nll_loss", _ABOVE, 30), NORMAL),
-    _loss("F.kl_div", _BATCHED, rules.loss("F.kl_div", _SHARE, 200)),
-    _loss(
-        "F.binary_cross_entropy_with_logits",
-        _BATCHED,
-        rules.loss("F.binary_cross_entropy_with_logits", _SHARE, 200),
-    ),
-    _loss("F.binary_cross_entropy", _BATCHED, rules.loss("F.binary_cross_entropy", _SHARE, 200), (0.02, 0.98)),
+    *(_loss(name, _BATCHED, rules.loss(name, _SHARE, 200)) for name in ("F.kl_div", f"{_ENTROPY}_with_logits")),
+    _loss(_ENTROPY, _BATCHED, rules.loss(_ENTROPY, _SHARE, 200), (0.02, 0.98)),
     *(
-        _loss(name, (2,), fixed(f"{name}({{x}}, {{target}}, reduction='none')", _first, 60, target=_CLASS))
+        _loss(name, (2,), fixed(f"{name}({{x}}, {{target}}, reduction='none')", lambda x: x[:1], 60, target=_CLASS))
         for name in ("F.cross_entropy", "F.multi_margin_loss")
     ),
-    _loss("F.cosine_similarity", _BATCHED, fixed("F.cosine_similarity({x}, {y}, dim=-1)", _rows, 40, y=RANDN)),
-    _loss("F.pairwise_distance", _BATCHED, fixed("F.pairwise_distance({x}, {y})", _rows, 40, y=RANDN)),
-    _loss(
-        "F.triplet_margin_loss",
-        (2,),
-        fixed("F.triplet_margin_loss({x}, {y}, {z}, reduction='none')", _rows, 40, y=RANDN, z=RANDN),
-    ),
-    _loss(
-        "F.cosine_embedding_loss",
-        (2,),
-        fixed(
-            "F.cosine_embedding_loss({x}, {y}, {target}, reduction='none')",
-            _first,
-            40,
-            y=RANDN,
-            target="torch.randint(0, 2, ({batch},)) * 2 - 1",
-        ),
-    ),
+    _row_loss("F.cosine_similarity", _BATCHED, "{x}, {y}, dim=-1", y=RANDN),
+    _row_loss("F.pairwise_distance", _BATCHED, "{x}, {y}", y=RANDN),
+    _row_loss("F.triplet_margin_loss", (2,), "{x}, {y}, {z}, reduction='none'", y=RANDN, z=RANDN),
+    _row_loss("F.cosine_embedding_loss", (2,), "{x}, {y}, {target}, reduction='none'", y=RANDN, target=_SIGN),
 ]
 
-_shape = partial(Operator, "shape")
 _INDEX = "torch.randint(0, {last}, ({shape},))"
+
+
+def _shape(
+    name: str, ranks: tuple[int, ...], form: str, *shape: Any, gives: Interval | None = None, **more: Any
+) -> Operator:
+    """``form``, ``shape`` and ``more`` as in ``rules.fixed``."""
+    return Operator("shape", name, ranks, fixed(form, *shape, **more), gives=gives)
+
+
 _SHAPES = [
+    _shape("torch.transpose", (3, 4), "torch.transpose({x}, 1, 2)", lambda x: (x[0], x[2], x[1], *x[3:]), moved=0),
+    _shape("torch.permute", (4,), "torch.permute({x}, (0, 2, 3, 1))", lambda x: (x[0], x[2], x[3], x[1]), moved=0),
+    _shape("torch.flatten", (3, 4, 5), "torch.flatten({x}, 1)", lambda x: (x[0], size(x[1:])), moved=0),
+    _shape("torch.unsqueeze", (2, 3), "torch.unsqueeze({x}, 1)", lambda x: (x[0], 1, *x[1:]), moved=0),
     _shape(
-        "torch.transpose", (3, 4), fixed("torch.transpose({x}, 1, 2)", lambda x: (x[0], x[2], x[1], *x[3:]), moved=0)
+        "torch.narrow", _BATCHED, "torch.narrow({x}, -1, 1, 4)", lambda x: (*x[:-1], 4) if x[-1] > 4 else None, moved=0
     ),
-    _shape(
-        "torch.permute", (4,), fixed("torch.permute({x}, (0, 2, 3, 1))", lambda x: (x[0], x[2], x[3], x[1]), moved=0)
-    ),
-    _shape("torch.flatten", (3, 4, 5), fixed("torch.flatten({x}, 1)", lambda x: (x[0], size(x[1:])), moved=0)),
-    _shape("torch.unsqueeze", (2, 3), fixed("torch.unsqueeze({x}, 1)", lambda x: (x[0], 1, *x[1:]), moved=0)),
-    _shape(
-        "torch.narrow",
-        _BATCHED,
-        fixed("torch.narrow({x}, -1, 1, 4)", lambda x: (*x[:-1], 4) if x[-1] > 4 else None, moved=0),
-    ),
-    _shape("torch.chunk", _BATCHED, fixed("torch.chunk({x}, 2, dim=-1)[1]", _halved, moved=0)),
+    _shape("torch.chunk", _BATCHED, "torch.chunk({x}, 2, dim=-1)[1]", _halved, moved=0),
     _shape(
         "torch.unflatten",
         (2, 3),
-        fixed(
-            "torch.unflatten({x}, -1, (4, -1))", lambda x: (*x[:-1], 4, x[-1] // 4) if x[-1] % 4 == 0 else None, moved=0
-        ),
+        "torch.unflatten({x}, -1, (4, -1))",
+        lambda x: (*x[:-1], 4, x[-1] // 4) if x[-1] % 4 == 0 else None,
+        moved=0,
     ),
-    _shape("torch.flip", _BATCHED, fixed("torch.flip({x}, (-1,))")),
-    _shape("torch.roll", _BATCHED, fixed("torch.roll({x}, 3, dims=-1)")),
-    _shape("torch.cat", _BATCHED, fixed("torch.cat([{x}, {y}], dim=-1)", _doubled, y=RANDN), gives=ANY),
-    _shape(
-        "torch.stack", (2, 3), fixed("torch.stack([{x}, {y}], dim=1)", lambda x: (x[0], 2, *x[1:]), y=RANDN), gives=ANY
-    ),
-    _shape("torch.tile", (2, 3), fixed("torch.tile({x}, (2,))", _doubled)),
-    _shape("torch.repeat_interleave", _BATCHED, fixed("torch.repeat_interleave({x}, 2, dim=-1)", _doubled)),
-    _shape("torch.tril", (3, 4), same("torch.tril({x})", "torch.tril({x}, diagonal=-1)"), gives=ANY),
-    _shape("torch.triu", (3, 4), same("torch.triu({x})", "torch.triu({x}, diagonal=1)"), gives=ANY),
-    _shape(
-        "torch.diagonal",
-        (3,),
-        fixed("torch.diagonal({x}, dim1=-2, dim2=-1)", lambda x: (x[0], min(x[1], x[2])), moved=0),
-    ),
+    _shape("torch.flip", _BATCHED, "torch.flip({x}, (-1,))"),
+    _shape("torch.roll", _BATCHED, "torch.roll({x}, 3, dims=-1)"),
+    _shape("torch.cat", _BATCHED, "torch.cat([{x}, {y}], dim=-1)", _doubled, y=RANDN, gives=ANY),
+    _shape("torch.stack", (2, 3), "torch.stack([{x}, {y}], dim=1)", lambda x: (x[0], 2, *x[1:]), y=RANDN, gives=ANY),
+    _shape("torch.tile", (2, 3), "torch.tile({x}, (2,))", _doubled),
+    _shape("torch.repeat_interleave", _BATCHED, "torch.repeat_interleave({x}, 2, dim=-1)", _doubled),
+    Operator("shape", "torch.tril", (3, 4), same("torch.tril({x})", "torch.tril({x}, diagonal=-1)"), gives=ANY),
+    Operator("shape", "torch.triu", (3, 4), same("torch.triu({x})", "torch.triu({x}, diagonal=1)"), gives=ANY),
+    _shape("torch.diagonal", (3,), "torch.diagonal({x}, dim1=-2, dim2=-1)", lambda x: (x[0], min(x[1:])), moved=0),
     _shape(
         "torch.index_select",
         _BATCHED,
-        fixed(
-            "torch.index_select({x}, -1, {index})",
-            lambda x: (*x[:-1], max(1, x[-1] // 2)),
-            100,
-            index="torch.randint(0, {last}, ({half},))",
-        ),
+        "torch.index_select({x}, -1, {index})",
+        lambda x: (*x[:-1], max(1, x[-1] // 2)),
+        100,
+        index="torch.randint(0, {last}, ({half},))",
     ),
-    _shape("torch.gather", _BATCHED, fixed("torch.gather({x}, -1, {index})", work=300, moved=4.0, index=_INDEX)),
+    _shape("torch.gather", _BATCHED, "torch.gather({x}, -1, {index})", work=300, moved=4.0, index=_INDEX),
     _shape(
         "torch.take_along_dim",
         _BATCHED,
-        fixed("torch.take_along_dim({x}, {index}, dim=-1)", work=300, moved=4.0, index=_INDEX),
+        "torch.take_along_dim({x}, {index}, dim=-1)",
+        work=300,
+        moved=4.0,
+        index=_INDEX,
     ),
-    _shape("torch.masked_fill", _ALL, fixed("torch.masked_fill({x}, {mask}, 0.0)", work=1, mask=_MASK), gives=ANY),
-    _shape("F.pad", _BATCHED, fixed("F.pad({x}, (1, 2))", lambda x: (*x[:-1], x[-1] + 3)), gives=ANY),
-    _shape("F.glu", _BATCHED, fixed("F.glu({x}, dim=-1)", _halved), gives=ANY),
-    _shape("F.interpolate", (4,), fixed("F.interpolate({x}, scale_factor=2, mode='bilinear')", _resized)),
-    _shape(
+    _shape("torch.masked_fill", _ALL, "torch.masked_fill({x}, {mask}, 0.0)", work=1, mask=_MASK, gives=ANY),
+    _shape("F.pad", _BATCHED, "F.pad({x}, (1, 2))", lambda x: (*x[:-1], x[-1] + 3), gives=ANY),
+    _shape("F.glu", _BATCHED, "F.glu({x}, dim=-1)", _halved, gives=ANY),
+    _shape("F.interpolate", (4,), "F.interpolate({x}, scale_factor=2, mode='bilinear')", _resized),
+    Operator(
+        "shape",
         "nn.Upsample",
         (3, 4),
         lambda rng, x: Use("self.{m}({x})", _resized(x), "nn.Upsample(scale_factor={scale})", (("scale", 2),)),
@@ -316,19 +295,18 @@ _SHAPES = [
     _shape(
         "F.pixel_shuffle",
         (4,),
-        fixed("F.pixel_shuffle({x}, 2)", lambda x: (x[0], x[1] // 4, 2 * x[2], 2 * x[3]) if x[1] % 4 == 0 else None),
+        "F.pixel_shuffle({x}, 2)",
+        lambda x: (x[0], x[1] // 4, 2 * x[2], 2 * x[3]) if x[1] % 4 == 0 else None,
     ),
     _shape(
         "F.pixel_unshuffle",
         (4,),
-        fixed(
-            "F.pixel_unshuffle({x}, 2)",
-            lambda x: (x[0], 4 * x[1], x[2] // 2, x[3] // 2) if x[2] % 2 == x[3] % 2 == 0 else None,
-        ),
+        "F.pixel_unshuffle({x}, 2)",
+        lambda x: (x[0], 4 * x[1], x[2] // 2, x[3] // 2) if x[2] % 2 == x[3] % 2 == 0 else None,
     ),
-    _shape("F.channel_shuffle", (4,), fixed("F.channel_shuffle({x}, 2)", lambda x: x if x[1] % 2 == 0 else None)),
-    _shape("F.unfold", (4,), fixed("F.unfold({x}, 3)", _unfolded, lambda x: 1000 * size(_unfolded(x)))),
-    _shape("nn.Embedding", (2,), rules.embedding, gives=NORMAL, first=True),
+    _shape("F.channel_shuffle", (4,), "F.channel_shuffle({x}, 2)", lambda x: x if x[1] % 2 == 0 else None),
+    _shape("F.unfold", (4,), "F.unfold({x}, 3)", _unfolded, lambda x: 1000 * size(_unfolded(x))),
+    Operator("shape", "nn.Embedding", (2,), rules.embedding, gives=NORMAL, first=True),
 ]
 
 CATALOGUE: tuple[Operator, ...] = (

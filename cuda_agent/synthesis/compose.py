@@ -119,7 +119,6 @@ def as_task(code: str, data_source: str = "") -> Task:
 
 
 def draw_count(most: int, rng: Random) -> int:
-    """How many operators a task gets, at most ``most``."""
     counts = range(1, most + 1)
     return rng.choices(counts, [COUNT_WEIGHTS[n] for n in counts])[0]
 
@@ -283,20 +282,15 @@ class ModelWriter:
         chosen = pick_operators(CATALOGUE, draw_count(self.max_ops, rng), rng)
         if chosen is None:
             raise ComposeError("no operators fit together")
-        text = request_text([operator.name for operator in chosen], self.window, self.device)
+        place = "a recent data-centre GPU" if self.device == "cuda" else "two CPU cores"
+        low, high = (f"{seconds * 1e3:g}" for seconds in self.window)
+        text = (
+            f"Operators: {', '.join(operator.name for operator in chosen)}.\n"
+            f"Choose shapes so that one eager forward pass takes between {low} and {high} ms on {place}."
+        )
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
         async with ServedModel(self.url, self.model, self.key_env, 120.0, pause=self.pause) as model:
             return task_from_answer((await model.chat(messages)).content, self.max_ops)
-
-
-def request_text(operators: Sequence[str], window: tuple[float, float], device: str) -> str:
-    """The request to the model for one task."""
-    place = "a recent data-centre GPU" if device == "cuda" else "two CPU cores"
-    low, high = (f"{seconds * 1e3:g}" for seconds in window)
-    return (
-        f"Operators: {', '.join(operators)}.\n"
-        f"Choose shapes so that one eager forward pass takes between {low} and {high} ms on {place}."
-    )
 
 
 def task_from_answer(answer: str, max_ops: int = 5) -> Task:

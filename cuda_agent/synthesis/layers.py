@@ -140,7 +140,9 @@ def _rotary(name: str, model: str, config: str) -> Layer:
     )
 
 
-def _image(name: str, model: str, init: str, flops: str, config: str = "") -> Layer:
+def _image(name: str, model: str, init: str, work: tuple[str, ...], config: str = "") -> Layer:
+    """``work``: operations per element of the image, in terms."""
+    flops = " + ".join(f"{term} * batch * area * channels" for term in work)
     return Layer(name, _module(model), init, config, ("channels",), inputs=(("x", IMAGE),), flops=flops)
 
 
@@ -168,12 +170,7 @@ LAYERS: tuple[Layer, ...] = (
         inputs=(("x", ROW), ("gate", ROW)),
         flops="120 * rows * hidden",
     ),
-    _image(
-        "ConvNextLayerNorm",
-        "convnext",
-        'ConvNextLayerNorm(channels, data_format="channels_first")',
-        "60 * batch * channels * area",
-    ),
+    _image("ConvNextLayerNorm", "convnext", 'ConvNextLayerNorm(channels, data_format="channels_first")', ("60",)),
     _mlp("LlamaMLP", "llama", f"LlamaConfig({_SIZES})", gated=True),
     _mlp("Qwen3MLP", "qwen3", f"Qwen3Config({_SIZES})", gated=True),
     _mlp("GemmaMLP", "gemma", f"GemmaConfig({_SIZES})", gated=True),
@@ -200,17 +197,9 @@ LAYERS: tuple[Layer, ...] = (
     _attention("GPT2Attention", "gpt2", f"GPT2Config(n_embd=hidden, n_head=heads, {_SDPA})", "{}(config, layer_idx=0)"),
     _attention("BertSelfAttention", "bert", f"BertConfig({_HEADS})"),
     _attention("CLIPAttention", "clip", f"CLIPVisionConfig({_HEADS})"),
+    _image("ResNetConvLayer", "resnet", "ResNetConvLayer(channels, channels)", ("30 * channels",)),
+    _image("ResNetBasicLayer", "resnet", "ResNetBasicLayer(channels, channels)", ("60 * channels",)),
     _image(
-        "ResNetConvLayer", "resnet", "ResNetConvLayer(channels, channels)", "30 * batch * area * channels * channels"
-    ),
-    _image(
-        "ResNetBasicLayer", "resnet", "ResNetBasicLayer(channels, channels)", "60 * batch * area * channels * channels"
-    ),
-    _image(
-        "ConvNextLayer",
-        "convnext",
-        "ConvNextLayer(config, channels)",
-        "20 * batch * area * channels * channels + 300 * batch * area * channels",
-        "ConvNextConfig()",
+        "ConvNextLayer", "convnext", "ConvNextLayer(config, channels)", ("20 * channels", "300"), "ConvNextConfig()"
     ),
 )

@@ -208,10 +208,9 @@ def matmul(form: str, weight: str = "{features}, {out_features}") -> Rule:
     return lambda rng, x: _product(rng, x, form, init)
 
 
-def addmm(rng: Random, x: Shape) -> Use:
-    init = "nn.Parameter(torch.randn({features}, {out_features}) / {features} ** 0.5)"
-    use = _product(rng, x, "torch.addmm({y}, {x}, self.{m})", init)
-    return replace(use, inputs=(("y", f"torch.randn({use.shape[-1]})"),))
+def addmm(rng: Random, x: Shape) -> Use | None:
+    use = matmul("torch.addmm({y}, {x}, self.{m})")(rng, x)
+    return use and replace(use, inputs=(("y", f"torch.randn({use.shape[-1]})"),))
 
 
 def bilinear(rng: Random, x: Shape) -> Use | None:
@@ -241,23 +240,15 @@ def attend(rng: Random, x: Shape) -> Use | None:
     return fixed(form, work=lambda x: 8.0 * size(x) * x[-2], k=RANDN, v=RANDN)(rng, x)
 
 
-def _heads(rng: Random, x: Shape) -> dict[str, int | None]:
-    return {"embed_dim": x[-1], "num_heads": _divisor(rng, x[-1], (2, 4, 8))}
-
-
-def _encoder_sizes(rng: Random, x: Shape) -> dict[str, int | None]:
-    return {"d_model": x[-1], "heads": _divisor(rng, x[-1], (2, 4)), "feedforward": 2 * x[-1]}
-
-
 multihead = layer(
     "nn.MultiheadAttention({embed_dim}, {num_heads}, batch_first=True)",
-    _heads,
+    lambda rng, x: {"embed_dim": x[-1], "num_heads": _divisor(rng, x[-1], (2, 4, 8))},
     lambda x: 10.0 * size(x) * x[-1] + 8.0 * size(x) * x[-2],
     "self.{m}({x}, {x}, {x}, need_weights=False)[0]",
 )
 encoder = layer(
     "nn.TransformerEncoderLayer({d_model}, {heads}, {feedforward}, dropout=0.0, batch_first=True)",
-    _encoder_sizes,
+    lambda rng, x: {"d_model": x[-1], "heads": _divisor(rng, x[-1], (2, 4)), "feedforward": 2 * x[-1]},
     lambda x: 18.0 * size(x) * x[-1] + 8.0 * size(x) * x[-2],
 )
 

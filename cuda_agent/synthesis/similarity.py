@@ -29,7 +29,6 @@ def shingles(code: str) -> Shingles:
 
 
 def similarity(left: Shingles, right: Shingles) -> float:
-    """Dice's coefficient of two multisets, in [0, 1]."""
     total = left.total() + right.total()
     return 2.0 * (left & right).total() / total if total else 1.0
 

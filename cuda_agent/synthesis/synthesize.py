@@ -146,7 +146,6 @@ async def synthesize(
 
 
 def make_composer(config: Synthesis, window: tuple[float, float], device: str, threads: int) -> Composer:
-    """The configured writer."""
     if config.writer == "model":
         if not config.writer_url or not config.writer_model:
             raise ValueError("synthesis.writer=model needs synthesis.writer_url and synthesis.writer_model")

@@ -66,7 +66,6 @@ class Mistake:
 
 
 def draw_choices(rng: random.Random) -> Choices:
-    """A design, drawn uniformly."""
     return Choices(**{choice: rng.choice(values) for choice, values in DESIGNS.items()})
 
 
@@ -89,7 +88,6 @@ def redesign(worked: Worked, rng: random.Random) -> Choices:
 
 
 def plan(spec: FamilySpec, choices: Choices) -> str:
-    """The text of ``plan.json``."""
     arguments = ["in0", *(["in1"] if spec.binary else []), *(["tmp"] if _workspace(spec, choices) else []), "out0"]
     arguments += ["in0.shape[0]", "in0.shape[1]"] if spec.ending else ["in0.numel"]
     node = {"kernel": KERNEL, "function": "fused", "grid": choices.grid, "args": arguments}
@@ -116,7 +114,6 @@ def _steps(spec: FamilySpec) -> list[str]:
 
 
 def _share(variable: str, choices: Choices) -> str:
-    """The loop over a block's share of n."""
     if choices.order == "chunk":
         return f"for (long {variable} = n * block / grid; {variable} < n * (block + 1) / grid; {variable}++)"
     return f"for (long {variable} = block; {variable} < n; {variable} += grid)"

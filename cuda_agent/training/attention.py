@@ -164,7 +164,7 @@ class _Blocked(torch.autograd.Function):
 
 
 def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Returns (first token of the segment, first and last+1 query token of the block) of all blocks of a row."""
+    """(first token of the segment, first and last+1 query token of the block) of all blocks of a row."""
     blocks, first = [], 0
     for length in lengths:
         end = first + length

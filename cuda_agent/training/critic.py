@@ -49,9 +49,8 @@ def critic_from_policy(folder: Path | str, expected_reward: float = 0.0) -> Crit
 def save_critic(critic: Critic, folder: Path | str) -> None:
     """Writes trunk (adapters merged) and head into ``folder``."""
     save_merged(critic.trunk, folder)
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in critic.head.named_parameters()}, _head(folder)
-    )
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in critic.head.named_parameters()}
+    save_file(weights, Path(folder) / HEAD)
 
 
 def load_critic(folder: Path | str) -> Critic:
@@ -60,18 +59,15 @@ def load_critic(folder: Path | str) -> Critic:
     Raises:
         ValueError: ``folder`` holds no critic, or its head is damaged or does not fit the trunk.
     """
-    if not _head(folder).is_file():
+    head = Path(folder) / HEAD
+    if not head.is_file():
         raise ValueError(f"{folder} is no critic: {HEAD} is missing")
     critic = Critic(_trunk(folder))
     try:
-        critic.head.load_state_dict(load_file(_head(folder)))
+        critic.head.load_state_dict(load_file(head))
     except (SafetensorError, RuntimeError) as error:
-        raise ValueError(f"{_head(folder)} does not fit its trunk or is damaged: {error}") from None
+        raise ValueError(f"{head} does not fit its trunk or is damaged: {error}") from None
     return critic
-
-
-def _head(folder: Path | str) -> Path:
-    return Path(folder) / HEAD
 
 
 def _trunk(folder: Path | str) -> Any:

@@ -74,8 +74,7 @@ def ppo_loss(
         engine: float32 [n], of the engine that sampled the tokens.
         advantages: float32 [n].
         total: Sampled tokens of the minibatch.
-        clip_low: The ratio counts from 1 - ``clip_low`` to 1 + ``clip_high``.
-        clip_high: See ``clip_low``.
+        clip_low, clip_high: The ratio counts from 1 - ``clip_low`` to 1 + ``clip_high``.
         tis_cap: Largest importance weight.
     """
     ratio = (logprobs - old).clamp(-20, 20).exp()  # a token that became e^20 times likelier must not overflow

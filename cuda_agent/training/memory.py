@@ -51,7 +51,7 @@ class Shape:
 
     @property
     def wide(self) -> int:
-        """Returns the width of the widest part of a layer."""
+        """Width of the widest part of a layer."""
         return self.intermediate * max(self.active, 1)
 
     def adapter_parameters(self, rank: int) -> int:
@@ -73,7 +73,7 @@ class Peak:
 
     @property
     def fixed(self) -> int:
-        """Returns the bytes that do not grow with the row."""
+        """Bytes that do not grow with the row."""
         return self.weights + self.gradients + self.moments + self.unsharded
 
     @property
@@ -154,7 +154,6 @@ def _kept(shape: Shape, low: bool, device: str, segment: int, lora_rank: int) ->
 
 
 def shape_of_policy(policy: PolicyConfig) -> Shape:
-    """Returns the shape of the small model that the configuration describes."""
     head = policy.hidden // policy.heads
     size = policy.layers, policy.hidden, policy.heads, policy.kv_heads, head, policy.intermediate, policy.vocab
     return Shape(*size, True)

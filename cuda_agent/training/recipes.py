@@ -31,7 +31,7 @@ WARMUP = 0.02  # fraction of the training during which the learning rate rises
 
 
 def learning_rate(fraction: float, peak: float) -> float:
-    """Returns the learning rate at a fraction of the training: a linear rise to ``peak``, then a linear fall to 0."""
+    """A linear rise to ``peak``, then a linear fall to 0, over the fraction of the training."""
     if fraction < WARMUP:
         return peak * max(fraction / WARMUP, 0.01)
     return peak * (1 - min(1.0, (fraction - WARMUP) / (1 - WARMUP)))
@@ -139,8 +139,7 @@ def value_epoch(
     steps of at most ``tokens_per_step``; ``seed`` and ``epoch`` decide their order.
 
     With ``gae_lambda`` 1 the targets are the episodes' rewards; below 1 they are V + advantage, with the values V of
-    the critic when the epoch begins.  Returns metrics; ``explained_variance`` is that of the predictions before each
-    step."""
+    the critic when the epoch begins.  ``explained_variance`` is that of the predictions before each step."""
     start = time.monotonic()
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
     goals = targets(batch, None if gae_lambda == 1 else critic.flat(batch, critic.values), 1.0, gae_lambda)
@@ -180,19 +179,12 @@ def ppo_update(
     train_actor: bool = True,
     temperature: float = 1.0,
 ) -> dict[str, float]:
-    """Estimates the advantages of one batch, then takes the optimizer steps (paper, section 3.3).
+    """Estimates the advantages of one batch, whole groups, then takes the optimizer steps (paper, section 3.3):
+    ``settings.epochs`` passes of ``settings.minibatches`` steps each, critic before actor.
 
-    Episodes without a reward or without sampled tokens are dropped; if none is left, nothing is trained.  Returns
-    metrics of the episodes and means over the optimizer steps (the maximum for ``*_max``).
-
-    Args:
-        actor: Trainer of the policy.
-        critic: Trainer of a ``Critic``; None if ``settings.advantage`` needs none.
-        episodes: The episodes of one step, whole groups.
-        settings: Settings of the stage.
-        seed: Decides how episodes are shuffled into minibatches.
-        train_actor: False trains the critic alone.
-        temperature: Sampling temperature of the episodes.
+    Episodes without a reward or without sampled tokens are dropped; if none is left, nothing is trained.  ``seed``
+    decides how episodes are shuffled into minibatches; ``temperature`` is that of their sampling.  Returns metrics of
+    the episodes and means over the optimizer steps (the maximum for ``*_max``); the critic's are named ``critic_*``.
 
     Raises:
         ValueError: ``settings.advantage`` needs a critic and there is none.
@@ -205,7 +197,21 @@ def ppo_update(
     batch = batch_of(tokens_of_episode(episode) for episode in kept)
     values = None if critic is None else critic.flat(batch, critic.values)
     advantages, goals = estimate(batch, values, settings)
-    learnt = update(actor, critic, batch, advantages, values, goals, settings, seed, train_actor, temperature)
+    old = batch.logprobs
+    if settings.behavior_logprobs == "trainer" and train_actor:
+        old = actor.flat(batch, lambda row: actor.logprobs(row, temperature)[0])
+    seen = torch.zeros(len(batch))
+    critic_steps, actor_steps = [], []
+    for epoch in range(settings.epochs):
+        for chosen in split_evenly(_shuffled(len(batch.sequences), seed, epoch), settings.minibatches):
+            if critic is not None and goals is not None:
+                rate, clip = settings.critic_lr, settings.value_clip
+                critic_steps.append(_value_step(critic, batch, chosen, goals, rate, seen, values, clip))
+            if train_actor:
+                actor_steps.append(_actor_step(actor, batch, chosen, old, advantages, settings, temperature))
+    learnt = _merged(actor_steps) | {f"critic_{name}": value for name, value in _merged(critic_steps).items()}
+    if actor_steps:
+        learnt["train_inference_mismatch"] = actor_steps[0]["train_inference_mismatch"]
     if values is not None:
         learnt["explained_variance"] = explained_variance(values, _returns(batch, settings.gamma))
         learnt["value_mean"] = float(values.mean())
@@ -227,41 +233,6 @@ def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor
     inputs = AdvantageInputs(batch.rewards, mask, batch.groups, None if values is None else padded, settings.gamma, lam)
     goals = None if values is None else targets(batch, values, settings.gamma, settings.critic_lambda)
     return ADVANTAGES[settings.advantage].estimate(inputs), goals
-
-
-def update(
-    actor: Trainer,
-    critic: Trainer | None,
-    batch: Batch,
-    advantages: Tensor,
-    values: Tensor | None,
-    goals: Tensor | None,
-    settings: Ppo,
-    seed: int,
-    train_actor: bool,
-    temperature: float,
-) -> dict[str, float]:
-    """Trains ``settings.epochs`` passes of ``settings.minibatches`` optimizer steps each, critic before actor.
-
-    ``advantages``, ``values`` (before the update) and ``goals`` are of ``batch`` (``estimate``); other arguments are
-    those of ``ppo_update``.  Returns means of the steps' metrics; the critic's are named ``critic_*``."""
-    old = batch.logprobs
-    if settings.behavior_logprobs == "trainer" and train_actor:
-        old = actor.flat(batch, lambda row: actor.logprobs(row, temperature)[0])
-    seen = torch.zeros(len(batch))
-    critic_steps, actor_steps = [], []
-    for epoch in range(settings.epochs):
-        for chosen in split_evenly(_shuffled(len(batch.sequences), seed, epoch), settings.minibatches):
-            if critic is not None and goals is not None:
-                rate, clip = settings.critic_lr, settings.value_clip
-                critic_steps.append(_value_step(critic, batch, chosen, goals, rate, seen, values, clip))
-            if train_actor:
-                actor_steps.append(_actor_step(actor, batch, chosen, old, advantages, settings, temperature))
-    return (
-        _merged(actor_steps)
-        | {f"critic_{name}": value for name, value in _merged(critic_steps).items()}
-        | ({"train_inference_mismatch": actor_steps[0]["train_inference_mismatch"]} if actor_steps else {})
-    )
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
@@ -326,13 +297,7 @@ def _value_step(
 
 
 def _actor_step(
-    actor: Trainer,
-    batch: Batch,
-    chosen: Sequence[int],
-    old: Tensor,
-    advantages: Tensor,
-    settings: Ppo,
-    temperature: float,
+    actor: Trainer, batch: Batch, chosen: list[int], old: Tensor, advantages: Tensor, settings: Ppo, temperature: float
 ) -> dict[str, float]:
     """Takes one policy step on the chosen sequences, averaged over all their sampled tokens."""
     total = sum(batch.counts[index] for index in chosen)

@@ -247,7 +247,6 @@ class Trainer:
 
 
 def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:
-    """Returns bf16 where this device has instructions for it, else fp32."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}

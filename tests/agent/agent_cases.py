@@ -1,7 +1,7 @@
 """One task, its solution, and how a scripted policy plays it."""
 
 from cuda_agent.agent.loop import EpisodeSettings
-from cuda_agent.policy.engines.scripted import ScriptedEngine
+from cuda_agent.policy.engines.engine import Completion
 from cuda_agent.tasks.task import Task
 
 CODE = """import torch
@@ -50,13 +50,18 @@ def settings(**changes):
     return EpisodeSettings(**(values | {"style": "compact"} | changes))
 
 
-def scripted(chat, turns, default="done"):
-    """An engine that says ``turns`` one after the other; which one is next, it reads off the prompt."""
-    headers = chat.tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
-    assert len(headers) == 1
+class scripted:
+    """An engine that says ``turns`` (text or ids) one after the other; which one is next, it reads off the prompt."""
 
-    def answer(prompt, seed):
-        said = prompt.count(headers[0]) - 1
-        return turns[said] if said < len(turns) else default
+    def __init__(self, chat, turns, default="done"):
+        (self.header,) = chat.tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+        self.chat, self.turns, self.default, self.calls = chat, turns, default, []
 
-    return ScriptedEngine(answer, chat.tokenizer)
+    async def generate(self, prompt, params):
+        self.calls.append(list(prompt))
+        said = self.calls[-1].count(self.header) - 1
+        turn = self.turns[said] if said < len(self.turns) else self.default
+        if isinstance(turn, str):
+            turn = [*self.chat.tokenizer.encode(turn, add_special_tokens=False), *params.stop_ids[:1]]
+        ids = list(turn)[: params.max_tokens]
+        return Completion(ids, [-1.0] * len(ids), 0, "stop" if ids[-1] in params.stop_ids else "length")

@@ -289,7 +289,7 @@ def test_a_budget_of_money_needs_prices():
 
 def test_a_policy_of_this_project_is_played_in_its_own_form(run):
     from cuda_agent.agent.prompt import agent_messages
-    from cuda_agent.policy.text_calls import written
+    from cuda_agent.policy.chat import written
     from cuda_agent.tasks.io import task_from_file
 
     turns = [WRITE["calls"], PROFILE["calls"]]

@@ -9,8 +9,8 @@ from chat_server import call, said, serve, turn_of
 from optimizing import DONE, PROFILE, SANDBOX, WRITE, Run
 
 from cuda_agent.agent.tools import ALL_TOOLS
+from cuda_agent.policy.chat import written
 from cuda_agent.policy.served import ContextTooLong, ServedModel, ServedModelError
-from cuda_agent.policy.text_calls import written
 from tests.sandbox.service.serving import Served as Sandboxes
 
 

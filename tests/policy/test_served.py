@@ -6,8 +6,8 @@ import json
 import httpx
 import pytest
 
+from cuda_agent.policy.chat import on_the_wire
 from cuda_agent.policy.served import Reply, ServedModel, ServedModelError, check_address
-from cuda_agent.policy.text_calls import on_the_wire
 
 TOOLS = [{"type": "function", "function": {"name": "Bash", "description": "Runs.", "parameters": {"properties": {}}}}]
 ASKED = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "go"}]

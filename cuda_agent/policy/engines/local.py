@@ -22,7 +22,6 @@ from torch import Tensor
 from cuda_agent.lease import Lease
 from cuda_agent.policy.engines.decoder import Decoder, Job, make_decoder, verify
 from cuda_agent.policy.engines.engine import Completion, EngineError, SamplingParams, fitted
-from cuda_agent.policy.model import load_model
 
 QUIET_PASSES = 8
 KEPT_TOKENS_PER_ROW = 1024  # most tokens kept of finished sequences
@@ -53,8 +52,8 @@ class Counts:
 class LocalEngine:
     """The engine of one model.
 
-    ``model`` is a causal model of transformers (it is copied) or the folder of one.  ``lease`` must be this engine's
-    own instance.  ``threads`` are the worker's on a cpu.  ``device`` and ``dtype`` may differ from the model's.
+    ``model`` is a causal model of transformers; it is copied.  ``lease`` must be this engine's own instance.
+    ``threads`` are the worker's on a cpu.  ``device`` and ``dtype`` may differ from the model's.
 
     Raises:
         EngineError: The decoder does not reproduce the model's log-probabilities; checked at every change of weights.
@@ -188,10 +187,9 @@ class LocalEngine:
 
     # In the worker thread
 
-    def _load(self, source: Any, decoder: Decoder | None) -> Decoder:
+    def _load(self, model: Any, decoder: Decoder | None) -> Decoder:
         """A decoder of these weights; reuses ``decoder`` if possible."""
         with torch.inference_mode(), self._working():
-            model = source if hasattr(source, "parameters") else load_model(source)
             if model.device != self._device or self._dtype not in (None, model.dtype):
                 model = copy.deepcopy(model).to(self._device, self._dtype)  # ``to`` would change the caller's
             if decoder is None or not decoder.take(model):

@@ -15,8 +15,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from cuda_agent.config import PolicyConfig
 from cuda_agent.machine import gpus
 from cuda_agent.policy.engines.engine import (
     Completion,
@@ -33,7 +34,6 @@ from cuda_agent.policy.engines.vllm_server import HEALTH_SECONDS, Busy, Fault, R
 from cuda_agent.policy.engines.vllm_weights import Broadcast
 from cuda_agent.policy.lora import save_adapter, save_merged
 
-Sync = Literal["disk", "lora", "nccl"]
 SHARED = "CUDA_AGENT_ENGINE_FOLDER"  # folder for new weights that the servers can read
 
 TRIES = 3  # tries of one request at one server
@@ -49,13 +49,13 @@ class VllmEngine:
     """The engine over ``replicas``, which have been greeted.  ``policy`` is the folder of an adapter's base weights;
     new weights are written below ``work``, which every server must be able to read."""
 
-    def __init__(self, replicas: Sequence[Replica], work: Path, sync: Sync = "disk", threads: int = 2) -> None:
+    def __init__(self, replicas: Sequence[Replica], work: Path, config: PolicyConfig) -> None:
         import torch
 
         self.version = 0
         self.context = min(replica.context for replica in replicas)  # most tokens of prompt and completion together
         self._replicas = list(replicas)
-        self._work, self._sync = work, sync
+        self._work, self._sync = work, config.vllm.sync
         self._salt = uuid.uuid4().hex  # unique per engine, so that versions of two engines differ
         self._adapter: str | None = None
         self._last_error = ""  # last error of the server that was lost last
@@ -69,7 +69,7 @@ class VllmEngine:
         self._updating = asyncio.Lock()
         self._failure: BaseException | None = None
         self._old: tuple[str, list[float]] | None = None  # the trainer's digest and probe at the last change
-        self._worker = ThreadPoolExecutor(1, "training", initializer=torch.set_num_threads, initargs=(threads,))
+        self._worker = ThreadPoolExecutor(1, "training", initializer=torch.set_num_threads, initargs=(config.threads,))
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
         """See ``LocalEngine.generate``.  Raises EngineLost if no server is left."""
@@ -113,7 +113,6 @@ class VllmEngine:
         self._old = await self.compute(lambda: _fingerprint(model))
 
     async def compute(self, job: Callable[[], Any]) -> Any:
-        """Runs ``job`` in the compute thread of this process."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:
@@ -300,46 +299,35 @@ def _distance(a: Sequence[float], b: Sequence[float]) -> float:
 
 @asynccontextmanager
 async def open_vllm(
-    policy: Path,
-    model: Any,
-    work: Path,
-    *,
-    servers: Sequence[str] = (),
-    replicas: int = 1,
-    sync: Sync = "disk",
-    context: int,
-    batch: int = 32,
-    threads: int = 2,
-    memory: float = 0.9,
-    lease: Path | None = None,
+    folder: Path, model: Any, work: Path, config: PolicyConfig, lease: Path | None = None
 ) -> AsyncIterator[VllmEngine]:
-    """An engine that serves the folder ``policy``, whose weights are those of ``model``.
+    """An engine that serves the policy in ``folder``, whose weights are those of ``model``.
 
-    Without ``servers`` it starts ``replicas`` servers: one per GPU with the share ``memory`` of it, or, without GPUs,
-    on the processor in float32 with ``threads`` each, pausing under ``lease``.  With ``servers`` it replaces their
-    weights.  New weights are written below ``work``."""
+    Without ``config.vllm.servers`` it starts ``replicas`` servers: one per GPU, or, without GPUs, on the processor in
+    float32, pausing under ``lease``.  With servers it replaces their weights.  New weights are written below
+    ``work``."""
+    settings = config.vllm
     own: list[VllmServer] = []
-    found = [Replica(url) for url in servers]
+    found = [Replica(url) for url in settings.servers]
     engine: VllmEngine | None = None
     try:
-        if not servers:
+        if not settings.servers:
             devices = gpus()
-            settings: dict[str, Any] = {"context": context, "batch": batch, "threads": threads, "memory": memory}
-            settings |= {"lora": sync == "lora", "lease": None if devices else lease}
-            for index in range(replicas):
+            for index in range(settings.replicas):
                 device = devices - 1 - index % devices if devices else None  # the trainer uses the first GPU
-                own.append(VllmServer(policy, **settings, device=device))
+                own.append(VllmServer(folder, config, None if devices else lease, device))
             found = [Replica(f"unix:{server.socket}", server) for server in own]
         elif shared := os.environ.get(SHARED):
-            await asyncio.to_thread(_put_first, policy, Path(shared))
+            work = Path(shared)
+            await asyncio.to_thread(_put_first, folder, work)
         if own or SHARED in os.environ:
             await asyncio.gather(*(replica.ready() for replica in found))
         try:
             await asyncio.gather(*(replica.greet() for replica in found))
         except Fault as error:
             raise EngineLost(f"a vLLM server does not answer: {error}") from error
-        engine = VllmEngine(found, Path(os.environ.get(SHARED, work)) if servers else work, sync, threads)
-        if servers and sync != "lora":
+        engine = VllmEngine(found, work, config)
+        if settings.servers and settings.sync != "lora":
             await engine.update_from(model, 0)
         else:
             await engine.verify(model)

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 import cuda_agent
-from cuda_agent.config import SERVED_RANK
+from cuda_agent.config import SERVED_RANK, PolicyConfig
 from cuda_agent.errors import PolicyError
 from cuda_agent.policy.engines.engine import EngineError, EngineLost, SamplingParams
 from cuda_agent.policy.engines.vllm_plugin import LEASE, WHOLE, on_processor, served
@@ -34,34 +34,23 @@ _ENTRY_POINT = "[vllm.general_plugins]\ncuda_agent = cuda_agent.policy.engines.v
 
 class VllmServer:
     """A server started here.  The thread that creates it must live as long as the server, so use the main thread: the
-    kernel ends the server with that thread.  ``device``: number of the GPU; None: the processor.  ``memory``: share of
-    that GPU's memory.  ``lease``: folder of the timing lease, under which it pauses.
+    kernel ends the server with that thread.  ``device``: number of the GPU; None: the processor.  ``lease``: folder of
+    the timing lease, under which it pauses.
 
     Raises:
         PolicyError: vLLM is not installed.
     """
 
-    def __init__(
-        self,
-        policy: Path,
-        *,
-        context: int,
-        batch: int,
-        threads: int = 2,
-        memory: float = 0.9,
-        lora: bool = False,
-        lease: Path | None = None,
-        device: int | None = None,
-    ) -> None:
+    def __init__(self, policy: Path, config: PolicyConfig, lease: Path | None, device: int | None) -> None:
         self.python = interpreter()
         self._folder = Path(tempfile.mkdtemp(prefix="vllm-"))  # 0700; a socket's path must be short
         self.socket = self._folder / "socket"
         self.log = self._folder / "log"
         command = [self.python, "-P", "-m", "cuda_agent.policy.engines.vllm_plugin", str(os.getpid())]
         command += ["--uds", str(self.socket)]
-        share, rank = memory if device is not None else None, SERVED_RANK if lora else None
-        command += served(policy, NAME, context, batch, share, rank)
-        environment = self._environment(threads, lora, lease, device)
+        lora, share = config.vllm.sync == "lora", config.vllm.gpu_memory if device is not None else None
+        command += served(policy, NAME, config.context, config.engine_batch, share, SERVED_RANK if lora else None)
+        environment = self._environment(config.threads, lora, lease, device)
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, env=environment, **streams)
@@ -86,12 +75,11 @@ class VllmServer:
             environment = on_processor(environment, Path(self.python).parent.parent / "lib", threads)
         return environment
 
-    def tail(self, lines: int = 25) -> str:
-        """The last lines of its log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    def tail(self) -> str:
+        """The last 25 lines of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
 
     def close(self) -> None:
-        """Ends the server and removes its folder."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -224,7 +212,6 @@ class Replica:
         return list((answer or {}).get("results", []))
 
     async def greet(self) -> None:
-        """Asks the server for its model, context and workers."""
         models = [model for model in (await self.ask("/v1/models"))["data"] if not model.get("parent")]
         self.model, self.context = models[0]["id"], models[0]["max_model_len"]
         weights = await self.call("cuda_agent_weights")

@@ -73,7 +73,7 @@ class EpisodeCollector:
 
     @property
     def cut(self) -> int:
-        """The number of episodes that were started and are no longer needed."""
+        """Started episodes that are no longer needed."""
         return self._open.total()
 
     def episodes(self) -> list[Episode]:
@@ -108,7 +108,6 @@ class RayPlayers:
     async def play(
         self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = lambda episode: None
     ) -> list[Episode]:
-        """See ``rollouts.Players.play``."""
         collector = EpisodeCollector(jobs, len(jobs))
         await self.collect(collector, jobs, kind, on_done)
         return collector.episodes()

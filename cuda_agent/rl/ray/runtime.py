@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from cuda_agent.config import Ppo
 from cuda_agent.context import StageContext
@@ -27,12 +27,10 @@ from cuda_agent.rl.ray.players import EpisodeCollector, RayPlayers, ServedPolicy
 from cuda_agent.rl.ray.ranks import SpreadRanks
 from cuda_agent.rl.ray.transfer import weights_of
 from cuda_agent.rl.rollouts import Kind, episodes_of
-from cuda_agent.rl.runtime import ActorCritic, LearnerLost, MakeCritic, RolloutBatch, settings_of
+from cuda_agent.rl.runtime import ActorCritic, LearnerLost, MakeCritic, Result, RolloutBatch, settings_of
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.distributed import TrainerLost
-
-Result = TypeVar("Result")
 
 
 class RayRuntime:
@@ -129,7 +127,7 @@ class RayRuntime:
 async def open_ray_runtime(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AsyncIterator[RayRuntime]:
-    """The runtime.  Raises as ``players.open_placement_group`` does."""
+    """Raises as ``players.open_placement_group`` does."""
     async with open_placement_group(ctx, ctx.config.ray.trainers) as group:
         runtime = RayRuntime(ctx, settings, kind, make_critic, group)
         try:

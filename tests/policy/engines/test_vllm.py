@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from vllm_cases import CONTEXT, reference, write_policy
+from vllm_cases import CONTEXT, config_of, reference, write_policy
 
 import cuda_agent
 from cuda_agent.errors import PolicyError
@@ -50,8 +50,8 @@ def start(policies):
         pytest.skip(str(error))
     servers: list[VllmServer] = []
 
-    def start(**settings):
-        server = VllmServer(policies[0][0], context=CONTEXT, batch=16, threads=1, **settings)
+    def start(sync="disk", lease=None):
+        server = VllmServer(policies[0][0], config_of(batch=16, threads=1, sync=sync), lease, None)
         servers.append(server)
         return server
 
@@ -74,7 +74,7 @@ def lease(tmp_path_factory):
 @pytest.fixture(scope="session")
 def server(start, lease):
     """One that the tests share; it takes adapters, and pauses under the lease."""
-    server = start(lora=True, lease=lease)
+    server = start("lora", lease)
     asyncio.run(ready(server))
     return server
 
@@ -86,7 +86,7 @@ def open_engine(server, policies, tmp_path):
     @asynccontextmanager
     async def opened(sync="disk", servers=(server,)):
         urls = [f"unix:{one.socket}" for one in servers]
-        async with open_vllm(*policies[0], tmp_path, servers=urls, sync=sync, context=CONTEXT) as engine:
+        async with open_vllm(*policies[0], tmp_path, config_of(urls, sync=sync)) as engine:
             yield engine
 
     return opened
@@ -365,7 +365,7 @@ def test_two_servers_share_episodes_and_one_that_is_killed_loses_nothing(start, 
         return ids
 
     async def script():
-        async with open_vllm(folder, model, tmp_path, replicas=2, context=CONTEXT, batch=16, threads=1) as engine:
+        async with open_vllm(folder, model, tmp_path, config_of(replicas=2, batch=16, threads=1)) as engine:
             first, second = (replica.server for replica in engine._replicas)
             calm = await asyncio.gather(*(play(engine, i, 100) for i in range(6)))
             assert [gauge(one, "request_success_total") for one in (first, second)] == [10, 10], "9 turns and a probe"
@@ -416,7 +416,7 @@ def test_a_server_of_a_pool_waits_for_the_first_policy_and_answers_nobody_by_an_
 
     async def script():
         urls = [f"http://127.0.0.1:{port}"]
-        async with open_vllm(*policies[0], tmp_path, servers=urls, context=CONTEXT) as engine:
+        async with open_vllm(*policies[0], tmp_path, config_of(urls)) as engine:
             for version in range(2):
                 prompt = prompts(1)[0]
                 completion = await engine.generate(prompt, SamplingParams(4, seed=version))

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from vllm_cases import CONTEXT, reference, write_policy
+from vllm_cases import config_of, reference, write_policy
 
 from cuda_agent.errors import PolicyError
 from cuda_agent.policy.engines.engine import EngineError, SamplingParams
@@ -41,8 +41,8 @@ def test_new_weights_are_served_and_stale_ones_found_out(policies, tmp_path, mon
         return await call(self, "cuda_agent_weights" if idle else method, **({} if idle else arguments))
 
     async def script():
-        settings = {"sync": sync, "context": CONTEXT, "batch": 16, "memory": 0.3}
-        async with open_vllm(folder, first, tmp_path, **settings) as engine:
+        config = config_of(sync=sync, batch=16, gpu_memory=0.3)
+        async with open_vllm(folder, first, tmp_path, config) as engine:
             for version, model in enumerate([first, second, first], 1):
                 await engine.update_from(model, version)
                 jobs = (engine.generate(prompt, SamplingParams(60, seed=version)) for prompt in prompts)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from vllm_cases import CONTEXT, ScriptedServer, load_served, reference, write_policy
+from vllm_cases import CONTEXT, ScriptedServer, config_of, load_served, reference, write_policy
 
 from cuda_agent.errors import PolicyError
 from cuda_agent.policy.engines import vllm
@@ -53,7 +53,7 @@ def impatient(monkeypatch):
 @asynccontextmanager
 async def engine_of(servers, policies, folder, **settings):
     urls = [server.url for server in servers]
-    async with open_vllm(*policies[0], folder, servers=urls, context=CONTEXT, **settings) as engine:
+    async with open_vllm(*policies[0], folder, config_of(urls, **settings)) as engine:
         for server in servers:
             server.asked.clear()
         yield engine
@@ -158,7 +158,7 @@ def test_an_address_where_nobody_answers_is_an_engine_lost(policies, tmp_path):
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
 
         async def script():
-            async with open_vllm(*policies[0], tmp_path, servers=[address], context=CONTEXT):
+            async with open_vllm(*policies[0], tmp_path, config_of([address])):
                 pass
 
         with pytest.raises(EngineLost, match="does not answer"):
@@ -304,7 +304,7 @@ def test_a_pools_servers_are_given_the_first_policy_and_waited_for(servers, poli
         async with engine_of([server], policies, tmp_path) as engine:
             calls.append(await engine.generate(PROMPT, SamplingParams(1, seed=0)))
         first = (shared / "policy" / "model.safetensors").read_bytes()
-        later = open_vllm(policies[1][0], policies[1][1], tmp_path, servers=[server.url], context=CONTEXT)
+        later = open_vllm(*policies[1], tmp_path, config_of([server.url]))
         async with later as engine:
             calls.append(await engine.generate(PROMPT, SamplingParams(1, seed=0)))
         assert (shared / "policy" / "model.safetensors").read_bytes() == first, "a later stage's policy is an update"

@@ -9,13 +9,19 @@ from pathlib import Path
 
 import torch
 
-from cuda_agent.config import PolicyConfig
+from cuda_agent.config import PolicyConfig, Vllm
 from cuda_agent.policy.engines.vllm_plugin import digest
 from cuda_agent.policy.model import load_model, new_policy, save_policy
 from tests.policy.adapters import merge_adapter
 
 CONTEXT = 512
 _LOADING = threading.Lock()  # transformers cannot load two models at once
+
+
+def config_of(servers=(), batch=32, threads=2, **settings):
+    """The configuration of an engine; addresses may be those of Unix sockets."""
+    vllm = Vllm.model_construct(servers=list(servers), **settings)
+    return PolicyConfig.model_construct(vllm=vllm, context=CONTEXT, engine_batch=batch, threads=threads)
 
 
 def load_served(folder: Path, base: Path):
