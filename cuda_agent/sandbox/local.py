@@ -30,7 +30,7 @@ from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.jail import scratch
 from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
-from cuda_agent.sandbox.messages import EvaluateRequest, JudgeRequest, JudgeSettings, ProbeRequest, TaskSource
+from cuda_agent.sandbox.messages import EvaluateRequest, JudgeRequest, JudgeSettings, TaskSource
 from cuda_agent.sandbox.wire import Mode, Probe, Solution, TaskSpec, Verdict
 from cuda_agent.sandbox.workspace.client import Commands, Workspace, Workspaces
 from cuda_agent.tasks.task import Task
@@ -240,7 +240,7 @@ class LocalSandbox:
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
         """Run a task without a solution. ``Probe.error`` describes a fault of the task."""
-        request: ProbeRequest = {"task": _source(task), "compile": compile}
+        request = {"task": _source(task), "compile": compile}
         for _ in (1, 2):
             try:
                 return Probe.from_json(await self._judge(task).ask(JudgeRequest.PROBE, request))

@@ -143,8 +143,11 @@ class Buffers:
         self.value_weights = [self._place(1, t) for t in weights] if values else []
         made: tuple[Any, Any] = (areas or Spare().take)(*self._sizes)
         self.input_area, self.output_area = made
-        self.sizes = [self.input_area.size, self.output_area.size]
         self.descriptors = [self.input_area.descriptor, self.output_area.descriptor]
+        self.places = {  # for the worker: offsets, and sizes of the two areas, in bytes
+            "layout": self.slots, "sizes": [self.input_area.size, self.output_area.size], "weights": self.weights,
+            "value_inputs": self.value_inputs, "value_weights": self.value_weights,
+        }  # fmt: skip
 
     def _place(self, area: int, tensor: Tensor) -> int:
         """Returns an aligned offset after a gap of random width, so that addresses differ between candidates."""

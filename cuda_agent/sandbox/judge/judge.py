@@ -31,12 +31,9 @@ from cuda_agent.sandbox.judge.trial import Trial
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 from cuda_agent.sandbox.messages import (
     EvaluateRequest,
-    JudgeError,
     JudgeRequest,
     JudgeSettings,
-    ProbeRequest,
     Reply,
-    SpecRequest,
     TaskSource,
     receive_frame,
     send_frame,
@@ -90,7 +87,7 @@ class Judge:
         return found
 
     @_once_more
-    def spec(self, request: SpecRequest) -> dict[str, Any]:
+    def spec(self, request: dict[str, Any]) -> dict[str, Any]:
         """``TaskSpec`` as JSON."""
         return self.prepared(request["task"]).spec.to_json()
 
@@ -164,7 +161,7 @@ class Judge:
 
     # ------------------------------------------------------------------------------------------------------------ probe
 
-    def probe(self, request: ProbeRequest) -> dict[str, Any]:
+    def probe(self, request: dict[str, Any]) -> dict[str, Any]:
         """``Probe`` as JSON.  An error of the task is part of the answer."""
         try:
             return self._probe(request["task"], request["compile"]).to_json()
@@ -221,8 +218,7 @@ def main() -> None:
     judge = Judge(JudgeSettings.from_json(receive_frame(client).body))
 
     def refuse(kind: Literal["jail", "device", "task"], message: str) -> None:
-        error: JudgeError = {"kind": kind, "message": message}
-        send_frame(client, Reply.ERROR, error)
+        send_frame(client, Reply.ERROR, {"kind": kind, "message": message})
 
     try:
         breaches = jail.prove(judge.settings.required_walls, Path(judge.settings.scratch))

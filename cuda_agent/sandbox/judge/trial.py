@@ -26,7 +26,7 @@ from cuda_agent.sandbox.judge.decisions import LOADING, CandidateRefused, is_cle
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import at_precision, net, seconds_of_call
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
-from cuda_agent.sandbox.messages import CandidateBuffers, EvaluateRequest, WorkerOperation
+from cuda_agent.sandbox.messages import EvaluateRequest, WorkerOperation
 from cuda_agent.sandbox.wire import FormatTraits, Verdict, baseline
 
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # a task up to this size gets three slots, a larger one two
@@ -124,16 +124,11 @@ class Trial:
         place, workers = request["load"].get("place"), self._workers
         self._worker = worker = workers.locked(place, profiler) if place else workers.candidate(profiler)
         worker.seconds = self._settings.run_seconds + (_FINDING_SECONDS if place else 0.0)
-        options: CandidateBuffers = {
-            "host_is_ours": self._traits.host_is_ours,
-            "rule": self._traits.rule,
-            "spec": buffers.spec.to_json(),
-            "layout": buffers.slots,
-            "weights": buffers.weights,
-            "sizes": buffers.sizes,
+        options = {
+            "host_is_ours": self._traits.host_is_ours, "rule": self._traits.rule, "spec": buffers.spec.to_json(),
             "views": self._prepared.views,
-        }
-        worker.call(WorkerOperation.MAP_BUFFERS, options, fds=buffers.descriptors)
+        }  # fmt: skip
+        worker.call(WorkerOperation.MAP_BUFFERS, options | buffers.places, fds=buffers.descriptors)
 
     def _load(self) -> None:
         worker, load = self._worker, self._request["load"]
