@@ -5,7 +5,6 @@ never charged to the candidate. No code of a model runs in this process.
 """
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import os
@@ -29,6 +28,7 @@ from cuda_agent.sandbox.formats import first_pass, plan, rules
 from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.jail import scratch
+from cuda_agent.sandbox.judge.roofline import keep
 from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
 from cuda_agent.sandbox.messages import EvaluateRequest, JudgeRequest, JudgeSettings, TaskSource
 from cuda_agent.sandbox.wire import Mode, Probe, Solution, TaskSpec, Verdict
@@ -160,8 +160,7 @@ class LocalSandbox:
             except (JudgeLost, OSError) as lost:  # OSError: a full disk, a cache that cannot be written
                 verdict = self._refusal(solution, mode, "infra", str(lost))
             if verdict.status != "infra":
-                with contextlib.suppress(OSError):  # the verdict is valid even if it cannot be cached
-                    await asyncio.to_thread(_write_json, file, verdict.to_json())
+                await asyncio.to_thread(keep, file, verdict.to_json())
                 break
         return verdict
 
@@ -299,10 +298,3 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None
-
-
-def _write_json(file: Path, data: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
-        json.dump(data, new)
-    os.replace(new.name, file)

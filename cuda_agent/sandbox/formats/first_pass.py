@@ -29,7 +29,7 @@ from cuda_agent.machine import processor
 from cuda_agent.sandbox.build import builder, toolchain
 from cuda_agent.sandbox.formats.solution_format import FirstPassTime
 from cuda_agent.sandbox.jail import cgroups, jail, scratch
-from cuda_agent.sandbox.jail.descendants import descendants
+from cuda_agent.sandbox.jail.descendants import descendants, memory_bytes
 from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError
 from cuda_agent.sandbox.jail.warm_parent import WarmParent, warm_parent
 from cuda_agent.sandbox.messages import WorkerOperation, WorkerOptions
@@ -233,7 +233,7 @@ def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[Jail
             breathed = time.monotonic()
         if now - looked > _LOOK:
             looked = now
-            if sum(map(_private_bytes, descendants(worker.pid))) > _MEMORY_MB << 20:
+            if sum(memory_bytes(pid)[1] for pid in descendants(worker.pid)) > _MEMORY_MB << 20:
                 return "memory"
             if any(map(too_much, folders)):
                 return "disk"
@@ -245,15 +245,6 @@ def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[Jail
 def _signal_group(worker: JailedProcess, number: int) -> None:
     with contextlib.suppress(OSError):  # the worker joins its process group shortly after its start
         os.killpg(worker.pid, number)
-
-
-def _private_bytes(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/statm") as file:
-            fields = file.read().split()
-    except OSError:
-        return 0
-    return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from cuda_agent.sandbox.jail import jail, scratch
 from cuda_agent.sandbox.jail.cgroups import ControlGroup, Groups
-from cuda_agent.sandbox.jail.descendants import descendants
+from cuda_agent.sandbox.jail.descendants import descendants, memory_bytes
 from cuda_agent.sandbox.jail.warm_parent import WarmParent
 from cuda_agent.sandbox.messages import Reply, WorkerOperation, WorkerOptions, receive_frame, send_frame
 from cuda_agent.sandbox.wire import printable
@@ -28,7 +28,6 @@ _START_SECONDS = 30.0
 _STOP_SECONDS = 1.0  # until a process that does not stop counts as unstoppable
 _END_SECONDS = 0.2  # for the threads of a killed process to end
 _IDLE_NS = 200_000  # a thread with less processor time has not worked yet
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class WorkerDied(Exception):
@@ -230,11 +229,7 @@ class JailedProcess:
             raise self._died(what)
 
     def _private_bytes(self) -> int:
-        try:
-            fields = Path(f"/proc/{self.pid}/statm").read_text().split()
-        except OSError:
-            return 0
-        return (int(fields[1]) - int(fields[2])) * _PAGE
+        return memory_bytes(self.pid)[1]
 
     def _threads(self) -> int:
         try:

@@ -109,7 +109,7 @@ def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[
 
 
 def keep(file: Path, measured: dict[str, Any]) -> None:
-    """Writes what was measured to ``file``; where that fails (a full disk, say), it is measured again."""
+    """Writes what was measured to ``file``. It is as valid where that fails (a full disk, say), and measured again."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:

@@ -75,10 +75,7 @@ class Trial:
         fails, ``TaskError`` where the reference fails."""
         strictly = self._verdict.mode == "strict"
         self.start()
-        if strictly:
-            self.strict()
-        else:
-            self.check()
+        (self.strict if strictly else self.check)()
         if timed and self._fixed:
             self._verdict.seconds = self.cost()
         elif timed and strictly:

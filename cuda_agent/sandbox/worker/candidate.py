@@ -101,8 +101,7 @@ class Candidate(WorkerLoop):
             with rule():
                 results, times = self._clocked(lambda: answer(call.slot), call.extra)
             outputs.store(flatten(results))
-            if self._options["device"] == "cuda":
-                torch.cuda.synchronize()
+            self.settle()
             return times
 
         def answer(slot: int) -> Any:
@@ -133,8 +132,7 @@ class Candidate(WorkerLoop):
             finally:
                 outputs.watch = None
             outputs.store(flatten(results[0]))
-            if self._options["device"] == "cuda":
-                torch.cuda.synchronize()
+            self.settle()
             return told
 
         def enqueue(count: int) -> None:

@@ -49,6 +49,11 @@ class WorkerLoop:
             else:
                 send_frame(self._channel, Reply.RESULT, answer)
 
+    def settle(self) -> None:
+        """Wait for the device: the judge copies the outputs as soon as it has the answer."""
+        if self._options["device"] == "cuda":
+            torch.cuda.synchronize()
+
 
 def _unclocked(call: Callable[[], Any], extra: int = 0) -> tuple[Any, None]:
     """Run the call untimed: on the CPU the judge's clock is the only one."""

@@ -71,7 +71,7 @@ class Reference(WorkerLoop):
         self._values = frame.body["value_inputs"]
         for offset, tensor in zip(frame.body["value_weights"], self._state.values(), strict=True):
             self._slots.tensor(self._slots.written + offset, describe(tensor)).copy_(tensor)
-        self._settle()
+        self.settle()
 
     def draw_inputs(self, frame: Frame) -> bool:
         """Write fresh inputs under the judge's seed to the area that the judge copies. False: the kind has no such
@@ -85,7 +85,7 @@ class Reference(WorkerLoop):
             return False
         places = zip(self._values, self._spec["inputs"], strict=True)
         store(varied, [self._slots.tensor(self._slots.written + offset, tensor) for offset, tensor in places])
-        self._settle()
+        self.settle()
         return True
 
     def run(self, frame: Frame) -> Any:
@@ -97,13 +97,8 @@ class Reference(WorkerLoop):
         if self._autocast:
             self._last = [result.to(target.dtype) for result, target in zip(self._last, targets, strict=True)]
         store(self._last, targets)
-        self._settle()
+        self.settle()
         return times
-
-    def _settle(self) -> None:
-        """Wait for the device: the judge copies the outputs as soon as it has the answer."""
-        if self._device == "cuda":
-            torch.cuda.synchronize()
 
     def run_empty(self, frame: Frame) -> None:
         """Do everything that ``run`` does except the call. The clock subtracts this time."""
@@ -143,7 +138,7 @@ class Reference(WorkerLoop):
         targets = self._exact.output_tensors(0)
         store([result.to(target.dtype) for result, target in zip(results, targets, strict=True)], targets)
         finite = all(bool(torch.isfinite(t).all()) for t in (*self._last, *targets) if t.is_floating_point())
-        self._settle()
+        self.settle()
         return finite
 
     def account(self, frame: Frame) -> dict[str, Any]:
