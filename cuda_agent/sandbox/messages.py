@@ -181,13 +181,8 @@ def send_frame(
 
 
 def receive_frame(sock: socket.socket, max_fds: int = 0) -> Frame:
-    """The next frame.  The socket's timeout is a limit for the whole body, not for each part of it.
-
-    Raises:
-        ConnectionError: the stream has ended.
-        TimeoutError: the frame did not arrive in time.
-        ValueError: the peer does not speak the format.
-    """
+    """The next frame.  The socket's timeout is a limit for the whole body, not for each part of it.  Raises
+    ``ConnectionError`` at the stream's end, ``TimeoutError``, or ``ValueError`` for another format."""
     fds: list[int] = []
     if max_fds:
         head, fds, _, _ = socket.recv_fds(sock, HEAD.size, max_fds)

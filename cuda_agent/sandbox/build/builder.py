@@ -108,10 +108,7 @@ class Builder:
         self, files: Mapping[str, str], units: Sequence[str], extra: Sequence[str] = (), ours: bool = False
     ) -> Path:
         """Builds the shared library of ``units``, some of ``files`` (the others may be included). ``ours``: the sources
-        are the project's own, and a solution's time limit does not apply.
-
-        Raises:
-            BuildError: The compiler refuses the sources."""
+        are the project's own, and a solution's time limit does not apply. Raises ``BuildError``."""
         tools = await self.toolchain()
         command = [
             tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,
@@ -127,11 +124,8 @@ class Builder:
         self, files: Mapping[str, str], unit: str, expressions: Sequence[str], architecture: str
     ) -> tuple[Path, dict[str, str]]:
         """Builds the cubin of a CUDA source that needs no host code. Returns it and the mangled names of
-        ``expressions`` (such as ``scale<float, 4>`` or ``&table``). Needs no GPU.
-
-        Raises:
-            BuildError: The compiler refuses the source.
-            CompilerMissing: NVRTC is not installed."""
+        ``expressions`` (such as ``scale<float, 4>`` or ``&table``). Needs no GPU. Raises ``BuildError`` or
+        ``CompilerMissing``."""
         tools = find_nvrtc()
         request = {
             "library": tools.library, "includes": tools.includes, "architecture": architecture, "unit": unit,
@@ -152,10 +146,7 @@ class Builder:
         extra: Sequence[str] = (),
     ) -> Path:
         """Builds the shared library of CUDA and C++ ``units`` with nvcc. ``libraries``: cublas, cudnn. Needs no GPU.
-
-        Raises:
-            BuildError: The compiler refuses the sources.
-            CompilerMissing: nvcc or a library is not installed."""
+        Raises ``BuildError`` or ``CompilerMissing``."""
         tools = find_nvcc()
         defined = ["-DCUDA_EXTENSION_ON_CUDA", *(["-DCUDA_EXTENSION_USES_CUBLAS"] if "cublas" in libraries else [])]
         code = architecture.removeprefix("sm_")

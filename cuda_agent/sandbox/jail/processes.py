@@ -63,17 +63,9 @@ class JailedProcess:
         groups: Groups | None = None,
         overrun: "Callable[[JailedProcess], str] | None" = None,
     ) -> None:
-        """Fork the process.
-
-        Args:
-            parent: forks and reaps it.
-            options: its role and settings.
-            policy: its jail.
-            memory_mb: limit of its private memory beyond that at its start.
-            home: its folder; removed with it.
-            groups: creates its control group; None: only the watchdog limits it.
-            overrun: a further check of the watchdog; returns the reason to kill it, or an empty string.
-        """
+        """Fork the process. ``memory_mb`` limits its private memory beyond that at its start. ``home``: its folder,
+        removed with it. Without ``groups`` only the watchdog limits it. ``overrun``: a further check of the watchdog;
+        returns the reason to kill it, or an empty string."""
         self._overrun = overrun
         self._parent = parent
         self._memory_mb = memory_mb

@@ -34,12 +34,9 @@ def longest(host: float) -> float:
 
 class CrossCheck:
     def __init__(self, slots: int, empty: Callable[[int, int], float], host: float) -> None:
-        """Sets the bounds for one candidate.
-
-        Args:
-            slots: Longest chain, at least 2.
-            empty: Returns the wall seconds of a chain of that many empty calls with a delay of that many units.
-            host: Seconds in which eager's host enqueues a call."""
+        """Sets the bounds for one candidate. ``slots``: the longest chain, at least 2. ``empty`` returns the wall
+        seconds of a chain of that many empty calls with a delay of that many units. ``host``: seconds in which eager's
+        host enqueues a call."""
         self.delay = _SHORTEST
         self._allowed = longest(host)
         self._enqueues = 0.0

@@ -59,11 +59,8 @@ def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
 
 
 class Judge:
-    """Answers the requests of one client, one after the other.  Keeps tasks prepared between them.
-
-    Raises:
-        TaskError: from ``prepared``, ``spec`` and ``evaluate``, where the task itself does not run.
-    """
+    """Answers the requests of one client, one after the other.  Keeps tasks prepared between them.  Raises
+    ``TaskError`` where the task itself does not run."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings

@@ -29,16 +29,9 @@ def memory_of(device: str) -> Any:
 
 
 def seconds_of_call(device: str, wall: float, told: Any) -> float:
-    """Seconds of one call.
-
-    Args:
-        device: "cpu" or "cuda".
-        wall: seconds by the judge's clock, from the request to the answer.
-        told: on a GPU, the worker's [seconds of the device, seconds of the host]; ignored on the CPU.
-
-    Raises:
-        WorkerError: ``told`` is no such pair, or a part of it exceeds ``wall``.
-    """
+    """Seconds of one call. ``wall``: by the judge's clock, from the request to the answer. ``told``: on a GPU, the
+    worker's [seconds of the device, seconds of the host]. Raises ``WorkerError`` if it is no such pair, or a part of it
+    exceeds ``wall``."""
     if device == "cpu":
         return wall
     match told:

@@ -50,14 +50,8 @@ class WorkerPool:
         return self._plain.torch
 
     def candidate(self, profiler: bool = False) -> JailedProcess:
-        """Starts a single-use worker that reads its private folder and writes only its output area.
-
-        Args:
-            profiler: Whether torch's profiler records its kernels; such a worker must not be timed.
-
-        Raises:
-            NotStarted: It ended before it was locked.
-        """
+        """Starts a single-use worker that reads its private folder and writes only its output area. ``profiler``:
+        torch's profiler records its kernels; such a worker must not be timed. Raises ``NotStarted``."""
         spare, self._spare = (None, self._spare) if profiler else (self._spare, None)
         if spare is not None and spare.alive:
             with contextlib.suppress(NotStarted):  # it died while it waited
