@@ -153,7 +153,6 @@ class Judge:
             begin = time.perf_counter()
             self._workers.start_spare()
             trial.close()
-            self._workers.areas.make()
             self._cleanup_seconds = time.perf_counter() - begin
 
     # ------------------------------------------------------------------------------------------------------------ probe
