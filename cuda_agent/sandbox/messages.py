@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from cuda_agent.sandbox.wire import Format, Mode
 
@@ -40,7 +40,7 @@ class WorkerOperation(StrEnum):
     """What a judge asks of a warm parent, and of the workers that it forks."""
 
     # a warm parent
-    FORK_WORKER = "fork_worker"  # WorkerOptions -> {"pid"}
+    FORK_WORKER = "fork_worker"  # {"role", "threads", "folder", "environment", "device", "policy"} and more -> {"pid"}
     FORK_PARENT = "fork_parent"  # {"imports"} -> {"pid"}
     REAP_WORKER = "reap_worker"  # {"pid"} -> {"status"}
     # a reference worker and a candidate worker
@@ -124,18 +124,6 @@ class EvaluateRequest(TypedDict):
     load: dict[str, Any]  # what was built of the solution; its form depends on the format
     files: dict[str, str]
     observe: bool  # whether quick mode says what ran
-
-
-class WorkerOptions(TypedDict):
-    """How a worker is started.  ``policy`` is ``jail.JailPolicy`` as JSON."""
-
-    role: Literal["reference", "candidate", "first_pass"]
-    threads: int
-    folder: str
-    environment: dict[str, str]
-    device: str
-    profiler: NotRequired[bool]
-    policy: NotRequired[dict[str, Any]]
 
 
 # --------------------------------------------------------------------------------------------------------------- frames

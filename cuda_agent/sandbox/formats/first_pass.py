@@ -32,7 +32,7 @@ from cuda_agent.sandbox.jail import cgroups, jail, scratch
 from cuda_agent.sandbox.jail.descendants import descendants, memory_bytes
 from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError
 from cuda_agent.sandbox.jail.warm_parent import WarmParent, warm_parent
-from cuda_agent.sandbox.messages import WorkerOperation, WorkerOptions
+from cuda_agent.sandbox.messages import WorkerOperation
 from cuda_agent.sandbox.wire import NO_PROGRAMS, Status, Verdict, printable
 from cuda_agent.tasks.task import Task
 
@@ -140,7 +140,7 @@ class FirstPass:
             processes=256, file_mb=_FILE_MB, cpu_seconds=int(self._seconds * self._threads) + 60, one_group=True,
             read_any=True,
         )  # fmt: skip
-        options: WorkerOptions = {
+        options = {
             "role": "first_pass", "threads": self._threads, "folder": str(folder), "device": self._device,
             # gcc checks whether an unprivileged user can reach its temporary folder; a cache may lie in a private home
             "environment": environment | {"TMPDIR": str(home)},

@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from cuda_agent.sandbox.jail import jail, scratch
 from cuda_agent.sandbox.jail.cgroups import ControlGroup, Groups
 from cuda_agent.sandbox.jail.descendants import descendants, memory_bytes
 from cuda_agent.sandbox.jail.warm_parent import WarmParent
-from cuda_agent.sandbox.messages import Reply, WorkerOperation, WorkerOptions, receive_frame, send_frame
+from cuda_agent.sandbox.messages import Reply, WorkerOperation, receive_frame, send_frame
 from cuda_agent.sandbox.wire import printable
 
 _STEP_MS = 20  # time between two checks of a worker
@@ -56,7 +56,7 @@ class JailedProcess:
     def __init__(
         self,
         parent: WarmParent,
-        options: WorkerOptions,
+        options: Mapping[str, Any],
         policy: jail.JailPolicy,
         memory_mb: int,
         home: Path,
@@ -91,14 +91,15 @@ class JailedProcess:
                 self.kill()
                 raise
 
-    def wait_started(self) -> None:
-        """Block until its walls are closed. No untrusted code has run then. Raises ``NotStarted``."""
+    def wait_started(self) -> "JailedProcess":
+        """Block until its walls are closed; return it. No untrusted code has run then. Raises ``NotStarted``."""
         self.seconds = _START_SECONDS
         try:
             self._answer()
         except (WorkerDied, WorkerError) as error:
             raise NotStarted(f"a worker {error} before it began") from None
         self._private = self._private_bytes()
+        return self
 
     def hand_over(self, file: Path, name: str) -> str:
         """Make a file of the trusted cache readable below the worker's folder; return its path there."""
@@ -230,7 +231,7 @@ class JailedProcess:
             return 0
 
     def _died(self, reason: str) -> WorkerDied:
-        status, overran = self._killed(wait=0.2 if reason == "crash" else 0.0)
+        status, overran = self.kill(wait=0.2 if reason == "crash" else 0.0)
         if overran:
             reason = "memory"
         if reason == "crash":
@@ -272,12 +273,9 @@ class JailedProcess:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(number, [processors[index % len(processors)]] if apart else processors)
 
-    def kill(self, wait: float = 0.0) -> int:
-        """Kill the process after up to ``wait`` seconds for it to end; return the exit code (negative: signal)."""
-        return self._killed(wait)[0]
-
-    def _killed(self, wait: float) -> tuple[int, bool]:
-        """Kill as ``kill`` does; also return whether the kernel had ended it for lack of memory."""
+    def kill(self, wait: float = 0.0) -> tuple[int, bool]:
+        """Kill the process after up to ``wait`` seconds for it to end; return the exit code (negative: signal), and
+        whether the kernel had ended it for lack of memory."""
         if not self.alive:
             return 0, False
         self.alive = False

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.sandbox.messages import WorkerOperation, WorkerOptions, receive_frame, send_frame
+from cuda_agent.sandbox.messages import WorkerOperation, receive_frame, send_frame
 
 _LEAVE_SECONDS = 5  # from the end of its stream to SIGKILL
 # Without these, glibc may return memory after each call and map it again in the next, which doubles a time.
@@ -73,7 +73,7 @@ class WarmParent:
             raise RuntimeError(f"the warm parent has {answer['threads']} threads: its children could hang")
         self.torch = answer["torch"]
 
-    def fork(self, options: WorkerOptions, fds: Sequence[int]) -> int:
+    def fork(self, options: Mapping[str, Any], fds: Sequence[int]) -> int:
         """Fork a worker, whose socket is the first of ``fds``; return its process id."""
         return int(self._ask(WorkerOperation.FORK_WORKER, options, fds)["pid"])
 

@@ -30,7 +30,10 @@ class WorkerLoop:
         self._commands: dict[str, Callable[[Frame], Any]] = {
             operation: getattr(self, operation) for operation in WorkerOperation if hasattr(self, operation)
         }
-        self._clocked: Callable[..., tuple[Any, Any]] = _unclocked
+        self._clocked: Callable[..., tuple[Any, Any]] = lambda call, extra=0: (
+            call(),
+            None,
+        )
         if options["device"] == "cuda":
             from cuda_agent.sandbox.worker.gpu import DeviceClock
 
@@ -53,11 +56,6 @@ class WorkerLoop:
         """Wait for the device: the judge copies the outputs as soon as it has the answer."""
         if self._options["device"] == "cuda":
             torch.cuda.synchronize()
-
-
-def _unclocked(call: Callable[[], Any], extra: int = 0) -> tuple[Any, None]:
-    """Run the call untimed: on the CPU the judge's clock is the only one."""
-    return call(), None
 
 
 def explain(error: BaseException) -> str:

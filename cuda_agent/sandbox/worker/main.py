@@ -98,7 +98,7 @@ def _child(frame: Frame, parent: int) -> None:
     """Run a freshly forked worker; never return."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        options: dict[str, Any] = frame.body  # WorkerOptions
+        options: dict[str, Any] = frame.body
         null = os.open("/dev/null", os.O_RDWR)
         keep = sorted((*frame.fds, null))
         os.dup2(null, 0)
