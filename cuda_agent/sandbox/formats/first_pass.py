@@ -86,11 +86,7 @@ class FirstPass:
     ) -> dict[str, Any]:
         """Runs the first pass of a solution, or finds it in the cache.  ``more``: environment variables of both passes.
         Returns the ``folder`` that it left, and the ``environment`` that points the locked pass to it.
-
-        Raises:
-            FirstPassFailed: The solution is at fault.
-            OSError: The machine is at fault.
-        """
+        Raises ``FirstPassFailed`` where the solution is at fault, ``OSError`` where the machine is."""
         async with self._slots:
             return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more))
 

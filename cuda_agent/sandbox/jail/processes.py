@@ -112,12 +112,7 @@ class JailedProcess:
         return str(place)
 
     def call(self, operation: WorkerOperation, body: Any = None, slot: int = 0, fds: Sequence[int] = ()) -> Any:
-        """Send one request and return the body of its answer.
-
-        Raises:
-            WorkerError: the untrusted code raised an error.
-            WorkerDied: the worker is gone.
-        """
+        """Send one request and return the body of its answer. Raises ``WorkerError`` or ``WorkerDied``."""
         self._go_on()
         try:
             send_frame(self._socket, operation, body, slot, fds)

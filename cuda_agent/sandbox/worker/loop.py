@@ -30,10 +30,7 @@ class WorkerLoop:
         self._commands: dict[str, Callable[[Frame], Any]] = {
             operation: getattr(self, operation) for operation in WorkerOperation if hasattr(self, operation)
         }
-        self._clocked: Callable[..., tuple[Any, Any]] = lambda call, extra=0: (
-            call(),
-            None,
-        )
+        self._clocked: Callable[..., tuple[Any, Any]] = lambda call, extra=0: (call(), None)
         if options["device"] == "cuda":
             from cuda_agent.sandbox.worker.gpu import DeviceClock
 
