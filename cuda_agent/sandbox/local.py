@@ -80,7 +80,7 @@ class LocalSandbox:
         settings = JudgeSettings(
             threads=config.threads, checks=config.checks, tolerance=config.tolerance, timed_calls=config.timed_calls,
             run_seconds=config.run_seconds, memory_mb=config.memory_mb, clock=config.clock,
-            required_walls=tuple(config.required_walls), cache=str(self.cache), scratch="",
+            required_walls=config.required_walls, cache=str(self.cache), scratch="",
             lease=str(self.lease_folder), device=config.device,
         )  # fmt: skip
         count = min(2, os.cpu_count() or 1)

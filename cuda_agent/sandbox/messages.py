@@ -98,17 +98,13 @@ class JudgeSettings:
     run_seconds: float
     memory_mb: int
     clock: str
-    required_walls: tuple[str, ...]
+    required_walls: Sequence[str]
     cache: str  # survives; only trusted processes write it
     scratch: str  # private folders of workers
     lease: str
     device: str = "cpu"
     kernels: str = ""  # the built check.cu (cuda)
     identity: str = ""  # of the GPU and its driver: what a time depends on
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "JudgeSettings":
-        return cls(**(data | {"required_walls": tuple(data["required_walls"])}))
 
 
 class TaskSource(TypedDict):

@@ -167,7 +167,11 @@ class RemoteSandbox:
     async def _ask(self, request: dict[str, Any], task: Task) -> dict[str, Any]:
         """Return the result of a job from the first server that completes it. Raises ``_Refused``, ``_Lost``,
         ``TaskError`` or ``SandboxUnready``."""
-        order = sorted(self.servers, key=lambda server: _weight(server.address, task.digest), reverse=True)
+
+        def weight(server: Server) -> bytes:
+            return hashlib.sha256(f"{server.address} {task.digest}".encode()).digest()
+
+        order = sorted(self.servers, key=weight, reverse=True)
         failed: list[Server] = []
         while True:
             try:
@@ -349,10 +353,6 @@ def _losing() -> Iterator[None]:
 
 def _task(task: Task) -> dict[str, str]:
     return {"name": task.name[:50], "code": task.code}
-
-
-def _weight(address: str, digest: str) -> bytes:
-    return hashlib.sha256(f"{address} {digest}".encode()).digest()
 
 
 def _stretched(header: str) -> float:

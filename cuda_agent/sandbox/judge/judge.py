@@ -211,7 +211,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: processes of the same user cannot read this memory
     die_with_parent()
     client = socket.socket(fileno=int(sys.argv[1]))
-    judge = Judge(JudgeSettings.from_json(receive_frame(client).body))
+    judge = Judge(JudgeSettings(**receive_frame(client).body))
 
     def refuse(kind: Literal["jail", "device", "task"], message: str) -> None:
         send_frame(client, Reply.ERROR, {"kind": kind, "message": message})
