@@ -143,12 +143,8 @@ class LocalSandbox:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick", again: bool = False) -> Verdict:
-        """Return the verdict of ``solution``. With ``again`` it ignores the cache and measures anew.
-
-        Raises:
-            TaskError: the task itself cannot be run.
-            SandboxUnready: the sandbox cannot start.
-        """
+        """Return the verdict of ``solution``. With ``again`` it ignores the cache. Raises ``TaskError`` if
+        the task itself cannot be run, or ``SandboxUnready``."""
         file = self._verdict_file(task, solution, mode)
         if not again and (found := _read_json(file)) is not None:
             verdict = Verdict.from_json(found)

@@ -101,12 +101,8 @@ class RemoteSandbox:
         await self._client.aclose()
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick") -> Verdict:
-        """Return the verdict of ``solution``.
-
-        Raises:
-            TaskError: the task itself cannot be run.
-            SandboxUnready: no server is ready, or their settings differ.
-        """
+        """Return the verdict of ``solution``. Raises ``TaskError`` if the task itself cannot be run, ``SandboxUnready``
+        if no server is ready, or their settings differ."""
         request = {
             "kind": "evaluate", "task": _task(task), "solution": {"format": solution.format, "files": solution.files},
             "mode": mode,
