@@ -52,13 +52,8 @@ class JudgeHandle:
                 raise SandboxUnready(f"the judge does not start: {error}; {self._last_line_of_log()}") from None
 
     async def ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
-        """Send one request and wait for its answer.
-
-        Raises:
-            TaskError: the task cannot be run.
-            SandboxUnready: the judge does not start.
-            JudgeLost: the judge died, or its device is quarantined.
-        """
+        """Send one request and wait for its answer. Raises ``TaskError``, ``SandboxUnready`` if no judge starts,
+        ``JudgeLost`` if it died or its device is quarantined."""
         async with self._turn:
             answer = asyncio.ensure_future(asyncio.to_thread(self._ask, operation, body))
             answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio would warn of it

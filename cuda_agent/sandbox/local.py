@@ -5,7 +5,6 @@ never charged to the candidate. No code of a model runs in this process.
 """
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import os
@@ -29,8 +28,9 @@ from cuda_agent.sandbox.formats import first_pass, plan, rules
 from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.jail import scratch
+from cuda_agent.sandbox.judge.roofline import keep
 from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
-from cuda_agent.sandbox.messages import EvaluateRequest, JudgeRequest, JudgeSettings, ProbeRequest, TaskSource
+from cuda_agent.sandbox.messages import EvaluateRequest, JudgeRequest, JudgeSettings, TaskSource
 from cuda_agent.sandbox.wire import Mode, Probe, Solution, TaskSpec, Verdict
 from cuda_agent.sandbox.workspace.client import Commands, Workspace, Workspaces
 from cuda_agent.tasks.task import Task
@@ -80,7 +80,7 @@ class LocalSandbox:
         settings = JudgeSettings(
             threads=config.threads, checks=config.checks, tolerance=config.tolerance, timed_calls=config.timed_calls,
             run_seconds=config.run_seconds, memory_mb=config.memory_mb, clock=config.clock,
-            required_walls=tuple(config.required_walls), cache=str(self.cache), scratch="",
+            required_walls=config.required_walls, cache=str(self.cache), scratch="",
             lease=str(self.lease_folder), device=config.device,
         )  # fmt: skip
         count = min(2, os.cpu_count() or 1)
@@ -143,12 +143,8 @@ class LocalSandbox:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick", again: bool = False) -> Verdict:
-        """Return the verdict of ``solution``. With ``again`` it ignores the cache and measures anew.
-
-        Raises:
-            TaskError: the task itself cannot be run.
-            SandboxUnready: the sandbox cannot start.
-        """
+        """Return the verdict of ``solution``. With ``again`` it ignores the cache. Raises ``TaskError`` if
+        the task itself cannot be run, or ``SandboxUnready``."""
         file = self._verdict_file(task, solution, mode)
         if not again and (found := _read_json(file)) is not None:
             verdict = Verdict.from_json(found)
@@ -160,8 +156,7 @@ class LocalSandbox:
             except (JudgeLost, OSError) as lost:  # OSError: a full disk, a cache that cannot be written
                 verdict = self._refusal(solution, mode, "infra", str(lost))
             if verdict.status != "infra":
-                with contextlib.suppress(OSError):  # the verdict is valid even if it cannot be cached
-                    await asyncio.to_thread(_write_json, file, verdict.to_json())
+                await asyncio.to_thread(keep, file, verdict.to_json())
                 break
         return verdict
 
@@ -240,7 +235,7 @@ class LocalSandbox:
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
         """Run a task without a solution. ``Probe.error`` describes a fault of the task."""
-        request: ProbeRequest = {"task": _source(task), "compile": compile}
+        request = {"task": _source(task), "compile": compile}
         for _ in (1, 2):
             try:
                 return Probe.from_json(await self._judge(task).ask(JudgeRequest.PROBE, request))
@@ -299,10 +294,3 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None
-
-
-def _write_json(file: Path, data: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
-        json.dump(data, new)
-    os.replace(new.name, file)

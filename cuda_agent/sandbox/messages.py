@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from cuda_agent.sandbox.wire import Format, Mode
 
@@ -24,38 +24,38 @@ class Reply(StrEnum):
     """How a request was answered."""
 
     RESULT = "result"
-    ERROR = "error"  # JudgeError, or WorkerFailure
+    ERROR = "error"  # {"kind": jail, device or task, "message"} of a judge; {"message", "cheat"} of a worker
 
 
 class JudgeRequest(StrEnum):
     """What a client asks of a judge."""
 
     CONFIGURE = "configure"  # JudgeSettings -> the proven walls; the first request
-    SPEC = "spec"  # SpecRequest -> TaskSpec
+    SPEC = "spec"  # {"task": TaskSource} -> TaskSpec
     EVALUATE = "evaluate"  # EvaluateRequest -> Verdict
-    PROBE = "probe"  # ProbeRequest -> Probe
+    PROBE = "probe"  # {"task": TaskSource, "compile": whether torch.compile is timed, too} -> Probe
 
 
 class WorkerOperation(StrEnum):
     """What a judge asks of a warm parent, and of the workers that it forks."""
 
     # a warm parent
-    FORK_WORKER = "fork_worker"  # WorkerOptions -> {"pid"}
+    FORK_WORKER = "fork_worker"  # {"role", "threads", "folder", "environment", "device", "policy"} and more -> {"pid"}
     FORK_PARENT = "fork_parent"  # {"imports"} -> {"pid"}
     REAP_WORKER = "reap_worker"  # {"pid"} -> {"status"}
     # a reference worker and a candidate worker
-    MAP_BUFFERS = "map_buffers"  # ReferenceBuffers or CandidateBuffers
+    MAP_BUFFERS = "map_buffers"  # ``Buffers.places``; to a candidate also {"spec", "host_is_ours", "rule", "views"}
     RUN = "run"  # one call on a slot -> [seconds of the device, seconds of the host] on a GPU
     RUN_EMPTY = "run_empty"  # the same without the computation
     # a reference worker
-    OPEN_TASK = "open_task"  # TaskCode -> TaskSpec
-    DRAW_INPUTS = "draw_inputs"  # InputDraw -> whether the task has such inputs
+    OPEN_TASK = "open_task"  # {"code", "seed": of the weights} -> TaskSpec
+    DRAW_INPUTS = "draw_inputs"  # {"seed", "kind": one of KINDS} -> whether the task has such inputs
     SET_PRECISION = "set_precision"  # {"precision"}
-    COMPILE_TASK = "compile_task"  # TaskCompilation
-    MAP_EXACT = "map_exact"  # ExactBuffers
+    COMPILE_TASK = "compile_task"  # {"known": a warm-up's folder, empty in the warm-up, "mode": of torch.compile}
+    MAP_EXACT = "map_exact"  # ``Buffers.places`` and {"spec"}
     RUN_EXACT = "run_exact"  # -> whether all outputs are finite
-    COUNT_OPERATORS = "count_operators"  # -> OperatorCount
-    ACCOUNT = "account"  # -> CallAccount
+    COUNT_OPERATORS = "count_operators"  # -> {"operators", "bytes"}
+    ACCOUNT = "account"  # -> {"flops": 0 if not known, "written": bytes, "views": strides or null of each output}
     # a candidate worker
     LOAD_SOLUTION = "load_solution"  # what ``LocalSandbox`` built, and {"seed"}
     RUN_CHAIN = "run_chain"  # as many calls as ``slot`` says -> as RUN
@@ -73,8 +73,8 @@ class WorkspaceOperation(StrEnum):
     OPEN = "open_workspace"  # its number; the descriptor is the workspace's socket
     CLOSE = "close_workspace"  # its number
     # a client asks a workspace
-    FILL_FOLDER = "fill_folder"  # WorkspaceOpening; the first request
-    CALL_TOOL = "call_tool"  # ToolCall -> ToolResult
+    FILL_FOLDER = "fill_folder"  # {"files", "protected", "limits": CommandLimits}; the first request
+    CALL_TOOL = "call_tool"  # {"tool", "arguments"} -> ToolResult
     COLLECT_FILES = "collect_files"  # -> text by path
     # a workspace asks its client, while a tool call is open
     RUN_COMMAND = "run_command"  # {"name", "argv", "files"}; ``slot`` numbers it
@@ -98,7 +98,7 @@ class JudgeSettings:
     run_seconds: float
     memory_mb: int
     clock: str
-    required_walls: tuple[str, ...]
+    required_walls: Sequence[str]
     cache: str  # survives; only trusted processes write it
     scratch: str  # private folders of workers
     lease: str
@@ -106,23 +106,10 @@ class JudgeSettings:
     kernels: str = ""  # the built check.cu (cuda)
     identity: str = ""  # of the GPU and its driver: what a time depends on
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "JudgeSettings":
-        return cls(**(data | {"required_walls": tuple(data["required_walls"])}))
-
 
 class TaskSource(TypedDict):
     digest: str
     code: str
-
-
-class SpecRequest(TypedDict):
-    task: TaskSource
-
-
-class ProbeRequest(TypedDict):
-    task: TaskSource
-    compile: bool  # whether torch.compile is timed, too
 
 
 class EvaluateRequest(TypedDict):
@@ -133,92 +120,6 @@ class EvaluateRequest(TypedDict):
     load: dict[str, Any]  # what was built of the solution; its form depends on the format
     files: dict[str, str]
     observe: bool  # whether quick mode says what ran
-
-
-class JudgeError(TypedDict):
-    kind: Literal["jail", "device", "task"]
-    message: str
-
-
-class WorkerFailure(TypedDict):
-    message: str
-    cheat: NotRequired[bool]  # whether the code broke a rule that the worker knows
-
-
-class WorkerOptions(TypedDict):
-    """How a worker is started.  ``policy`` is ``jail.JailPolicy`` as JSON."""
-
-    role: Literal["reference", "candidate", "first_pass"]
-    threads: int
-    folder: str
-    environment: dict[str, str]
-    device: str
-    profiler: NotRequired[bool]
-    policy: NotRequired[dict[str, Any]]
-
-
-class TaskCode(TypedDict):
-    code: str
-    seed: int  # of the model's weights
-
-
-class ReferenceBuffers(TypedDict):
-    """Offsets and sizes are bytes.  ``values`` and ``weights``: where the worker writes drawn inputs and weights."""
-
-    layout: list[dict[str, list[int]]]  # {"in": offsets, "out": offsets} of each slot
-    sizes: list[int]  # of the read-only area and of the writable area
-    values: list[int]
-    weights: list[int]
-
-
-class CandidateBuffers(TypedDict):
-    """Offsets and sizes are bytes.  ``host_is_ours`` and ``rule``: see ``FormatTraits``."""
-
-    host_is_ours: bool
-    rule: str
-    spec: dict[str, Any]  # TaskSpec as JSON
-    layout: list[dict[str, list[int]]]
-    sizes: list[int]
-    weights: list[int]
-    views: list[list[int] | None]  # of each output: strides where the reference gives a view
-
-
-class ExactBuffers(TypedDict):
-    spec: dict[str, Any]
-    layout: list[dict[str, list[int]]]
-    sizes: list[int]
-
-
-class InputDraw(TypedDict):
-    seed: int
-    kind: str  # one of KINDS
-
-
-class TaskCompilation(TypedDict):
-    known: str  # folder of what a warm-up found out; empty: this is the warm-up
-    mode: str  # of torch.compile; empty: its default
-
-
-class OperatorCount(TypedDict):
-    operators: int
-    bytes: int
-
-
-class CallAccount(TypedDict):
-    flops: int  # 0: not known
-    written: int  # bytes
-    views: list[list[int] | None]
-
-
-class WorkspaceOpening(TypedDict):
-    files: dict[str, str]
-    protected: list[str]
-    limits: dict[str, Any]  # CommandLimits as JSON
-
-
-class ToolCall(TypedDict):
-    tool: str
-    arguments: dict[str, Any]
 
 
 # --------------------------------------------------------------------------------------------------------------- frames
@@ -264,13 +165,8 @@ def send_frame(
 
 
 def receive_frame(sock: socket.socket, max_fds: int = 0) -> Frame:
-    """The next frame.  The socket's timeout is a limit for the whole body, not for each part of it.
-
-    Raises:
-        ConnectionError: the stream has ended.
-        TimeoutError: the frame did not arrive in time.
-        ValueError: the peer does not speak the format.
-    """
+    """The next frame.  The socket's timeout is a limit for the whole body, not for each part of it.  Raises
+    ``ConnectionError`` at the stream's end, ``TimeoutError``, or ``ValueError`` for another format."""
     fds: list[int] = []
     if max_fds:
         head, fds, _, _ = socket.recv_fds(sock, HEAD.size, max_fds)

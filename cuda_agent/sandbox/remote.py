@@ -101,12 +101,8 @@ class RemoteSandbox:
         await self._client.aclose()
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick") -> Verdict:
-        """Return the verdict of ``solution``.
-
-        Raises:
-            TaskError: the task itself cannot be run.
-            SandboxUnready: no server is ready, or their settings differ.
-        """
+        """Return the verdict of ``solution``. Raises ``TaskError`` if the task itself cannot be run, ``SandboxUnready``
+        if no server is ready, or their settings differ."""
         request = {
             "kind": "evaluate", "task": _task(task), "solution": {"format": solution.format, "files": solution.files},
             "mode": mode,
@@ -167,7 +163,11 @@ class RemoteSandbox:
     async def _ask(self, request: dict[str, Any], task: Task) -> dict[str, Any]:
         """Return the result of a job from the first server that completes it. Raises ``_Refused``, ``_Lost``,
         ``TaskError`` or ``SandboxUnready``."""
-        order = sorted(self.servers, key=lambda server: _weight(server.address, task.digest), reverse=True)
+
+        def weight(server: Server) -> bytes:
+            return hashlib.sha256(f"{server.address} {task.digest}".encode()).digest()
+
+        order = sorted(self.servers, key=weight, reverse=True)
         failed: list[Server] = []
         while True:
             try:
@@ -349,10 +349,6 @@ def _losing() -> Iterator[None]:
 
 def _task(task: Task) -> dict[str, str]:
     return {"name": task.name[:50], "code": task.code}
-
-
-def _weight(address: str, digest: str) -> bytes:
-    return hashlib.sha256(f"{address} {digest}".encode()).digest()
 
 
 def _stretched(header: str) -> float:

@@ -18,7 +18,7 @@ from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.jail.processes import JailedProcess
 from cuda_agent.sandbox.jail.warm_parent import warm_parent
 from cuda_agent.sandbox.judge.check import mismatch
-from cuda_agent.sandbox.messages import HEAD, WorkerOperation, WorkerOptions, receive_frame
+from cuda_agent.sandbox.messages import HEAD, WorkerOperation, receive_frame
 from cuda_agent.sandbox.wire import Solution, Tensor
 from tests.sandbox.conftest import CHAIN, KERNEL, Running, plan_solution, task
 
@@ -150,7 +150,7 @@ def test_processes_that_a_worker_leaves_are_ended_with_it_and_share_its_few_proc
     parent.wait_ready()
     execute = (*jail.SYSTEM_EXECUTE, sys.prefix, sys.base_prefix)
     policy = jail.JailPolicy(read=(*jail.SYSTEM_READ, sys.prefix, sys.base_prefix), execute=execute, read_any=True)
-    options: WorkerOptions = {
+    options = {
         "role": "reference",
         "threads": 1,
         "folder": str(tmp_path),

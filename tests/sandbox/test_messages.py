@@ -87,5 +87,5 @@ def test_settings_survive_json() -> None:
     import json
     from dataclasses import asdict
 
-    settings = JudgeSettings(2, 5, 1e-2, 9, 2.0, 400, "real", ("landlock", "seccomp"), "c", "s", "l", "cuda", "k", "i")
-    assert JudgeSettings.from_json(json.loads(json.dumps(asdict(settings)))) == settings
+    settings = JudgeSettings(2, 5, 1e-2, 9, 2.0, 400, "real", ["landlock", "seccomp"], "c", "s", "l", "cuda", "k", "i")
+    assert JudgeSettings(**json.loads(json.dumps(asdict(settings)))) == settings

@@ -8,7 +8,6 @@ errors count. NVRTC (``nvrtc``) compiles CUDA sources without a GPU. Not covered
 import asyncio
 import contextlib
 import errno
-import functools
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from cuda_agent.lease import Lease
@@ -51,6 +51,18 @@ class _Killed(BuildError):
 
 
 _OUR_SECONDS = 120.0  # limit for the project's own code: precompiled headers, the plan runtime
+
+
+@dataclass(frozen=True)
+class _Order:
+    """One build: ``products`` of ``files`` go to the folder ``target``; ``read``: what else the compiler may read."""
+
+    command: list[str]
+    files: Mapping[str, str]
+    products: tuple[str, ...]
+    target: Path
+    read: tuple[str, ...]
+    seconds: float
 
 
 class Builder:
@@ -89,17 +101,14 @@ class Builder:
         if not (home / "prelude.h.gch").exists():
             command = [tools.compiler, *FLAGS, "-x", "c++-header", "prelude.h", "-o", "prelude.h.gch"]
             products = "prelude.h", "prelude.h.gch"
-            await self._compile(command, {"prelude.h": prelude}, products, home, (), _OUR_SECONDS)
+            await self._compile(_Order(command, {"prelude.h": prelude}, products, home, (), _OUR_SECONDS))
         return home
 
     async def library(
         self, files: Mapping[str, str], units: Sequence[str], extra: Sequence[str] = (), ours: bool = False
     ) -> Path:
         """Builds the shared library of ``units``, some of ``files`` (the others may be included). ``ours``: the sources
-        are the project's own, and a solution's time limit does not apply.
-
-        Raises:
-            BuildError: The compiler refuses the sources."""
+        are the project's own, and a solution's time limit does not apply. Raises ``BuildError``."""
         tools = await self.toolchain()
         command = [
             tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,
@@ -115,11 +124,8 @@ class Builder:
         self, files: Mapping[str, str], unit: str, expressions: Sequence[str], architecture: str
     ) -> tuple[Path, dict[str, str]]:
         """Builds the cubin of a CUDA source that needs no host code. Returns it and the mangled names of
-        ``expressions`` (such as ``scale<float, 4>`` or ``&table``). Needs no GPU.
-
-        Raises:
-            BuildError: The compiler refuses the source.
-            CompilerMissing: NVRTC is not installed."""
+        ``expressions`` (such as ``scale<float, 4>`` or ``&table``). Needs no GPU. Raises ``BuildError`` or
+        ``CompilerMissing``."""
         tools = find_nvrtc()
         request = {
             "library": tools.library, "includes": tools.includes, "architecture": architecture, "unit": unit,
@@ -140,10 +146,7 @@ class Builder:
         extra: Sequence[str] = (),
     ) -> Path:
         """Builds the shared library of CUDA and C++ ``units`` with nvcc. ``libraries``: cublas, cudnn. Needs no GPU.
-
-        Raises:
-            BuildError: The compiler refuses the sources.
-            CompilerMissing: nvcc or a library is not installed."""
+        Raises ``BuildError`` or ``CompilerMissing``."""
         tools = find_nvcc()
         defined = ["-DCUDA_EXTENSION_ON_CUDA", *(["-DCUDA_EXTENSION_USES_CUBLAS"] if "cublas" in libraries else [])]
         code = architecture.removeprefix("sm_")
@@ -169,7 +172,6 @@ class Builder:
     ) -> Path:
         """Returns the folder of ``products``, from the cache or made by ``command``; joins the same build when it is
         already running. ``unit``: the one that can be built the fast way."""
-        seconds = seconds or self._seconds
         content = [*parts, *(f"{name}\0{files[name]}" for name in sorted(files))]
         key = hashlib.sha256("\0\0".join(content).encode(errors="surrogatepass")).hexdigest()
         done, failed = self._folder / key[:2] / key, self._folder / key[:2] / f"{key}.error"
@@ -182,12 +184,12 @@ class Builder:
         future: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
         self._under_way[key] = future
         try:
-            compile = functools.partial(self._compile, command, files, products, done, read, seconds)
-            if not (unit and await self._compiled_ahead(unit, files, products, done)):
+            order = _Order(command, files, products, done, read, seconds or self._seconds)
+            if not (unit and await self._compiled_ahead(unit, order)):
                 try:
-                    await compile()
+                    await self._compile(order)
                 except _Killed:  # the cause may be outside the build: try once more
-                    await compile()
+                    await self._compile(order)
             future.set_result(done)
             return done
         except BaseException as error:
@@ -201,21 +203,13 @@ class Builder:
         finally:
             del self._under_way[key]
 
-    async def _compile(
-        self,
-        command: list[str],
-        files: Mapping[str, str],
-        products: Sequence[str],
-        target: Path,
-        read: Sequence[str],
-        seconds: float,
-    ) -> None:
+    async def _compile(self, order: _Order) -> None:
         async with self._slots:
             work = Path(tempfile.mkdtemp(prefix="build-", dir=self._scratch))
             try:
-                write_files(work, files)
-                await asyncio.to_thread(self._run, command, work, read, seconds)
-                _keep(work, products, target)
+                write_files(work, order.files)
+                await asyncio.to_thread(self._run, order, work)
+                _keep(work, order)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
 
@@ -227,34 +221,33 @@ class Builder:
                 held.enter_context(held.enter_context(contextlib.closing(Lease(self._lease))).working())
             yield
 
-    def _run(self, command: list[str], work: Path, read: Sequence[str], seconds: float) -> None:
+    def _run(self, order: _Order, work: Path) -> None:
         with self._beside_timing():
-            self._finish(Compiler(self._policy(work, read, seconds), command, work), work, seconds)
+            compiler = Compiler(self._policy(work, order.read, order.seconds), order.command, work)
+            self._finish(compiler, work, order.seconds)
 
-    async def _compiled_ahead(self, unit: str, files: Mapping[str, str], products: Sequence[str], target: Path) -> bool:
+    async def _compiled_ahead(self, unit: str, order: _Order) -> bool:
         """Builds ``unit`` with the compiler that was started in advance. Returns whether that worked."""
         if not self._ahead:
             return False
         async with self._slots:
             try:
-                await asyncio.to_thread(self._run_ahead, self._ahead, unit, files, products, target)
+                await asyncio.to_thread(self._run_ahead, self._ahead, unit, order)
             except _TooLong:
                 raise
             except (BuildError, OSError):  # the full way may succeed, and reports better errors
                 return False
             return True
 
-    def _run_ahead(
-        self, ahead: CompilerPool, unit: str, files: Mapping[str, str], products: Sequence[str], target: Path
-    ) -> None:
+    def _run_ahead(self, ahead: CompilerPool, unit: str, order: _Order) -> None:
         waiting = ahead.take()
         try:
-            write_files(waiting.work, files)
+            write_files(waiting.work, order.files)
             with self._beside_timing():
                 waiting.go(unit)
                 ahead.start()  # now, before the result of this build is timed
                 self._finish(waiting, waiting.work, self._seconds)
-            _keep(waiting.work, products, target)
+            _keep(waiting.work, order)
         finally:
             waiting.discard()
 
@@ -293,12 +286,13 @@ class Builder:
             raise BuildError(first_errors(errors))
 
 
-def _keep(work: Path, products: Sequence[str], target: Path) -> None:
-    """Moves ``products`` of ``work`` to ``target`` atomically."""
+def _keep(work: Path, order: _Order) -> None:
+    """Moves the products from ``work`` to their place atomically."""
+    target = order.target
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(dir=target.parent))
     try:
-        for name in products:
+        for name in order.products:
             _take(work / name, staged / name)
         os.replace(staged, target)
     except BaseException as error:

@@ -49,11 +49,7 @@ class Nvrtc:
 
 @functools.cache
 def find_nvrtc() -> Nvrtc:
-    """The newest NVRTC of this machine: that of the installed packages, else that of a toolkit.
-
-    Raises:
-        CompilerMissing: there is none.
-    """
+    """The newest NVRTC of this machine: of the installed packages, else of a toolkit. Raises ``CompilerMissing``."""
     packages = _packages()
     homes = [home for place in packages for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
     homes += [place / "cuda_nvrtc" for place in packages] + [Path("/usr/local/cuda")]
@@ -84,11 +80,7 @@ class Nvcc:
 
 @functools.cache
 def find_nvcc() -> Nvcc:
-    """The first nvcc of PATH, CUDA_HOME (/usr/local/cuda) and the installed packages.
-
-    Raises:
-        CompilerMissing: there is none.
-    """
+    """The first nvcc of PATH, CUDA_HOME (/usr/local/cuda) and the installed packages. Raises ``CompilerMissing``."""
     homes = [home for place in _packages() for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     compilers = [shutil.which("nvcc"), f"{toolkit}/bin/nvcc", *(str(home / "bin" / "nvcc") for home in homes)]

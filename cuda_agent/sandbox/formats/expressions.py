@@ -40,10 +40,8 @@ LONGEST = 500  # characters
 
 
 def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
-    """Evaluates a number, or an expression such as ``cdiv(in0.numel, 8) * in0.shape[1]``, to an integer.
-
-    Raises:
-        PlanError: The expression is invalid, or names an unknown buffer."""
+    """Evaluates a number, or an expression such as ``cdiv(in0.numel, 8) * in0.shape[1]``, to an integer. Raises
+    ``PlanError``."""
     if isinstance(expression, bool) or not isinstance(expression, int | str):
         raise PlanError(f"{where}: an integer or an expression is expected, not {json.dumps(expression)[:60]}")
     if isinstance(expression, int):

@@ -29,12 +29,7 @@ def header() -> str:
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Builds the library and returns the worker's load request.
-
-    Raises:
-        SolutionError: The work folder lacks a required file, or includes a forbidden header.
-        BuildError: The compiler refuses the sources.
-    """
+    """Builds the library and returns the worker's load request. Raises ``SolutionError`` or ``BuildError``."""
     check_module(files, spec)
     built, units, libraries = sources_of(files, tools.device)
     extra = ("-I.", "-Isurface")

@@ -29,10 +29,10 @@ from cuda_agent.machine import processor
 from cuda_agent.sandbox.build import builder, toolchain
 from cuda_agent.sandbox.formats.solution_format import FirstPassTime
 from cuda_agent.sandbox.jail import cgroups, jail, scratch
-from cuda_agent.sandbox.jail.descendants import descendants
+from cuda_agent.sandbox.jail.descendants import descendants, memory_bytes
 from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError
 from cuda_agent.sandbox.jail.warm_parent import WarmParent, warm_parent
-from cuda_agent.sandbox.messages import WorkerOperation, WorkerOptions
+from cuda_agent.sandbox.messages import WorkerOperation
 from cuda_agent.sandbox.wire import NO_PROGRAMS, Status, Verdict, printable
 from cuda_agent.tasks.task import Task
 
@@ -86,11 +86,7 @@ class FirstPass:
     ) -> dict[str, Any]:
         """Runs the first pass of a solution, or finds it in the cache.  ``more``: environment variables of both passes.
         Returns the ``folder`` that it left, and the ``environment`` that points the locked pass to it.
-
-        Raises:
-            FirstPassFailed: The solution is at fault.
-            OSError: The machine is at fault.
-        """
+        Raises ``FirstPassFailed`` where the solution is at fault, ``OSError`` where the machine is."""
         async with self._slots:
             return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more))
 
@@ -140,7 +136,7 @@ class FirstPass:
             processes=256, file_mb=_FILE_MB, cpu_seconds=int(self._seconds * self._threads) + 60, one_group=True,
             read_any=True,
         )  # fmt: skip
-        options: WorkerOptions = {
+        options = {
             "role": "first_pass", "threads": self._threads, "folder": str(folder), "device": self._device,
             # gcc checks whether an unprivileged user can reach its temporary folder; a cache may lie in a private home
             "environment": environment | {"TMPDIR": str(home)},
@@ -233,7 +229,7 @@ def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[Jail
             breathed = time.monotonic()
         if now - looked > _LOOK:
             looked = now
-            if sum(map(_private_bytes, descendants(worker.pid))) > _MEMORY_MB << 20:
+            if sum(memory_bytes(pid)[1] for pid in descendants(worker.pid)) > _MEMORY_MB << 20:
                 return "memory"
             if any(map(too_much, folders)):
                 return "disk"
@@ -245,15 +241,6 @@ def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[Jail
 def _signal_group(worker: JailedProcess, number: int) -> None:
     with contextlib.suppress(OSError):  # the worker joins its process group shortly after its start
         os.killpg(worker.pid, number)
-
-
-def _private_bytes(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/statm") as file:
-            fields = file.read().split()
-    except OSError:
-        return 0
-    return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:

@@ -63,12 +63,7 @@ class Program:
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
     """Builds the kernels and returns the worker's load request: the program, and its libraries or image.
-
-    Raises:
-        PlanError: The plan is invalid.
-        BuildError: The compiler refuses the kernels.
-        SandboxUnready: The executor of plans does not build on this machine.
-    """
+    Raises ``PlanError``, ``BuildError``, or ``SandboxUnready`` where the executor of plans does not build."""
     program = compile_plan(files, spec, tools.device)
     sources = {name: text for name, text in files.items() if name != "plan.json"}
     load = program.to_json()
@@ -95,11 +90,8 @@ async def runtime(builder: Builder) -> Path:
 
 
 def compile_plan(files: Mapping[str, str], spec: TaskSpec, device: str = "cpu") -> Program:
-    """Compiles ``files["plan.json"]`` into the program for a task with these shapes.
-
-    Raises:
-        PlanError: The plan is invalid; the message names the node and the fault.
-    """
+    """Compiles ``files["plan.json"]`` into the program for a task with these shapes. Raises ``PlanError``, which names
+    the node and the fault."""
     if "plan.json" not in files:
         raise PlanError("there is no plan.json")
     plan = grammar.read(files["plan.json"], device)

@@ -20,12 +20,7 @@ ENVIRONMENT = {"cpu": {"TRITON_INTERPRET": "1"}, "cuda": {"TRITON_CACHE_AUTOTUNI
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Returns the worker's load request.
-
-    Raises:
-        SolutionError: As ``check_module``, or there is no kernel.
-        SandboxUnready: The package triton is not installed.
-    """
+    """Returns the worker's load request. Raises ``SolutionError``, or ``SandboxUnready`` without the package triton."""
     if importlib.util.find_spec("triton") is None:
         raise SandboxUnready("sandbox.format=triton needs the package triton: pip install triton")
     if not any(kernels(check_module(files, spec))):

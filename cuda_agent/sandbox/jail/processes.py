@@ -8,16 +8,16 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from cuda_agent.sandbox.jail import jail, scratch
 from cuda_agent.sandbox.jail.cgroups import ControlGroup, Groups
-from cuda_agent.sandbox.jail.descendants import descendants
+from cuda_agent.sandbox.jail.descendants import descendants, memory_bytes
 from cuda_agent.sandbox.jail.warm_parent import WarmParent
-from cuda_agent.sandbox.messages import Reply, WorkerOperation, WorkerOptions, receive_frame, send_frame
+from cuda_agent.sandbox.messages import Reply, WorkerOperation, receive_frame, send_frame
 from cuda_agent.sandbox.wire import printable
 
 _STEP_MS = 20  # time between two checks of a worker
@@ -28,7 +28,6 @@ _START_SECONDS = 30.0
 _STOP_SECONDS = 1.0  # until a process that does not stop counts as unstoppable
 _END_SECONDS = 0.2  # for the threads of a killed process to end
 _IDLE_NS = 200_000  # a thread with less processor time has not worked yet
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class WorkerDied(Exception):
@@ -57,24 +56,16 @@ class JailedProcess:
     def __init__(
         self,
         parent: WarmParent,
-        options: WorkerOptions,
+        options: Mapping[str, Any],
         policy: jail.JailPolicy,
         memory_mb: int,
         home: Path,
         groups: Groups | None = None,
         overrun: "Callable[[JailedProcess], str] | None" = None,
     ) -> None:
-        """Fork the process.
-
-        Args:
-            parent: forks and reaps it.
-            options: its role and settings.
-            policy: its jail.
-            memory_mb: limit of its private memory beyond that at its start.
-            home: its folder; removed with it.
-            groups: creates its control group; None: only the watchdog limits it.
-            overrun: a further check of the watchdog; returns the reason to kill it, or an empty string.
-        """
+        """Fork the process. ``memory_mb`` limits its private memory beyond that at its start. ``home``: its folder,
+        removed with it. Without ``groups`` only the watchdog limits it. ``overrun``: a further check of the watchdog;
+        returns the reason to kill it, or an empty string."""
         self._overrun = overrun
         self._parent = parent
         self._memory_mb = memory_mb
@@ -100,14 +91,15 @@ class JailedProcess:
                 self.kill()
                 raise
 
-    def wait_started(self) -> None:
-        """Block until its walls are closed. No untrusted code has run then. Raises ``NotStarted``."""
+    def wait_started(self) -> "JailedProcess":
+        """Block until its walls are closed; return it. No untrusted code has run then. Raises ``NotStarted``."""
         self.seconds = _START_SECONDS
         try:
             self._answer()
         except (WorkerDied, WorkerError) as error:
             raise NotStarted(f"a worker {error} before it began") from None
         self._private = self._private_bytes()
+        return self
 
     def hand_over(self, file: Path, name: str) -> str:
         """Make a file of the trusted cache readable below the worker's folder; return its path there."""
@@ -120,12 +112,7 @@ class JailedProcess:
         return str(place)
 
     def call(self, operation: WorkerOperation, body: Any = None, slot: int = 0, fds: Sequence[int] = ()) -> Any:
-        """Send one request and return the body of its answer.
-
-        Raises:
-            WorkerError: the untrusted code raised an error.
-            WorkerDied: the worker is gone.
-        """
+        """Send one request and return the body of its answer. Raises ``WorkerError`` or ``WorkerDied``."""
         self._go_on()
         try:
             send_frame(self._socket, operation, body, slot, fds)
@@ -230,11 +217,7 @@ class JailedProcess:
             raise self._died(what)
 
     def _private_bytes(self) -> int:
-        try:
-            fields = Path(f"/proc/{self.pid}/statm").read_text().split()
-        except OSError:
-            return 0
-        return (int(fields[1]) - int(fields[2])) * _PAGE
+        return memory_bytes(self.pid)[1]
 
     def _threads(self) -> int:
         try:
@@ -243,7 +226,7 @@ class JailedProcess:
             return 0
 
     def _died(self, reason: str) -> WorkerDied:
-        status, overran = self._killed(wait=0.2 if reason == "crash" else 0.0)
+        status, overran = self.kill(wait=0.2 if reason == "crash" else 0.0)
         if overran:
             reason = "memory"
         if reason == "crash":
@@ -285,12 +268,9 @@ class JailedProcess:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(number, [processors[index % len(processors)]] if apart else processors)
 
-    def kill(self, wait: float = 0.0) -> int:
-        """Kill the process after up to ``wait`` seconds for it to end; return the exit code (negative: signal)."""
-        return self._killed(wait)[0]
-
-    def _killed(self, wait: float) -> tuple[int, bool]:
-        """Kill as ``kill`` does; also return whether the kernel had ended it for lack of memory."""
+    def kill(self, wait: float = 0.0) -> tuple[int, bool]:
+        """Kill the process after up to ``wait`` seconds for it to end; return the exit code (negative: signal), and
+        whether the kernel had ended it for lack of memory."""
         if not self.alive:
             return 0, False
         self.alive = False

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.sandbox.messages import WorkerOperation, WorkerOptions, receive_frame, send_frame
+from cuda_agent.sandbox.messages import WorkerOperation, receive_frame, send_frame
 
 _LEAVE_SECONDS = 5  # from the end of its stream to SIGKILL
 # Without these, glibc may return memory after each call and map it again in the next, which doubles a time.
@@ -28,13 +28,8 @@ _PACKAGE = Path(__file__).resolve().parents[3]
 
 
 def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmParent":
-    """Start a warm parent; it is ready when ``wait_ready`` returns.
-
-    Args:
-        threads: threads of each worker and processors of all of them: more would be an advantage over the baselines.
-        log: file to which its standard error is appended.
-        imports: modules that it imports besides torch.
-    """
+    """Start a warm parent, which imports torch and ``imports``; it is ready when ``wait_ready`` returns. ``threads``:
+    of each worker, and processors of all of them: more would be an advantage over the baselines."""
     ours, theirs = socket.socketpair()
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
@@ -70,11 +65,7 @@ class WarmParent:
         self.torch = ""  # its version, once the parent is ready
 
     def wait_ready(self) -> None:
-        """Block until it has imported torch.
-
-        Raises:
-            RuntimeError: it has more than one thread, so that its children could hang.
-        """
+        """Block until it has imported torch. Raises ``RuntimeError`` if it has more than one thread."""
         if self.torch:
             return
         answer = receive_frame(self._socket).body
@@ -82,7 +73,7 @@ class WarmParent:
             raise RuntimeError(f"the warm parent has {answer['threads']} threads: its children could hang")
         self.torch = answer["torch"]
 
-    def fork(self, options: WorkerOptions, fds: Sequence[int]) -> int:
+    def fork(self, options: Mapping[str, Any], fds: Sequence[int]) -> int:
         """Fork a worker, whose socket is the first of ``fds``; return its process id."""
         return int(self._ask(WorkerOperation.FORK_WORKER, options, fds)["pid"])
 

@@ -7,9 +7,8 @@ one call has no cost per request, and the cost of an empty call, measured in the
 loaded, is subtracted. The device waits in a kernel of known length while the host enqueues the chain. Work on another
 stream during that wait is not seen, so the wait is at most twice the time that eager's host needs.
 
-Stopping processes and switching contexts lengthen walls by tenths of a millisecond (H200) and never shorten them: the
-shortest of several chains counts, and more are timed before a time far below the bound is rejected. The check misses a
-false time below the remaining noise divided by the chain's length, and work that fits into the wait.
+Stopping processes lengthens walls by tenths of a millisecond (H200) and never shortens them: the shortest of several
+chains counts. A false time below the remaining noise divided by the chain's length is missed.
 """
 
 import math
@@ -34,12 +33,9 @@ def longest(host: float) -> float:
 
 class CrossCheck:
     def __init__(self, slots: int, empty: Callable[[int, int], float], host: float) -> None:
-        """Sets the bounds for one candidate.
-
-        Args:
-            slots: Longest chain, at least 2.
-            empty: Returns the wall seconds of a chain of that many empty calls with a delay of that many units.
-            host: Seconds in which eager's host enqueues a call."""
+        """Sets the bounds for one candidate. ``slots``: the longest chain, at least 2. ``empty`` returns the wall
+        seconds of a chain of that many empty calls with a delay of that many units. ``host``: seconds in which eager's
+        host enqueues a call."""
         self.delay = _SHORTEST
         self._allowed = longest(host)
         self._enqueues = 0.0

@@ -23,13 +23,8 @@ class CandidateRefused(Exception):
 
 
 def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> CandidateRefused:
-    """What a worker's death or error means for its candidate.
-
-    Args:
-        error: what happened to the worker.
-        loaded: whether the solution had begun to load.  Before that nothing untrusted has run: the fault is ours.
-        when: for the message, such as "in check 3".
-    """
+    """What a worker's death or error means for its candidate. ``loaded``: whether the solution had begun to load.
+    Before that nothing untrusted has run: the fault is ours. ``when``: for the message, such as "in check 3"."""
     if isinstance(error, WorkerDied):
         if not loaded:
             return CandidateRefused("infra", f"a worker {error} before the solution was loaded", retryable=True)
@@ -44,13 +39,8 @@ def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> Candida
 
 
 def is_clear(samples: Sequence[float], anchors: Sequence[float], compile_share: float | None) -> bool:
-    """Whether more calls could hardly change what is more than 5 % faster than what.
-
-    Args:
-        samples: seconds of the candidate's calls.
-        anchors: seconds of eager's calls, interleaved with them.
-        compile_share: the time of torch.compile as a share of eager's; None where it is not known.
-    """
+    """Whether more calls could hardly change which is more than 5 % faster, from the seconds of the candidate's calls
+    and of eager's between them. ``compile_share``: torch.compile's time as a share of eager's, None if unknown."""
     mine, anchor = statistics.median(samples), statistics.median(anchors)
     spread = statistics.median(abs(s - mine) for s in samples) / mine
     spread += statistics.median(abs(s - anchor) for s in anchors) / anchor

@@ -31,12 +31,9 @@ from cuda_agent.sandbox.judge.trial import Trial
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 from cuda_agent.sandbox.messages import (
     EvaluateRequest,
-    JudgeError,
     JudgeRequest,
     JudgeSettings,
-    ProbeRequest,
     Reply,
-    SpecRequest,
     TaskSource,
     receive_frame,
     send_frame,
@@ -62,11 +59,8 @@ def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
 
 
 class Judge:
-    """Answers the requests of one client, one after the other.  Keeps tasks prepared between them.
-
-    Raises:
-        TaskError: from ``prepared``, ``spec`` and ``evaluate``, where the task itself does not run.
-    """
+    """Answers the requests of one client, one after the other.  Keeps tasks prepared between them.  Raises
+    ``TaskError`` where the task itself does not run."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -90,7 +84,7 @@ class Judge:
         return found
 
     @_once_more
-    def spec(self, request: SpecRequest) -> dict[str, Any]:
+    def spec(self, request: dict[str, Any]) -> dict[str, Any]:
         """``TaskSpec`` as JSON."""
         return self.prepared(request["task"]).spec.to_json()
 
@@ -159,12 +153,11 @@ class Judge:
             begin = time.perf_counter()
             self._workers.start_spare()
             trial.close()
-            self._workers.areas.make()
             self._cleanup_seconds = time.perf_counter() - begin
 
     # ------------------------------------------------------------------------------------------------------------ probe
 
-    def probe(self, request: ProbeRequest) -> dict[str, Any]:
+    def probe(self, request: dict[str, Any]) -> dict[str, Any]:
         """``Probe`` as JSON.  An error of the task is part of the answer."""
         try:
             return self._probe(request["task"], request["compile"]).to_json()
@@ -218,11 +211,10 @@ def main() -> None:
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: processes of the same user cannot read this memory
     die_with_parent()
     client = socket.socket(fileno=int(sys.argv[1]))
-    judge = Judge(JudgeSettings.from_json(receive_frame(client).body))
+    judge = Judge(JudgeSettings(**receive_frame(client).body))
 
     def refuse(kind: Literal["jail", "device", "task"], message: str) -> None:
-        error: JudgeError = {"kind": kind, "message": message}
-        send_frame(client, Reply.ERROR, error)
+        send_frame(client, Reply.ERROR, {"kind": kind, "message": message})
 
     try:
         breaches = jail.prove(judge.settings.required_walls, Path(judge.settings.scratch))

@@ -66,11 +66,7 @@ def baselines_file(cache: str, digest: str, torch: str, threads: int, identity: 
 
 
 class PreparedTask:
-    """One task, ready for candidates.
-
-    Raises:
-        TaskError: from every method that asks the reference, where the task fails.
-    """
+    """One task, ready for candidates.  Methods that ask the reference raise ``TaskError`` where the task fails."""
 
     def __init__(self, code: str, digest: str, workers: WorkerPool) -> None:
         settings = workers.settings
@@ -142,12 +138,8 @@ class PreparedTask:
             return self.oracle.outputs(inputs)
 
     def compiled(self, mode: str, precision: str) -> ReferenceClient:
-        """A reference whose calls are compiled.  The caller closes it.
-
-        Raises:
-            WorkerError: torch.compile fails.
-            WorkerDied: its worker died meanwhile.
-        """
+        """A reference whose calls are compiled.  The caller closes it.  Raises ``WorkerError`` if torch.compile fails,
+        ``WorkerDied`` where its worker died."""
         inputs = self.entry(self.base).inputs
         worker, known = self._workers.compiler()
         with self._lease.working(), contextlib.ExitStack() as failed:

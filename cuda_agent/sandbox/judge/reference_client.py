@@ -14,15 +14,7 @@ from cuda_agent.sandbox.jail.processes import JailedProcess, WorkerDied, WorkerE
 from cuda_agent.sandbox.judge import device as gpu_memory
 from cuda_agent.sandbox.judge import host as cpu_memory
 from cuda_agent.sandbox.judge.buffers import DTYPES, byte_count
-from cuda_agent.sandbox.messages import (
-    ExactBuffers,
-    InputDraw,
-    JudgeSettings,
-    ReferenceBuffers,
-    TaskCode,
-    TaskCompilation,
-    WorkerOperation,
-)
+from cuda_agent.sandbox.messages import JudgeSettings, WorkerOperation
 from cuda_agent.sandbox.wire import TaskSpec, span
 
 _COMPILE_SECONDS = 300.0  # of a large model, with nothing cached, on a busy machine
@@ -37,16 +29,9 @@ def memory_of(device: str) -> Any:
 
 
 def seconds_of_call(device: str, wall: float, told: Any) -> float:
-    """Seconds of one call.
-
-    Args:
-        device: "cpu" or "cuda".
-        wall: seconds by the judge's clock, from the request to the answer.
-        told: on a GPU, the worker's [seconds of the device, seconds of the host]; ignored on the CPU.
-
-    Raises:
-        WorkerError: ``told`` is no such pair, or a part of it exceeds ``wall``.
-    """
+    """Seconds of one call. ``wall``: by the judge's clock, from the request to the answer. ``told``: on a GPU, the
+    worker's [seconds of the device, seconds of the host]. Raises ``WorkerError`` if it is no such pair, or a part of it
+    exceeds ``wall``."""
     if device == "cpu":
         return wall
     match told:
@@ -88,7 +73,7 @@ class ReferenceClient:
             raise
 
     def _open(self, code: str, weights_seed: int, settings: JudgeSettings) -> None:
-        task: TaskCode = {"code": code, "seed": weights_seed}
+        task = {"code": code, "seed": weights_seed}
         answer = self._ask(WorkerOperation.OPEN_TASK, task, least=_OPENING_SECONDS)
         try:
             self.spec = TaskSpec.from_json(answer)
@@ -106,11 +91,7 @@ class ReferenceClient:
         except driver.DriverError:
             raise TaskError(f"the task's tensors take {size >> 20} MB, more than the device has left") from None
         buffers = self._buffers
-        places: ReferenceBuffers = {
-            "layout": buffers.slots, "sizes": buffers.sizes, "values": buffers.value_inputs,
-            "weights": buffers.value_weights,
-        }  # fmt: skip
-        self._ask(WorkerOperation.MAP_BUFFERS, places, fds=buffers.descriptors)
+        self._ask(WorkerOperation.MAP_BUFFERS, buffers.places, fds=buffers.descriptors)
         self.weights = buffers.values(buffers.value_weights, list(self.spec.weights.values()))
 
     @property
@@ -119,8 +100,7 @@ class ReferenceClient:
 
     def inputs(self, seed: int, kind: str = "normal") -> list[Any] | None:
         """Input values drawn under ``seed``; None if the task's inputs have no values of this kind (``wire.KINDS``)."""
-        draw: InputDraw = {"seed": seed, "kind": kind}
-        if not self._ask(WorkerOperation.DRAW_INPUTS, draw):
+        if not self._ask(WorkerOperation.DRAW_INPUTS, {"seed": seed, "kind": kind}):
             return None
         return self._buffers.values(self._buffers.value_inputs, self.spec.inputs)
 
@@ -161,16 +141,14 @@ class ReferenceClient:
             wide = [replace(t, dtype="float64") if t.dtype in _FLOATING else t for t in self.spec.outputs]
             spec = replace(self.spec, inputs=(), outputs=tuple(wide), weights={})
             self._exact = buffers = self._memory.Buffers(spec, slots=1)
-            body: ExactBuffers = {"spec": spec.to_json(), "layout": buffers.slots, "sizes": buffers.sizes}
-            self._ask(WorkerOperation.MAP_EXACT, body, fds=buffers.descriptors)
+            self._ask(WorkerOperation.MAP_EXACT, buffers.places | {"spec": spec.to_json()}, fds=buffers.descriptors)
         return self._exact.outputs(0) if self._on(inputs, WorkerOperation.RUN_EXACT) else None
 
     def compile(self, inputs: list[Any], known: str, mode: str = "") -> None:
         """Calls are the compiled model's from here on.  ``WorkerError`` when torch.compile fails."""
         self._buffers.fill(0, inputs)
         self.worker.seconds = _COMPILE_SECONDS
-        body: TaskCompilation = {"known": known, "mode": mode}
-        self.worker.call(WorkerOperation.COMPILE_TASK, body)
+        self.worker.call(WorkerOperation.COMPILE_TASK, {"known": known, "mode": mode})
 
     def count(self, inputs: list[Any]) -> tuple[int, int]:
         """The number of operators of one call, and the bytes they read and write."""

@@ -1,11 +1,8 @@
 """Peak rates of a device, and the lower bound of a call's time that follows from them.
 
-A GPU's rates come from the driver. A virtual machine does not report a CPU's reliably: there a memory copy is measured
-once and stored beside the baselines, and the arithmetic peak is unknown.
-
-The bound counts outputs only: every output is written, because it is poisoned before each call and checked after it,
-while the part of an input that must be read depends on its values and on algebra. Output that may still lie in the
-last-level cache when the call ends does not count. Not covered: a bound from arithmetic, which algebra can lower too.
+A GPU's rates come from the driver; a CPU's memory copy is measured, because virtual machines do not report its rates.
+The bound counts outputs only: they are poisoned before each call, while the part of an input that must be read depends
+on values and algebra. Output that may still lie in the last-level cache when the call ends does not count.
 """
 
 import json
@@ -109,7 +106,7 @@ def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[
 
 
 def keep(file: Path, measured: dict[str, Any]) -> None:
-    """Writes what was measured to ``file``; where that fails (a full disk, say), it is measured again."""
+    """Writes what was measured to ``file``. It is as valid where that fails (a full disk, say), and measured again."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:

@@ -26,7 +26,7 @@ from cuda_agent.sandbox.judge.decisions import LOADING, CandidateRefused, is_cle
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import at_precision, net, seconds_of_call
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
-from cuda_agent.sandbox.messages import CandidateBuffers, EvaluateRequest, WorkerOperation
+from cuda_agent.sandbox.messages import EvaluateRequest, WorkerOperation
 from cuda_agent.sandbox.wire import FormatTraits, Verdict, baseline
 
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # a task up to this size gets three slots, a larger one two
@@ -65,8 +65,7 @@ class Trial:
         slots = 3 if size <= _SLOTS_BYTES[self._settings.device] else 2
         if self._settings.device == "cuda" and not self._traits.host_is_ours:
             slots = min(max(2, 3 * _SLOTS_BYTES["cuda"] // max(1, size)), LONGEST_CHAIN)
-        spare = {"areas": workers.areas.take} if self._settings.device == "cpu" else {}
-        self._buffers = self._memory.Buffers(spec, slots=slots, fixed=self._fixed, **spare)
+        self._buffers = self._memory.Buffers(spec, slots=slots, fixed=self._fixed)
         self._buffers.set_weights(prepared.oracle.weights)
         self._seen: list[list[Any]] = []  # outputs of earlier calls: a later call must not give them again
 
@@ -75,10 +74,7 @@ class Trial:
         fails, ``TaskError`` where the reference fails."""
         strictly = self._verdict.mode == "strict"
         self.start()
-        if strictly:
-            self.strict()
-        else:
-            self.check()
+        (self.strict if strictly else self.check)()
         if timed and self._fixed:
             self._verdict.seconds = self.cost()
         elif timed and strictly:
@@ -124,16 +120,11 @@ class Trial:
         place, workers = request["load"].get("place"), self._workers
         self._worker = worker = workers.locked(place, profiler) if place else workers.candidate(profiler)
         worker.seconds = self._settings.run_seconds + (_FINDING_SECONDS if place else 0.0)
-        options: CandidateBuffers = {
-            "host_is_ours": self._traits.host_is_ours,
-            "rule": self._traits.rule,
-            "spec": buffers.spec.to_json(),
-            "layout": buffers.slots,
-            "weights": buffers.weights,
-            "sizes": buffers.sizes,
+        options = {
+            "host_is_ours": self._traits.host_is_ours, "rule": self._traits.rule, "spec": buffers.spec.to_json(),
             "views": self._prepared.views,
-        }
-        worker.call(WorkerOperation.MAP_BUFFERS, options, fds=buffers.descriptors)
+        }  # fmt: skip
+        worker.call(WorkerOperation.MAP_BUFFERS, options | buffers.places, fds=buffers.descriptors)
 
     def _load(self) -> None:
         worker, load = self._worker, self._request["load"]

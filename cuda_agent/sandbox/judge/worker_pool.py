@@ -9,16 +9,15 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cuda_agent.lease import Lease
 from cuda_agent.machine import processor
 from cuda_agent.sandbox.jail import cgroups, jail
 from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError
 from cuda_agent.sandbox.jail.warm_parent import WarmParent, warm_parent
-from cuda_agent.sandbox.judge import buffers
 from cuda_agent.sandbox.judge.reference_client import ReferenceClient
-from cuda_agent.sandbox.messages import JudgeSettings, WorkerOptions
+from cuda_agent.sandbox.messages import JudgeSettings
 
 _COMPILING = "cuda_agent.sandbox.worker.compiling"  # imported by the warm parent of compiling workers, never here
 _KNOWN = 2  # version of the folder that compiling workers share
@@ -42,7 +41,6 @@ class WorkerPool:
         self._plain = warm_parent(settings.threads, self._log)
         self._compiling: WarmParent | None = None
         self._spare: JailedProcess | None = None
-        self.areas = buffers.Spare()  # on the CPU
 
     @property
     def torch(self) -> str:
@@ -50,19 +48,13 @@ class WorkerPool:
         return self._plain.torch
 
     def candidate(self, profiler: bool = False) -> JailedProcess:
-        """Starts a single-use worker that reads its private folder and writes only its output area.
-
-        Args:
-            profiler: Whether torch's profiler records its kernels; such a worker must not be timed.
-
-        Raises:
-            NotStarted: It ended before it was locked.
-        """
+        """Starts a single-use worker that reads its private folder and writes only its output area. ``profiler``:
+        torch's profiler records its kernels; such a worker must not be timed. Raises ``NotStarted``."""
         spare, self._spare = (None, self._spare) if profiler else (self._spare, None)
         if spare is not None and spare.alive:
             with contextlib.suppress(NotStarted):  # it died while it waited
-                return _started(spare)
-        return _started(self._start_candidate(profiler=profiler))
+                return spare.wait_started()
+        return self._start_candidate(profiler=profiler).wait_started()
 
     def start_spare(self) -> None:
         """Begins to start the next candidate's worker and returns at once."""
@@ -80,7 +72,8 @@ class WorkerPool:
         """Starts a worker for one task, with a small private folder: libraries create cache folders on import."""
         assert self.torch
         home = self._home()
-        return _started(self._start(self._plain, "reference", jail.JailPolicy(write=(str(home),), file_mb=16), home))
+        policy = jail.JailPolicy(write=(str(home),), file_mb=16)
+        return self._start(self._plain, "reference", policy, home).wait_started()
 
     def compiler(self) -> tuple[JailedProcess, str]:
         """Starts a reference worker that may run the C++ compiler; returns it and the warm-up's folder."""
@@ -92,7 +85,7 @@ class WorkerPool:
         home = self._home()
         policy = jail.JailPolicy(read=(str(home), place["folder"]), file_mb=0)
         parent, where = self._parent_that_compiles(), {name: place[name] for name in ("folder", "environment")}
-        return _started(self._start(parent, "candidate", policy, home, profiler=profiler, **where))
+        return self._start(parent, "candidate", policy, home, profiler=profiler, **where).wait_started()
 
     def _parent_that_compiles(self) -> WarmParent:
         if self._compiling is None:
@@ -104,19 +97,12 @@ class WorkerPool:
     def _start_compiler(self, home: Path, read: tuple[str, ...] = ()) -> JailedProcess:
         execute = (*jail.SYSTEM_EXECUTE, *jail.PYTHON)
         policy = jail.JailPolicy(read=read, write=(str(home),), execute=execute, file_mb=256, one_group=True)
-        return _started(self._start(self._parent_that_compiles(), "reference", policy, home))
+        return self._start(self._parent_that_compiles(), "reference", policy, home).wait_started()
 
     def _home(self) -> Path:
         return Path(tempfile.mkdtemp(prefix="worker-", dir=self.settings.scratch))
 
-    def _start(
-        self,
-        parent: WarmParent,
-        role: Literal["reference", "candidate"],
-        policy: jail.JailPolicy,
-        home: Path,
-        **more: Any,
-    ) -> JailedProcess:
+    def _start(self, parent: WarmParent, role: str, policy: jail.JailPolicy, home: Path, **more: Any) -> JailedProcess:
         settings = self.settings
         policy = replace(
             policy,
@@ -131,9 +117,9 @@ class WorkerPool:
             "TMPDIR": folder, "HOME": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
             "TRITON_HOME": folder, "TRITON_CACHE_DIR": f"{folder}/triton",
         }  # fmt: skip
-        options: WorkerOptions = {
+        options = {
             "role": role, "threads": settings.threads, "folder": folder, "environment": environment,
-            "device": settings.device, **more,  # type: ignore[typeddict-item]
+            "device": settings.device, **more,
         }  # fmt: skip
         return JailedProcess(parent, options, policy, settings.memory_mb, home, self._groups)
 
@@ -160,14 +146,8 @@ class WorkerPool:
         return known
 
     def close(self) -> None:
-        self.areas.close()
         if self._spare:
             self._spare.kill()
         if self._compiling:
             self._compiling.close()
         self._plain.close()
-
-
-def _started(worker: JailedProcess) -> JailedProcess:
-    worker.wait_started()
-    return worker

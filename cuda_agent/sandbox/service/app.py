@@ -217,36 +217,24 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         service.cancel(job := found(id))
         return job.to_json()
 
-    async def at_once(http: HttpRequest, request: protocol.AnyRequest) -> dict[str, Any]:
-        """Submit and wait; a client that disconnects withdraws its submission."""
-        job = service.submit(request, http.scope["size"])
-        if not await unless_gone(http.receive, service.wait(job, None)):
-            service.cancel(job)
-        if job.result is not None:
-            return job.result
-        error = job.error or {"kind": "cancelled", "message": "the job was cancelled"}
-        status = {"task": 422, "cancelled": 409}.get(error["kind"], 503)
-        raise ServiceError(status, error["kind"], error["message"], retry_after=5.0 if status == 503 else None)
+    for name, kind, says in (
+        ("evaluate", protocol.EvaluateRequest, "The verdict of a solution, when it is there."),
+        ("probe", protocol.ProbeRequest, "What running a task without a solution shows."),
+        ("spec", protocol.SpecRequest, "Shapes, dtypes and plain values of a task."),
+        ("build", protocol.Build, "Build a solution and leave it in the cache; ``ok``, or what the compiler says."),
+    ):
 
-    @app.post("/v1/evaluate", response_model=None)
-    async def evaluate(http: HttpRequest, request: protocol.EvaluateRequest) -> dict[str, Any]:
-        """The verdict of a solution, when it is there."""
-        return await at_once(http, request)
-
-    @app.post("/v1/probe", response_model=None)
-    async def probe(http: HttpRequest, request: protocol.ProbeRequest) -> dict[str, Any]:
-        """What running a task without a solution shows."""
-        return await at_once(http, request)
-
-    @app.post("/v1/spec", response_model=None)
-    async def spec(http: HttpRequest, request: protocol.SpecRequest) -> dict[str, Any]:
-        """Shapes, dtypes and plain values of a task."""
-        return await at_once(http, request)
-
-    @app.post("/v1/build", response_model=None)
-    async def build(http: HttpRequest, request: protocol.Build) -> dict[str, Any]:
-        """Build a solution and leave it in the cache; ``ok``, or what the compiler says."""
-        return await at_once(http, request)
+        @app.post(f"/v1/{name}", response_model=None, name=name, description=says)
+        async def at_once(http: HttpRequest, request: kind) -> dict[str, Any]:  # type: ignore[valid-type]
+            """Submit and wait; a client that disconnects withdraws its submission."""
+            job = service.submit(request, http.scope["size"])
+            if not await unless_gone(http.receive, service.wait(job, None)):
+                service.cancel(job)
+            if job.result is not None:
+                return job.result
+            error = job.error or {"kind": "cancelled", "message": "the job was cancelled"}
+            status = {"task": 422, "cancelled": 409}.get(error["kind"], 503)
+            raise ServiceError(status, error["kind"], error["message"], retry_after=5.0 if status == 503 else None)
 
     @app.post("/v1/workspaces", status_code=201, response_model=None)
     async def open_workspace(request: protocol.OpenWorkspace) -> dict[str, Any]:

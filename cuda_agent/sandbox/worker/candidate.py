@@ -34,9 +34,7 @@ class Candidate(WorkerLoop):
 
     def map_buffers(self, frame: Frame) -> None:
         self._options = options = self._options | frame.body
-        self._slots = Slots(
-            options["spec"], options["layout"], options["weights"], frame.fds, options["sizes"], options["device"]
-        )
+        self._slots = Slots(options["spec"], options, frame.fds, options["device"])
         # On the CPU the empty call's time is subtracted, so it has no work that a solution could leave out, such as
         # copying outputs to their place. On a GPU empty chains give a bound that must not be too high: they copy.
         load = self.load_plan if options["host_is_ours"] else self.load_model
@@ -103,8 +101,7 @@ class Candidate(WorkerLoop):
             with rule():
                 results, times = self._clocked(lambda: answer(call.slot), call.extra)
             outputs.store(flatten(results))
-            if self._options["device"] == "cuda":
-                torch.cuda.synchronize()
+            self.settle()
             return times
 
         def answer(slot: int) -> Any:
@@ -135,8 +132,7 @@ class Candidate(WorkerLoop):
             finally:
                 outputs.watch = None
             outputs.store(flatten(results[0]))
-            if self._options["device"] == "cuda":
-                torch.cuda.synchronize()
+            self.settle()
             return told
 
         def enqueue(count: int) -> None:

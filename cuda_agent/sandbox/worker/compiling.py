@@ -1,11 +1,8 @@
 """Speeds up ``torch.compile`` inside the jail by reusing the preparation of a trusted worker.
 
-On its first compilation in a process, TorchInductor tests which vector instructions its builds may use (it builds and
-loads a test library for each) and precompiles its large header: most of that compilation's time. ``share`` takes both
-results from a folder that one trusted warm-up worker filled. The warm parent of compiling workers imports this module,
-and with it torch's compiler, which saves each worker 1.5 s of processor time.
-
-It patches torch's internals. If they have an unexpected form it patches nothing, and compiling is only slower.
+TorchInductor's first compilation in a process tests vector instructions and precompiles a large header, most of its
+time. ``share`` takes both results from a folder that a trusted warm-up worker filled. The warm parent of compiling
+workers imports this module. Where torch's internals have an unexpected form, it patches nothing.
 """
 
 import contextlib

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cuda_agent.sandbox import driver
-from cuda_agent.sandbox.messages import Frame, Reply, WorkerFailure, WorkerOperation, receive_frame, send_frame
+from cuda_agent.sandbox.messages import Frame, Reply, WorkerOperation, receive_frame, send_frame
 from cuda_agent.sandbox.wire import NO_PROGRAMS
 
 _SOURCES = ("model.py", "model_new.py")  # names under which untrusted Python runs
@@ -30,7 +30,7 @@ class WorkerLoop:
         self._commands: dict[str, Callable[[Frame], Any]] = {
             operation: getattr(self, operation) for operation in WorkerOperation if hasattr(self, operation)
         }
-        self._clocked: Callable[..., tuple[Any, Any]] = _unclocked
+        self._clocked: Callable[..., tuple[Any, Any]] = lambda call, extra=0: (call(), None)
         if options["device"] == "cuda":
             from cuda_agent.sandbox.worker.gpu import DeviceClock
 
@@ -42,19 +42,17 @@ class WorkerLoop:
             try:
                 answer = self._commands[frame.operation](frame)
             except MemoryError:
-                self._fail({"message": "out of memory"})
+                send_frame(self._channel, Reply.ERROR, {"message": "out of memory"})
             except BaseException as error:
-                self._fail({"message": explain(error), "cheat": type(error).__name__ == "Cheat"})
+                failure = {"message": explain(error), "cheat": type(error).__name__ == "Cheat"}
+                send_frame(self._channel, Reply.ERROR, failure)
             else:
                 send_frame(self._channel, Reply.RESULT, answer)
 
-    def _fail(self, failure: WorkerFailure) -> None:
-        send_frame(self._channel, Reply.ERROR, failure)
-
-
-def _unclocked(call: Callable[[], Any], extra: int = 0) -> tuple[Any, None]:
-    """Run the call untimed: on the CPU the judge's clock is the only one."""
-    return call(), None
+    def settle(self) -> None:
+        """Wait for the device: the judge copies the outputs as soon as it has the answer."""
+        if self._options["device"] == "cuda":
+            torch.cuda.synchronize()
 
 
 def explain(error: BaseException) -> str:

@@ -1,9 +1,8 @@
 """Runs the untrusted side: the warm parent and the workers it forks.
 
-``python -m cuda_agent.sandbox.worker.main FD`` is the warm parent. It imports torch, starts no thread and runs no
-tensor operation; on request of the judge it forks a worker, or another warm parent with more imports. A worker closes
-the jail around itself and then serves the judge over one socket: a *reference* worker runs the task, a *candidate*
-worker runs one solution and ends, a *first pass* (``replay``) runs a solution that compiles.
+``python -m cuda_agent.sandbox.worker.main FD`` is the warm parent: it imports torch, starts no thread, and forks
+workers on request. A worker closes the jail around itself, then serves the judge over one socket: a *reference* worker
+runs the task, a *candidate* worker one solution, a *first pass* (``replay``) a solution that compiles.
 """
 
 # ruff: noqa: E402
@@ -99,7 +98,7 @@ def _child(frame: Frame, parent: int) -> None:
     """Run a freshly forked worker; never return."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        options: dict[str, Any] = frame.body  # WorkerOptions
+        options: dict[str, Any] = frame.body
         null = os.open("/dev/null", os.O_RDWR)
         keep = sorted((*frame.fds, null))
         os.dup2(null, 0)

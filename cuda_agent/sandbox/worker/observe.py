@@ -72,10 +72,7 @@ def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
 
 def kernels(call: Callable[[], Any]) -> list[list[Any]]:
     """Return the device's kernels in ``call``; ``kind`` is empty (the judge knows names), or memset.
-
-    Raises:
-        RuntimeError: the profiler sees no kernel.
-    """
+    Raises ``RuntimeError`` if the profiler sees no kernel."""
     from torch.autograd import DeviceType
     from torch.autograd.profiler import profile  # torch.profiler would import torch's compiler, which needs a folder
 

@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
-from cuda_agent.sandbox.messages import CallAccount, Frame, OperatorCount
+from cuda_agent.sandbox.messages import Frame
 from cuda_agent.sandbox.worker import observe
 from cuda_agent.sandbox.worker.input_kinds import vary
 from cuda_agent.sandbox.worker.loop import WorkerLoop, run_module
@@ -67,12 +67,11 @@ class Reference(WorkerLoop):
 
     def map_buffers(self, frame: Frame) -> None:
         """Take the buffers, and write the weights to the places that are named for them."""
-        body = frame.body
-        self._slots = Slots(self._spec, body["layout"], [], frame.fds, body["sizes"], self._device)
-        self._values = body["values"]
-        for offset, tensor in zip(body["weights"], self._state.values(), strict=True):
+        self._slots = Slots(self._spec, frame.body, frame.fds, self._device)
+        self._values = frame.body["value_inputs"]
+        for offset, tensor in zip(frame.body["value_weights"], self._state.values(), strict=True):
             self._slots.tensor(self._slots.written + offset, describe(tensor)).copy_(tensor)
-        self._settle()
+        self.settle()
 
     def draw_inputs(self, frame: Frame) -> bool:
         """Write fresh inputs under the judge's seed to the area that the judge copies. False: the kind has no such
@@ -86,7 +85,7 @@ class Reference(WorkerLoop):
             return False
         places = zip(self._values, self._spec["inputs"], strict=True)
         store(varied, [self._slots.tensor(self._slots.written + offset, tensor) for offset, tensor in places])
-        self._settle()
+        self.settle()
         return True
 
     def run(self, frame: Frame) -> Any:
@@ -98,13 +97,8 @@ class Reference(WorkerLoop):
         if self._autocast:
             self._last = [result.to(target.dtype) for result, target in zip(self._last, targets, strict=True)]
         store(self._last, targets)
-        self._settle()
+        self.settle()
         return times
-
-    def _settle(self) -> None:
-        """Wait for the device: the judge copies the outputs as soon as it has the answer."""
-        if self._device == "cuda":
-            torch.cuda.synchronize()
 
     def run_empty(self, frame: Frame) -> None:
         """Do everything that ``run`` does except the call. The clock subtracts this time."""
@@ -132,8 +126,7 @@ class Reference(WorkerLoop):
 
     def map_exact(self, frame: Frame) -> None:
         """Take the buffer of exact outputs."""
-        body = frame.body
-        self._exact = Slots(body["spec"], body["layout"], [], frame.fds, body["sizes"], self._device)
+        self._exact = Slots(frame.body["spec"], frame.body, frame.fds, self._device)
         self._double = copy.deepcopy(self._model).double()
 
     def run_exact(self, frame: Frame) -> bool:
@@ -145,24 +138,21 @@ class Reference(WorkerLoop):
         targets = self._exact.output_tensors(0)
         store([result.to(target.dtype) for result, target in zip(results, targets, strict=True)], targets)
         finite = all(bool(torch.isfinite(t).all()) for t in (*self._last, *targets) if t.is_floating_point())
-        self._settle()
+        self.settle()
         return finite
 
-    def account(self, frame: Frame) -> CallAccount:
+    def account(self, frame: Frame) -> dict[str, Any]:
         """Return the operations of one call (0: unknown), the bytes that it must write for its outputs, and which of
         them are views."""
         given = self._slots.input_tensors(frame.slot)
         flops, answer = observe.flops(lambda: self._model(*rebuild(self._arguments, given)))
         results, memory = flatten(answer), [*given, *self._state.values()]
-        return {
-            "flops": flops,
-            "written": observe.written_bytes(results, memory),
-            "views": observe.views(results, memory),
-        }
+        written, views = observe.written_bytes(results, memory), observe.views(results, memory)
+        return {"flops": flops, "written": written, "views": views}
 
-    def count_operators(self, frame: Frame) -> OperatorCount:
+    def count_operators(self, frame: Frame) -> dict[str, int]:
         """Count the operators of one forward pass and the bytes they touch, for the model clock."""
-        total: OperatorCount = {"operators": 0, "bytes": 0}
+        total = {"operators": 0, "bytes": 0}
 
         class Counter(TorchFunctionMode):
             def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,9 +1,8 @@
 """Runs the worker's side of a solution that compiles: the first pass runs programs, the second replays them.
 
-``RecordingPass`` runs the solution once on inputs of the task and records every program's result. ``play_back``
-prepares the second pass, which may start no program: a recorded program appears to run and returns the same result, and
-its files are in place. So ``load_inline`` calls ninja again, learns that all is built, and imports; Triton and
-TorchInductor find their compiled code. The solution's own process writes the notes: nothing here is a wall.
+In the second pass a recorded program appears to run and returns the same result, and its files are in place: so
+``load_inline`` calls ninja again, learns that all is built, and imports. The solution's own process writes the notes:
+nothing here is a wall.
 """
 
 import contextlib

@@ -15,18 +15,11 @@ from cuda_agent.sandbox.wire import span
 
 
 class Slots:
-    """The buffers of the calls. ``layout`` is a list of slots, each ``{"in": [offsets], "out": [offsets]}`` in bytes.
-    Inputs and weights are in memory that this process cannot write. ``sizes``: bytes of the two areas."""
+    """The buffers of the calls, from ``Buffers.places``: ``layout`` is a list of slots, each ``{"in": [offsets], "out":
+    [offsets]}``. Inputs and weights are in memory that this process cannot write."""
 
-    def __init__(
-        self,
-        spec: dict[str, Any],
-        layout: list[dict[str, list[int]]],
-        weights: list[int],
-        fds: list[int],
-        sizes: list[int],
-        device: str,
-    ) -> None:
+    def __init__(self, spec: dict[str, Any], places: dict[str, Any], fds: list[int], device: str) -> None:
+        layout, sizes = places["layout"], places["sizes"]
         if device == "cuda":
             areas = [driver.Shared(sizes[0], fds[0], driver.READ), driver.Shared(sizes[1], fds[1])]
             base_in, base_out = areas[0].address, areas[1].address
@@ -41,7 +34,7 @@ class Slots:
         self.device = device
         self.inputs = [[base_in + offset for offset in slot["in"]] for slot in layout]
         self.outputs = [[base_out + offset for offset in slot["out"]] for slot in layout]
-        self.weights = [base_in + offset for offset in weights]
+        self.weights = [base_in + offset for offset in places["weights"]]
         self._spec = spec
 
     def address(self, slot: int, workspaces: Mapping[str, int], buffer: str) -> int:

@@ -22,8 +22,6 @@ from cuda_agent.sandbox.messages import (
     FRAME_LIMIT,
     HEAD,
     Reply,
-    ToolCall,
-    WorkspaceOpening,
     WorkspaceOperation,
     decode_head,
     encode_frame,
@@ -82,9 +80,7 @@ class Workspaces:
                     raise WorkspaceLost(f"the parent of workspaces is gone: {error}") from None
             reader, writer = await asyncio.open_connection(sock=ours, limit=FRAME_LIMIT)
             workspace = Workspace(reader, writer, commands, self.limits)
-            opening: WorkspaceOpening = {
-                "files": dict(files), "protected": sorted(protected), "limits": asdict(self.limits)
-            }  # fmt: skip
+            opening = {"files": dict(files), "protected": sorted(protected), "limits": asdict(self.limits)}
             await workspace._request(WorkspaceOperation.FILL_FOLDER, opening)
             yield workspace
         finally:
@@ -138,10 +134,10 @@ class Workspaces:
             self._folder = ""
 
 
-def checked_call(tool: str, arguments: Mapping[str, Any]) -> ToolCall:
+def checked_call(tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body of a tool call. Raises ``ToolRefused`` if the arguments are too large or not plain values."""
     try:
-        body: ToolCall = {"tool": tool, "arguments": dict(arguments)}
+        body = {"tool": tool, "arguments": dict(arguments)}
         size = len(json.dumps(body))
     except (TypeError, ValueError, RecursionError):
         raise ToolRefused("the arguments are not plain values") from None

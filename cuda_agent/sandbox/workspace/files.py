@@ -265,8 +265,8 @@ def _matches(names: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
 
 def _skip(reachable: set[int], pattern: tuple[str, ...]) -> set[int]:
     result = set(reachable)
-    for at in range(len(pattern)):
-        if at in result and pattern[at] == "**":
+    for at, part in enumerate(pattern):
+        if at in result and part == "**":
             result.add(at + 1)
     return result
 

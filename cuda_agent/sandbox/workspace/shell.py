@@ -2,8 +2,7 @@
 
 The folder and the exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are scripts on
 its PATH: they write their request to the worker through a FIFO, the worker passes it to the client over the open call,
-and the answer returns the same way. Any data that a shell can write may be forged, and is checked. Not covered: process
-substitution (``<(...)`` needs ``/proc``), and kernels whose Landlock cannot confine signals (ABI below 6).
+and the answer returns the same way. Any data that a shell can write may be forged, and is checked.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from cuda_agent.sandbox.jail import jail
-from cuda_agent.sandbox.jail.descendants import descendants
+from cuda_agent.sandbox.jail.descendants import descendants, memory_bytes
 from cuda_agent.sandbox.messages import WorkspaceOperation, receive_frame, send_frame
 from cuda_agent.sandbox.wire import ToolResult
 from cuda_agent.sandbox.workspace.files import Folder, disk_use
@@ -207,7 +206,7 @@ class Shell:
         pids = descendants(os.getpid())
         if len(pids) > self.limits.processes:
             return f"killed: more than {self.limits.processes} processes"
-        if sum(map(_resident, pids)) > self.limits.memory_mb << 20:
+        if sum(memory_bytes(pid)[0] for pid in pids) > self.limits.memory_mb << 20:
             return f"killed: more than {self.limits.memory_mb} MiB of memory"
         if disk and disk_use(self.folder, self.limits.disk_mb << 20) > self.limits.disk_mb << 20:
             return f"killed: more than {self.limits.disk_mb} MiB on disk"
@@ -327,14 +326,6 @@ def _signals_stay_inside() -> bool:
     except PermissionError:
         return jail.landlock_abi() >= 6
     return False
-
-
-def _resident(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
-        return 0
 
 
 def prctl(option: int, value: int) -> None:

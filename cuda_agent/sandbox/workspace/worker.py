@@ -18,7 +18,7 @@ from typing import Any
 
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.jail.descendants import descendants
-from cuda_agent.sandbox.messages import Reply, ToolCall, WorkspaceOpening, WorkspaceOperation, receive_frame, send_frame
+from cuda_agent.sandbox.messages import Reply, WorkspaceOperation, receive_frame, send_frame
 from cuda_agent.sandbox.workspace import background
 from cuda_agent.sandbox.workspace import shell as processes
 from cuda_agent.sandbox.workspace.files import Folder, ToolRefused
@@ -88,7 +88,7 @@ def _worker(descriptor: int, folder: str) -> None:
     os.closerange(descriptor + 1, 4096)
     os.setsid()
     client = socket.socket(fileno=descriptor)
-    opening: WorkspaceOpening = receive_frame(client).body
+    opening = receive_frame(client).body
     limits = CommandLimits(**opening["limits"])
     policy = jail.JailPolicy(
         read=(*jail.SYSTEM_READ, "/proc"), write=(folder,), execute=(*jail.SYSTEM_EXECUTE, folder),
@@ -120,8 +120,7 @@ class Session:
         while True:
             frame = receive_frame(self.client)
             if frame.operation == WorkspaceOperation.CALL_TOOL:
-                call: ToolCall = frame.body
-                text, error = self._call(call["tool"], call["arguments"])
+                text, error = self._call(frame.body["tool"], frame.body["arguments"])
                 send_frame(self.client, Reply.RESULT, {"text": text, "error": error})
             elif frame.operation == WorkspaceOperation.COLLECT_FILES:
                 with self.backgrounds.paused():
