@@ -55,8 +55,7 @@ def open_store(uri: str | Path) -> "Store":
         uri: a folder (made if absent), ``memory://`` (one process, for tests) or ``s3://bucket/prefix``.
 
     Raises:
-        StoreUnavailable: The address is wrong, or the store cannot be opened.
-    """
+        StoreUnavailable: The address is wrong, or the store cannot be opened."""
     text = str(uri)
     if text.startswith("memory:"):
         return Store(obstore.store.MemoryStore(), "memory://")

@@ -66,8 +66,7 @@ def optimize(
     Ctrl-C, which keeps the best so far. The folder of the result holds the kernels, a model_new.py that needs PyTorch
     alone, the strict verdict, the transcript and report.html.
 
-    The key is read from the environment and written nowhere. Exit code 0: a correct solution was found; 79: none.
-    """
+    The key is read from the environment and written nowhere. Exit code 0: a correct solution was found; 79: none."""
     from cuda_agent.optimize import folder as folders
     from cuda_agent.policy.served import ServedModelError
     from cuda_agent.sandbox.formats.table import FORMATS

@@ -39,8 +39,7 @@ def list_all(
 ) -> None:
     """List the runs of a store or of a cluster, oldest first, and the sweeps that they belong to.
 
-    Without --on: those of the store, where there is one, and else of the current cluster.
-    """
+    Without --on: those of the store, where there is one, and else of the current cluster."""
     from cuda_agent.storage import StoreUnavailable
 
     place = None if on in (None, "local") else cluster_of(on, namespace)
@@ -155,8 +154,7 @@ def diff(
 ) -> None:
     """Say what differs between two runs: configuration, code, environment, inputs, outputs.
 
-    Without --on each is looked for by itself, so a run of this machine can be compared with one of a cluster.
-    """
+    Without --on each is looked for by itself, so a run of this machine can be compared with one of a cluster."""
     from cuda_agent.pipeline import runs
 
     found = runs.diff(_facts(one, store, on, namespace), _facts(other, store, on, namespace))
@@ -280,8 +278,7 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
         Store and record of a local run, or the cluster of the run; and the run's full name.
 
     Raises:
-        ConfigError: No run or several runs match.
-    """
+        ConfigError: No run or several runs match."""
     from cuda_agent.cluster import submit as cluster
     from cuda_agent.cluster.api import ClusterError
     from cuda_agent.pipeline import runs
@@ -319,8 +316,7 @@ def open_existing(store: str) -> "Store":
     """Opens a store that exists; commands that only read create no folder.
 
     Raises:
-        StoreUnavailable: There is none.
-    """
+        StoreUnavailable: There is none."""
     from cuda_agent.storage import StoreUnavailable, local_folder, open_store
 
     folder = local_folder(store)
@@ -334,8 +330,7 @@ def cluster_of(on: str | None, namespace: str | None) -> "Cluster":
 
     Raises:
         ClusterError: The kubeconfig cannot be used.
-        ConfigError: The Kubernetes client is not installed.
-    """
+        ConfigError: The Kubernetes client is not installed."""
     try:
         from cuda_agent.cluster.api import Cluster
 

@@ -118,8 +118,7 @@ def objects(
         base: the objects of ``ray_objects`` with the profile's values.
         arguments: of ``cuda-agent pod stage``.
         servers: addresses of the run's sandbox, separated by commas.
-        engines: addresses of its engine replicas, separated by commas.
-    """
+        engines: addresses of its engine replicas, separated by commas."""
     env = {
         "CUDA_AGENT_SANDBOX_SERVERS": servers,
         "CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(workflow, optional=True),
@@ -148,8 +147,7 @@ def follow(
     """Creates absent objects, waits for the end of the job, and returns the stage's exit code and a message.
 
     A running job is followed, a failed one is created anew.  If the run is being stopped the job is deleted; if only
-    this pod is, the job goes on.
-    """
+    this pod is, the job goes on."""
     name = next(one["metadata"]["name"] for one in made if one["kind"] == "RayJob")
     found = cluster.find("RayJob", name)
     if found is not None and _state(found)[0] in _ENDED and _state(found)[1] != "SUCCEEDED":

@@ -35,8 +35,7 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
 
     Raises:
         ClusterError: It does not answer.
-        ConfigError: The release has none.
-    """
+        ConfigError: The release has none."""
     try:
         if elsewhere := _elsewhere(cluster):
             yield elsewhere
@@ -65,8 +64,7 @@ def download(address: str, run: str, folder: Path) -> Path:
     """Fills ``folder`` with the run's artifacts, among them the report's index.html.
 
     Raises:
-        ConfigError: There is no report yet.
-    """
+        ConfigError: There is no report yet."""
     with _opened(address, run) as (client, entries):
         run_id = entries[""].run_id
         files = _files(client, run_id)
@@ -86,8 +84,7 @@ def log(address: str, run: str, stage: str) -> list[str]:
     """The lines that the last attempt of a stage printed, as far as its pod could send them.
 
     Raises:
-        ConfigError: MLflow has no log of this stage.
-    """
+        ConfigError: MLflow has no log of this stage."""
     with _opened(address, run) as (client, entries):
         if (entry := entries.get(stage)) is None:
             raise ConfigError(f"Run {run} has not run {stage}.")
@@ -109,8 +106,7 @@ def episodes(address: str, run: str, folder: Path) -> list[Left]:
     these are the episodes of the run that computed it.
 
     Raises:
-        ConfigError: MLflow does not know the run.
-    """
+        ConfigError: MLflow does not know the run."""
     found = []
     with _opened(address, run) as (client, entries):
         for stage, entry in ((row.name, entries[row.name]) for row in ROWS if row.name in entries):
@@ -132,8 +128,7 @@ def facts(address: str, run: str) -> Facts:
     """Configuration and manifests of a run.
 
     Raises:
-        ConfigError: MLflow does not know the run.
-    """
+        ConfigError: MLflow does not know the run."""
     with _opened(address, run) as (client, entries):
         config = validate(json.loads(_artifact(client, entries[""].run_id, "config.json")))
     texts = [entry.tags[MANIFEST_TAG] for entry in entries.values() if MANIFEST_TAG in entry.tags]

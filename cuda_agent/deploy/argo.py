@@ -132,8 +132,7 @@ def _typed(model: type[BaseModel], kind: str, name: str, spec: Mapping[str, Any]
     """Returns the object as Hera's model of its kind renders it.
 
     Raises:
-        ValueError: A field has a wrong type or name.
-    """
+        ValueError: A field has a wrong type or name."""
     made = {"apiVersion": "argoproj.io/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
     rendered = model.model_validate(made).model_dump(mode="json", by_alias=True, exclude_none=True)
     if rendered != made:
