@@ -128,7 +128,7 @@ def report(
     from cuda_agent.cluster import results
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.local import fetch_report
-    from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
+    from cuda_agent.pipeline.manifest import read_manifest
 
     where, name = find(run, store, on, namespace)
     if not isinstance(where, tuple):
@@ -136,7 +136,7 @@ def report(
             folder = results.download(address, name, Path(".cuda-agent") / "reports" / name)
     else:
         opened, record = where
-        manifest = read_manifest(opened, manifest_entry(record.name, "report"))
+        manifest = read_manifest(opened, record.name, "report")
         if manifest is None:
             raise ConfigError(f"Run {record.name} has no report yet ({record.status}).")
         folder = fetch_report(opened, runs.local_home(store), record.name, manifest)
@@ -220,7 +220,7 @@ def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: 
     """The log file of a running stage, else the stored log."""
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.graph import ROWS
-    from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
+    from cuda_agent.pipeline.manifest import read_manifest
 
     home = runs.local_home(store)
     names = [stage] if stage else [row.name for row in ROWS]
@@ -228,7 +228,7 @@ def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: 
     keys = {name: f"runs/{record.name}/{name}/log.txt" for name in names}
     found = [name for name in names if files[name].exists() or opened.exists(keys[name])]
     if not found:
-        manifest = read_manifest(opened, manifest_entry(record.name, stage)) if stage else None
+        manifest = read_manifest(opened, record.name, stage) if stage else None
         why = "it has not run"
         if manifest is not None and manifest.run != record.name:
             why = f"it was served from the cache; run {manifest.run} made it and has its log"

@@ -21,7 +21,7 @@ from cuda_agent.cluster.pools import POOL_LABEL, RUN_NAME
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY
 from cuda_agent.pipeline.graph import ROWS, Stage
-from cuda_agent.pipeline.manifest import manifest_entry, outcome_entry, read_manifest
+from cuda_agent.pipeline.manifest import outcome_entry, read_manifest
 from cuda_agent.storage import Store
 
 RAY_VERSION = "2.60.0"  # of the Ray image
@@ -185,7 +185,7 @@ def _state(job: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _outcome(store: Store, run: str, stage: str, state: str, job: str, message: str) -> tuple[int, str]:
-    if job == "SUCCEEDED" and read_manifest(store, manifest_entry(run, stage)) is not None:
+    if job == "SUCCEEDED" and read_manifest(store, run, stage) is not None:
         return EXIT_DONE, ""
     if store.exists(entry := outcome_entry(run, stage)):
         said = json.loads(store.get(entry))

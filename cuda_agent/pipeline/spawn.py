@@ -51,8 +51,8 @@ class Spawner:
                     env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
                 )
 
-    def start(self, name: str, order: str, log: Path) -> None:
-        """Starts a stage.  ``order`` is ``stage_main.StageOrder`` as JSON; stdout and stderr go to ``log``."""
+    def start(self, name: str, order: dict[str, Any], log: Path) -> None:
+        """Starts a stage.  ``order`` has the fields of ``stage_main.StageOrder``; stdout and stderr go to ``log``."""
         self.open()
         self._running.add(name)
         self._tell({"start": name, "order": order, "log": str(log)})
@@ -148,7 +148,7 @@ def _fork(message: dict[str, Any]) -> int:
             os.dup2(descriptor, target)
         from cuda_agent.pipeline.stage_main import StageOrder, run_stage
 
-        code = run_stage(StageOrder(**json.loads(message["order"])))
+        code = run_stage(StageOrder(**message["order"]))
     except BaseException:
         traceback.print_exc()
     finally:

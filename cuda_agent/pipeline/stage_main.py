@@ -14,12 +14,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.compose import load, restricted
+from cuda_agent.compose import restricted
 from cuda_agent.config import Config
 from cuda_agent.context import StageContext
 from cuda_agent.errors import EXIT_BUG, EXIT_DONE, EXIT_RETRY, BadConfiguration, TryAgain
@@ -28,16 +28,14 @@ from cuda_agent.pipeline.graph import Stage, ancestors, stages_of
 from cuda_agent.pipeline.manifest import (
     Identity,
     Manifest,
-    config_entry,
     find_result,
     identity_of,
     key_entry,
-    manifest_entry,
     placed,
     publish,
     read_manifest,
 )
-from cuda_agent.pipeline.runs import try_lock
+from cuda_agent.pipeline.runs import read_config, try_lock
 from cuda_agent.storage import Store, open_store
 from cuda_agent.tracking import FileTracker
 
@@ -54,9 +52,6 @@ class StageOrder:
     scratch: str
     local: str
     table: str = ""  # ``package.module:NAME`` in place of the configuration's graph
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
@@ -101,7 +96,7 @@ def run_stage(order: StageOrder) -> int:
 
 def _run(order: StageOrder, scratch: Path, should_stop: Callable[[], bool]) -> None:
     store = open_store(order.store)
-    config = load(store.get(config_entry(order.config)).decode(), order.config)
+    config = read_config(store, order.config)
     stages = graph_of(config, order.table)
     stage = next((row for row in stages if row.name == order.stage), None)
     if stage is None:
@@ -185,7 +180,7 @@ def _say(text: str) -> None:
 def _manifests_above(store: Store, run: str, stages: Sequence[Stage], stage: Stage) -> dict[str, Manifest]:
     done = {}
     for name in ancestors(stages, stage.name):
-        manifest = read_manifest(store, manifest_entry(run, name))
+        manifest = read_manifest(store, run, name)
         if manifest is None:
             raise BadConfiguration(f"Stage {stage.name} needs {name}, which is not done in run {run}.")
         done[name] = manifest
