@@ -142,21 +142,29 @@ def flat(config: Config) -> dict[str, Any]:
     return dict(walk(config.model_dump(mode="json"), ""))
 
 
+def parse_override(text: str) -> Any:
+    """Hydra's form of one override.
+
+    Raises:
+        ConfigError: It is none."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        expected = "expected `key=value` in Hydra's grammar, as in critic.lr=1e-4"
+        raise ConfigError(f"{text}: {expected}. {str(error).splitlines()[0]}") from error
+
+
 def _check_overrides(overrides: Sequence[str]) -> None:
     """Refuses unknown keys.  Hydra would refuse them too, but its message names neither the path nor the nearest key.
 
     Raises:
         ConfigError: An override cannot be parsed, sweeps, or names an unknown key or experiment."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
     known = key_paths()
     for text in overrides:
-        try:
-            (override,) = OverridesParser.create().parse_overrides([text])
-        except HydraException as error:
-            expected = "expected `key=value` in Hydra's grammar, as in critic.lr=1e-4"
-            raise ConfigError(f"{text}: {expected}. {str(error).splitlines()[0]}") from error
+        override = parse_override(text)
         key = override.key_or_group
         if override.is_sweep_override():
             raise ConfigError(f"{key}: expected one value, not a sweep. A list is written [a,b].")

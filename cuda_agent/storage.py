@@ -207,9 +207,8 @@ class Store:
             raise StoreDamaged(f"The store {self.uri} has no such object: could not {doing}.") from error
         except (OSError, obstore_errors.BaseError) as error:
             reason = _first_line(error)
-            if re.search(
-                r"os error (28|27|122)\b|Errno (28|27|122)\b|No space left", str(error)
-            ):  # ENOSPC, EFBIG, EDQUOT
+            full = r"(os error|Errno) (28|27|122)\b|No space left"  # ENOSPC, EFBIG, EDQUOT
+            if re.search(full, str(error)):
                 raise StoreFull(
                     f"The store {self.uri} is full: could not {doing} ({reason}).\n"
                     "Nothing half-written is visible. Free some space (`cuda-agent gc` removes what no run needs),\n"

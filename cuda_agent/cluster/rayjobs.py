@@ -112,13 +112,8 @@ def objects(
     config: Config,
     engines: str = "",
 ) -> list[dict[str, Any]]:
-    """The objects of one stage of one run, ready to be created.
-
-    Args:
-        base: the objects of ``ray_objects`` with the profile's values.
-        arguments: of ``cuda-agent pod stage``.
-        servers: addresses of the run's sandbox, separated by commas.
-        engines: addresses of its engine replicas, separated by commas."""
+    """The objects of one stage of one run, ready to be created.  ``arguments``: of ``cuda-agent pod stage``;
+    ``servers``, ``engines``: addresses of the run's sandbox and of its engine replicas, separated by commas."""
     env = {
         "CUDA_AGENT_SANDBOX_SERVERS": servers,
         "CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(workflow, optional=True),

@@ -89,10 +89,9 @@ def run_pipeline(
     check(stages)
     outcome = RunOutcome(run="", code=EXIT_BUG)
     try:
-        with _prepare(config, new) as (store, home, run, sha256, resumed):
-            outcome.run, outcome.resumed = run.name, resumed
-            execution = _Execution(config, sha256, store, home, run, stages, table, watch, pause, outcome)
-            execution.run(preload)
+        with _prepare(config, new) as (store, home, run, outcome.resumed):
+            outcome.run = run.name
+            _Execution(config, store, home, run, stages, table, watch, pause, outcome).run(preload)
     except StoreError as error:
         outcome.code, outcome.message = EXIT_RETRY, str(error)
     except ConfigError as error:
@@ -101,7 +100,7 @@ def run_pipeline(
 
 
 @contextlib.contextmanager
-def _prepare(config: Config, new: bool) -> Iterator[tuple[Store, Path, runs.Run, str, bool]]:
+def _prepare(config: Config, new: bool) -> Iterator[tuple[Store, Path, runs.Run, bool]]:
     if config.run.store.startswith("memory:"):
         raise ConfigError("run.store: expected a folder or s3://bucket/prefix; memory:// ends with one process.")
     text, sha256 = freeze(config)
@@ -118,9 +117,8 @@ def _prepare(config: Config, new: bool) -> Iterator[tuple[Store, Path, runs.Run,
         if not no_gc:
             raise StoreError("`cuda-agent gc` is under way on this store. Wait for it to end.")
         store.create(config_entry(sha256), text.encode())
-        run = None if new else runs.newest_unfinished(store, sha256)
-        resumed = run is not None
-        yield store, home, run or runs.create_run(store, config, sha256), sha256, resumed
+        unfinished = None if new else runs.newest_unfinished(store, sha256)
+        yield store, home, unfinished or runs.create_run(store, config, sha256), unfinished is not None
 
 
 @dataclass
@@ -128,7 +126,6 @@ class _Execution:
     """The state of one call of ``run_pipeline``."""
 
     config: Config
-    sha256: str
     store: Store
     home: Path
     run_record: runs.Run
@@ -148,8 +145,8 @@ class _Execution:
         self.views = {stage.name: StageView(stage.name, stage.weight) for stage in self.stages}
         uri = self.config.run.mlflow or f"sqlite:///{self.home / 'mlflow.db'}"
         artifacts = self.home / "mlflow-artifacts" if uri.startswith("sqlite:") else None
-        run = self.run_record.name
-        self.recorder = Recorder(uri, self.store, self.config, self.sha256, run, self.stages, self._note, artifacts)
+        run = self.run_record
+        self.recorder = Recorder(uri, self.store, self.config, run.config, run.name, self.stages, self._note, artifacts)
 
     def run(self, preload: tuple[str, ...]) -> None:
         spawner = Spawner(preload)
@@ -208,7 +205,7 @@ class _Execution:
 
     def _serve_or_start(self, stage: Stage, spawner: Spawner) -> None:
         view = self.views[stage.name]
-        run = self.run_record.name
+        sha256, run = self.run_record.config, self.run_record.name
         result = serve_from_cache(self.store, run, self.stages, stage, self.config, self.done)
         if result is not None:
             self._finish(stage, result, "cached")
@@ -217,7 +214,7 @@ class _Execution:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         store = absolute_uri(self.config.run.store)
-        order = StageOrder(store, self.sha256, run, stage.name, str(folder), str(self.home), self.table)
+        order = StageOrder(store, sha256, run, stage.name, str(folder), str(self.home), self.table)
         spawner.start(stage.name, asdict(order), folder / "log.txt")
         self.running[stage.name] = stage
         view.state, view.began, view.attempt = "running", time.monotonic(), view.attempt + 1

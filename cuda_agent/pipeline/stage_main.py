@@ -152,15 +152,11 @@ def _make(
     if empty:
         raise RuntimeError(f"stage {stage.name} returned without writing {', '.join(empty)}")
     tracker.save(work / "said")
+    shared = ("stage", "key", "code", "environment", "device", "inputs")
     manifest = Manifest(
-        stage=stage.name,
+        **{fact: getattr(identity, fact) for fact in shared},
         run=order.run,
-        key=identity.key,
-        code=identity.code,
-        environment=identity.environment,
-        device=identity.device,
         config=order.config,
-        inputs=identity.inputs,
         outputs=made,
         metrics=store.put_folder(work / "said"),
         seconds=round(checkpoints.seconds, 3),
