@@ -130,8 +130,7 @@ class Rest:
         self._post("runs/delete", {"run_id": run_id})
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = self._client.post(f"mlflow/{path}", json=body).raise_for_status().json()
-        return answer
+        return self._client.post(f"mlflow/{path}", json=body).raise_for_status().json()
 
     def _entry(self, run: dict[str, Any]) -> MlflowEntry:
         info, data = run["info"], run.get("data", {})

@@ -1,9 +1,7 @@
 """Artifacts behind one interface: a folder, memory or S3 (through obstore).
 
 Every write is atomic.  A folder is content-addressed: it exists once its tree object exists, which is written last.
-Reads of folders and their files verify the digest; a damaged object is removed, because its name no longer matches its
-content.  Objects under other keys (``runs/...``) are not verified.  The only conditional write in use is
-create-if-absent.
+Reads of folders verify digests and remove damaged objects; objects under other keys (``runs/...``) are not verified.
 
     cas/<sha256>    a file, or the tree of a folder: canonical JSON {"files": {path: {"sha256", "size"}}}
 

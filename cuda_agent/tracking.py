@@ -1,8 +1,7 @@
 """Metrics, progress and notes of a run.
 
-Stages write three files through ``FileTracker``.  The files travel with checkpoints, so that a resumed stage continues
-from exactly the state of its checkpoint.  ``Mirror`` copies them into MLflow from a background thread, which compares
-the wanted state with the present one: a run neither stops nor slows down when MLflow is away, and a retry writes into
+Stages write three files through ``FileTracker``, which travel with checkpoints.  ``Mirror`` copies them to MLflow from
+a thread, which compares the wanted state with the present one: a run does not wait for MLflow, and a retry writes into
 the same MLflow run.
 
     metrics.jsonl    {"step": 3, "reward": 1.25, ...} a line; a later line of the same (key, step) replaces the value

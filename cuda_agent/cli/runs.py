@@ -47,8 +47,7 @@ def list_all(
         try:
             open_existing(store)
         except StoreUnavailable:
-            place = _current(store, namespace)
-            if place is None:
+            if (place := _current(store, namespace)) is None:
                 raise
     rows = _cluster_rows(place) if place else _local_rows(store)
     if as_json:
@@ -290,19 +289,14 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
     nearest: Exception
     try:
         opened = open_existing(store)
-        try:
-            record = runs.find_run(opened, run)
-            return (opened, record), record.name
-        except ConfigError as error:
-            if on == "local" or runs.matching([record.name for record in runs.list_runs(opened)], run):
-                raise
-            nearest = error
-    except StoreUnavailable as error:
-        if on == "local":
+        record = runs.find_run(opened, run)
+        return (opened, record), record.name
+    except (ConfigError, StoreUnavailable) as error:
+        several = isinstance(error, ConfigError) and runs.matching([each.name for each in runs.list_runs(opened)], run)
+        if on == "local" or several:
             raise
         nearest = error
-    elsewhere = _current(store, namespace)
-    if elsewhere is None:
+    if (elsewhere := _current(store, namespace)) is None:
         raise nearest
     try:
         return elsewhere, cluster.known_name(elsewhere, run)

@@ -44,7 +44,7 @@ def doctor(
             if check.mend:
                 print(f"  {'':14} mend: {check.mend}", flush=True)
     if as_json:
-        print_json([check.to_json() for check in checks])
+        print_json([vars(check) for check in checks])
     sys.exit(0 if all(check.ok for check in checks) else 1)
 
 

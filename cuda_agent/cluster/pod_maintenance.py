@@ -192,8 +192,7 @@ def _said(cluster: Cluster, workflow: str) -> dict[str, Any]:
                 for state in (status.get("state", {}), status.get("lastState", {})):
                     ended = state.get("terminated", {})
                     if ended.get("message") and ended.get("exitCode") == 0:
-                        found: dict[str, Any] = json.loads(ended["message"])
-                        return found
+                        return json.loads(ended["message"])
         if time.monotonic() > deadline:
             raise ClusterError(f"A sandbox did not come to try in {WALL_SECONDS:.0f} s: {why_not_ready(pods)[:300]}")
         time.sleep(0.5)

@@ -1,12 +1,9 @@
 """The fork server of stage processes: it imports torch and transformers once and forks a process for each stage.
 
-A stage starts in milliseconds instead of the seconds that its imports take.  The server never runs a tensor operation
-and starts no thread (OpenBLAS starts threads on import and restarts them after a fork), so its fork is as good as a
-fresh process.  When a process dies, its children die too: server and stages ask the kernel for SIGKILL when their
-parent dies, and the process group of a stage is killed when the stage ends.
-
-Executor and server exchange JSON objects, one per packet of a socket.  Grandchildren that leave the process group have
-to watch their parent (the sandbox does).
+The server runs no tensor operation and starts no thread (OpenBLAS restarts its own after a fork): its fork is as good
+as a fresh process.  When a process dies, its children die too: the kernel kills server and stages with their parent,
+and the process group of a stage ends with it.  Grandchildren that leave the group watch their parent (the sandbox
+does).  Executor and server exchange JSON objects, one per packet of a socket.
 """
 
 import contextlib
