@@ -345,7 +345,8 @@ def tell_webhook(url: str, facts: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def _recording(here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS) -> Iterator[Recorder]:
     """Opens the run's record in MLflow from this pod; ``of``: store, config, its sha256, run, stages."""
-    recorder = Recorder(here.mlflow, *of, trouble=lambda text: print(text, file=sys.stderr))
+    facts = [here.mlflow, *of, lambda text: print(text, file=sys.stderr)]
+    recorder = Recorder(*facts)
     try:
         yield recorder
     finally:
