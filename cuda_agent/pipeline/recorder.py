@@ -82,11 +82,13 @@ class Recorder:
 
     def report(self, folder: Path) -> None:
         """Copies the run's report.  The folder must stay until ``close``."""
-        self._update(None, artifacts=[folder])
+        if self._mirror:
+            self._mirror.update(None, artifacts=[folder])
 
     def ended(self, code: int) -> None:
         """Records the run's exit code."""
-        self._update(None, status={EXIT_DONE: "FINISHED", EXIT_RETRY: "KILLED"}.get(code, "FAILED"))
+        if self._mirror:
+            self._mirror.update(None, status={EXIT_DONE: "FINISHED", EXIT_RETRY: "KILLED"}.get(code, "FAILED"))
 
     def close(self, seconds: float) -> bool:
         """Waits at most ``seconds`` for the last copy.  Returns whether everything arrived."""
@@ -96,8 +98,8 @@ class Recorder:
         self._folder.cleanup()
         return arrived
 
-    def _update(self, stage: str | None, **facts: Any) -> None:
+    def _update(self, stage: str, **facts: Any) -> None:
         if self._mirror:
-            sections = self._sections[stage] if stage else ()
+            sections = self._sections[stage]
             settings = {key: value for key, value in flat(self._config).items() if key.split(".")[0] in sections}
             self._mirror.update(stage, params=settings, **facts)
