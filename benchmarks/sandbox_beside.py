@@ -102,6 +102,8 @@ async def measure(tasks: int, solutions: int) -> list[dict[str, Any]]:
     from cuda_agent.diagnostics import sandbox_bench
     from cuda_agent.sandbox.build.toolchain import FLAGS
     from cuda_agent.sandbox.local import LocalSandbox
+    from cuda_agent.sandbox.wire import Solution
+    from cuda_agent.synthesis.teacher import solve
 
     rng = random.Random(0)
     rows: list[dict[str, Any]] = []
@@ -113,7 +115,7 @@ async def measure(tasks: int, solutions: int) -> list[dict[str, Any]]:
                 prepared,
                 solutions + 1,
                 rng,
-                lambda task: sandbox_bench.solution_of(task, specs[task.name], "plan", rng),
+                lambda task: Solution("plan", solve(task, rng).files),
             )
             first: set[str] = set()
             for task, solution in drawn:

@@ -84,7 +84,7 @@ def main() -> None:
 
 
 async def measure(store: Store, run: runs.Run, policy: str, count: int, work: Path) -> dict[str, Any]:
-    config, manifests = runs.run_config(store, run), runs.run_manifests(store, run, STAGES)
+    config, manifests = runs.read_config(store, run.config), runs.run_manifests(store, run, STAGES)
     evaluated = manifests[f"evaluate-{policy}"]
     for name, digest in (evaluated.inputs | {"scores": evaluated.outputs["scores"]}).items():
         store.get_folder(digest, work / "given" / name)

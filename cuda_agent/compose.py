@@ -43,8 +43,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         overrides: in Hydra's grammar, such as ``experiment=demo`` and ``critic.lr=1e-4``.
 
     Raises:
-        ConfigError: An override cannot be parsed, or names an unknown key or a value out of range.
-    """
+        ConfigError: An override cannot be parsed, or names an unknown key or a value out of range."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -69,8 +68,7 @@ def validate(values: Any) -> Config:
     """The configuration with these values; keys that are missing take their defaults.
 
     Raises:
-        ConfigError: A key or a value is wrong; the message has one line per mistake.
-    """
+        ConfigError: A key or a value is wrong; the message has one line per mistake."""
     try:
         return Config.model_validate_json(json.dumps(values), strict=True)  # strict: neither true nor "3" is a number
     except ValidationError as error:
@@ -88,8 +86,7 @@ def load(text: str, sha256: str) -> Config:
     """The inverse of ``freeze``, in another process.
 
     Raises:
-        ConfigError: The text does not have this sha256, or does not validate.
-    """
+        ConfigError: The text does not have this sha256, or does not validate."""
     actual = hashlib.sha256(text.encode()).hexdigest()
     if actual != sha256:
         raise ConfigError(f"The frozen configuration has sha256 {actual[:12]}, expected {sha256[:12]}: it was changed.")
@@ -145,22 +142,29 @@ def flat(config: Config) -> dict[str, Any]:
     return dict(walk(config.model_dump(mode="json"), ""))
 
 
+def parse_override(text: str) -> Any:
+    """Hydra's form of one override.
+
+    Raises:
+        ConfigError: It is none."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        expected = "expected `key=value` in Hydra's grammar, as in critic.lr=1e-4"
+        raise ConfigError(f"{text}: {expected}. {str(error).splitlines()[0]}") from error
+
+
 def _check_overrides(overrides: Sequence[str]) -> None:
     """Refuses unknown keys.  Hydra would refuse them too, but its message names neither the path nor the nearest key.
 
     Raises:
-        ConfigError: An override cannot be parsed, sweeps, or names an unknown key or experiment.
-    """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
+        ConfigError: An override cannot be parsed, sweeps, or names an unknown key or experiment."""
     known = key_paths()
     for text in overrides:
-        try:
-            (override,) = OverridesParser.create().parse_overrides([text])
-        except HydraException as error:
-            expected = "expected `key=value` in Hydra's grammar, as in critic.lr=1e-4"
-            raise ConfigError(f"{text}: {expected}. {str(error).splitlines()[0]}") from error
+        override = parse_override(text)
         key = override.key_or_group
         if override.is_sweep_override():
             raise ConfigError(f"{key}: expected one value, not a sweep. A list is written [a,b].")

@@ -329,7 +329,7 @@ class Config(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
 
     @model_validator(mode="after")
-    def _ppo_sections_fit(self) -> "Config":
+    def _sections_fit(self) -> "Config":
         limit = self.policy.context
         for name, ppo in (("warmup", self.warmup), ("agentic", self.agentic)):
             if ppo.context > limit:
@@ -338,17 +338,9 @@ class Config(Section):
                 estimator = f"{name}.advantage={ppo.advantage}, which compares the samples of a task"
                 got = ppo.samples_per_prompt
                 raise ValueError(f"{name}.samples_per_prompt: expected at least 2 with {estimator}, got {got}.")
-        return self
-
-    @model_validator(mode="after")
-    def _ranks_can_be_spread(self) -> "Config":
         if self.runtime == "ray" and self.training.num_processes % self.ray.trainers:
             expected = f"expected a multiple of ray.trainers ({self.ray.trainers})"
             raise ValueError(f"training.num_processes: {expected}, got {self.training.num_processes}.")
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_can_be_served(self) -> "Config":
         if self.policy.engine == "vllm" and self.policy.vllm.sync == "lora":
             rank = self.lora.rank
             if not 0 < rank <= SERVED_RANK:

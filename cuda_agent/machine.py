@@ -1,6 +1,7 @@
 """The hardware of this machine: its processor, which builds and times depend on, and its GPUs; and processes that end
 with their parent."""
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -15,13 +16,18 @@ _PR_SET_PDEATHSIG = 1
 
 def processor() -> str:
     """A digest of the processor's model and features, which ``-march=native`` and times depend on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
+    if not (found := processor_facts()):
         return platform.machine()
     wanted = ("model name", "flags", "Features", "CPU part")
-    found = {line.split(":")[0].strip(): line.split(":", 1)[1].strip() for line in reversed(lines) if ":" in line}
     return hashlib.sha256("|".join(found.get(name, "") for name in wanted).encode()).hexdigest()[:16]
+
+
+def processor_facts() -> dict[str, str]:
+    """What the kernel says of the first processor, such as its ``model name``; empty where it says nothing."""
+    with contextlib.suppress(OSError):
+        pairs = (line.partition(":") for line in reversed(Path("/proc/cpuinfo").read_text().splitlines()))
+        return {name.strip(): fact.strip() for name, colon, fact in pairs if colon}
+    return {}
 
 
 def gpus() -> int:

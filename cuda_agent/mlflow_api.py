@@ -7,7 +7,7 @@ run.  ``Library`` uses that client for a database.
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class Rest:
     """A server, over its HTTP interface.  Credentials are in MLflow's environment variables.  Every method passes on
     the errors of the connection."""
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, seconds: float = _SECONDS) -> None:
         import httpx
 
         given = os.environ.get
@@ -50,7 +50,8 @@ class Rest:
             auth=(user, given("MLFLOW_TRACKING_PASSWORD", "")) if user else None,
             headers={"Authorization": f"Bearer {token}"} if token and not user else {},
             verify=_trusted(),
-            timeout=_SECONDS,
+            timeout=seconds,
+            trust_env="//127.0.0.1:" not in uri,  # a port of this machine is reached without a proxy
         )
         self._artifact_uris: dict[str, str] = {}  # run -> artifact address
 
@@ -62,9 +63,14 @@ class Rest:
         place = {"artifact_location": artifacts} if artifacts else {}
         return str(self._post("experiments/create", {"name": name, **place})["experiment_id"])
 
-    def find(self, experiment: str, tag: str, value: str) -> list[MlflowEntry]:
+    def experiments(self) -> list[str]:
+        """The ids of all experiments."""
+        found = self._post("experiments/search", {"max_results": 1000}).get("experiments", [])
+        return [item["experiment_id"] for item in found]
+
+    def find(self, experiments: Sequence[str], tag: str, value: str) -> list[MlflowEntry]:
         """The runs with this tag, newest first; their metrics are all ``unread``."""
-        query = {"experiment_ids": [experiment], "filter": f"tags.`{tag}` = '{value}'", "max_results": 1000}
+        query = {"experiment_ids": experiments, "filter": f"tags.`{tag}` = '{value}'", "max_results": 1000}
         return [self._entry(run) for run in self._post("runs/search", query).get("runs", [])]
 
     def create(self, experiment: str, tags: dict[str, str]) -> MlflowEntry:
@@ -83,10 +89,11 @@ class Rest:
             page["page_token"] = token
 
     def log(self, run_id: str, params: dict[str, str], tags: dict[str, str], points: Sequence[Point]) -> None:
-        now = _now()
-        for some_params, some_tags, some_points in _batches(params, tags, points):
-            metrics = [{"key": key, "value": value, "step": step, "timestamp": now} for key, value, step in some_points]
-            batch = {"params": _pairs(some_params), "tags": _pairs(some_tags), "metrics": metrics}
+        names, values, now = _pairs(params), _pairs(tags), _now()
+        metrics = [{"key": key, "value": value, "step": step, "timestamp": now} for key, value, step in points]
+        for n in range(max(-(-len(names) // _NAMES), -(-len(values) // _NAMES), -(-len(metrics) // _POINTS))):
+            few, many = slice(n * _NAMES, (n + 1) * _NAMES), slice(n * _POINTS, (n + 1) * _POINTS)
+            batch = {"params": names[few], "tags": values[few], "metrics": metrics[many]}
             self._post("runs/log-batch", {"run_id": run_id, **batch})
 
     def upload(self, run_id: str, path: Path) -> None:
@@ -101,6 +108,19 @@ class Rest:
             target = f"mlflow-artifacts/artifacts/{folder}/{name}"
             self._client.put(target, content=file.read_bytes()).raise_for_status()
 
+    def files(self, run_id: str, path: str = "") -> list[str]:
+        """The names of all artifacts below ``path``."""
+        answer = self._client.get("mlflow/artifacts/list", params={"run_id": run_id, "path": path})
+        found: list[str] = []
+        for item in answer.raise_for_status().json().get("files", []):
+            found += self.files(run_id, item["path"]) if item["is_dir"] else [item["path"]]
+        return found
+
+    def read(self, run_id: str, name: str) -> bytes:
+        """The content of one artifact."""
+        answer = self._client.get(f"{self._uri}/get-artifact", params={"run_uuid": run_id, "path": name})
+        return answer.raise_for_status().content
+
     def end(self, run_id: str, status: str) -> None:
         """Sets the final status; RUNNING opens the run again."""
         ended = {} if status == "RUNNING" else {"end_time": _now()}
@@ -110,8 +130,7 @@ class Rest:
         self._post("runs/delete", {"run_id": run_id})
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = self._client.post(f"mlflow/{path}", json=body).raise_for_status().json()
-        return answer
+        return self._client.post(f"mlflow/{path}", json=body).raise_for_status().json()
 
     def _entry(self, run: dict[str, Any]) -> MlflowEntry:
         info, data = run["info"], run.get("data", {})
@@ -145,8 +164,8 @@ class Library:
         found = self._client.get_experiment_by_name(name)
         return found.experiment_id if found else self._client.create_experiment(name, artifact_location=artifacts)
 
-    def find(self, experiment: str, tag: str, value: str) -> list[MlflowEntry]:
-        found = self._client.search_runs([experiment], f"tags.`{tag}` = '{value}'", max_results=1000)
+    def find(self, experiments: Sequence[str], tag: str, value: str) -> list[MlflowEntry]:
+        found = self._client.search_runs(list(experiments), f"tags.`{tag}` = '{value}'", max_results=1000)
         return [self._entry(run) for run in found]
 
     def create(self, experiment: str, tags: dict[str, str]) -> MlflowEntry:
@@ -159,13 +178,9 @@ class Library:
         from mlflow.entities import Metric, Param, RunTag
 
         now = _now()
-        for some_params, some_tags, some_points in _batches(params, tags, points):
-            self._client.log_batch(
-                run_id,
-                [Metric(key, value, now, step) for key, value, step in some_points],
-                [Param(key, value) for key, value in some_params.items()],
-                [RunTag(key, value) for key, value in some_tags.items()],
-            )
+        metrics = [Metric(key, value, now, step) for key, value, step in points]
+        entries = [Param(*item) for item in params.items()], [RunTag(*item) for item in tags.items()]
+        self._client.log_batch(run_id, metrics, *entries)  # in as many requests as MLflow's limits take
 
     def upload(self, run_id: str, path: Path) -> None:
         (self._client.log_artifacts if path.is_dir() else self._client.log_artifact)(run_id, str(path))
@@ -182,16 +197,6 @@ class Library:
 
 
 Api = Rest | Library
-
-
-def _batches(
-    params: dict[str, str], tags: dict[str, str], points: Sequence[Point]
-) -> Iterator[tuple[dict[str, str], dict[str, str], Sequence[Point]]]:
-    names, values = list(params.items()), list(tags.items())
-    count = max(-(-len(names) // _NAMES), -(-len(values) // _NAMES), -(-len(points) // _POINTS))
-    for n in range(count):
-        few = slice(n * _NAMES, (n + 1) * _NAMES)
-        yield dict(names[few]), dict(values[few]), points[n * _POINTS : (n + 1) * _POINTS]
 
 
 def _pairs(values: dict[str, str]) -> list[dict[str, str]]:

@@ -1,9 +1,7 @@
 """Artifacts behind one interface: a folder, memory or S3 (through obstore).
 
 Every write is atomic.  A folder is content-addressed: it exists once its tree object exists, which is written last.
-Reads of folders and their files verify the digest; a damaged object is removed, because its name no longer matches its
-content.  Objects under other keys (``runs/...``) are not verified.  The only conditional write in use is
-create-if-absent.
+Reads of folders verify digests and remove damaged objects; objects under other keys (``runs/...``) are not verified.
 
     cas/<sha256>    a file, or the tree of a folder: canonical JSON {"files": {path: {"sha256", "size"}}}
 
@@ -55,8 +53,7 @@ def open_store(uri: str | Path) -> "Store":
         uri: a folder (made if absent), ``memory://`` (one process, for tests) or ``s3://bucket/prefix``.
 
     Raises:
-        StoreUnavailable: The address is wrong, or the store cannot be opened.
-    """
+        StoreUnavailable: The address is wrong, or the store cannot be opened."""
     text = str(uri)
     if text.startswith("memory:"):
         return Store(obstore.store.MemoryStore(), "memory://")
@@ -208,9 +205,8 @@ class Store:
             raise StoreDamaged(f"The store {self.uri} has no such object: could not {doing}.") from error
         except (OSError, obstore_errors.BaseError) as error:
             reason = _first_line(error)
-            if re.search(
-                r"os error (28|27|122)\b|Errno (28|27|122)\b|No space left", str(error)
-            ):  # ENOSPC, EFBIG, EDQUOT
+            full = r"(os error|Errno) (28|27|122)\b|No space left"  # ENOSPC, EFBIG, EDQUOT
+            if re.search(full, str(error)):
                 raise StoreFull(
                     f"The store {self.uri} is full: could not {doing} ({reason}).\n"
                     "Nothing half-written is visible. Free some space (`cuda-agent gc` removes what no run needs),\n"

@@ -1,8 +1,7 @@
 """Metrics, progress and notes of a run.
 
-Stages write three files through ``FileTracker``.  The files travel with checkpoints, so that a resumed stage continues
-from exactly the state of its checkpoint.  ``Mirror`` copies them into MLflow from a background thread, which compares
-the wanted state with the present one: a run neither stops nor slows down when MLflow is away, and a retry writes into
+Stages write three files through ``FileTracker``, which travel with checkpoints.  ``Mirror`` copies them to MLflow from
+a thread, which compares the wanted state with the present one: a run does not wait for MLflow, and a retry writes into
 the same MLflow run.
 
     metrics.jsonl    {"step": 3, "reward": 1.25, ...} a line; a later line of the same (key, step) replaces the value
@@ -46,7 +45,7 @@ class FileTracker:
         if time.monotonic() - self._shown > 0.1 or done >= total:
             self._shown = time.monotonic()
             now = {"done": done, "total": total, "unit": unit, "rates": rates}
-            _replace(self._folder / "progress.json", json.dumps(now))
+            write_whole(self._folder / "progress.json", json.dumps(now))
 
     def note(self, text: str) -> None:
         if text not in self.notes():
@@ -65,7 +64,7 @@ class FileTracker:
     def restore(self, folder: Path) -> None:
         """Returns to the state that ``save`` wrote; later entries are dropped."""
         for name in ("metrics.jsonl", "notes.jsonl"):
-            _replace(self._folder / name, (folder / name).read_text())
+            write_whole(self._folder / name, (folder / name).read_text())
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         with open(self._folder / name, "a") as file:
@@ -101,10 +100,11 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         yield from (json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
 
 
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+def write_whole(path: Path, text: str) -> None:
+    """Replaces the file atomically."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
 
 
 # MLflow ---------------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class Mirror:
         if self._there is None:
             place = self._artifacts.absolute().as_uri() if self._artifacts else None
             self._experiment_id = api.experiment(self._experiment, place)
-            found = api.find(self._experiment_id, RUN_TAG, self._run)
+            found = api.find([self._experiment_id], RUN_TAG, self._run)
             self._there = {entry.tags.get(STAGE_TAG, ""): entry for entry in reversed(found)}
         for stage, entry in wanted.items():
             if stage not in self._there:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
+from cuda_agent.pipeline.manifest import read_manifest
 from cuda_agent.rl.scores import Scores, read_scores
 from cuda_agent.storage import open_store
 from cuda_agent.tracking import read_metrics
@@ -82,7 +82,7 @@ def start(overrides: list[str], *options: str) -> str:
 
 
 def manifest(store: str, run: str, stage: str) -> Any:
-    found = read_manifest(open_store(store), manifest_entry(run, stage))
+    found = read_manifest(open_store(store), run, stage)
     assert found is not None, f"run {run} has no {stage}"
     return found
 

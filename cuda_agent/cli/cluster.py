@@ -146,8 +146,7 @@ def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
 def watch(run: RunName, on: On = None, namespace: Namespace = None, as_json: AsJson = False) -> None:
     """Follow a run: its stages, how far they are, what they wait for. Ctrl-C stops watching, not the run.
 
-    With --json a line each time something has changed.
-    """
+    With --json a line each time something has changed."""
     sys.exit(_follow(cluster_of(on, namespace), run, as_json))
 
 

@@ -52,8 +52,7 @@ def episodes(
     """List the episodes of a run, or show them on a page: turns, tools, diffs, verdicts, tokens with their probability.
 
     A run keeps those of collect and of the evaluations. The page is one file without network; it searches, filters and
-    sorts by itself. What models wrote is shown as text.
-    """
+    sorts by itself. What models wrote is shown as text."""
     from cuda_agent.pipeline import episodes as left
 
     with tempfile.TemporaryDirectory() as folder:

@@ -62,8 +62,7 @@ def run(
     """Run the whole workflow on this machine.
 
     Goes on with the newest unfinished run of the same configuration; stages that were made before come from the cache.
-    Ctrl-C stops in order: stages write a checkpoint, and the same command goes on from there.
-    """
+    Ctrl-C stops in order: stages write a checkpoint, and the same command goes on from there."""
     from cuda_agent.compose import compose
     from cuda_agent.diagnostics.doctor import unsupported
     from cuda_agent.pipeline import screen
@@ -104,8 +103,7 @@ def run(
 def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print the composed, validated configuration and the schedule it amounts to. Runs nothing.
 
-    A policy.base that is a folder, and not on this machine, is noted: `run` would refuse it.
-    """
+    A policy.base that is a folder, and not on this machine, is noted: `run` would refuse it."""
     from cuda_agent.compose import compose, freeze
     from cuda_agent.pipeline.schedule import derived, require_base, schedule_lines
 
@@ -226,8 +224,7 @@ def benchmark(
 ) -> None:
     """Measure a policy, or any model behind an OpenAI-compatible address, on a task set: the paper's table.
 
-    Budgets are those of experiment=benchmark; overrides change them, as in evaluate.turns=20 sandbox.threads=4.
-    """
+    Budgets are those of experiment=benchmark; overrides change them, as in evaluate.turns=20 sandbox.threads=4."""
     from cuda_agent.compose import compose
     from cuda_agent.optimize import evaluation
     from cuda_agent.pipeline import runs

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from cuda_agent.cli.options import command, command_group
 from cuda_agent.errors import ConfigError
@@ -23,6 +23,7 @@ commands = command_group()
     "cuda-agent optimize --resume model-optimized --minutes 30",
 )
 def optimize(
+    ctx: Context,
     arguments: Annotated[
         list[str] | None,
         Argument(
@@ -66,21 +67,15 @@ def optimize(
     Ctrl-C, which keeps the best so far. The folder of the result holds the kernels, a model_new.py that needs PyTorch
     alone, the strict verdict, the transcript and report.html.
 
-    The key is read from the environment and written nowhere. Exit code 0: a correct solution was found; 79: none.
-    """
+    The key is read from the environment and written nowhere. Exit code 0: a correct solution was found; 79: none."""
     from cuda_agent.optimize import folder as folders
     from cuda_agent.policy.served import ServedModelError
     from cuda_agent.sandbox.formats.table import FORMATS
 
     words = arguments or []
     overrides, sources = [w for w in words if "=" in w], [w for w in words if "=" not in w]
-    given = {
-        "format": format, "device": device, "target": target, "turns": turns, "context": context,
-        "answer_tokens": answer_tokens, "temperature": temperature, "seed": seed, "style": style,
-        "base_url": base_url, "model": model, "key_env": key_env, "attempts": attempts, "minutes": minutes,
-        "tokens": tokens, "money": money, "price_in": price_in, "price_out": price_out,
-    }  # fmt: skip
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    not_searched = ("arguments", "output", "resume", "as_json")  # the others are fields of the order
+    changes = {name: value for name, value in ctx.params.items() if value is not None and name not in not_searched}
     if target is not None:
         changes["target"] = min(target, 1e6)  # JSON has no infinity
     if resume is not None:

@@ -120,7 +120,7 @@ def doctor(workflow: Workflow) -> None:
     here = PodEnvironment.from_environment()
     base = json.loads(os.environ.get("CUDA_AGENT_POOLS", "[]"))
     places = pod_maintenance.forbidden(here.mlflow)
-    found = [check.to_json() for check in pod_maintenance.doctor(here, workflow, Cluster.of_pod(), base, places)]
+    found = [vars(check) for check in pod_maintenance.doctor(here, workflow, Cluster.of_pod(), base, places)]
     pod_maintenance.answer(here, found)
     print(json.dumps(found, indent=1))
 

@@ -39,8 +39,7 @@ def list_all(
 ) -> None:
     """List the runs of a store or of a cluster, oldest first, and the sweeps that they belong to.
 
-    Without --on: those of the store, where there is one, and else of the current cluster.
-    """
+    Without --on: those of the store, where there is one, and else of the current cluster."""
     from cuda_agent.storage import StoreUnavailable
 
     place = None if on in (None, "local") else cluster_of(on, namespace)
@@ -48,8 +47,7 @@ def list_all(
         try:
             open_existing(store)
         except StoreUnavailable:
-            place = _current(store, namespace)
-            if place is None:
+            if (place := _current(store, namespace)) is None:
                 raise
     rows = _cluster_rows(place) if place else _local_rows(store)
     if as_json:
@@ -129,7 +127,7 @@ def report(
     from cuda_agent.cluster import results
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.local import fetch_report
-    from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
+    from cuda_agent.pipeline.manifest import read_manifest
 
     where, name = find(run, store, on, namespace)
     if not isinstance(where, tuple):
@@ -137,7 +135,7 @@ def report(
             folder = results.download(address, name, Path(".cuda-agent") / "reports" / name)
     else:
         opened, record = where
-        manifest = read_manifest(opened, manifest_entry(record.name, "report"))
+        manifest = read_manifest(opened, record.name, "report")
         if manifest is None:
             raise ConfigError(f"Run {record.name} has no report yet ({record.status}).")
         folder = fetch_report(opened, runs.local_home(store), record.name, manifest)
@@ -155,8 +153,7 @@ def diff(
 ) -> None:
     """Say what differs between two runs: configuration, code, environment, inputs, outputs.
 
-    Without --on each is looked for by itself, so a run of this machine can be compared with one of a cluster.
-    """
+    Without --on each is looked for by itself, so a run of this machine can be compared with one of a cluster."""
     from cuda_agent.pipeline import runs
 
     found = runs.diff(_facts(one, store, on, namespace), _facts(other, store, on, namespace))
@@ -222,7 +219,7 @@ def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: 
     """The log file of a running stage, else the stored log."""
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.graph import ROWS
-    from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
+    from cuda_agent.pipeline.manifest import read_manifest
 
     home = runs.local_home(store)
     names = [stage] if stage else [row.name for row in ROWS]
@@ -230,7 +227,7 @@ def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: 
     keys = {name: f"runs/{record.name}/{name}/log.txt" for name in names}
     found = [name for name in names if files[name].exists() or opened.exists(keys[name])]
     if not found:
-        manifest = read_manifest(opened, manifest_entry(record.name, stage)) if stage else None
+        manifest = read_manifest(opened, record.name, stage) if stage else None
         why = "it has not run"
         if manifest is not None and manifest.run != record.name:
             why = f"it was served from the cache; run {manifest.run} made it and has its log"
@@ -280,8 +277,7 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
         Store and record of a local run, or the cluster of the run; and the run's full name.
 
     Raises:
-        ConfigError: No run or several runs match.
-    """
+        ConfigError: No run or several runs match."""
     from cuda_agent.cluster import submit as cluster
     from cuda_agent.cluster.api import ClusterError
     from cuda_agent.pipeline import runs
@@ -293,19 +289,14 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
     nearest: Exception
     try:
         opened = open_existing(store)
-        try:
-            record = runs.find_run(opened, run)
-            return (opened, record), record.name
-        except ConfigError as error:
-            if on == "local" or runs.matching([record.name for record in runs.list_runs(opened)], run):
-                raise
-            nearest = error
-    except StoreUnavailable as error:
-        if on == "local":
+        record = runs.find_run(opened, run)
+        return (opened, record), record.name
+    except (ConfigError, StoreUnavailable) as error:
+        several = isinstance(error, ConfigError) and runs.matching([each.name for each in runs.list_runs(opened)], run)
+        if on == "local" or several:
             raise
         nearest = error
-    elsewhere = _current(store, namespace)
-    if elsewhere is None:
+    if (elsewhere := _current(store, namespace)) is None:
         raise nearest
     try:
         return elsewhere, cluster.known_name(elsewhere, run)
@@ -319,8 +310,7 @@ def open_existing(store: str) -> "Store":
     """Opens a store that exists; commands that only read create no folder.
 
     Raises:
-        StoreUnavailable: There is none.
-    """
+        StoreUnavailable: There is none."""
     from cuda_agent.storage import StoreUnavailable, local_folder, open_store
 
     folder = local_folder(store)
@@ -334,8 +324,7 @@ def cluster_of(on: str | None, namespace: str | None) -> "Cluster":
 
     Raises:
         ClusterError: The kubeconfig cannot be used.
-        ConfigError: The Kubernetes client is not installed.
-    """
+        ConfigError: The Kubernetes client is not installed."""
     try:
         from cuda_agent.cluster.api import Cluster
 

@@ -104,8 +104,7 @@ def selftest(
 ) -> None:
     """Try every known exploit and many honest solutions on this installation, and every wall without itself.
 
-    Exits with 79 when an exploit got through or an honest solution was refused.
-    """
+    Exits with 79 when an exploit got through or an honest solution was refused."""
     import asyncio
 
     from cuda_agent.exploits import selftest as test

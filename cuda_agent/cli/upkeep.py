@@ -26,8 +26,7 @@ def doctor(
     """Check this machine, or a cluster: a line a check, and for each ✗ what mends it.
 
     On a cluster a pod is started that tries the store and MLflow from inside, and a sandbox that tries to connect to
-    them, to the API server and to DNS, and must fail.
-    """
+    them, to the API server and to DNS, and must fail."""
     if cluster is None:
         from cuda_agent.diagnostics.doctor import examine
         from cuda_agent.pipeline.runs import local_home
@@ -45,7 +44,7 @@ def doctor(
             if check.mend:
                 print(f"  {'':14} mend: {check.mend}", flush=True)
     if as_json:
-        print_json([check.to_json() for check in checks])
+        print_json([vars(check) for check in checks])
     sys.exit(0 if all(check.ok for check in checks) else 1)
 
 
@@ -63,8 +62,7 @@ def gc(
 ) -> None:
     """Remove runs beyond the newest ones, and artifacts and checkpoints that no remaining run needs.
 
-    On a cluster it is a pod of the chart that does it, and removes as well what Workflows have left behind.
-    """
+    On a cluster it is a pod of the chart that does it, and removes as well what Workflows have left behind."""
     if on == "local":
         found = _collect_here(keep, dry_run, store)
     else:

@@ -51,8 +51,7 @@ class Cluster:
         """A connection by the named context or the current one, in its namespace unless one is given.
 
         Raises:
-            ClusterError: The kubeconfig cannot be used, or lacks the context.
-        """
+            ClusterError: The kubeconfig cannot be used, or lacks the context."""
         from kubernetes import config
         from kubernetes.config import ConfigException
 
@@ -75,8 +74,7 @@ class Cluster:
         """A connection to the cluster of this pod, with the pod's service account.
 
         Raises:
-            ClusterError: This process is in no pod with an account.
-        """
+            ClusterError: This process is in no pod with an account."""
         from kubernetes import client, config
         from kubernetes.config import ConfigException
 

@@ -16,8 +16,7 @@ def make(store: str, expire_logs_days: int) -> str:
     """Creates the bucket of ``s3://bucket/prefix`` if it is absent, and a rule by which Argo's logs expire.
 
     Raises:
-        StoreUnavailable: The address is wrong, or the server refuses or does not answer.
-    """
+        StoreUnavailable: The address is wrong, or the server refuses or does not answer."""
     from minio import Minio
     from minio.commonconfig import ENABLED, Filter
     from minio.error import MinioException, S3Error

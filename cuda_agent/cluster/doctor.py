@@ -1,7 +1,6 @@
 """Checks whether a cluster has everything that a run needs.  One line per check; a failed check names the remedy.
 
-First the checks with the person's own rights.  Then those that need a pod (``pod_maintenance.doctor``).  Free capacity,
-images that only some nodes can pull, and the internals of network plugins and runtimes are not checked.
+First the checks with the person's own rights, then those that need a pod (``pod_maintenance.doctor``).
 """
 
 import json
@@ -194,8 +193,7 @@ def _pid_limits(cluster: Cluster) -> Finding:
 
 
 def _nodes(cluster: Cluster) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = cluster.ask("/api/v1/nodes", "list nodes")["items"]
-    return found
+    return cluster.ask("/api/v1/nodes", "list nodes")["items"]
 
 
 def _inside(cluster: Cluster, release: str) -> Iterator[Check]:

@@ -23,8 +23,7 @@ def wanted(config: Config) -> bool:
     """Whether a run needs engine replicas.
 
     Raises:
-        ConfigError: The configuration asks for something that replicas cannot serve.
-    """
+        ConfigError: The configuration asks for something that replicas cannot serve."""
     vllm = config.policy.vllm
     if config.policy.engine != "vllm" or vllm.servers:
         return False

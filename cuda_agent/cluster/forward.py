@@ -20,8 +20,7 @@ def forwarded(cluster: Cluster, pod: str, port: int, local: int = 0) -> Iterator
     """Yields the local port; ``local=0`` takes a free one.
 
     Raises:
-        ClusterError: The pod refuses the first connection.
-    """
+        ClusterError: The pod refuses the first connection."""
 
     class Connection(socketserver.BaseRequestHandler):
         def handle(self) -> None:
@@ -44,8 +43,7 @@ def pod_of(cluster: Cluster, component: str) -> str:
     """The name of a running pod of this component of the chart.
 
     Raises:
-        ClusterError: There is none.
-    """
+        ClusterError: There is none."""
     for pod in cluster.all("Pod", f"app.kubernetes.io/component={component}"):
         if pod.get("status", {}).get("phase") == "Running":
             return str(pod["metadata"]["name"])

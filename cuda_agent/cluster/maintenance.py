@@ -22,8 +22,7 @@ def ask(cluster: Cluster, release: str, job: str) -> Any:
     """Runs one job of a Helm release and returns its answer.
 
     Raises:
-        ClusterError: The job could not start, failed, or gave no answer.
-    """
+        ClusterError: The job could not start, failed, or gave no answer."""
     template = template_name(release, job)
     require_template(cluster, template)
     name = f"{job}-{secrets.token_hex(4)}"

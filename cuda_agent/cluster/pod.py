@@ -8,7 +8,6 @@ Each step may be killed at any moment and started again: it creates only what is
 """
 
 import contextlib
-import functools
 import json
 import os
 import shutil
@@ -18,30 +17,19 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from cuda_agent.cluster import engines, rayjobs, run_pools
 from cuda_agent.cluster.api import Cluster
 from cuda_agent.compose import load
-from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError, TryAgain
 from cuda_agent.pipeline import episodes, gc, runs
-from cuda_agent.pipeline.graph import ABSENT, ROWS, STAGES_INPUT, Stage, ancestors, stages_of
+from cuda_agent.pipeline.graph import ABSENT, ROWS, Stage, needs, stages_of
 from cuda_agent.pipeline.local import outcome_message
-from cuda_agent.pipeline.manifest import (
-    Manifest,
-    config_entry,
-    find_result,
-    identity_of,
-    manifest_entry,
-    outcome_entry,
-    publish,
-    read_manifest,
-)
-from cuda_agent.pipeline.recorder import Recorder, recording
+from cuda_agent.pipeline.manifest import Manifest, config_entry, outcome_entry, read_manifest, serve_from_cache
+from cuda_agent.pipeline.recorder import Recorder
 from cuda_agent.pipeline.spawn import Spawner
 from cuda_agent.pipeline.stage_main import StageOrder, graph_of
 from cuda_agent.storage import Store, StoreError, open_store
@@ -120,7 +108,11 @@ def prepare(
     if record.config != sha256:
         raise ConfigError(f"There is a run {run} of another configuration ({record.config[:8]}). Choose another name.")
     graph = stages_of(config) if stages is None else stages
-    done = serve_from_cache(store, run, config, graph)
+    done: dict[str, Manifest] = {}
+    for stage in graph:
+        ready = all(above in done for above in needs(graph, stage))
+        if ready and (result := serve_from_cache(store, run, graph, stage, config, done)):
+            done[stage.name] = result
     left = [stage for stage in graph if stage.name not in done]
     with tempfile.TemporaryDirectory() as folder, _recording(here, store, config, sha256, run, graph) as recorder:
         for name, manifest in done.items():
@@ -146,19 +138,6 @@ def prepare(
     return outputs
 
 
-def serve_from_cache(store: Store, run: str, config: Config, stages: Sequence[Stage]) -> dict[str, Manifest]:
-    """Links every stage whose result exists to this run; returns the manifests in the table's order."""
-    done: dict[str, Manifest] = {}
-    for stage in stages:
-        above = ancestors(stages, stage.name) if STAGES_INPUT in stage.inputs.values() else stage.upstream
-        if any(name not in done for name in above):
-            continue
-        result = find_result(store, run, identity_of(store, stages, stage, config, done))
-        if result is not None:
-            done[stage.name] = publish(store, run, result)
-    return done
-
-
 # a stage --------------------------------------------------------------------------------------------------------------
 
 
@@ -177,9 +156,9 @@ def run_stage(
     spawner = spawner or Spawner(preload=())
     stop = spawner.signal  # the stage writes a checkpoint
     with contextlib.closing(spawner), _on_sigterm(lambda: stop(name, signal.SIGTERM)):
-        spawner.start(name, order.to_json(), log)  # first, because its imports take seconds
+        spawner.start(name, asdict(order), log)  # first, because its imports take seconds
         store = open_store(here.store)
-        config = load(store.get(config_entry(sha256)).decode(), sha256)
+        config = runs.read_config(store, sha256)
         with _recording(here, store, config, sha256, run, graph_of(config, table)) as recorder:
             code = _follow(spawner, name, scratch, log, recorder)
             spawner.close()
@@ -196,7 +175,7 @@ def run_stage(
                 code = 128 + signal.SIGKILL  # as Kubernetes reports it, so that Argo retries it once
                 message = f"Stage {name} ran out of memory. Give it more in its profile, or make its batches smaller."
             else:
-                message = outcome_message(scratch) or f"stage {name} was killed or crashed (exit code {code})"
+                message = outcome_message(scratch, name, code)
             with contextlib.suppress(StoreError):
                 store.put(outcome_entry(run, name), _outcome(code, message))
             recorder.failed(name, code)
@@ -242,7 +221,7 @@ def run_spread(
 
     ``servers`` and ``served``: comma-separated addresses of the sandbox and the engine."""
     store = open_store(here.store)
-    config = load(store.get(config_entry(sha256)).decode(), sha256)
+    config = runs.read_config(store, sha256)
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
     arguments = ["pod", "stage", name, "--run", run, "--config", sha256, "--workflow", workflow]
     made = rayjobs.objects(base, workflow, uid, name, arguments, servers, config, served)
@@ -259,7 +238,7 @@ def run_spread(
 
 def _leave_manifest(here: PodEnvironment, store: Store, run: str, stage: str) -> Manifest:
     """Copies the manifest of a finished stage to the path from which Argo reads it."""
-    manifest = read_manifest(store, manifest_entry(run, stage))
+    manifest = read_manifest(store, run, stage)
     assert manifest is not None, "a stage that exits 0 has written its manifest"
     (here.work / "manifest.json").write_bytes(manifest.to_bytes())
     return manifest
@@ -320,7 +299,7 @@ def finish(
     facts = {"run": run, "workflow": workflow, "code": code, "stage": stage, "message": message}
     if record is not None:
         runs.end_run(store, record, code, stage, message)
-        config = runs.run_config(store, record)
+        config = runs.read_config(store, record.config)
         with (
             tempfile.TemporaryDirectory() as folder,
             _recording(here, store, config, sha256, run, stages, seconds=LAST_RECORD_SECONDS) as recorder,
@@ -346,10 +325,9 @@ def finish(
 def _how_it_ended(store: Store, run: str, stages: Sequence[Stage]) -> tuple[int, str, str]:
     """Returns exit code, stage and message of the first unfinished stage with an outcome."""
     for stage in stages:
-        if store.exists(manifest_entry(run, stage.name)) or not store.exists(outcome_entry(run, stage.name)):
-            continue
-        said = json.loads(store.get(outcome_entry(run, stage.name)))
-        return said["code"], stage.name, said["message"]
+        if read_manifest(store, run, stage.name) is None and store.exists(entry := outcome_entry(run, stage.name)):
+            said = json.loads(store.get(entry))
+            return said["code"], stage.name, said["message"]
     return EXIT_RETRY, "", "Stopped. `cuda-agent resume` goes on from here."
 
 
@@ -364,9 +342,15 @@ def tell_webhook(url: str, facts: dict[str, Any]) -> None:
         print(f"the webhook did not take it: {type(error).__name__}", file=sys.stderr)  # its address is a secret
 
 
-def _recording(here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS) -> AbstractContextManager[Recorder]:
+@contextlib.contextmanager
+def _recording(here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS) -> Iterator[Recorder]:
     """Opens the run's record in MLflow from this pod; ``of``: store, config, its sha256, run, stages."""
-    return recording(here.mlflow, *of, functools.partial(print, file=sys.stderr), seconds=seconds)
+    facts = [here.mlflow, *of, lambda text: print(text, file=sys.stderr)]
+    recorder = Recorder(*facts)
+    try:
+        yield recorder
+    finally:
+        recorder.close(seconds)
 
 
 def _record_report(recorder: Recorder, store: Store, done: dict[str, Manifest], folder: Path) -> None:

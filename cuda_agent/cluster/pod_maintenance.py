@@ -45,8 +45,7 @@ def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, clust
     """Removes what no run needs, except the ``keep`` newest runs of each pipeline, or with ``dry_run`` only lists it.
 
     Returns:
-        The removed objects, or ``busy`` with the reason why nothing was removed.
-    """
+        The removed objects, or ``busy`` with the reason why nothing was removed."""
     store = open_store(here.store)
     with contextlib.nullcontext(True) if dry_run else gc.alone(store) as first:
         if not first:
@@ -165,8 +164,7 @@ def from_sandbox(
     """The result of ``reach`` in a pod with the walls of a sandbox.
 
     Raises:
-        ClusterError: The pod did not start or did not answer.
-    """
+        ClusterError: The pod did not start or did not answer."""
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
     made = pools.objects(base, workflow, uid, "none", SandboxConfig())
     policy = next(item for item in made if item["kind"] == "NetworkPolicy")
@@ -194,8 +192,7 @@ def _said(cluster: Cluster, workflow: str) -> dict[str, Any]:
                 for state in (status.get("state", {}), status.get("lastState", {})):
                     ended = state.get("terminated", {})
                     if ended.get("message") and ended.get("exitCode") == 0:
-                        found: dict[str, Any] = json.loads(ended["message"])
-                        return found
+                        return json.loads(ended["message"])
         if time.monotonic() > deadline:
             raise ClusterError(f"A sandbox did not come to try in {WALL_SECONDS:.0f} s: {why_not_ready(pods)[:300]}")
         time.sleep(0.5)

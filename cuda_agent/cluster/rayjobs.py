@@ -4,8 +4,7 @@
     NetworkPolicy   between these pods everything, and from KubeRay's operator to the head's dashboard
     NetworkPolicy   from these pods to the run's sandbox
 
-The names follow from the Workflow's, so that a restarted step finds the job of its predecessor and follows it.  A
-failed job is created anew; only Argo retries.  The stage's result is in the store, as in a single pod.
+The names follow from the Workflow's, so that a restarted step finds the job of its predecessor and follows it.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from cuda_agent.cluster.pools import POOL_LABEL, RUN_NAME
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY
 from cuda_agent.pipeline.graph import ROWS, Stage
-from cuda_agent.pipeline.manifest import manifest_entry, outcome_entry, read_manifest
+from cuda_agent.pipeline.manifest import outcome_entry, read_manifest
 from cuda_agent.storage import Store
 
 RAY_VERSION = "2.60.0"  # of the Ray image
@@ -112,14 +111,8 @@ def objects(
     config: Config,
     engines: str = "",
 ) -> list[dict[str, Any]]:
-    """The objects of one stage of one run, ready to be created.
-
-    Args:
-        base: the objects of ``ray_objects`` with the profile's values.
-        arguments: of ``cuda-agent pod stage``.
-        servers: addresses of the run's sandbox, separated by commas.
-        engines: addresses of its engine replicas, separated by commas.
-    """
+    """The objects of one stage of one run, ready to be created.  ``arguments``: of ``cuda-agent pod stage``;
+    ``servers``, ``engines``: addresses of the run's sandbox and of its engine replicas, separated by commas."""
     env = {
         "CUDA_AGENT_SANDBOX_SERVERS": servers,
         "CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(workflow, optional=True),
@@ -148,8 +141,7 @@ def follow(
     """Creates absent objects, waits for the end of the job, and returns the stage's exit code and a message.
 
     A running job is followed, a failed one is created anew.  If the run is being stopped the job is deleted; if only
-    this pod is, the job goes on.
-    """
+    this pod is, the job goes on."""
     name = next(one["metadata"]["name"] for one in made if one["kind"] == "RayJob")
     found = cluster.find("RayJob", name)
     if found is not None and _state(found)[0] in _ENDED and _state(found)[1] != "SUCCEEDED":
@@ -187,7 +179,7 @@ def _state(job: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _outcome(store: Store, run: str, stage: str, state: str, job: str, message: str) -> tuple[int, str]:
-    if job == "SUCCEEDED" and read_manifest(store, manifest_entry(run, stage)) is not None:
+    if job == "SUCCEEDED" and read_manifest(store, run, stage) is not None:
         return EXIT_DONE, ""
     if store.exists(entry := outcome_entry(run, stage)):
         said = json.loads(store.get(entry))

@@ -1,7 +1,6 @@
 """Results of a cluster run, read from MLflow: report, logs, episodes, configuration and manifests.
 
-The chart's MLflow is reached through the API server, by a port of its pod; that takes a kubeconfig and creates no pod.
-An MLflow outside the chart is reached at its own address.
+The chart's MLflow is reached by a port of its pod, through the API server; another one at its own address.
 """
 
 import contextlib
@@ -11,7 +10,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import httpx
 
@@ -20,6 +18,7 @@ from cuda_agent.cluster.forward import forwarded, pod_of
 from cuda_agent.cluster.submit import PROFILE_LABEL
 from cuda_agent.compose import flat, validate
 from cuda_agent.errors import ConfigError
+from cuda_agent.mlflow_api import MlflowEntry, Rest
 from cuda_agent.pipeline.episodes import FILE, PACKED, TOKENIZER, Left
 from cuda_agent.pipeline.graph import ROWS
 from cuda_agent.pipeline.manifest import Manifest
@@ -35,8 +34,7 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
 
     Raises:
         ClusterError: It does not answer.
-        ConfigError: The release has none.
-    """
+        ConfigError: The release has none."""
     try:
         if elsewhere := _elsewhere(cluster):
             yield elsewhere
@@ -65,20 +63,19 @@ def download(address: str, run: str, folder: Path) -> Path:
     """Fills ``folder`` with the run's artifacts, among them the report's index.html.
 
     Raises:
-        ConfigError: There is no report yet.
-    """
-    with _opened(address, run) as (client, entries):
-        run_id = entries[""].run_id
-        files = _files(client, run_id)
-        if "index.html" not in files:
-            raise ConfigError(f"Run {run} has no report yet.")
-        shutil.rmtree(folder, ignore_errors=True)
-        for name in files:
-            target = folder / name
-            if not target.resolve().is_relative_to(folder.resolve()):
-                raise ConfigError(f"MLflow names a file outside of the report: {name}")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(_artifact(client, run_id, name))
+        ConfigError: There is no report yet."""
+    api, entries = _open(address, run)
+    run_id = entries[""].run_id
+    files = api.files(run_id)
+    if "index.html" not in files:
+        raise ConfigError(f"Run {run} has no report yet.")
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in files:
+        target = folder / name
+        if not target.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f"MLflow names a file outside of the report: {name}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(api.read(run_id, name))
     return folder
 
 
@@ -86,22 +83,20 @@ def log(address: str, run: str, stage: str) -> list[str]:
     """The lines that the last attempt of a stage printed, as far as its pod could send them.
 
     Raises:
-        ConfigError: MLflow has no log of this stage.
-    """
-    with _opened(address, run) as (client, entries):
-        if (entry := entries.get(stage)) is None:
-            raise ConfigError(f"Run {run} has not run {stage}.")
-        if "log.txt" in _files(client, entry.run_id):
-            return _artifact(client, entry.run_id, "log.txt").decode(errors="replace").splitlines()
-        if (made_by := entry.tags.get("made by", run)) != run:
-            raise ConfigError(f"{stage} was served from the cache; run {made_by} made it and has its log.")
-        raise ConfigError(f"{stage} of run {run} has left no log.")
+        ConfigError: MLflow has no log of this stage."""
+    api, entries = _open(address, run)
+    if (entry := entries.get(stage)) is None:
+        raise ConfigError(f"Run {run} has not run {stage}.")
+    if "log.txt" in api.files(entry.run_id):
+        return api.read(entry.run_id, "log.txt").decode(errors="replace").splitlines()
+    if (made_by := entry.tags.get("made by", run)) != run:
+        raise ConfigError(f"{stage} was served from the cache; run {made_by} made it and has its log.")
+    raise ConfigError(f"{stage} of run {run} has left no log.")
 
 
 def logged(address: str, run: str) -> list[str]:
     """The stages of a run that MLflow knows, oldest first."""
-    with _opened(address, run) as (_, entries):
-        return [stage for stage in entries if stage]
+    return [stage for stage in _open(address, run)[1] if stage]
 
 
 def episodes(address: str, run: str, folder: Path) -> list[Left]:
@@ -109,22 +104,21 @@ def episodes(address: str, run: str, folder: Path) -> list[Left]:
     these are the episodes of the run that computed it.
 
     Raises:
-        ConfigError: MLflow does not know the run.
-    """
+        ConfigError: MLflow does not know the run."""
     found = []
-    with _opened(address, run) as (client, entries):
-        for stage, entry in ((row.name, entries[row.name]) for row in ROWS if row.name in entries):
-            if (made_by := entry.tags.get("made by", run)) != run:
-                entry = _search(client, made_by).get(stage, entry)
-            names = _files(client, entry.run_id)
-            if PACKED not in names:
-                continue
-            target = folder / stage
-            target.mkdir(parents=True)
-            (target / FILE).write_bytes(gzip.decompress(_artifact(client, entry.run_id, PACKED)))
-            if TOKENIZER in names:
-                (target / TOKENIZER).write_bytes(_artifact(client, entry.run_id, TOKENIZER))
-            found.append(Left(stage, target / FILE, target / TOKENIZER if TOKENIZER in names else None))
+    api, entries = _open(address, run)
+    for stage, entry in ((row.name, entries[row.name]) for row in ROWS if row.name in entries):
+        if (made_by := entry.tags.get("made by", run)) != run:
+            entry = _search(api, made_by).get(stage, entry)
+        names = api.files(entry.run_id)
+        if PACKED not in names:
+            continue
+        target = folder / stage
+        target.mkdir(parents=True)
+        (target / FILE).write_bytes(gzip.decompress(api.read(entry.run_id, PACKED)))
+        if TOKENIZER in names:
+            (target / TOKENIZER).write_bytes(api.read(entry.run_id, TOKENIZER))
+        found.append(Left(stage, target / FILE, target / TOKENIZER if TOKENIZER in names else None))
     return found
 
 
@@ -132,61 +126,24 @@ def facts(address: str, run: str) -> Facts:
     """Configuration and manifests of a run.
 
     Raises:
-        ConfigError: MLflow does not know the run.
-    """
-    with _opened(address, run) as (client, entries):
-        config = validate(json.loads(_artifact(client, entries[""].run_id, "config.json")))
+        ConfigError: MLflow does not know the run."""
+    api, entries = _open(address, run)
+    config = validate(json.loads(api.read(entries[""].run_id, "config.json")))
     texts = [entry.tags[MANIFEST_TAG] for entry in entries.values() if MANIFEST_TAG in entry.tags]
     manifests = [Manifest.from_bytes(text.encode()) for text in texts]
     return Facts(run, flat(config), {manifest.stage: manifest for manifest in manifests})
 
 
-class _Entry(NamedTuple):
-    """One run of MLflow: a stage, or the whole workflow."""
-
-    run_id: str
-    tags: dict[str, str]
-
-
-@contextlib.contextmanager
-def _opened(address: str, run: str) -> Iterator[tuple[httpx.Client, dict[str, _Entry]]]:
-    """A client, and stage -> its entry, oldest first; the name of the workflow's own is empty."""
-    with httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
-        entries = _search(client, run)
-        if "" not in entries:
-            raise ConfigError(f"MLflow knows no run {run}.")
-        yield client, entries
+def _open(address: str, run: str) -> tuple[Rest, dict[str, MlflowEntry]]:
+    """MLflow, and stage -> its entry, oldest first; the name of the workflow's own is empty."""
+    api = Rest(address, seconds=60.0)
+    entries = _search(api, run)
+    if "" not in entries:
+        raise ConfigError(f"MLflow knows no run {run}.")
+    return api, entries
 
 
-def _search(client: httpx.Client, run: str) -> dict[str, _Entry]:
+def _search(api: Rest, run: str) -> dict[str, MlflowEntry]:
     if not re.fullmatch(r"[A-Za-z0-9._-]+", run):  # used in a filter expression
         return {}
-    experiments = _post(client, "experiments/search", {"max_results": 1000}).get("experiments", [])
-    query = {
-        "experiment_ids": [item["experiment_id"] for item in experiments],
-        "filter": f"tags.`{RUN_TAG}` = '{run}'",
-        "max_results": 100,
-    }
-    found = {}
-    for item in sorted(_post(client, "runs/search", query).get("runs", []), key=lambda it: it["info"]["start_time"]):
-        tags = {tag["key"]: tag["value"] for tag in item["data"].get("tags", [])}
-        found[tags[STAGE_TAG]] = _Entry(item["info"]["run_id"], tags)
-    return found
-
-
-def _artifact(client: httpx.Client, run_id: str, name: str) -> bytes:
-    answer = client.get("/get-artifact", params={"run_uuid": run_id, "path": name})
-    return answer.raise_for_status().content
-
-
-def _files(client: httpx.Client, run_id: str, path: str = "") -> list[str]:
-    answer = client.get("/api/2.0/mlflow/artifacts/list", params={"run_id": run_id, "path": path})
-    found: list[str] = []
-    for item in answer.raise_for_status().json().get("files", []):
-        found += _files(client, run_id, item["path"]) if item["is_dir"] else [item["path"]]
-    return found
-
-
-def _post(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer: dict[str, Any] = client.post(f"/api/2.0/mlflow/{path}", json=body).raise_for_status().json()
-    return answer
+    return {entry.tags[STAGE_TAG]: entry for entry in reversed(api.find(api.experiments(), RUN_TAG, run))}

@@ -41,8 +41,7 @@ def submission(config: Config, profile: str, release: str, group: str = "") -> S
     """The objects of one run of a composed configuration.  Of the Workflows in one ``group`` one runs at a time.
 
     Raises:
-        ConfigError: The run's name cannot be the name of a Workflow.
-    """
+        ConfigError: The run's name cannot be the name of a Workflow."""
     text, sha256 = freeze(config)
     run = config.run.name or f"run-{datetime.now(UTC):%Y%m%d-%H%M%S}-{sha256[:4]}"
     if not RUN_NAME.fullmatch(run):
@@ -81,8 +80,7 @@ def submit(cluster: Cluster, *all_of_them: Submission) -> None:
     """Creates all objects or none.
 
     Raises:
-        ClusterError: The chart, the profile, the version or a right is missing, or a name is taken.
-    """
+        ClusterError: The chart, the profile, the version or a right is missing, or a name is taken."""
     for template in {what.workflow["spec"]["workflowTemplateRef"]["name"] for what in all_of_them}:
         require_template(cluster, template)
     for what in all_of_them:
@@ -132,8 +130,7 @@ def find(cluster: Cluster, run: str) -> dict[str, Any]:
     """The newest Workflow of a run, found by its name, the start of its name, or ``last``.
 
     Raises:
-        ConfigError: No run or several runs match.
-    """
+        ConfigError: No run or several runs match."""
     there = workflows(cluster)
     names = list(dict.fromkeys(run_of(item) for item in there))
     name = choose(names, run, f"namespace {cluster.namespace} of {cluster.name}")
@@ -160,8 +157,7 @@ def resume(cluster: Cluster, run: str) -> Submission:
     """Submits the next attempt of a run that has ended.
 
     Raises:
-        ConfigError: The run has not ended yet, or it succeeded.
-    """
+        ConfigError: The run has not ended yet, or it succeeded."""
     last = find(cluster, run)
     name, now = run_of(last), phase(last)
     if now not in ENDED:

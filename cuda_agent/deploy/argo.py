@@ -2,12 +2,9 @@
 
     prepare ─► a task a stage ─► finish;  on failure: exit ─► finish
 
-One template serves every variant of the graph: a task is skipped without a pod when ``prepare`` reports that the cache
-has its stage or that the run's graph leaves it out.  A stage that Ray can spread over several pods has a second task,
-which creates the stage's Ray cluster and follows it; ``prepare`` chooses between the two.
-
-The chart merges image, resources, placement and names for each profile into the template.  A submission passes ``run``,
-``config`` and optionally a ``group``.  Only fields that Argo 3.7 and 4.x both have are used.
+One template serves every variant of the graph: a task is skipped when ``prepare`` reports that the cache has its stage
+or that the run's graph leaves it out.  A stage that Ray can spread over several pods has a second task; ``prepare``
+chooses between the two.  The chart merges each profile into the template, which uses fields of both Argo 3.7 and 4.x.
 """
 
 import json
@@ -110,7 +107,6 @@ def cron_workflow() -> dict[str, Any]:
 
 
 def _template(name: str, templates: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """Returns a WorkflowTemplate that begins with the first of its templates."""
     spec = {
         "entrypoint": templates[0]["name"],
         "activeDeadlineSeconds": 14 * DAY,
@@ -132,8 +128,7 @@ def _typed(model: type[BaseModel], kind: str, name: str, spec: Mapping[str, Any]
     """Returns the object as Hera's model of its kind renders it.
 
     Raises:
-        ValueError: A field has a wrong type or name.
-    """
+        ValueError: A field has a wrong type or name."""
     made = {"apiVersion": "argoproj.io/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
     rendered = model.model_validate(made).model_dump(mode="json", by_alias=True, exclude_none=True)
     if rendered != made:
@@ -198,7 +193,6 @@ _PLACES = {variable: f"{{{{inputs.parameters.{name}}}}}" for name, variable in P
 
 
 def _manifest(stage: Stage) -> dict[str, Any]:
-    """Inputs and outputs of a step that runs a stage."""
     artifact = {
         "name": "manifest",
         "path": MANIFEST_FILE,

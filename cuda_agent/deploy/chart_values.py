@@ -102,20 +102,16 @@ class Profile(ValuesGroup):
     ray: RayPods = value(RayPods(), "several pods for stages whose runtime is ray")
 
 
-SMALL = Resources(
-    requests={"cpu": "100m", "memory": "512Mi"}, limits={"cpu": "1", "memory": "1Gi", "ephemeral-storage": "2Gi"}
-)
-WORK = Resources(
-    requests={"cpu": "500m", "memory": "2Gi"}, limits={"cpu": "2", "memory": "8Gi", "ephemeral-storage": "20Gi"}
-)
-_JUDGE = Resources(
-    requests={"cpu": "500m", "memory": "1Gi"}, limits={"cpu": "2", "memory": "6Gi", "ephemeral-storage": "10Gi"}
-)
+def _resources(cpu: str, memory: str, most_cpu: str, most_memory: str, disk: str, **more: int) -> Resources:
+    limits = {"cpu": most_cpu, "memory": most_memory, "ephemeral-storage": disk} | more
+    return Resources(requests={"cpu": cpu, "memory": memory}, limits=limits)
+
+
+SMALL = _resources("100m", "512Mi", "1", "1Gi", "2Gi")
+WORK = _resources("500m", "2Gi", "2", "8Gi", "20Gi")
+_JUDGE = _resources("500m", "1Gi", "2", "6Gi", "10Gi")
 _GPU = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-_WITH_GPU = Resources(
-    requests={"cpu": "8", "memory": "64Gi"},
-    limits={"cpu": "16", "memory": "128Gi", "ephemeral-storage": "500Gi", "nvidia.com/gpu": 1},
-)
+_WITH_GPU = _resources("8", "64Gi", "16", "128Gi", "500Gi", **{"nvidia.com/gpu": 1})
 PROFILES = {
     "cpu": Profile(
         defaults=Placement(resources=WORK),

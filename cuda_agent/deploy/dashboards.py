@@ -15,22 +15,14 @@ _PANELS = (  # title, expression, legend, unit
     ("Servers that are ready", f"sum({_P}ready)", "ready", "short"),
 )
 _ALERTS = (  # name, expression, for, severity, summary
-    (
-        "CudaAgentSandboxUnready", f"{_P}ready == 0", "10m", "warning",
-        "A sandbox server is not ready: a wall or the compiler is missing; its /readyz says which.",
-    ),
-    (
-        "CudaAgentSandboxFaults", f"increase({_P}infra_faults_total[30m]) > 5", "0m", "warning",
-        "A sandbox server fails by its own fault again and again: its device or machine may be sick.",
-    ),
-    (
-        "CudaAgentSandboxCheats", f'sum(increase({_P}verdicts_total{{status="cheat"}}[1h])) > 20', "0m", "info",
-        "A policy has learned to cheat, or somebody tries: look at the verdicts of this hour.",
-    ),
-    (
-        "CudaAgentSandboxQueue", f"min({_P}queue_length) > 100", "30m", "info",
-        "All sandbox servers have long queues: more replicas of the pool would make runs faster.",
-    ),
+    ("CudaAgentSandboxUnready", f"{_P}ready == 0", "10m", "warning",
+     "A sandbox server is not ready: a wall or the compiler is missing; its /readyz says which."),
+    ("CudaAgentSandboxFaults", f"increase({_P}infra_faults_total[30m]) > 5", "0m", "warning",
+     "A sandbox server fails by its own fault again and again: its device or machine may be sick."),
+    ("CudaAgentSandboxCheats", f'sum(increase({_P}verdicts_total{{status="cheat"}}[1h])) > 20', "0m", "info",
+     "A policy has learned to cheat, or somebody tries: look at the verdicts of this hour."),
+    ("CudaAgentSandboxQueue", f"min({_P}queue_length) > 100", "30m", "info",
+     "All sandbox servers have long queues: more replicas of the pool would make runs faster."),
 )  # fmt: skip
 
 

@@ -8,10 +8,9 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from cuda_agent.config import SandboxConfig
 
@@ -23,15 +22,12 @@ class Check:
     text: str
     mend: str = ""  # a command, or what to do
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def examine(store_uri: str, mlflow_uri: str) -> Iterator[Check]:
     """Yields all checks, one after the other; none raises."""
     checks: list[tuple[str, Callable[[], Check]]] = [
         ("system", _system),
-        ("python", _python),
+        ("python", lambda: Check("python", True, platform.python_version())),
         ("headers", _headers),
         ("memory", _memory),
         ("processors", _processors),
@@ -69,11 +65,6 @@ def _check(name: str, ok: bool, text: str, mend: str = "") -> Check:
     return Check(name, ok, text, "" if ok else mend)
 
 
-def _python() -> Check:
-    ok = sys.version_info[:2] >= (3, 11)
-    return _check("python", ok, platform.python_version(), "make PYTHON=python3.11 environment")
-
-
 def _headers() -> Check:
     """Checks Python's headers: ``torch.compile``, one of the two baselines, builds against them."""
     path = Path(sysconfig.get_path("include")) / "Python.h"
@@ -103,8 +94,7 @@ def _package(name: str, mend: str) -> Check:
 
 
 def _compiler() -> Check:
-    found = shutil.which("g++")
-    if found is None:
+    if (found := shutil.which("g++")) is None:
         return Check("compiler", False, "no g++", "apt-get install g++   (dnf install gcc-c++)")
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "probe.cpp", f"{folder}/probe.so"
@@ -146,8 +136,7 @@ def _store(uri: str) -> Check:
 def _disk(uri: str) -> Check:
     from cuda_agent.storage import local_folder
 
-    folder = local_folder(uri)
-    if folder is None:
+    if (folder := local_folder(uri)) is None:
         return Check("disk", True, "not on this machine")
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**30
     return _check("disk", free >= 3, f"{free:.1f} GiB free", "cuda-agent gc")

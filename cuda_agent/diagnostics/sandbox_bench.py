@@ -38,8 +38,7 @@ def formats_of(text: str | None) -> tuple[Format, ...]:
     """Parses ``plan,python`` to formats in their order; ``None`` gives all that can be measured.
 
     Raises:
-        ConfigError: A format does not exist, or has no solutions to measure.
-    """
+        ConfigError: A format does not exist, or has no solutions to measure."""
     wanted = list(_SOLUTIONS) if text is None else [name.strip() for name in text.split(",")]
     if unknown := [name for name in wanted if name not in _SOLUTIONS]:
         raise ConfigError(f"--formats: expected any of {', '.join(_SOLUTIONS)}, got {unknown[0]!r}")

@@ -17,7 +17,7 @@ from cuda_agent.config import Config, SandboxConfig
 from cuda_agent.errors import ConfigError, TaskError, UserError
 from cuda_agent.format_names import Format
 from cuda_agent.pipeline import runs
-from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
+from cuda_agent.pipeline.manifest import read_manifest
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.wire import Mode, Solution, Verdict
 from cuda_agent.storage import local_folder, open_store
@@ -94,7 +94,7 @@ def policy_folder(text: str, store_uri: str) -> Path:
         )
     store = open_store(store_uri)
     record = runs.find_run(store, run)
-    manifest = read_manifest(store, manifest_entry(record.name, stage))
+    manifest = read_manifest(store, record.name, stage)
     if manifest is None or "policy" not in manifest.outputs:
         raise BenchmarkError(f"benchmark: stage {stage} of run {record.name} has made no policy.")
     target = runs.local_home(store_uri) / "policies" / f"{record.name}-{stage}"

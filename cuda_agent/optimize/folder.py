@@ -22,6 +22,7 @@ from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import UserError
 from cuda_agent.optimize.attempt import Terms
 from cuda_agent.tasks.task import Task
+from cuda_agent.tracking import write_whole
 
 _BEGUN = ("model.py", "run.json", "transcript.jsonl", "report.html")  # all that a folder holds before the first turn
 _PLAYED = ("spent", "files", "verdict")  # events of a turn
@@ -166,10 +167,3 @@ def _unplayed(folder: Path) -> bool:
 def _clear(folder: Path) -> None:
     for name in _BEGUN:
         (folder / name).unlink(missing_ok=True)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replaces the file atomically."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)

@@ -23,7 +23,7 @@ from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import TaskError
 from cuda_agent.optimize.attempt import Attempt, least_tokens
 from cuda_agent.optimize.export import model_new
-from cuda_agent.optimize.folder import OptimizeError, SearchOrder, opened, so_far, write_whole
+from cuda_agent.optimize.folder import OptimizeError, SearchOrder, opened, so_far
 from cuda_agent.policy.chat import Form
 from cuda_agent.policy.served import ServedModel, ServedModelError, check_address
 from cuda_agent.sandbox.client import open_sandbox
@@ -32,6 +32,7 @@ from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.wire import Probe, TaskSpec, Verdict, printable
 from cuda_agent.tasks.io import task_from_file
 from cuda_agent.tasks.task import Task
+from cuda_agent.tracking import write_whole
 
 Watch = Callable[[Event], None]
 _CONFIRMED = 5  # most solutions judged strictly at the end, until one is confirmed

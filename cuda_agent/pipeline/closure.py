@@ -8,7 +8,6 @@ A module name put together at run time is not found: import plainly, or write th
 """
 
 import ast
-import contextlib
 import functools
 import hashlib
 import os
@@ -21,6 +20,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from cuda_agent.machine import processor_facts
 from cuda_agent.storage import canonical_json
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "pyarrow")
@@ -86,15 +86,8 @@ def device_name(device: str) -> str:
     if device == "cuda":
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         return _first_line_of(query) or "no GPU"
-    return f"{_cpu_model()}, {os.cpu_count()} cores, {_first_line_of(['g++', '--version']) or 'no g++'}"
-
-
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    model = processor_facts().get("model name") or platform.processor() or platform.machine()
+    return f"{model}, {os.cpu_count()} cores, {_first_line_of(['g++', '--version']) or 'no g++'}"
 
 
 def _first_line_of(command: list[str]) -> str:

@@ -38,11 +38,8 @@ class Left:
 
 def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
     """Fetches the episodes of all stages of the run into ``folder``; returns the files in the graph's order."""
-    found = []
-    for name, manifest in run_manifests(store, run, ROWS).items():
-        if left := _fetched(store, manifest, folder / name):
-            found.append(left)
-    return found
+    manifests = run_manifests(store, run, ROWS).items()
+    return list(filter(None, (_fetched(store, manifest, folder / name) for name, manifest in manifests)))
 
 
 def packed(store: Store, manifest: Manifest, folder: Path) -> list[Path]:

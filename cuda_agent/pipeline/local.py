@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,7 @@ from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError
 from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.graph import Stage, check, needs, stages_of
-from cuda_agent.pipeline.manifest import (
-    Manifest,
-    config_entry,
-    find_result,
-    identity_of,
-    is_whole,
-    manifest_entry,
-    publish,
-    read_manifest,
-)
+from cuda_agent.pipeline.manifest import Manifest, config_entry, is_whole, read_manifest, serve_from_cache
 from cuda_agent.pipeline.recorder import Recorder
 from cuda_agent.pipeline.spawn import PRELOAD, Spawner
 from cuda_agent.pipeline.stage_main import StageOrder
@@ -98,10 +89,9 @@ def run_pipeline(
     check(stages)
     outcome = RunOutcome(run="", code=EXIT_BUG)
     try:
-        with _prepare(config, new) as (store, home, run, sha256, resumed):
-            outcome.run, outcome.resumed = run.name, resumed
-            execution = _Execution(config, sha256, store, home, run, stages, table, watch, pause, outcome)
-            execution.run(preload)
+        with _prepare(config, new) as (store, home, run, outcome.resumed):
+            outcome.run = run.name
+            _Execution(config, store, home, run, stages, table, watch, pause, outcome).run(preload)
     except StoreError as error:
         outcome.code, outcome.message = EXIT_RETRY, str(error)
     except ConfigError as error:
@@ -110,7 +100,7 @@ def run_pipeline(
 
 
 @contextlib.contextmanager
-def _prepare(config: Config, new: bool) -> Iterator[tuple[Store, Path, runs.Run, str, bool]]:
+def _prepare(config: Config, new: bool) -> Iterator[tuple[Store, Path, runs.Run, bool]]:
     if config.run.store.startswith("memory:"):
         raise ConfigError("run.store: expected a folder or s3://bucket/prefix; memory:// ends with one process.")
     text, sha256 = freeze(config)
@@ -127,9 +117,8 @@ def _prepare(config: Config, new: bool) -> Iterator[tuple[Store, Path, runs.Run,
         if not no_gc:
             raise StoreError("`cuda-agent gc` is under way on this store. Wait for it to end.")
         store.create(config_entry(sha256), text.encode())
-        run = None if new else runs.newest_unfinished(store, sha256)
-        resumed = run is not None
-        yield store, home, run or runs.create_run(store, config, sha256), sha256, resumed
+        unfinished = None if new else runs.newest_unfinished(store, sha256)
+        yield store, home, unfinished or runs.create_run(store, config, sha256), unfinished is not None
 
 
 @dataclass
@@ -137,7 +126,6 @@ class _Execution:
     """The state of one call of ``run_pipeline``."""
 
     config: Config
-    sha256: str
     store: Store
     home: Path
     run_record: runs.Run
@@ -157,8 +145,8 @@ class _Execution:
         self.views = {stage.name: StageView(stage.name, stage.weight) for stage in self.stages}
         uri = self.config.run.mlflow or f"sqlite:///{self.home / 'mlflow.db'}"
         artifacts = self.home / "mlflow-artifacts" if uri.startswith("sqlite:") else None
-        run = self.run_record.name
-        self.recorder = Recorder(uri, self.store, self.config, self.sha256, run, self.stages, self._note, artifacts)
+        run = self.run_record
+        self.recorder = Recorder(uri, self.store, self.config, run.config, run.name, self.stages, self._note, artifacts)
 
     def run(self, preload: tuple[str, ...]) -> None:
         spawner = Spawner(preload)
@@ -217,17 +205,17 @@ class _Execution:
 
     def _serve_or_start(self, stage: Stage, spawner: Spawner) -> None:
         view = self.views[stage.name]
-        identity = identity_of(self.store, self.stages, stage, self.config, self.done)
-        if (result := find_result(self.store, self.run_record.name, identity)) is not None:
-            publish(self.store, self.run_record.name, result)
+        sha256, run = self.run_record.config, self.run_record.name
+        result = serve_from_cache(self.store, run, self.stages, stage, self.config, self.done)
+        if result is not None:
             self._finish(stage, result, "cached")
             return
         folder = self.scratch / stage.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        store, run = absolute_uri(self.config.run.store), self.run_record.name
-        order = StageOrder(store, self.sha256, run, stage.name, str(folder), str(self.home), self.table)
-        spawner.start(stage.name, order.to_json(), folder / "log.txt")
+        store = absolute_uri(self.config.run.store)
+        order = StageOrder(store, sha256, run, stage.name, str(folder), str(self.home), self.table)
+        spawner.start(stage.name, asdict(order), folder / "log.txt")
         self.running[stage.name] = stage
         view.state, view.began, view.attempt = "running", time.monotonic(), view.attempt + 1
 
@@ -238,12 +226,12 @@ class _Execution:
         with contextlib.suppress(StoreError, FileNotFoundError):
             self.store.put(f"runs/{self.run_record.name}/{stage.name}/log.txt", log)
         if code == EXIT_DONE:
-            manifest = read_manifest(self.store, manifest_entry(self.run_record.name, stage.name))
+            manifest = read_manifest(self.store, self.run_record.name, stage.name)
             assert manifest is not None, "a stage that exits 0 has written its manifest"
             self._finish(stage, manifest, "done")
             shutil.rmtree(folder, ignore_errors=True)
             return
-        view.message = outcome_message(folder) or f"stage {stage.name} was killed or crashed (exit code {code})"
+        view.message = outcome_message(folder, stage.name, code)
         if code == EXIT_RETRY and not self.stopping and view.attempt <= self.config.run.retries:
             for above in stage.upstream:  # a damaged input is made again
                 if not is_whole(self.store, self.done[above]):
@@ -311,11 +299,12 @@ def fetch_report(store: Store, home: Path, run: str, manifest: Manifest) -> Path
     return folder
 
 
-def outcome_message(folder: Path) -> str:
-    """Returns how a stage's process ended, in words, from its scratch folder; empty when it left no outcome."""
+def outcome_message(folder: Path, stage: str, code: int) -> str:
+    """Returns how a stage's process ended, in words, from its scratch folder."""
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-        return json.loads((folder / "outcome.json").read_text())["message"]
-    return ""
+        if message := json.loads((folder / "outcome.json").read_text())["message"]:
+            return message
+    return f"stage {stage} was killed or crashed (exit code {code})"
 
 
 @contextlib.contextmanager

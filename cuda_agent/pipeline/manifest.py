@@ -147,8 +147,12 @@ def config_entry(sha256: str) -> str:
     return f"configs/{sha256}.json"
 
 
-def read_manifest(store: Store, key: str) -> Manifest | None:
-    """Returns the manifest; None when absent."""
+def read_manifest(store: Store, run: str, stage: str) -> Manifest | None:
+    """Returns the result of a stage that the run uses; None when absent."""
+    return _read(store, manifest_entry(run, stage))
+
+
+def _read(store: Store, key: str) -> Manifest | None:
     return Manifest.from_bytes(store.get(key)) if store.exists(key) else None
 
 
@@ -159,11 +163,19 @@ def is_whole(store: Store, manifest: Manifest) -> bool:
 
 def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
     """Returns a result of this identity from the cache, or from this run if it died before writing the cache entry."""
-    cached = read_manifest(store, cache_entry(identity.stage, identity.key))
+    cached = _read(store, cache_entry(identity.stage, identity.key))
     if cached and is_whole(store, cached):
         return cached
-    own = read_manifest(store, manifest_entry(run, identity.stage))
+    own = read_manifest(store, run, identity.stage)
     return own if own and own.key == identity.key and is_whole(store, own) else None
+
+
+def serve_from_cache(
+    store: Store, run: str, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest]
+) -> Manifest | None:
+    """Links the result of a stage, if there is one, to this run.  The stages above it are in ``done``."""
+    result = find_result(store, run, identity_of(store, stages, stage, config, done))
+    return None if result is None else publish(store, run, result)
 
 
 def publish(store: Store, run: str, manifest: Manifest) -> Manifest:

@@ -5,8 +5,7 @@ does nothing.  Not covered: the store, from which results are read.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +103,3 @@ class Recorder:
             sections = self._sections[stage]
             settings = {key: value for key, value in flat(self._config).items() if key.split(".")[0] in sections}
             self._mirror.update(stage, params=settings, **facts)
-
-
-@contextmanager
-def recording(*args: Any, seconds: float, **options: Any) -> Iterator[Recorder]:
-    """Opens a ``Recorder`` and closes it at the end, within ``seconds``."""
-    recorder = Recorder(*args, **options)
-    try:
-        yield recorder
-    finally:
-        recorder.close(seconds)

@@ -15,7 +15,7 @@ from cuda_agent.compose import flat, load
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError
 from cuda_agent.pipeline.graph import Stage, stages_of
-from cuda_agent.pipeline.manifest import Manifest, config_entry, manifest_entry, read_manifest
+from cuda_agent.pipeline.manifest import Manifest, config_entry, read_manifest
 from cuda_agent.storage import Store, local_folder
 from cuda_agent.tracking import Sweep
 
@@ -145,18 +145,18 @@ def sweep_of(store: Store, config: Config) -> Sweep | None:
     return Sweep(name, lambda make: agree(store, f"sweeps/{name}/mlflow", make)) if name else None
 
 
-def run_config(store: Store, run: Run) -> Config:
-    return load(store.get(config_entry(run.config)).decode(), run.config)
+def read_config(store: Store, sha256: str) -> Config:
+    return load(store.get(config_entry(sha256)).decode(), sha256)
 
 
 def run_graph(store: Store, run: Run) -> tuple[Stage, ...]:
     """Returns the stages of a run, from its configuration."""
-    return stages_of(run_config(store, run))
+    return stages_of(read_config(store, run.config))
 
 
 def run_manifests(store: Store, run: Run, stages: Sequence[Stage]) -> dict[str, Manifest]:
     """Returns the manifests of the stages that are done, in the table's order."""
-    found = {stage.name: read_manifest(store, manifest_entry(run.name, stage.name)) for stage in stages}
+    found = {stage.name: read_manifest(store, run.name, stage.name) for stage in stages}
     return {name: manifest for name, manifest in found.items() if manifest is not None}
 
 
@@ -170,7 +170,7 @@ class Facts:
 
 
 def facts(store: Store, run: Run, stages: Sequence[Stage]) -> Facts:
-    return Facts(run.name, flat(run_config(store, run)), run_manifests(store, run, stages))
+    return Facts(run.name, flat(read_config(store, run.config)), run_manifests(store, run, stages))
 
 
 def diff(one: Facts, other: Facts) -> dict[str, Any]:

@@ -124,7 +124,5 @@ def require_base(base: str | None) -> None:
 
 def parameter_count(policy: PolicyConfig) -> int:
     """Returns the number of parameters of the small model that ``policy`` describes (Qwen3, tied embeddings)."""
-    head = policy.hidden // policy.heads
-    attention = policy.hidden * head * (2 * policy.heads + 2 * policy.kv_heads) + 2 * head
-    layer = attention + 3 * policy.hidden * policy.intermediate + 2 * policy.hidden
-    return policy.vocab * policy.hidden + policy.layers * layer + policy.hidden
+    shape = shape_of_policy(policy)
+    return shape.parameters + 2 * shape.head * shape.layers  # with the norms of single heads

@@ -1,12 +1,9 @@
 """The fork server of stage processes: it imports torch and transformers once and forks a process for each stage.
 
-A stage starts in milliseconds instead of the seconds that its imports take.  The server never runs a tensor operation
-and starts no thread (OpenBLAS starts threads on import and restarts them after a fork), so its fork is as good as a
-fresh process.  When a process dies, its children die too: server and stages ask the kernel for SIGKILL when their
-parent dies, and the process group of a stage is killed when the stage ends.
-
-Executor and server exchange JSON objects, one per packet of a socket.  Grandchildren that leave the process group have
-to watch their parent (the sandbox does).
+The server runs no tensor operation and starts no thread (OpenBLAS restarts its own after a fork): its fork is as good
+as a fresh process.  When a process dies, its children die too: the kernel kills server and stages with their parent,
+and the process group of a stage ends with it.  Grandchildren that leave the group watch their parent (the sandbox
+does).  Executor and server exchange JSON objects, one per packet of a socket.
 """
 
 import contextlib
@@ -51,8 +48,8 @@ class Spawner:
                     env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
                 )
 
-    def start(self, name: str, order: str, log: Path) -> None:
-        """Starts a stage.  ``order`` is ``stage_main.StageOrder`` as JSON; stdout and stderr go to ``log``."""
+    def start(self, name: str, order: dict[str, Any], log: Path) -> None:
+        """Starts a stage.  ``order`` has the fields of ``stage_main.StageOrder``; stdout and stderr go to ``log``."""
         self.open()
         self._running.add(name)
         self._tell({"start": name, "order": order, "log": str(log)})
@@ -148,7 +145,7 @@ def _fork(message: dict[str, Any]) -> int:
             os.dup2(descriptor, target)
         from cuda_agent.pipeline.stage_main import StageOrder, run_stage
 
-        code = run_stage(StageOrder(**json.loads(message["order"])))
+        code = run_stage(StageOrder(**message["order"]))
     except BaseException:
         traceback.print_exc()
     finally:

@@ -15,12 +15,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.compose import load, restricted
+from cuda_agent.compose import restricted
 from cuda_agent.config import Config
 from cuda_agent.context import StageContext
 from cuda_agent.errors import EXIT_BUG, EXIT_DONE, EXIT_RETRY, BadConfiguration, TryAgain
@@ -29,16 +29,14 @@ from cuda_agent.pipeline.graph import Stage, ancestors, stages_of
 from cuda_agent.pipeline.manifest import (
     Identity,
     Manifest,
-    config_entry,
     find_result,
     identity_of,
     key_entry,
-    manifest_entry,
     placed,
     publish,
     read_manifest,
 )
-from cuda_agent.pipeline.runs import try_lock
+from cuda_agent.pipeline.runs import read_config, try_lock
 from cuda_agent.storage import Store, open_store
 from cuda_agent.tracking import FileTracker
 
@@ -55,9 +53,6 @@ class StageOrder:
     scratch: str
     local: str
     table: str = ""  # ``package.module:NAME`` in place of the configuration's graph
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
@@ -103,7 +98,7 @@ def run_stage(order: StageOrder) -> int:
 
 def _run(order: StageOrder, scratch: Path, should_stop: Callable[[], bool]) -> None:
     store = open_store(order.store)
-    config = load(store.get(config_entry(order.config)).decode(), order.config)
+    config = read_config(store, order.config)
     stages = graph_of(config, order.table)
     stage = next((row for row in stages if row.name == order.stage), None)
     if stage is None:
@@ -159,15 +154,11 @@ def _make(
     if empty:
         raise RuntimeError(f"stage {stage.name} returned without writing {', '.join(empty)}")
     tracker.save(work / "said")
+    shared = ("stage", "key", "code", "environment", "device", "inputs")
     manifest = Manifest(
-        stage=stage.name,
+        **{fact: getattr(identity, fact) for fact in shared},
         run=order.run,
-        key=identity.key,
-        code=identity.code,
-        environment=identity.environment,
-        device=identity.device,
         config=order.config,
-        inputs=identity.inputs,
         outputs=made,
         metrics=store.put_folder(work / "said"),
         seconds=round(checkpoints.seconds, 3),
@@ -187,7 +178,7 @@ def _say(text: str) -> None:
 def _manifests_above(store: Store, run: str, stages: Sequence[Stage], stage: Stage) -> dict[str, Manifest]:
     done = {}
     for name in ancestors(stages, stage.name):
-        manifest = read_manifest(store, manifest_entry(run, name))
+        manifest = read_manifest(store, run, name)
         if manifest is None:
             raise BadConfiguration(f"Stage {stage.name} needs {name}, which is not done in run {run}.")
         done[name] = manifest

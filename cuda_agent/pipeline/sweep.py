@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from cuda_agent.compose import compose, freeze
+from cuda_agent.compose import compose, freeze, parse_override
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_RETRY, ConfigError
 from cuda_agent.pipeline.local import RunOutcome
@@ -88,16 +88,11 @@ def _is_done(point: Point) -> bool:
 
 def _read(overrides: Sequence[str]) -> tuple[str, list[str], dict[str, list[str]]]:
     """Returns the name, the overrides of all runs, and the choices of each swept key as overrides of one value."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     name, fixed, swept = "", [], {}
     for text in overrides:
-        try:
-            (override,) = OverridesParser.create().parse_overrides([text])
-        except HydraException:
-            compose([text])  # raises the detailed error
-            raise
+        override = parse_override(text)
         key = override.key_or_group
         if not override.is_sweep_override():
             if key == "run.name":

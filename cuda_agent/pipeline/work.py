@@ -31,7 +31,6 @@ Estimate = Callable[[Config], Work]
 
 
 def synthesis(config: Config) -> Work:
-    """Returns the work of sampling, filtering and compiling tasks."""
     tasks, heldout = config.synthesis, _heldout(config)
     compiled = min(tasks.max_candidates, 4 * heldout)
     return Work(samples=tasks.train + heldout, overhead=1.5 * compiled)
@@ -39,15 +38,12 @@ def synthesis(config: Config) -> Work:
 
 def bootstrap(config: Config) -> Work:
     """Returns the work of imitation from scratch; almost none where there is a base."""
-    settings = config.bootstrap
-    work = Work(overhead=10, models=1, longest=config.policy.context, from_scratch=True)
+    work, settings = Work(overhead=10, models=1, longest=config.policy.context, from_scratch=True), config.bootstrap
     if config.policy.base is not None:
         return work
-    tokens = settings.steps * settings.tokens_per_step
-    return replace(
-        work, samples=settings.examples, tokens=tokens, optimizer_steps=settings.steps, trained=tokens,
-        most_seconds=settings.max_seconds,
-    )  # fmt: skip
+    steps, tokens = settings.steps, settings.steps * settings.tokens_per_step
+    trained = replace(work, samples=settings.examples, tokens=tokens, optimizer_steps=steps, trained=tokens)
+    return replace(trained, most_seconds=settings.max_seconds)
 
 
 def ppo(ppo: Ppo, answer_tokens: int) -> Work:
@@ -67,12 +63,10 @@ def ppo(ppo: Ppo, answer_tokens: int) -> Work:
 
 
 def collect(config: Config) -> Work:
-    """Returns the work of playing episodes of the agent loop on the training tasks."""
     return _play(config, config.synthesis.train * config.collect.samples, config.agent.turns, 0.05)
 
 
 def supervised(config: Config, settings: Sft | CriticConfig) -> Work:
-    """Returns the work of epochs over the collected episodes."""
     collected = collect(config)
     tokens = collected.tokens * settings.epochs
     return Work(
@@ -87,7 +81,6 @@ def supervised(config: Config, settings: Sft | CriticConfig) -> Work:
 
 
 def evaluate(config: Config) -> Work:
-    """Returns the work of playing episodes on the held-out tasks."""
     return _play(config, _heldout(config) * config.evaluate.samples, config.evaluate.turns, 0.1)
 
 

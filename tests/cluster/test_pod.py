@@ -21,7 +21,7 @@ from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError, TryAgain
 from cuda_agent.pipeline import gc, runs
 from cuda_agent.pipeline.local import run_pipeline
-from cuda_agent.pipeline.manifest import config_entry, manifest_entry, outcome_entry, read_manifest
+from cuda_agent.pipeline.manifest import config_entry, outcome_entry, read_manifest
 from cuda_agent.storage import open_store
 
 DRILL = Path(__file__).parents[1] / "pipeline"
@@ -98,7 +98,7 @@ def whole_run(here: PodEnvironment, sha256: str, run: str = "a") -> dict[str, st
 
 def outputs(here: PodEnvironment, run: str = "a") -> dict[str, dict[str, str]]:
     store = open_store(here.store)
-    manifests = {row.name: read_manifest(store, manifest_entry(run, row.name)) for row in table.STAGES}
+    manifests = {row.name: read_manifest(store, run, row.name) for row in table.STAGES}
     return {name: manifest.outputs for name, manifest in manifests.items() if manifest}
 
 

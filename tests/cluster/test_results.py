@@ -112,10 +112,7 @@ def test_the_log_of_a_stage_that_failed_is_kept_and_its_status_too(server, tmp_p
     _, code = in_pods(server, tmp_path, "broken", 2, monkeypatch)
     assert code == 1 and any("ZeroDivisionError" in line for line in results.log(server, "broken", "make"))
     assert results.logged(server, "broken") == ["make"]
-    with results._opened(server, "broken") as (client, entries):
-        asked = {"run_id": entries["make"].run_id}
-        found = client.get("/api/2.0/mlflow/runs/get", params=asked).json()["run"]
-    assert found["info"]["status"] == "FAILED"
+    assert results._open(server, "broken")[1]["make"].status == "FAILED"
     with pytest.raises(ConfigError, match="Run broken has not run train"):
         results.log(server, "broken", "train")
 

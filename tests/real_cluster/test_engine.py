@@ -17,7 +17,7 @@ from canaries import open_bucket
 from kubectl import Cluster, script, wait_for
 from release import Release, merged, release, values
 
-from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
+from cuda_agent.pipeline.manifest import read_manifest
 from cuda_agent.tracking import read_metrics
 
 PYTHON = os.environ.get("CUDA_AGENT_VLLM_PYTHON", "")
@@ -96,7 +96,7 @@ def seen(served: Release, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     runs.succeeded(space, RUN)
     with open_bucket(served) as store:
         for name in ("warmup", "agentic"):
-            manifest = read_manifest(store, manifest_entry(RUN, name))
+            manifest = read_manifest(store, RUN, name)
             assert manifest is not None
             store.get_folder(manifest.metrics, folder / name)
             steps = read_metrics(folder / name / "metrics.jsonl")

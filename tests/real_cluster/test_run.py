@@ -24,7 +24,7 @@ from runs import succeeded
 
 from cuda_agent.cluster.rayjobs import can_be_spread, task_name
 from cuda_agent.pipeline.graph import ROWS, STAGES
-from cuda_agent.pipeline.manifest import manifest_entry, read_manifest
+from cuda_agent.pipeline.manifest import read_manifest
 
 pytestmark = pytest.mark.cluster
 
@@ -69,7 +69,7 @@ def finished(installed: Release, name: str) -> Run:
     succeeded(installed.cluster, name)
     seconds = time.monotonic() - begun
     with open_bucket(installed) as store:
-        manifests = {stage: read_manifest(store, manifest_entry(name, stage)) for stage in NAMES}
+        manifests = {stage: read_manifest(store, name, stage) for stage in NAMES}
     outputs = {stage: manifest.outputs for stage, manifest in manifests.items() if manifest}
     return Run(name, installed, submitted, seconds, outputs)
 
