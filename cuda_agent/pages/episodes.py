@@ -19,14 +19,6 @@ MOST = 200  # episodes of a page, unless asked for more
 LARGEST = 12 << 20  # characters of all of them
 SHADES = ((-0.0513, "95 %"), (-0.357, "70 %"), (-0.916, "40 %"), (-2.303, "10 %"), (-4.605, "1 %"))
 """(lowest log-probability, the probability in words) of each shade but the last."""
-_SORTS = (
-    ("", "as listed"),
-    ("reward", "reward"),
-    ("speedup", "speed-up"),
-    ("turns", "turns"),
-    ("tokens", "tokens"),
-    ("logprob", "surprise"),
-)
 
 
 def render(title: str, entries: Sequence[EpisodeEntry], found: int, asked: str, most: int = MOST) -> str:
@@ -44,22 +36,16 @@ def render(title: str, entries: Sequence[EpisodeEntry], found: int, asked: str, 
     values = {name: sorted({str(getattr(row, name)) for row in rows}) for name in ("stage", "status", "ended")}
     return page(
         "episodes.html.j2",
-        f"{title}: episodes",
-        [("episodes", "Episodes")],
-        "the episodes",
         styles=("optimize.css", "episodes.css"),
         script="episodes.js",
+        of=title,
         cards=cards,
         count=f"{plural(len(rows), 'episode')} of {plural(len({row.task for row in rows}), 'task')}",
         correct=share(sum(row.status == "ok" for row in rows) / len(rows)) if rows else "",
         facts=[asked, *(f"{stage} {sum(row.stage == stage for row in rows)}" for stage in values["stage"])],
         fitting=len(entries),
         found=found,
-        selects=[
-            (name, name.capitalize(), [("", "any"), *((value, value) for value in known)])
-            for name, known in values.items()
-        ],
-        sorts=_SORTS,
+        selects=values,
         shades=[said for _, said in SHADES],
     )
 

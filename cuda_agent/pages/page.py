@@ -65,41 +65,19 @@ def part(template: str, **values: Any) -> Markup:
     return Markup(_environment().get_template(template).render(**values))
 
 
-def page(
-    template: str,
-    title: str,
-    sections: Sequence[tuple[str, str]],
-    skip: str,
-    styles: Sequence[str] = (),
-    script: str = "",
-    **values: Any,
-) -> str:
+def page(template: str, styles: Sequence[str] = (), script: str = "", **values: Any) -> str:
     """A whole page.
 
     Args:
-        template: Extends ``page.html.j2``, with a block for the head, the footer and each section.
-        title: Of the browser's tab.
-        sections: (id, title) of each, in their order; the id is also the name of its block.
-        skip: What the link to the first section leads to, in words.
+        template: Extends ``page.html.j2``.
         styles: Files whose rules follow those of ``report.css``.
         script: A file with the page's only script.
         values: What the template shows.
     """
     folder = files("cuda_agent.pages")
     code = (folder / script).read_text() if script else ""
-    parts = ["default-src 'none'", "style-src 'unsafe-inline'", "base-uri 'none'", "form-action 'none'"]
+    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     if code:
-        parts.append(f"script-src 'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'")
-    return (
-        _environment()
-        .get_template(template)
-        .render(
-            title=title,
-            sections=sections,
-            skip=skip,
-            style=Markup("".join((folder / name).read_text() for name in ("report.css", *styles))),
-            script=Markup(code),
-            policy=Markup("; ".join(parts)),
-            **values,
-        )
-    )
+        policy += f"; script-src 'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
+    style = Markup("".join((folder / name).read_text() for name in ("report.css", *styles)))
+    return part(template, style=style, script=Markup(code), policy=Markup(policy), **values)
