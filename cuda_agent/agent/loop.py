@@ -227,7 +227,7 @@ class TokenPlayer(EpisodePlayer):
         room, chat = self.room, self.chat
         if room <= 0:
             return None
-        params = SamplingParams(room, _seed(self.seed, turn), self.settings.temperature, chat.stop_ids, self.id)
+        params = SamplingParams(room, seed_of(self.seed, turn), self.settings.temperature, chat.stop_ids, self.id)
         if current := _ROUND.get():
             await current[0].turn(current[1])
         completion = await self.engine.generate(tuple(self.episode.ids), params)
@@ -247,9 +247,9 @@ class TokenPlayer(EpisodePlayer):
         return f"{head}\n...\n{tail}"
 
 
-def _seed(seed: int, turn: int) -> int:
-    """Returns a 63-bit seed for one turn of one episode."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{turn}".encode()).digest()[:8], "big") >> 1
+def seed_of(seed: int, name: object) -> int:
+    """Returns a 63-bit seed for ``name``, an episode or a turn of one, under ``seed``."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
 
 
 # --------------------------------------------------------------------------------------------------------- many at once

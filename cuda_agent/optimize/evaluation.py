@@ -162,9 +162,8 @@ async def benchmark(
     Raises:
         BenchmarkError: ``output`` cannot be made.
     """
-    from cuda_agent.agent.loop import run_many
+    from cuda_agent.agent.loop import run_many, seed_of
     from cuda_agent.policy.episode import write_episodes
-    from cuda_agent.rl.rollouts import seed_of
     from cuda_agent.rl.scores import score, write_scores
     from cuda_agent.sandbox.client import open_sandbox
 

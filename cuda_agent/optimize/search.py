@@ -72,12 +72,8 @@ async def optimize(
     """Searches for a faster solution and writes the result into ``folder``.
 
     Args:
-        order: the request of a person.
-        settings: of the sandbox.
-        cache: folder of builds and baselines.
         source: the problem.
         folder: of the result; with ``resume`` it holds a search, which goes on.
-        resume: whether the search in ``folder`` goes on.
         watch: receives every event.
         stop: set by a person; the search ends with the best solution so far.
 

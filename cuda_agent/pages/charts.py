@@ -218,17 +218,14 @@ def clock_time(seconds: float | None) -> str:
 
 def duration(seconds: float | None) -> str:
     """A time of a kernel: ``12.3 µs``, ``1.2 ms``, ``2 s``"""
-    if seconds is None:
-        return "–"
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size:
-            return f"{number(seconds / size)} {unit}"
-    return f"{number(seconds / 1e-9)} ns"
+    return "–" if seconds is None else amount(seconds, "s", (("", 1), ("m", 1e-3), ("µ", 1e-6), ("n", 1e-9)))
 
 
-def amount(value: float, unit: str) -> str:
+def amount(
+    value: float,
+    unit: str,
+    prefixes: Sequence[tuple[str, float]] = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1)),
+) -> str:
     """33e6 and ``B`` -> ``33 MB``"""
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{number(value / size)} {prefix}{unit}"
-    return f"{number(value)} {unit}"
+    prefix, size = next((known for known in prefixes if value >= known[1]), prefixes[-1])
+    return f"{number(value / size)} {prefix}{unit}"

@@ -51,23 +51,15 @@ def render(title: str, entries: Sequence[EpisodeEntry], found: int, asked: str, 
 
 
 def _card(row: EpisodeRow, story: Story) -> str:
-    facts = {
-        "stage": row.stage, "status": row.status, "ended": row.ended, "reward": row.reward, "speedup": row.speedup,
-        "turns": row.turns, "tokens": row.tokens, "logprob": None if row.logprob is None else -row.logprob,
-    }  # fmt: skip
-    about = [row.id, f"ended: {ENDS.get(row.ended, row.ended)}", *(flag.replace("_", " ") for flag in row.flags)]
-    if row.logprob is not None:
-        about.append(f"{row.logprob:.3f} nats a token")
-    verdicts = [("The verdict", story.verdict)] if story.verdict else []
-    if story.best and story.best != story.verdict:
-        verdicts.append(("Its best state on the way", story.best))
+    verdicts = {"The verdict": story.verdict, "Its best state on the way": story.best}
+    if story.best == story.verdict:
+        del verdicts["Its best state on the way"]
     return part(
         "episode.html.j2",
         row=row,
         story=story,
-        data={name: str(value) for name, value in facts.items() if value is not None},
-        about=about,
-        verdicts=[(heading, Verdict.from_json(verdict).to_json()) for heading, verdict in verdicts],
+        ended=ENDS.get(row.ended, row.ended),
+        verdicts={heading: Verdict.from_json(verdict).to_json() for heading, verdict in verdicts.items() if verdict},
         files=[(path, text[:20_000]) for path, text in sorted(story.files.items())[:20]],
         shade=_shade,
     )

@@ -227,16 +227,8 @@ def _attempts(events: Sequence[Event]) -> list[dict[str, Any]]:
         own = [event for event in events if event["attempt"] == attempt]
         ended = next((event for event in reversed(own) if event["kind"] == "ended"), {"why": "", "summary": ""})
         best = max((event["factor"] or 0.0 for event in own if event["kind"] == "verdict"), default=0.0)
-        story = of_attempt(own, attempt)
-        turns = story.earlier + len(story.turns)
-        facts = [plural(turns, "turn"), f"best {factor(best) if best else 'none'}", ENDS.get(ended["why"], "")]
+        end, summary = ENDS.get(ended["why"], ""), ended["summary"]
         attempts.append(
-            {
-                "number": attempt,
-                "head": ", ".join(filter(None, facts)),
-                "summary": ended["summary"],
-                "open": attempt == 1 and turns <= 12,
-                "story": story,
-            }
+            {"number": attempt, "best": best, "end": end, "summary": summary, "story": of_attempt(own, attempt)}
         )
     return attempts

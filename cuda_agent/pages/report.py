@@ -12,7 +12,7 @@ from typing import Any
 
 from cuda_agent.pages.charts import clock_time, histogram, line_chart, number, share
 from cuda_agent.pages.page import page
-from cuda_agent.pages.tables import FAMILIES, METRICS, cell, change_cell, groups, headline, operators
+from cuda_agent.pages.tables import FAMILIES, METRICS, cell, change_cell, groups, headline, operators, points
 
 Data = dict[str, Any]
 
@@ -52,6 +52,7 @@ def render(data: Data) -> str:
         groups=groups(data),
         cell=cell,
         change_cell=change_cell,
+        points=points,
         learning=_learning(stages),
         lowest_variance=LOWEST_EXPLAINED_VARIANCE,
         kernels=data.get("kernels", []),
