@@ -3,8 +3,6 @@
 There are two styles.  "full" spells out everything, for general models.  "compact" is for a small policy that is
 trained on this form: one word for the mode, and the task's source without what every task has.  Both are made from the
 task's code alone; nothing is executed.
-
-Not covered: token ids (``policy.chat``) and the work folder (``loop``).
 """
 
 import ast

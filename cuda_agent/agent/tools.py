@@ -4,6 +4,7 @@ Pure functions and one table.  The agent loop and the writers of example dialogu
 the same text.  Not covered: running the tools (``sandbox.workspace``).
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -47,10 +48,8 @@ def standing(verdict: Verdict) -> str:
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return ""
     least = {
-        "memory": verdict.bytes / verdict.peak_bytes_per_second
-        if verdict.bytes and verdict.peak_bytes_per_second
-        else 0,
-        "arithmetic": verdict.flops / verdict.peak_flops if verdict.flops and verdict.peak_flops else 0,
+        "memory": (verdict.bytes or 0) / (verdict.peak_bytes_per_second or math.inf),
+        "arithmetic": (verdict.flops or 0) / (verdict.peak_flops or math.inf),
     }
     limiter, seconds = max(least.items(), key=lambda item: item[1])
     if not seconds:

@@ -4,8 +4,6 @@
 ``SearchEnvironment`` is its environment.  The model runs on its server and every tool in the sandbox's
 workspace; none of their output is executed here.  ``progress.Findings`` keeps the best correct solution, so that an
 attempt can be stopped at any time.
-
-What it does not cover: training data (``agent.loop``), several attempts (``search``), and the display (``screen``).
 """
 
 import json

@@ -1,7 +1,4 @@
-"""The commands `evaluate` and `benchmark`: judges one solution, and measures a policy or any model on a task set.
-
-What it does not cover: judging (``sandbox``), playing (``agent``), scoring (``rl.scores``), parsing a command line.
-"""
+"""The commands `evaluate` and `benchmark`: judges one solution, and measures a policy or any model on a task set."""
 
 import asyncio
 import shutil

@@ -1,7 +1,6 @@
 """The report's charts: numbers -> inline SVG.
 
 Pure; colours and fonts come from the page's style sheet through classes, so one chart serves light, dark and paper.
-Does not: interactive charts, or anything that needs a script.
 """
 
 import math

@@ -3,8 +3,6 @@ sampled tokens shaded by their log-probability.
 
 Pure.  Everything is in the HTML and can be read without JavaScript; the one script of the page (``episodes.js``)
 searches, filters and sorts what is there.  The page stays bounded: episodes that do not fit are counted and left out.
-
-Does not: choose or read episodes (``pipeline.episodes``).
 """
 
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Pure.  A page loads nothing and runs nothing but the one script that it was made with, whose hash its policy names.
 Every value that a template shows is escaped, and characters that hide or reorder text are named; only ``Markup`` is
 taken as HTML: charts, highlighted sources and differences, which escape what they hold.
-
-Does not: charts (``charts``), or what a page says.
 """
 
 import base64

@@ -2,8 +2,6 @@
 
 Pure.  No script, no network, no fonts to load; light and dark by the reader's preference; prints.  An empty part says
 what is missing instead of vanishing.  The words are in ``report.html.j2``; here are the figures that they need.
-
-Not covered: computing scores (``rl.scores``) and choosing what is shown (``stages.report``).
 """
 
 import json
