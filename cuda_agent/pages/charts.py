@@ -75,12 +75,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def line_chart(
-    title: str,
-    points: Points,
-    *,
-    from_zero: bool = False,
-    rule: tuple[float, str] | None = None,
-    percent: bool = False,
+    title: str, points: Points, *, from_zero: bool = False, rule: tuple[float, str] | None = None, percent: bool = False
 ) -> Markup:
     """One curve; its axis fits the values, or includes zero.  ``rule`` draws a dashed line with its label."""
     width, height, left, right, top, bottom = 320, 178, 44, 14, 12, 28

@@ -24,14 +24,7 @@ Bar = tuple[str, float, str, str]  # label, value, what to say, class
 
 
 def render(
-    name: str,
-    code: str,
-    events: Sequence[Event],
-    best: Find | None,
-    probe: Probe,
-    why: str,
-    target: float,
-    where: str,
+    name: str, code: str, events: Sequence[Event], best: Find | None, probe: Probe, why: str, target: float, where: str
 ) -> str:
     """``best``: None where nothing was correct."""
     verdict = (best.strict or best.quick) if best else None

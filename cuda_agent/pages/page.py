@@ -28,20 +28,6 @@ def slug(text: str) -> str:
     return "".join(c if c.isascii() and c.isalnum() else "-" for c in text.lower())
 
 
-def times(verdict: Any) -> list[tuple[str, float, str, str]]:
-    """Bars of a verdict's times: its own, then each baseline with the speed-up over it."""
-    rows = [
-        ("kernel", verdict["seconds"], None, "own"),
-        ("torch.compile", verdict["compile_seconds"], verdict["speedup_compile"], ""),
-        ("eager", verdict["eager_seconds"], verdict["speedup_eager"], ""),
-    ]
-    return [
-        (label, seconds, charts.duration(seconds) + (f" ({charts.factor(ratio)})" if ratio else ""), css)
-        for label, seconds, ratio, css in rows
-        if seconds
-    ]
-
-
 @cache
 def _environment() -> Environment:
     environment = Environment(
@@ -52,7 +38,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=lambda value: visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )
-    own = (source, diff_rows, plural, slug, times)
+    own = (source, diff_rows, plural, slug)
     shared = (charts.number, charts.share, charts.factor, charts.duration, charts.clock_time)
     environment.globals.update({function.__name__: function for function in (*own, *shared)})
     return environment

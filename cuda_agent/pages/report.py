@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cuda_agent.pages.charts import clock_time, histogram, line_chart, number, share
+from cuda_agent.pages.charts import histogram, line_chart, number, share
 from cuda_agent.pages.page import page
 from cuda_agent.pages.tables import FAMILIES, METRICS, cell, change_cell, groups, headline, operators, points
 
@@ -60,8 +60,8 @@ def render(data: Data) -> str:
         funnel=funnel,
         histogram=histogram,
         stages=stages,
-        timed=_bars([(s["name"], s.get("seconds")) for s in stages], clock_time),
-        counted=_bars([(s["name"], _tokens(s) or None) for s in stages], number),
+        timed=[(stage["name"], stage["seconds"]) for stage in stages if stage.get("seconds") is not None],
+        counted=[(stage["name"], tokens) for stage in stages if (tokens := _tokens(stage))],
         facts=_run(data),
         config=data.get("config") or {},
         config_text=json.dumps(data.get("config") or {}, indent=2),
@@ -122,15 +122,6 @@ def funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
         dropped = f", {row['dropped']} dropped" if row["dropped"] else ""
         entries.append((row["filter"], row["passed"], f"{row['passed']}{dropped}", "" if row["dropped"] else "quiet"))
     return entries
-
-
-def _bars(values: Sequence[tuple[str, float | None]], say: Callable[[float | None], str]) -> Data:
-    """Bars of those that are known, and their sum in words."""
-    known = [(name, value) for name, value in values if value is not None]
-    return {
-        "rows": [(name, value, say(value), "") for name, value in known],
-        "total": say(sum(value for _, value in known)),
-    }
 
 
 def _tokens(stage: Data) -> float:
