@@ -130,7 +130,6 @@ class EpisodePlayer(ABC):
 
     @property
     def room(self) -> int:
-        """The most tokens of the next turn."""
         return min(self.settings.turn_tokens, self.settings.context - len(self.episode.ids))
 
     async def run(self, answer: Callable[[], Awaitable[Ended]] | None = None) -> Episode:

@@ -102,7 +102,6 @@ class SearchBudget:
 
     @property
     def left(self) -> float | None:
-        """Returns the seconds left."""
         return None if self.seconds is None else self.seconds - self.elapsed
 
     def lacks(self, prompt: int, sampled: int) -> str:

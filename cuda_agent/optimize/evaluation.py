@@ -232,11 +232,8 @@ async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) ->
 def score_lines(scores: Any) -> list[str]:
     """The paper's table as lines, one per group: final answer and best of the trajectory."""
 
-    def share(value: float | None) -> str:
-        return "–" if value is None else f"{value:.1%}"
-
-    def factor(value: float | None) -> str:
-        return "–" if value is None else f"{value:.2f}"
+    def said(value: float | None, form: str) -> str:
+        return "–" if value is None else format(value, form)
 
     lines = [
         f"{scores.policy}: {scores.episodes} episodes of {scores.tasks} tasks, {scores.infra} lost to faults of ours"
@@ -248,7 +245,8 @@ def score_lines(scores: Any) -> list[str]:
         lines += ["", title, head]
         for row in [table.overall, *table.families]:
             lines.append(
-                f"{row.group[:28]:28} {share(row.passed):>7} {share(row.faster_eager):>8} "
-                f"{share(row.faster_compile):>10} {factor(row.speedup_eager):>8} {factor(row.speedup_compile):>10}"
+                f"{row.group[:28]:28} {said(row.passed, '.1%'):>7} {said(row.faster_eager, '.1%'):>8} "
+                f"{said(row.faster_compile, '.1%'):>10} {said(row.speedup_eager, '.2f'):>8} "
+                f"{said(row.speedup_compile, '.2f'):>10}"
             )
     return lines

@@ -142,7 +142,6 @@ def of_attempt(events: Sequence[Event], number: int) -> Story:
 
 
 def token_texts(ids: Sequence[int], logprobs: Sequence[float], tokenizer: Any) -> list[Token]:
-    """Each sampled token as text."""
     if tokenizer is None:
         return [(f"⟨{number}⟩", logprob) for number, logprob in zip(ids, logprobs, strict=True)]
     from tokenizers.decoders import DecodeStream
@@ -222,7 +221,6 @@ def _changed(event: Event) -> StoryPart:
 
 
 def _told(event: Event) -> Iterable[StoryPart]:
-    """An event of a transcript."""
     kind = event["kind"]
     if kind == "message":
         message = event["message"]

@@ -69,7 +69,6 @@ def _times(verdict: Verdict | None, probe: Probe) -> list[Bar]:
 
 
 def _baselines(verdict: Verdict) -> dict[str, float]:
-    """Name -> seconds."""
     named = {"eager": verdict.eager_seconds, "torch.compile": verdict.compile_seconds}
     if strict := (verdict.strict or {}).get("baselines"):
         named = {" ".join((BASELINES[kind], precision)): strict[label] for label in strict
@@ -103,23 +102,23 @@ def shares_of_peak(verdict: Verdict) -> list[str]:
     """The use of the device's peak rates in one call, in words; empty where nothing was measured."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return []
+    peak = "the device's peak"
+    copied = peak if verdict.device == "cuda" else "a measured copy"
+    known = (
+        (verdict.bytes, "B", "inputs and outputs of {}", verdict.peak_bytes_per_second, copied,
+         "caches held a part, or not all was needed"),
+        (verdict.flops, "FLOP", "{} in the reference", verdict.peak_flops, peak, "rougher arithmetic, or less of it"),
+    )  # fmt: skip
     lines = []
-    copied = "the device's peak" if verdict.device == "cuda" else "a measured copy"
-    if verdict.bytes:
-        rate = verdict.bytes / verdict.seconds
-        lines.append(f"inputs and outputs of {amount(verdict.bytes, 'B')}: {amount(rate, 'B/s')}")
-        lines[-1] += _of_peak(rate, verdict.peak_bytes_per_second, copied, "caches held a part, or not all was needed")
-    if verdict.flops:
-        rate = verdict.flops / verdict.seconds
-        lines.append(f"{amount(verdict.flops, 'FLOP')} in the reference: {amount(rate, 'FLOP/s')}")
-        lines[-1] += _of_peak(rate, verdict.peak_flops, "the device's peak", "rougher arithmetic, or less of it")
+    for count, unit, what, most, best, why_more in known:
+        if count:
+            rate = count / verdict.seconds
+            lines.append(f"{what.format(amount(count, unit))}: {amount(rate, f'{unit}/s')}")
+            if most and rate > most:
+                lines[-1] += f", {rate / most:.2g} times {best}: {why_more}"
+            elif most:
+                lines[-1] += f", {rate / most:.0%} of {best}"
     return lines
-
-
-def _of_peak(rate: float, peak: float | None, best: str, why_more: str) -> str:
-    if not peak:
-        return ""
-    return f", {rate / peak:.2g} times {best}: {why_more}" if rate > peak else f", {rate / peak:.0%} of {best}"
 
 
 def _roofline(verdict: Verdict | None) -> dict[str, Any]:
@@ -214,7 +213,6 @@ def _track(events: Sequence[Event]) -> Markup | None:
 
 
 def _attempts(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Each attempt with its last turns."""
     attempts = []
     for attempt in sorted({event["attempt"] for event in events if event["attempt"]}):
         own = [event for event in events if event["attempt"] == attempt]

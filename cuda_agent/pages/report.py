@@ -105,7 +105,6 @@ def _series(stage: Data) -> dict[str, list[tuple[float, float]]]:
 
 
 def _figure(key: str, points: list[tuple[float, float]], before: str) -> tuple[str, str, str]:
-    """Title, last value and chart of one curve."""
     other = key, key.replace("_", " ").replace("/", " / "), False, False
     _, title, percent, from_zero = next((curve for curve in CURVES if curve[0] == key), other)
     title = before + (title[0].lower() + title[1:] if before else title)

@@ -98,7 +98,6 @@ def _row(policy: Data, which: str, group: str) -> Data | None:
 
 
 def _charts(policies: Sequence[Data], group: str) -> list[tuple[str, Markup]]:
-    """Title and chart of each metric."""
     figures = []
     for key, title, _ in METRICS:
         entries = []
