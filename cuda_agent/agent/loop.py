@@ -6,8 +6,6 @@ folder, ``run_single`` asks it for one answer without tools, ``run_many`` plays 
 An episode is one growing list of ids: sampled ids are appended unchanged (mask 1), prompt and tool results are encoded
 once (mask 0); text is never tokenized again.  An episode that has used up its budget (turns, tokens) ends and its
 workspace is judged; an infrastructure fault or the deadline leaves it without a reward.
-
-Not covered: tools, rules and verdict (``environment``).
 """
 
 import asyncio
@@ -132,7 +130,6 @@ class EpisodePlayer(ABC):
 
     @property
     def room(self) -> int:
-        """The most tokens of the next turn."""
         return min(self.settings.turn_tokens, self.settings.context - len(self.episode.ids))
 
     async def run(self, answer: Callable[[], Awaitable[Ended]] | None = None) -> Episode:
@@ -227,7 +224,7 @@ class TokenPlayer(EpisodePlayer):
         room, chat = self.room, self.chat
         if room <= 0:
             return None
-        params = SamplingParams(room, _seed(self.seed, turn), self.settings.temperature, chat.stop_ids, self.id)
+        params = SamplingParams(room, seed_of(self.seed, turn), self.settings.temperature, chat.stop_ids, self.id)
         if current := _ROUND.get():
             await current[0].turn(current[1])
         completion = await self.engine.generate(tuple(self.episode.ids), params)
@@ -247,9 +244,9 @@ class TokenPlayer(EpisodePlayer):
         return f"{head}\n...\n{tail}"
 
 
-def _seed(seed: int, turn: int) -> int:
-    """Returns a 63-bit seed for one turn of one episode."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{turn}".encode()).digest()[:8], "big") >> 1
+def seed_of(seed: int, name: object) -> int:
+    """Returns a 63-bit seed for ``name``, an episode or a turn of one, under ``seed``."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
 
 
 # --------------------------------------------------------------------------------------------------------- many at once

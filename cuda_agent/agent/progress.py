@@ -71,17 +71,9 @@ class Findings:
         return self.by_digest.setdefault(solution.digest, Find(solution, verdict, attempt, turn))
 
     @property
-    def ranked(self) -> list[Find]:
-        """Returns the fastest first; a strict verdict counts more than a quick one."""
-
-        def merit(find: Find) -> float:
-            return (factor(find.strict) or 0.0) if find.strict else (factor(find.quick) or 0.0)
-
-        return sorted(self.by_digest.values(), key=merit, reverse=True)
-
-    @property
     def best(self) -> Find | None:
-        return next(iter(self.ranked), None)
+        """Returns the fastest; a strict verdict counts more than a quick one."""
+        return max(self.by_digest.values(), key=lambda find: factor(find.strict or find.quick) or 0.0, default=None)
 
 
 @dataclass
@@ -105,16 +97,11 @@ class SearchBudget:
         self.estimated = self.estimated or estimated
 
     @property
-    def cost(self) -> float:
-        return self._price(self.prompt, self.sampled)
-
-    @property
     def elapsed(self) -> float:
         return self.before + time.monotonic() - self.began
 
     @property
     def left(self) -> float | None:
-        """Returns the seconds left."""
         return None if self.seconds is None else self.seconds - self.elapsed
 
     def lacks(self, prompt: int, sampled: int) -> str:
@@ -131,10 +118,8 @@ class SearchBudget:
         return (prompt * self.price_in + sampled * self.price_out) / 1e6
 
     def facts(self) -> Event:
-        return {
-            "prompt": self.prompt, "sampled": self.sampled, "estimated": self.estimated, "cost": self.cost,
-            "seconds": self.elapsed,
-        }  # fmt: skip
+        used = {"prompt": self.prompt, "sampled": self.sampled, "estimated": self.estimated}
+        return used | {"cost": self._price(self.prompt, self.sampled), "seconds": self.elapsed}
 
 
 @dataclass

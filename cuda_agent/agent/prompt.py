@@ -3,8 +3,6 @@
 There are two styles.  "full" spells out everything, for general models.  "compact" is for a small policy that is
 trained on this form: one word for the mode, and the task's source without what every task has.  Both are made from the
 task's code alone; nothing is executed.
-
-Not covered: token ids (``policy.chat``) and the work folder (``loop``).
 """
 
 import ast
@@ -32,7 +30,6 @@ judged.
 
 
 def one_shot_messages(task: Task, style: Style, format: Format = "plan", device: str = "cpu") -> list[dict[str, Any]]:
-    """System and user message of a one-shot answer."""
     if style == "compact":
         return _messages("answer", compact_source(task.code))
     example = "".join(f"```{language} {path}\n...\n```\n" for language, path in FORMATS[format].example)
@@ -41,7 +38,6 @@ def one_shot_messages(task: Task, style: Style, format: Format = "plan", device:
 
 
 def agent_messages(task: Task, style: Style, format: Format = "plan", device: str = "cpu") -> list[dict[str, Any]]:
-    """System and user message of an episode with tools."""
     if style == "compact":
         return _messages("agent", compact_source(task.code))
     user = f"Optimise the model in `model.py`:\n```python\n{task.code.rstrip()}\n```"

@@ -11,12 +11,7 @@ from cuda_agent.sandbox.wire import Verdict
 
 
 def ladder(verdict: Verdict) -> float | None:
-    """The reward of the paper's Eq. 1.
-
-    Returns:
-        -1 for a solution that is not correct, 1 for a correct one, 2 if it is more than 5 % faster than eager, 3 if it
-        is also more than 5 % faster than ``torch.compile``; None for ``infra``.
-    """
+    """The reward of the paper's Eq. 1, as ``Verdict`` explains it; None for ``infra``."""
     return None if verdict.reward is None else float(verdict.reward)
 
 

@@ -4,6 +4,7 @@ Pure functions and one table.  The agent loop and the writers of example dialogu
 the same text.  Not covered: running the tools (``sandbox.workspace``).
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -47,10 +48,8 @@ def standing(verdict: Verdict) -> str:
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return ""
     least = {
-        "memory": verdict.bytes / verdict.peak_bytes_per_second
-        if verdict.bytes and verdict.peak_bytes_per_second
-        else 0,
-        "arithmetic": verdict.flops / verdict.peak_flops if verdict.flops and verdict.peak_flops else 0,
+        "memory": (verdict.bytes or 0) / (verdict.peak_bytes_per_second or math.inf),
+        "arithmetic": (verdict.flops or 0) / (verdict.peak_flops or math.inf),
     }
     limiter, seconds = max(least.items(), key=lambda item: item[1])
     if not seconds:
@@ -93,24 +92,21 @@ def _list(required: list[str], **properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": {"type": "object", "properties": properties, "required": required}}
 
 
+def _bash(more: str, **parameters: dict[str, Any]) -> dict[str, Any]:
+    said = "Run a command in bash. The current folder and exported variables last from call to call; everything else "
+    timeout = {"type": "number", "description": "seconds before it is killed"}
+    known = {"command": _text("the command"), "timeout": timeout}
+    return _tool("Bash", f"{said}that the command started ends with it{more}", ["command"], **known, **parameters)
+
+
 _PATH = _text("path relative to the work folder")
 _EDIT: dict[str, dict[str, Any]] = {
     "old_string": _text("text to replace; must occur exactly once unless replace_all is set"),
     "new_string": _text("text to put in its place"),
     "replace_all": {"type": "boolean", "description": "replace every occurrence"},
 }
-_BASH = "Run a command in bash. The current folder and exported variables last from call to call; everything else that "
-_BASH_PARAMETERS: dict[str, dict[str, Any]] = {
-    "command": _text("the command"),
-    "timeout": {"type": "number", "description": "seconds before it is killed"},
-}
 TOOLS = [
-    _tool(
-        "Bash",
-        _BASH + "the command started ends with it. There is no network. compile, verify and profile are commands here.",
-        ["command"],
-        **_BASH_PARAMETERS,
-    ),
+    _bash(". There is no network. compile, verify and profile are commands here."),
     _tool(
         "Read", "Read a text file.", ["path"], path=_PATH,
         offset={"type": "integer", "description": "first line, from 1"},
@@ -149,21 +145,16 @@ TOOLS = [
 # The tools of a model behind a text interface in a search.  The policies that are trained here never see the additional
 # ones: their prompts, and with them what was learned and what is cached, stay as they are.
 ALL_TOOLS = [
-    _tool(
-        "Bash",
-        _BASH + "the command started ends with it, unless run_in_background is set: then it goes on, for some minutes "
-        "at most, and BashOutput tells what it has printed. There is no network. compile, verify and profile are "
-        "commands here, though not in the background.",
-        ["command"],
-        **_BASH_PARAMETERS,
+    _bash(
+        ", unless run_in_background is set: then it goes on, for some minutes at most, and BashOutput tells what it "
+        "has printed. There is no network. compile, verify and profile are commands here, though not in the "
+        "background.",
         run_in_background={"type": "boolean", "description": "do not wait for it"},
     ),
     _tool(
-        "BashOutput",
-        "What a background command has printed since it was asked last, and whether it still runs.",
-        ["id"],
-        id=_text("the id that Bash gave"),
+        "BashOutput", "What a background command has printed since it was asked last, and whether it still runs.",
+        ["id"], id=_text("the id that Bash gave"),
     ),
     _tool("KillBash", "End a background command.", ["id"], id=_text("the id that Bash gave")),
     *TOOLS[1:],
-]
+]  # fmt: skip

@@ -112,14 +112,12 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
     async def _play(self, environment: KernelEnvironment, action: KernelAction) -> KernelObservation:
         self._state.step_count += 1
         said = (await environment.call(action.tool, action.arguments)).text if action.tool else ""
+        seen = KernelObservation(text=said, flags=sorted(environment.flags))
         if action.tool and self._state.step_count < self._arena.steps:
-            return KernelObservation(text=said, flags=sorted(environment.flags))
+            return seen
         verdict = await environment.finish()
-        return await self._end(
-            KernelObservation(
-                text=said, reward=verdict.reward, verdict=verdict.to_json(), flags=sorted(environment.flags)
-            )
-        )
+        seen.reward, seen.verdict, seen.flags = verdict.reward, verdict.to_json(), sorted(environment.flags)
+        return await self._end(seen)
 
     async def _end(self, last: KernelObservation) -> KernelObservation:
         last.done = self._state.done = True

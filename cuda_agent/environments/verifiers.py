@@ -5,8 +5,6 @@ of tool calls and reports the solution in the folder after each.  The scoring si
 sandbox itself and does not trust the tool server.  Needs ``verifiers``.
 
 A taskset is found by the name of a top-level module: see docs/environments.md.
-
-What it does not cover: rules and judging (``agent.environment``), the model, and training.
 """
 
 import contextlib
@@ -85,10 +83,8 @@ class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
         async def call(**arguments: Any) -> str:
             given = {key: value for key, value in arguments.items() if value is not None}
             said = await self.environment.call(name, given)
-            self.state.files, self.state.flags = (
-                (await self.environment.collect()).files,
-                sorted(self.environment.flags),
-            )
+            self.state.files = (await self.environment.collect()).files
+            self.state.flags = sorted(self.environment.flags)
             return said.text
 
         def parameter(key: str, shape: dict[str, Any]) -> inspect.Parameter:

@@ -4,8 +4,6 @@
 ``SearchEnvironment`` is its environment.  The model runs on its server and every tool in the sandbox's
 workspace; none of their output is executed here.  ``progress.Findings`` keeps the best correct solution, so that an
 attempt can be stopped at any time.
-
-What it does not cover: training data (``agent.loop``), several attempts (``search``), and the display (``screen``).
 """
 
 import json
@@ -61,7 +59,6 @@ class Terms:
 
 
 def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, Any]]:
-    """The first messages of a conversation."""
     messages = agent_messages(task, terms.style, terms.format, terms.device)
     if terms.style == "full":
         goal = f"The target is {terms.target:g} times as fast as the faster of the two. You have {terms.turns} turns."
@@ -311,7 +308,6 @@ class Attempt:
             return reply
 
     def _repeats(self, reply: Reply) -> bool:
-        """Whether the model has said the same too often in a row."""
         key = json.dumps([reply.content, [[call["name"], call["arguments"]] for call in reply.calls]])
         self._said = (key, self._said[1] + 1 if key == self._said[0] else 1)
         return self._said[1] >= _STUCK

@@ -1,7 +1,4 @@
-"""The commands `evaluate` and `benchmark`: judges one solution, and measures a policy or any model on a task set.
-
-What it does not cover: judging (``sandbox``), playing (``agent``), scoring (``rl.scores``), parsing a command line.
-"""
+"""The commands `evaluate` and `benchmark`: judges one solution, and measures a policy or any model on a task set."""
 
 import asyncio
 import shutil
@@ -162,9 +159,8 @@ async def benchmark(
     Raises:
         BenchmarkError: ``output`` cannot be made.
     """
-    from cuda_agent.agent.loop import run_many
+    from cuda_agent.agent.loop import run_many, seed_of
     from cuda_agent.policy.episode import write_episodes
-    from cuda_agent.rl.rollouts import seed_of
     from cuda_agent.rl.scores import score, write_scores
     from cuda_agent.sandbox.client import open_sandbox
 
@@ -236,11 +232,8 @@ async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) ->
 def score_lines(scores: Any) -> list[str]:
     """The paper's table as lines, one per group: final answer and best of the trajectory."""
 
-    def share(value: float | None) -> str:
-        return "–" if value is None else f"{value:.1%}"
-
-    def factor(value: float | None) -> str:
-        return "–" if value is None else f"{value:.2f}"
+    def said(value: float | None, form: str) -> str:
+        return "–" if value is None else format(value, form)
 
     lines = [
         f"{scores.policy}: {scores.episodes} episodes of {scores.tasks} tasks, {scores.infra} lost to faults of ours"
@@ -252,7 +245,8 @@ def score_lines(scores: Any) -> list[str]:
         lines += ["", title, head]
         for row in [table.overall, *table.families]:
             lines.append(
-                f"{row.group[:28]:28} {share(row.passed):>7} {share(row.faster_eager):>8} "
-                f"{share(row.faster_compile):>10} {factor(row.speedup_eager):>8} {factor(row.speedup_compile):>10}"
+                f"{row.group[:28]:28} {said(row.passed, '.1%'):>7} {said(row.faster_eager, '.1%'):>8} "
+                f"{said(row.faster_compile, '.1%'):>10} {said(row.speedup_eager, '.2f'):>8} "
+                f"{said(row.speedup_compile, '.2f'):>10}"
             )
     return lines

@@ -115,10 +115,7 @@ def _of_extension(task_code: str, solution: Solution, spec: TaskSpec, device: st
     )
 
 
-_EXPORTERS: dict[Format, Callable[[str, Solution, TaskSpec, str], str]] = {
-    "plan": _of_plan,
-    "extension": _of_extension,
-}
+_EXPORTERS: dict[Format, Callable[[str, Solution, TaskSpec, str], str]] = {"plan": _of_plan, "extension": _of_extension}
 
 
 # Variable of an exported file -> module of this package, and the definitions of it that are used.

@@ -2,9 +2,6 @@
 
 The search checks the problem, measures its baselines, and runs attempts side by side until one reaches the target, the
 budget is used up, or a person stops them.  It then measures the best solution strictly and writes the result.
-
-What it does not cover: the attempt (``attempt``), the folder (``folder``), the exported file (``export``), the terminal
-and the page (``screen``, ``pages.optimize``), and parsing a command line.
 """
 
 import asyncio
@@ -73,12 +70,8 @@ async def optimize(
     """Searches for a faster solution and writes the result into ``folder``.
 
     Args:
-        order: the request of a person.
-        settings: of the sandbox.
-        cache: folder of builds and baselines.
         source: the problem.
         folder: of the result; with ``resume`` it holds a search, which goes on.
-        resume: whether the search in ``folder`` goes on.
         watch: receives every event.
         stop: set by a person; the search ends with the best solution so far.
 
@@ -152,15 +145,13 @@ def _baselines(probe: Probe) -> str:
     return f"Measured here: {', '.join(measured)}." if measured else ""
 
 
-@contextlib.asynccontextmanager
-async def _served(order: SearchOrder, states: dict[int, State]) -> Any:
+def _served(order: SearchOrder, states: dict[int, State]) -> ServedModel:
     form: Form = "native"
     if order.terms.style == "compact":
         form = "raw"
     elif any(message.get("raw") for state in states.values() for message in state.messages):
         form = "text"  # the earlier search found that the server has no native tool calls
-    async with ServedModel(order.base_url, order.model, order.key_env, form=form) as model:
-        yield model
+    return ServedModel(order.base_url, order.model, order.key_env, form=form)
 
 
 async def _run_attempts(attempts: list[Attempt], transcript: Transcript, stop: asyncio.Event) -> str:
@@ -257,9 +248,6 @@ def _about(verdict: Verdict, device: str) -> str:
         f"`from model_new import ModelNew`: {measured or 'correct'} in {verdict.mode} mode{clock}.\n"
         f"Needs {FORMATS[verdict.format].needs[device]}; kernels are built once and kept. For inference.\n"
     )
-
-
-# ------------------------------------------------------------------------------------------------------------- stopping
 
 
 @contextlib.contextmanager

@@ -137,7 +137,6 @@ def _module(name: str, source: str) -> _Any:
 
 
 def _nested(form: _Any, outputs: _Any) -> _Any:
-    """The outputs, nested like ``form``."""
     if isinstance(form, torch.Tensor):
         return next(outputs)
     if isinstance(form, bool | int | float):

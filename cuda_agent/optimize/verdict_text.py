@@ -55,7 +55,6 @@ def _spread(samples: Sequence[float]) -> str:
 
 
 def _ran(verdict: Verdict) -> list[str]:
-    """The first kernels or operators of one call, one per line."""
     lines = []
     for ran in verdict.ran[:_SHOWN]:
         times = f" x{ran.calls}" if ran.calls > 1 else ""

@@ -1,7 +1,6 @@
 """The report's charts: numbers -> inline SVG.
 
 Pure; colours and fonts come from the page's style sheet through classes, so one chart serves light, dark and paper.
-Does not: interactive charts, or anything that needs a script.
 """
 
 import math
@@ -76,12 +75,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def line_chart(
-    title: str,
-    points: Points,
-    *,
-    from_zero: bool = False,
-    rule: tuple[float, str] | None = None,
-    percent: bool = False,
+    title: str, points: Points, *, from_zero: bool = False, rule: tuple[float, str] | None = None, percent: bool = False
 ) -> Markup:
     """One curve; its axis fits the values, or includes zero.  ``rule`` draws a dashed line with its label."""
     width, height, left, right, top, bottom = 320, 178, 44, 14, 12, 28
@@ -218,17 +212,14 @@ def clock_time(seconds: float | None) -> str:
 
 def duration(seconds: float | None) -> str:
     """A time of a kernel: ``12.3 µs``, ``1.2 ms``, ``2 s``"""
-    if seconds is None:
-        return "–"
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size:
-            return f"{number(seconds / size)} {unit}"
-    return f"{number(seconds / 1e-9)} ns"
+    return "–" if seconds is None else amount(seconds, "s", (("", 1), ("m", 1e-3), ("µ", 1e-6), ("n", 1e-9)))
 
 
-def amount(value: float, unit: str) -> str:
+def amount(
+    value: float,
+    unit: str,
+    prefixes: Sequence[tuple[str, float]] = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1)),
+) -> str:
     """33e6 and ``B`` -> ``33 MB``"""
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{number(value / size)} {prefix}{unit}"
-    return f"{number(value)} {unit}"
+    prefix, size = next((known for known in prefixes if value >= known[1]), prefixes[-1])
+    return f"{number(value / size)} {prefix}{unit}"

@@ -2,8 +2,6 @@
 
 Files that Write, Edit and MultiEdit changed are followed, so that a turn shows a difference and not a whole file; what
 a shell command did to a file is not known here.
-
-What it does not cover: which episodes there are (``episodes``), and how a story looks (``episodes_page``).
 """
 
 import posixpath
@@ -120,8 +118,7 @@ def of_episode(episode: Episode, tokenizer: Any = None) -> Story:
             call = waiting.pop(0) if waiting else None
             turns[-1].parts.extend(_answered(call, str(message.get("content") or ""), known))
     opening = [(str(m["role"]), _short(m.get("content"))) for m in messages[:first]]
-    shown = turns[-MOST_TURNS:]
-    return Story(opening, shown, len(turns) - len(shown), episode.files, episode.verdict, episode.best)
+    return Story(opening, turns[-MOST_TURNS:], len(turns[:-MOST_TURNS]), episode.files, episode.verdict, episode.best)
 
 
 def of_attempt(events: Sequence[Event], number: int) -> Story:
@@ -140,13 +137,11 @@ def of_attempt(events: Sequence[Event], number: int) -> Story:
             turns[-1].parts.extend(_told(event))
         if kind == "verdict" and (best is None or (event["factor"] or 0.0) >= (best["factor"] or 0.0)):
             best = event
-    shown = turns[-MOST_TURNS:]
     files, verdict = (best["files"], best["verdict"]) if best else ({}, None)
-    return Story(opening, shown, len(turns) - len(shown), files, verdict)
+    return Story(opening, turns[-MOST_TURNS:], len(turns[:-MOST_TURNS]), files, verdict)
 
 
 def token_texts(ids: Sequence[int], logprobs: Sequence[float], tokenizer: Any) -> list[Token]:
-    """Each sampled token as text."""
     if tokenizer is None:
         return [(f"⟨{number}⟩", logprob) for number, logprob in zip(ids, logprobs, strict=True)]
     from tokenizers.decoders import DecodeStream
@@ -226,7 +221,6 @@ def _changed(event: Event) -> StoryPart:
 
 
 def _told(event: Event) -> Iterable[StoryPart]:
-    """An event of a transcript."""
     kind = event["kind"]
     if kind == "message":
         message = event["message"]

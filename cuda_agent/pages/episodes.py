@@ -3,8 +3,6 @@ sampled tokens shaded by their log-probability.
 
 Pure.  Everything is in the HTML and can be read without JavaScript; the one script of the page (``episodes.js``)
 searches, filters and sorts what is there.  The page stays bounded: episodes that do not fit are counted and left out.
-
-Does not: choose or read episodes (``pipeline.episodes``).
 """
 
 from collections.abc import Sequence
@@ -19,14 +17,6 @@ MOST = 200  # episodes of a page, unless asked for more
 LARGEST = 12 << 20  # characters of all of them
 SHADES = ((-0.0513, "95 %"), (-0.357, "70 %"), (-0.916, "40 %"), (-2.303, "10 %"), (-4.605, "1 %"))
 """(lowest log-probability, the probability in words) of each shade but the last."""
-_SORTS = (
-    ("", "as listed"),
-    ("reward", "reward"),
-    ("speedup", "speed-up"),
-    ("turns", "turns"),
-    ("tokens", "tokens"),
-    ("logprob", "surprise"),
-)
 
 
 def render(title: str, entries: Sequence[EpisodeEntry], found: int, asked: str, most: int = MOST) -> str:
@@ -44,44 +34,30 @@ def render(title: str, entries: Sequence[EpisodeEntry], found: int, asked: str, 
     values = {name: sorted({str(getattr(row, name)) for row in rows}) for name in ("stage", "status", "ended")}
     return page(
         "episodes.html.j2",
-        f"{title}: episodes",
-        [("episodes", "Episodes")],
-        "the episodes",
         styles=("optimize.css", "episodes.css"),
         script="episodes.js",
+        of=title,
         cards=cards,
         count=f"{plural(len(rows), 'episode')} of {plural(len({row.task for row in rows}), 'task')}",
         correct=share(sum(row.status == "ok" for row in rows) / len(rows)) if rows else "",
         facts=[asked, *(f"{stage} {sum(row.stage == stage for row in rows)}" for stage in values["stage"])],
         fitting=len(entries),
         found=found,
-        selects=[
-            (name, name.capitalize(), [("", "any"), *((value, value) for value in known)])
-            for name, known in values.items()
-        ],
-        sorts=_SORTS,
+        selects=values,
         shades=[said for _, said in SHADES],
     )
 
 
 def _card(row: EpisodeRow, story: Story) -> str:
-    facts = {
-        "stage": row.stage, "status": row.status, "ended": row.ended, "reward": row.reward, "speedup": row.speedup,
-        "turns": row.turns, "tokens": row.tokens, "logprob": None if row.logprob is None else -row.logprob,
-    }  # fmt: skip
-    about = [row.id, f"ended: {ENDS.get(row.ended, row.ended)}", *(flag.replace("_", " ") for flag in row.flags)]
-    if row.logprob is not None:
-        about.append(f"{row.logprob:.3f} nats a token")
-    verdicts = [("The verdict", story.verdict)] if story.verdict else []
-    if story.best and story.best != story.verdict:
-        verdicts.append(("Its best state on the way", story.best))
+    verdicts = {"The verdict": story.verdict, "Its best state on the way": story.best}
+    if story.best == story.verdict:
+        del verdicts["Its best state on the way"]
     return part(
         "episode.html.j2",
         row=row,
         story=story,
-        data={name: str(value) for name, value in facts.items() if value is not None},
-        about=about,
-        verdicts=[(heading, Verdict.from_json(verdict).to_json()) for heading, verdict in verdicts],
+        ended=ENDS.get(row.ended, row.ended),
+        verdicts={heading: Verdict.from_json(verdict).to_json() for heading, verdict in verdicts.items() if verdict},
         files=[(path, text[:20_000]) for path, text in sorted(story.files.items())[:20]],
         shade=_shade,
     )

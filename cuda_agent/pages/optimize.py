@@ -18,77 +18,42 @@ from cuda_agent.pages.charts import Drawing, amount, clock_time, duration, facto
 from cuda_agent.pages.episode_story import of_attempt
 from cuda_agent.pages.page import page, plural
 from cuda_agent.sandbox.formats.table import FORMATS
-from cuda_agent.sandbox.wire import BASELINES, Probe, Tensor, Verdict, baseline, baseline_parts
+from cuda_agent.sandbox.wire import BASELINES, Probe, Verdict, baseline, baseline_parts
 
-SECTIONS = (
-    ("result", "Times"),
-    ("roofline", "Under the roofline"),
-    ("kernel", "The kernels"),
-    ("use", "Using it"),
-    ("story", "How it came about"),
-    ("measured", "How it was measured"),
-    ("problem", "The problem"),
-)
 Bar = tuple[str, float, str, str]  # label, value, what to say, class
 
 
 def render(
-    name: str,
-    code: str,
-    events: Sequence[Event],
-    best: Find | None,
-    probe: Probe,
-    why: str,
-    target: float,
-    where: str,
+    name: str, code: str, events: Sequence[Event], best: Find | None, probe: Probe, why: str, target: float, where: str
 ) -> str:
     """``best``: None where nothing was correct."""
     verdict = (best.strict or best.quick) if best else None
     files = sorted(best.solution.files.items()) if best else []
     return page(
         "optimize.html.j2",
-        f"{name}: cuda-agent optimize",
-        SECTIONS,
-        "the times",
         styles=("optimize.css", "episodes.css"),
         name=name,
         code=code,
         best=best,
+        probe=probe,
         verdict=verdict,
-        interval=(verdict.strict or {}).get("interval") if verdict else None,
-        against=_against(verdict),
+        strict=(verdict.strict if verdict else None) or {},
+        ratio=faster_of_both(verdict) if verdict else None,
         judged=plural(sum(event["kind"] == "verdict" for event in events), "solution" if best is None else "judgement"),
-        facts=_facts(verdict, events, why, target, where),
+        target=target,
+        ended=ENDS.get(why, why),
+        where=where,
+        spent=next((event for event in reversed(events) if event["kind"] == "spent"), None),
         bars_of_times=_times(verdict, probe),
         ratios=_ratios(verdict),
-        failed=_failed(verdict),
+        baselines=BASELINES,
         rooflines=_roofline(verdict),
         files=sorted(files, key=lambda item: not item[0].startswith("kernels/")),
         needs=FORMATS[verdict.format].needs[verdict.device] if verdict else "",
+        advice=[("advice", line) for line in verdict.advice[:6]] if verdict else [],
         attempts=_attempts(events),
         track=_track(events),
-        measured=_measured(verdict, probe),
     )
-
-
-def _facts(verdict: Verdict | None, events: Sequence[Event], why: str, target: float, where: str) -> list[str]:
-    facts = [f"format {verdict.format} on {verdict.device}"] if verdict else []
-    facts += [f"target {target:g}×", f"ended: {ENDS.get(why, why)}", where]
-    if spent := [event for event in events if event["kind"] == "spent"]:
-        last = spent[-1]
-        about = "about " if last["estimated"] else ""
-        cost = f", {last['cost']:.2f} at the prices given" if last["cost"] else ""
-        facts.append(f"{about}{last['prompt'] + last['sampled']:,} tokens{cost}, {clock_time(last['seconds'])}")
-    return facts
-
-
-def _against(verdict: Verdict | None) -> str:
-    """What the headline says: the ratio to the faster baseline, as the target counts, and that baseline's name."""
-    if verdict is None:
-        return "no correct solution"
-    ratio = faster_of_both(verdict)
-    name = "torch.compile" if ratio is not None and ratio == verdict.speedup_compile else "eager PyTorch"
-    return f"{factor(ratio)} {'as fast as' if (ratio or 0) >= 1 else 'the speed of'} {name}"
 
 
 def _times(verdict: Verdict | None, probe: Probe) -> list[Bar]:
@@ -104,7 +69,6 @@ def _times(verdict: Verdict | None, probe: Probe) -> list[Bar]:
 
 
 def _baselines(verdict: Verdict) -> dict[str, float]:
-    """Name -> seconds."""
     named = {"eager": verdict.eager_seconds, "torch.compile": verdict.compile_seconds}
     if strict := (verdict.strict or {}).get("baselines"):
         named = {" ".join((BASELINES[kind], precision)): strict[label] for label in strict
@@ -127,12 +91,6 @@ def _ratios(verdict: Verdict | None) -> Markup | None:
     return interval_chart("Times as fast as", rows, ratio=True)
 
 
-def _failed(verdict: Verdict | None) -> list[tuple[str, str]]:
-    """Baselines that were not timed, and why."""
-    failed = ((verdict.strict if verdict else None) or {}).get("failed") or {}
-    return [(BASELINES[baseline_parts(label)[0]], str(reason)[:200]) for label, reason in failed.items()]
-
-
 def _with_spread(verdict: Verdict) -> str:
     if len(verdict.samples) < 4:
         return duration(verdict.seconds)
@@ -144,23 +102,23 @@ def shares_of_peak(verdict: Verdict) -> list[str]:
     """The use of the device's peak rates in one call, in words; empty where nothing was measured."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return []
+    peak = "the device's peak"
+    copied = peak if verdict.device == "cuda" else "a measured copy"
+    known = (
+        (verdict.bytes, "B", "inputs and outputs of {}", verdict.peak_bytes_per_second, copied,
+         "caches held a part, or not all was needed"),
+        (verdict.flops, "FLOP", "{} in the reference", verdict.peak_flops, peak, "rougher arithmetic, or less of it"),
+    )  # fmt: skip
     lines = []
-    copied = "the device's peak" if verdict.device == "cuda" else "a measured copy"
-    if verdict.bytes:
-        rate = verdict.bytes / verdict.seconds
-        lines.append(f"inputs and outputs of {amount(verdict.bytes, 'B')}: {amount(rate, 'B/s')}")
-        lines[-1] += _of_peak(rate, verdict.peak_bytes_per_second, copied, "caches held a part, or not all was needed")
-    if verdict.flops:
-        rate = verdict.flops / verdict.seconds
-        lines.append(f"{amount(verdict.flops, 'FLOP')} in the reference: {amount(rate, 'FLOP/s')}")
-        lines[-1] += _of_peak(rate, verdict.peak_flops, "the device's peak", "rougher arithmetic, or less of it")
+    for count, unit, what, most, best, why_more in known:
+        if count:
+            rate = count / verdict.seconds
+            lines.append(f"{what.format(amount(count, unit))}: {amount(rate, f'{unit}/s')}")
+            if most and rate > most:
+                lines[-1] += f", {rate / most:.2g} times {best}: {why_more}"
+            elif most:
+                lines[-1] += f", {rate / most:.0%} of {best}"
     return lines
-
-
-def _of_peak(rate: float, peak: float | None, best: str, why_more: str) -> str:
-    if not peak:
-        return ""
-    return f", {rate / peak:.2g} times {best}: {why_more}" if rate > peak else f", {rate / peak:.0%} of {best}"
 
 
 def _roofline(verdict: Verdict | None) -> dict[str, Any]:
@@ -255,49 +213,13 @@ def _track(events: Sequence[Event]) -> Markup | None:
 
 
 def _attempts(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Each attempt with its last turns."""
     attempts = []
     for attempt in sorted({event["attempt"] for event in events if event["attempt"]}):
         own = [event for event in events if event["attempt"] == attempt]
         ended = next((event for event in reversed(own) if event["kind"] == "ended"), {"why": "", "summary": ""})
         best = max((event["factor"] or 0.0 for event in own if event["kind"] == "verdict"), default=0.0)
-        story = of_attempt(own, attempt)
-        turns = story.earlier + len(story.turns)
-        facts = [plural(turns, "turn"), f"best {factor(best) if best else 'none'}", ENDS.get(ended["why"], "")]
+        end, summary = ENDS.get(ended["why"], ""), ended["summary"]
         attempts.append(
-            {
-                "number": attempt,
-                "head": ", ".join(filter(None, facts)),
-                "summary": ended["summary"],
-                "open": attempt == 1 and turns <= 12,
-                "story": story,
-            }
+            {"number": attempt, "best": best, "end": end, "summary": summary, "story": of_attempt(own, attempt)}
         )
     return attempts
-
-
-def _measured(verdict: Verdict | None, probe: Probe) -> list[tuple[str, str]]:
-    facts: list[tuple[str, str]] = [
-        ("inputs", ", ".join(map(_shape, probe.inputs)) or "none"),
-        ("outputs", ", ".join(map(_shape, probe.outputs)) or "none"),
-        ("parameters", f"{probe.parameter_count:,}"),
-    ]
-    if verdict is None:
-        return facts
-    facts += [("mode", verdict.mode), ("checks", f"{verdict.checks} passed")]
-    facts.append(("timed calls", str(len(verdict.samples))))
-    if strict := verdict.strict:
-        skipped = f"; not possible for this problem: {', '.join(strict['skipped'])}" if strict["skipped"] else ""
-        facts += [
-            ("kinds of inputs", ", ".join(strict["kinds"]) + skipped),
-            ("error against double precision", f"{strict['error']:.1e} (eager's own: {strict['eager_error']:.1e})"),
-            ("arithmetic that explains the error", strict.get("precision") or "not known"),
-            ("same inputs, same outputs", "yes" if strict["repeatable"] else "no"),
-        ]
-    if verdict.ran:
-        facts.append(("what ran", ", ".join(f"{ran.name} ({ran.kind})" for ran in verdict.ran[:6])))
-    return facts + [("advice", line) for line in verdict.advice[:6]]
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"

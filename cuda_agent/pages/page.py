@@ -3,8 +3,6 @@
 Pure.  A page loads nothing and runs nothing but the one script that it was made with, whose hash its policy names.
 Every value that a template shows is escaped, and characters that hide or reorder text are named; only ``Markup`` is
 taken as HTML: charts, highlighted sources and differences, which escape what they hold.
-
-Does not: charts (``charts``), or what a page says.
 """
 
 import base64
@@ -30,20 +28,6 @@ def slug(text: str) -> str:
     return "".join(c if c.isascii() and c.isalnum() else "-" for c in text.lower())
 
 
-def times(verdict: Any) -> list[tuple[str, float, str, str]]:
-    """Bars of a verdict's times: its own, then each baseline with the speed-up over it."""
-    rows = [
-        ("kernel", verdict["seconds"], None, "own"),
-        ("torch.compile", verdict["compile_seconds"], verdict["speedup_compile"], ""),
-        ("eager", verdict["eager_seconds"], verdict["speedup_eager"], ""),
-    ]
-    return [
-        (label, seconds, charts.duration(seconds) + (f" ({charts.factor(ratio)})" if ratio else ""), css)
-        for label, seconds, ratio, css in rows
-        if seconds
-    ]
-
-
 @cache
 def _environment() -> Environment:
     environment = Environment(
@@ -54,7 +38,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=lambda value: visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )
-    own = (source, diff_rows, plural, slug, times)
+    own = (source, diff_rows, plural, slug)
     shared = (charts.number, charts.share, charts.factor, charts.duration, charts.clock_time)
     environment.globals.update({function.__name__: function for function in (*own, *shared)})
     return environment
@@ -65,41 +49,19 @@ def part(template: str, **values: Any) -> Markup:
     return Markup(_environment().get_template(template).render(**values))
 
 
-def page(
-    template: str,
-    title: str,
-    sections: Sequence[tuple[str, str]],
-    skip: str,
-    styles: Sequence[str] = (),
-    script: str = "",
-    **values: Any,
-) -> str:
+def page(template: str, styles: Sequence[str] = (), script: str = "", **values: Any) -> str:
     """A whole page.
 
     Args:
-        template: Extends ``page.html.j2``, with a block for the head, the footer and each section.
-        title: Of the browser's tab.
-        sections: (id, title) of each, in their order; the id is also the name of its block.
-        skip: What the link to the first section leads to, in words.
+        template: Extends ``page.html.j2``.
         styles: Files whose rules follow those of ``report.css``.
         script: A file with the page's only script.
         values: What the template shows.
     """
     folder = files("cuda_agent.pages")
     code = (folder / script).read_text() if script else ""
-    parts = ["default-src 'none'", "style-src 'unsafe-inline'", "base-uri 'none'", "form-action 'none'"]
+    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     if code:
-        parts.append(f"script-src 'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'")
-    return (
-        _environment()
-        .get_template(template)
-        .render(
-            title=title,
-            sections=sections,
-            skip=skip,
-            style=Markup("".join((folder / name).read_text() for name in ("report.css", *styles))),
-            script=Markup(code),
-            policy=Markup("; ".join(parts)),
-            **values,
-        )
-    )
+        policy += f"; script-src 'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
+    style = Markup("".join((folder / name).read_text() for name in ("report.css", *styles)))
+    return part(template, style=style, script=Markup(code), policy=Markup(policy), **values)

@@ -2,30 +2,18 @@
 
 Pure.  No script, no network, no fonts to load; light and dark by the reader's preference; prints.  An empty part says
 what is missing instead of vanishing.  The words are in ``report.html.j2``; here are the figures that they need.
-
-Not covered: computing scores (``rl.scores``) and choosing what is shown (``stages.report``).
 """
 
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cuda_agent.pages.charts import clock_time, histogram, line_chart, number, share
-from cuda_agent.pages.page import page, plural
-from cuda_agent.pages.tables import FAMILIES, METRICS, cell, change_cell, groups, headline, operators
+from cuda_agent.pages.charts import histogram, line_chart, number, share
+from cuda_agent.pages.page import page
+from cuda_agent.pages.tables import FAMILIES, METRICS, cell, change_cell, groups, headline, operators, points
 
 Data = dict[str, Any]
 
-SECTIONS = (
-    ("scores", "Scores"),
-    ("curves", "Learning curves"),
-    ("kernels", "Fastest kernels"),
-    ("operators", "By operator"),
-    ("tasks", "Tasks"),
-    ("spent", "Time and tokens"),
-    ("notes", "Notes and warnings"),
-    ("run", "This run"),
-)
 # (key, title, is a share, axis from zero), in the order of the page.
 CURVES = (
     ("reward", "Reward", False, False),
@@ -50,56 +38,38 @@ def render(data: Data) -> str:
     policies, stages = data.get("policies", []), data.get("stages", [])
     return page(
         "report.html.j2",
-        "cuda-agent report",
-        SECTIONS,
-        "the scores",
-        clock=_clock(data),
-        model_clock=data.get("clock") == "model",
+        clock=str(data.get("clock")),
         policies=policies,
         incomplete=[p["policy"] for p in policies if p["infra"] or p["unscored"]],
         lost=[f"{p['policy']} {p['infra']}" for p in policies if p["infra"]],
         count=_WORDS.get(len(policies), len(policies)),
         headline=headline(data),
-        about=_about(data),
+        devices=_devices(data),
+        versions=data.get("versions", {}),
         metrics=METRICS,
         groups=groups(data),
         cell=cell,
         change_cell=change_cell,
+        points=points,
         learning=_learning(stages),
         lowest_variance=LOWEST_EXPLAINED_VARIANCE,
         kernels=data.get("kernels", []),
         operators=operators(policies),
-        card=_card(data.get("card") or {}),
+        card=data.get("card") or {},
+        families=FAMILIES,
+        funnel=funnel,
+        histogram=histogram,
         stages=stages,
-        timed=_bars([(s["name"], s.get("seconds")) for s in stages], clock_time),
-        counted=_bars([(s["name"], _tokens(s) or None) for s in stages], number),
+        timed=[(stage["name"], stage["seconds"]) for stage in stages if stage.get("seconds") is not None],
+        counted=[(stage["name"], tokens) for stage in stages if (tokens := _tokens(stage))],
         facts=_run(data),
-        config=json.dumps(data.get("config") or {}, indent=2),
+        config=data.get("config") or {},
+        config_text=json.dumps(data.get("config") or {}, indent=2),
     )
-
-
-def _about(data: Data) -> list[str]:
-    """The run in a line: where it ran, what it trained, under which clock."""
-    config, versions = data.get("config") or {}, data.get("versions", {})
-    facts = list(_devices(data))
-    if torch := versions.get("torch"):
-        facts.append(f"torch {torch}")
-    if policy := config.get("policy"):
-        facts.append(policy["base"] or f"a policy of {policy['layers']} layers × {policy['hidden']}, from scratch")
-    if sandbox := config.get("sandbox"):
-        facts.append(f"format {sandbox['format']} on {sandbox['device']}, {data.get('clock')} clock")
-    return facts
 
 
 def _devices(data: Data) -> list[str]:
     return sorted({stage["device"] for stage in data.get("stages", []) if stage.get("device")})
-
-
-def _clock(data: Data) -> str:
-    return {
-        "real": "Clock: real (times were measured).",
-        "model": "Clock: model (times are computed costs, not measured).",
-    }.get(str(data.get("clock")), "Clock: unknown.")
 
 
 def _learning(stages: Sequence[Data]) -> list[Data]:
@@ -135,7 +105,6 @@ def _series(stage: Data) -> dict[str, list[tuple[float, float]]]:
 
 
 def _figure(key: str, points: list[tuple[float, float]], before: str) -> tuple[str, str, str]:
-    """Title, last value and chart of one curve."""
     other = key, key.replace("_", " ").replace("/", " / "), False, False
     _, title, percent, from_zero = next((curve for curve in CURVES if curve[0] == key), other)
     title = before + (title[0].lower() + title[1:] if before else title)
@@ -144,31 +113,7 @@ def _figure(key: str, points: list[tuple[float, float]], before: str) -> tuple[s
     return title, say(points[-1][1]), line_chart(title, points, from_zero=from_zero, rule=rule, percent=percent)
 
 
-def _card(card: Data) -> Data:
-    """The tasks in numbers; empty without a data card."""
-    if not card:
-        return {}
-    facts = [
-        ("tasks", card.get("tasks")),
-        *((name.replace("/", ", "), count) for name, count in card.get("by_family_and_split", {}).items()),
-        ("operators in the catalogue", card.get("operators")),
-        ("different operators used", len(card.get("ops", {}))),
-    ]
-    eager = card.get("eager_ms")
-    return {
-        "facts": [(name, value) for name, value in facts if value is not None],
-        "short": [(family, plural(missing, "task")) for family, missing in sorted(card.get("short", {}).items())],
-        "funnels": [
-            (FAMILIES.get(family, family).lower(), _funnel(rows))
-            for family, rows in card.get("yield", {}).items()
-            if rows and rows[0]["entered"]
-        ],
-        "eager": histogram("Eager time", eager["edges"], eager["counts"], "ms") if eager else "",
-        "ops": card.get("ops") or {},
-    }
-
-
-def _funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
+def funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
     """What each filter let through, as shares of all candidates; a filter that dropped nothing is a thin line."""
     entered = rows[0]["entered"]
     entries = [("candidates", entered, str(entered), "quiet")]
@@ -178,15 +123,6 @@ def _funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
     return entries
 
 
-def _bars(values: Sequence[tuple[str, float | None]], say: Callable[[float | None], str]) -> Data:
-    """Bars of those that are known, and their sum in words."""
-    known = [(name, value) for name, value in values if value is not None]
-    return {
-        "rows": [(name, value, say(value), "") for name, value in known],
-        "total": say(sum(value for _, value in known)),
-    }
-
-
 def _tokens(stage: Data) -> float:
     """Tokens that went through a stage: counted by its metrics each step, or sampled in its episodes."""
     steps = [entry["values"] for entry in stage["metrics"]]
@@ -194,10 +130,9 @@ def _tokens(stage: Data) -> float:
 
 
 def _run(data: Data) -> list[tuple[str, Any]]:
-    """Name and value of what describes the run."""
+    """Name and value of what describes the run, besides its clock."""
     config = data.get("config") or {}
-    facts = [("clock", _clock(data).removeprefix("Clock: ")), *(("device", device) for device in _devices(data))]
-    facts += list(data.get("versions", {}).items())
+    facts = [*(("device", device) for device in _devices(data)), *data.get("versions", {}).items()]
     if "seed" in config:
         facts.append(("seed", config["seed"]))
     for stage in data.get("stages", []):

@@ -80,16 +80,10 @@ def headline(data: Data) -> Data:
         "family": title[0].lower() + title[1:],
         "tasks": rows["passed"]["tasks"],
         "shared": None not in (rows["passed"]["change"], rows["faster_compile"]["change"]),
-        **{key: rows[key] | {"said": _difference(rows[key])} for key in ("passed", "faster_compile")},
+        "passed": rows["passed"],
+        "faster": rows["faster_compile"],
+        "fewest": FEWEST_TASKS,
     }
-
-
-def _difference(row: Data) -> str:
-    if not row["interval"]:
-        return "the two agree on every task" if row["tasks"] >= FEWEST_TASKS else "too few tasks for an interval"
-    low, high = row["interval"]
-    said = f"{_points(row['change'])} points, 95 % interval {_points(low)} to {_points(high)}"
-    return f"{said}, which these tasks cannot tell from none" if low <= 0 <= high else said
 
 
 def _changes(data: Data, group: str | None) -> list[Data]:
@@ -104,7 +98,6 @@ def _row(policy: Data, which: str, group: str) -> Data | None:
 
 
 def _charts(policies: Sequence[Data], group: str) -> list[tuple[str, Markup]]:
-    """Title and chart of each metric."""
     figures = []
     for key, title, _ in METRICS:
         entries = []
@@ -147,14 +140,14 @@ def change_cell(difference: Data) -> tuple[str, str, bool]:
     if change is None:
         return "–", "", False
     ratio = _is_ratio(difference["metric"])
-    said = factor(change) if ratio else _points(change)
+    said = factor(change) if ratio else points(change)
     if not interval:
         return said, "", False
     low, high = interval
     none = 1.0 if ratio else 0.0
-    spread = f"{low:.2f}–{high:.2f}" if ratio else f"{_points(low)} to {_points(high)}"
+    spread = f"{low:.2f}–{high:.2f}" if ratio else f"{points(low)} to {points(high)}"
     return said, spread, not low <= none <= high
 
 
-def _points(value: float) -> str:
+def points(value: float) -> str:
     return f"{100 * value:+.1f}".replace("-", "−")

@@ -2,7 +2,6 @@
 alone.
 """
 
-import hashlib
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from cuda_agent.agent.loop import EpisodeSettings, Sandbox, Style, run_episode, run_many, run_single
+from cuda_agent.agent.loop import EpisodeSettings, Sandbox, Style, run_episode, run_many, run_single, seed_of
 from cuda_agent.config import Config
 from cuda_agent.context import WorkerContext
 from cuda_agent.errors import BadConfiguration, TryAgain
@@ -148,10 +147,6 @@ def episode_settings(
         deadline_seconds=config.agent.deadline_seconds,
         reward=reward,
     )
-
-
-def seed_of(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
 
 
 def draw(tasks: Sequence[Task], count: int, seed: int, step: int) -> list[Task]:

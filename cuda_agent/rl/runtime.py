@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from cuda_agent.agent.loop import EpisodeSettings
+from cuda_agent.agent.loop import EpisodeSettings, seed_of
 from cuda_agent.config import Ppo
 from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import Episode
-from cuda_agent.rl.rollouts import Kind, Rollouts, episode_settings, episodes_of, open_rollouts, seed_of
+from cuda_agent.rl.rollouts import Kind, Rollouts, episode_settings, episodes_of, open_rollouts
 from cuda_agent.rl.trainers import make_trainer, shared_training
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic

@@ -5,11 +5,12 @@ from contextlib import aclosing
 
 import pytest
 
+from cuda_agent.agent.loop import seed_of
 from cuda_agent.errors import BadConfiguration
 from cuda_agent.policy.episode import Episode
 from cuda_agent.rl.ppo import mean_age, oldest, prefetch
 from cuda_agent.rl.ray.players import EpisodeCollector, open_placement_group
-from cuda_agent.rl.rollouts import episodes_of, seed_of
+from cuda_agent.rl.rollouts import episodes_of
 from cuda_agent.rl.runtime import RolloutBatch
 from cuda_agent.tasks.task import Task
 from tests.rl.ray.ray_cases import config, context

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cuda_agent.agent.loop import seed_of
 from cuda_agent.config import Config
 from cuda_agent.context import StageContext
 from cuda_agent.errors import BadConfiguration, NotGoodEnough, PolicyError, TryAgain
@@ -16,7 +17,7 @@ from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.episode import Episode, write_episodes
 from cuda_agent.policy.lora import ADAPTER
 from cuda_agent.policy.model import load_model, load_policy, new_policy, save_policy, train_tokenizer
-from cuda_agent.rl.rollouts import draw, episode_settings, open_rollouts, seed_of
+from cuda_agent.rl.rollouts import draw, episode_settings, open_rollouts
 from cuda_agent.stages import bootstrap, critic, rft
 from cuda_agent.storage import open_store
 from cuda_agent.tasks.task import Task
