@@ -2,8 +2,7 @@
 
 Hydra composes ``conf/`` and the overrides once, in the process that the user starts (``compose``).  The result is
 validated by the models of ``config`` and frozen as canonical JSON (``freeze``).  Other processes receive that JSON and
-its sha256, check the hash and validate with the same models (``load``).
-"""
+its sha256, check the hash and validate with the same models (``load``)."""
 
 import difflib
 import hashlib

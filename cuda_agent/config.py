@@ -2,8 +2,7 @@
 
 The models below refuse unknown keys and values out of range.  ``compose`` builds a ``Config`` from ``conf/`` and the
 overrides, freezes it as canonical JSON and loads it in other processes.  A value never names code to be run, and
-secrets are given as names of environment variables.
-"""
+secrets are given as names of environment variables."""
 
 import re
 from typing import Annotated, Literal

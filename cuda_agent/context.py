@@ -2,8 +2,7 @@
 
 A stage is ``run(ctx) -> None``.  It reads its inputs (local folders), fills its outputs (local folders that the
 executor commits as artifacts once ``run`` returns), logs metrics and saves checkpoints.  It does not depend on Argo,
-MLflow, S3 or other stages.
-"""
+MLflow, S3 or other stages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

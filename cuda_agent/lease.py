@@ -2,8 +2,7 @@
 
 A kernel that takes 1.12 ms on an idle machine takes 1.75 ms beside a matmul, so decoding and training (``working``)
 pause while a time is taken (``timing``).  Two advisory file locks work across processes and prevent starvation: a timer
-first closes a gate that every worker must pass before its next step.
-"""
+first closes a gate that every worker must pass before its next step."""
 
 import fcntl
 import os

@@ -1,8 +1,7 @@
 """The calls of MLflow that the mirror needs: find the runs, create one, add entries.
 
 ``Rest`` speaks to a server directly, because importing MLflow's client takes a pod longer than most stages of a small
-run.  ``Library`` uses that client for a database.
-"""
+run.  ``Library`` uses that client for a database."""
 
 import logging
 import os

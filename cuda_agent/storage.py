@@ -6,8 +6,7 @@ Reads of folders verify digests and remove damaged objects; objects under other 
     cas/<sha256>    a file, or the tree of a folder: canonical JSON {"files": {path: {"sha256", "size"}}}
 
 Empty folders, permissions and links are not stored, and the folder store does not fsync.  Credentials of S3 come from
-the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), never from a URI.
-"""
+the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), never from a URI."""
 
 import contextlib
 import hashlib

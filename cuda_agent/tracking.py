@@ -6,8 +6,7 @@ the same MLflow run.
 
     metrics.jsonl    {"step": 3, "reward": 1.25, ...} a line; a later line of the same (key, step) replaces the value
     notes.jsonl      {"text": ...} a line
-    progress.json    {"done", "total", "unit", "rates"}, only while the stage runs
-"""
+    progress.json    {"done", "total", "unit", "rates"}, only while the stage runs"""
 
 import contextlib
 import copy

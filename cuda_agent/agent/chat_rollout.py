@@ -1,8 +1,7 @@
 """Rollouts of a model behind a text interface, with the loop, work folder, tools, budgets and judge of ``loop``.
 
 These episodes are for evaluation, not for training: only the server has the token ids, so ``ids`` holds zeros, and only
-its length, the server's token count, has a meaning.
-"""
+its length, the server's token count, has a meaning."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

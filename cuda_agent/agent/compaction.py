@@ -4,8 +4,7 @@ The least useful parts go first: the middles of old tool results, then of old ar
 again), then whole old turns.  The system message, the task and the newest turns stay; results in them are cut only if
 they alone are too long.  A call and its results stay together, as servers require.
 
-Pure functions.  Sizes are in characters, because only the server can count tokens.
-"""
+Pure functions.  Sizes are in characters, because only the server can count tokens."""
 
 import json
 from collections.abc import Mapping, Sequence

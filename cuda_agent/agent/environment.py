@@ -2,8 +2,7 @@
 
 ``async with KernelEnvironment(...) as environment`` opens the folder; ``call`` runs one tool call, ``finish`` judges
 the solution in the folder.  The player is separate: a policy by token ids (``loop``), a model behind a text interface
-(``chat_rollout``, ``optimize.attempt``), or an external trainer (``environments``).
-"""
+(``chat_rollout``, ``optimize.attempt``), or an external trainer (``environments``)."""
 
 import json
 from collections import Counter

@@ -5,8 +5,7 @@
 folder, ``run_single`` asks it for one answer without tools, ``run_many`` plays many episodes, freely or in lockstep.
 An episode is one growing list of ids: sampled ids are appended unchanged (mask 1), prompt and tool results are encoded
 once (mask 0); text is never tokenized again.  An episode that has used up its budget (turns, tokens) ends and its
-workspace is judged; an infrastructure fault or the deadline leaves it without a reward.
-"""
+workspace is judged; an infrastructure fault or the deadline leaves it without a reward."""
 
 import asyncio
 import hashlib

@@ -1,8 +1,7 @@
 """The results and costs of a search for a fast kernel: judged solutions, budget, transcript.
 
 The transcript has one JSON object per line and holds everything that ``--resume`` needs; docs/optimize.md lists its
-events.
-"""
+events."""
 
 import difflib
 import json

@@ -2,8 +2,7 @@
 
 There are two styles.  "full" spells out everything, for general models.  "compact" is for a small policy that is
 trained on this form: one word for the mode, and the task's source without what every task has.  Both are made from the
-task's code alone; nothing is executed.
-"""
+task's code alone; nothing is executed."""
 
 import ast
 import re

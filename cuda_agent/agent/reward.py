@@ -1,8 +1,7 @@
 """Forms of the reward: a table of pure functions of the verdict on an episode's final workspace.
 
 ``Verdict.reward`` is the paper's ladder and stays on every verdict, whatever form a stage learns from: pages, scores
-and the service show it.  Not covered: verdicts (``sandbox.judge``) and training on rewards (``training``).
-"""
+and the service show it."""
 
 from collections.abc import Callable
 

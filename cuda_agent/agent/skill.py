@@ -1,7 +1,6 @@
 """The rules in words: the text of SKILL.md in the work folder, by format and device.
 
-Text only.  The sandbox enforces these rules and more, whether or not a model follows the text.
-"""
+Text only.  The sandbox enforces these rules and more, whether or not a model follows the text."""
 
 from collections.abc import Callable
 

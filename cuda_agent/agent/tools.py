@@ -1,8 +1,7 @@
 """The agent's tools: their schemas, and the text that compile, verify and profile print for a verdict.
 
-Pure functions and one table.  The agent loop and the writers of example dialogues share ``describe``, so that both show
-the same text.  Not covered: running the tools (``sandbox.workspace``).
-"""
+Pure functions and one table. The agent loop and the writers of example dialogues share ``describe``, so that both show
+the same text."""
 
 import math
 import re

@@ -2,8 +2,7 @@
 
 Commands import their dependencies inside their functions, so that ``--help`` answers at once.  An error that a person
 can fix is printed as one screen on stderr; exit codes: 75 try again, 78 wrong configuration or input, 79 a gate was
-missed.
-"""
+missed."""
 
 import json
 import os

@@ -1,8 +1,7 @@
 """A small Kubernetes client: a few kinds in one namespace, as JSON, over the connection of the official client.
 
 The credentials come from a kubeconfig (certificates, tokens, plugins), inside a pod from its service account.  Every
-failure is a ``ClusterError`` that names the operation, the cluster and a remedy.
-"""
+failure is a ``ClusterError`` that names the operation, the cluster and a remedy."""
 
 import json
 import os

@@ -1,7 +1,6 @@
 """Checks whether a cluster has everything that a run needs.  One line per check; a failed check names the remedy.
 
-First the checks with the person's own rights, then those that need a pod (``pod_maintenance.doctor``).
-"""
+First the checks with the person's own rights, then those that need a pod (``pod_maintenance.doctor``)."""
 
 import json
 import re

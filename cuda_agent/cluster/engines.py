@@ -4,8 +4,7 @@
     NetworkPolicy   in: from this run's stages and the pods of their Ray; out: nothing, not even DNS
     StatefulSet     the replicas, which wait for the run's first policy (``policy.engines.vllm_pool``)
 
-With ``policy.vllm.sync=nccl`` stages and replicas also reach the other ports of each other, which NCCL chooses.
-"""
+With ``policy.vllm.sync=nccl`` stages and replicas also reach the other ports of each other, which NCCL chooses."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,8 +1,7 @@
 """Runs a maintenance job (``doctor``, ``gc``, ``gc-plan``) on a cluster and returns its answer.
 
 A job is a Workflow of one pod (``pod_maintenance``) from the chart's template, which fixes what the pod may do: a
-submitter's rights suffice.  The answer is an output parameter.  The Workflow is then removed.
-"""
+submitter's rights suffice.  The answer is an output parameter.  The Workflow is then removed."""
 
 import contextlib
 import json

@@ -4,8 +4,7 @@
     a stage   runs the same process as on one machine (``stage_main``); exports its log, metrics and manifest
     finish    removes the pools, records how the run ended, calls the webhook
 
-Each step may be killed at any moment and started again: it creates only what is missing.
-"""
+Each step may be killed at any moment and started again: it creates only what is missing."""
 
 import contextlib
 import json

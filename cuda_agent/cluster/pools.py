@@ -6,8 +6,7 @@
     StatefulSet     one per role: workspace, build, evaluate
 
 The objects are data with ``RUN`` as a placeholder for the name of the Workflow, which owns them.  For each profile the
-chart merges images, resources and node placement into them, and ``objects`` fills in the run.
-"""
+chart merges images, resources and node placement into them, and ``objects`` fills in the run."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,7 @@
     NetworkPolicy   between these pods everything, and from KubeRay's operator to the head's dashboard
     NetworkPolicy   from these pods to the run's sandbox
 
-The names follow from the Workflow's, so that a restarted step finds the job of its predecessor and follows it.
-"""
+The names follow from the Workflow's, so that a restarted step finds the job of its predecessor and follows it."""
 
 import hashlib
 import json

@@ -1,7 +1,6 @@
 """Results of a cluster run, read from MLflow: report, logs, episodes, configuration and manifests.
 
-The chart's MLflow is reached by a port of its pod, through the API server; another one at its own address.
-"""
+The chart's MLflow is reached by a port of its pod, through the API server; another one at its own address."""
 
 import contextlib
 import gzip

@@ -1,7 +1,6 @@
 """The servers of one run on a cluster: its sandbox pools and engines, made by ``prepare`` and removed by ``finish``.
 
-Making is idempotent: what is there stays.  Not covered: what the objects look like (``pools``, ``engines``).
-"""
+Making is idempotent: what is there stays."""
 
 import secrets
 import time

@@ -1,8 +1,7 @@
 """Submits and controls runs on a cluster: a Workflow, and the ConfigMap that it owns.
 
 A run may have several Workflows, one per attempt: ``resume`` creates the next with the same ``run`` and ``config``, and
-finished stages come from the store.
-"""
+finished stages come from the store."""
 
 import re
 import time

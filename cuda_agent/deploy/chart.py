@@ -1,8 +1,7 @@
 """Renders the generated files of ``workflows/`` and ``charts/cuda-agent``: manifests, values, schema, README.
 
 ``files`` is a pure function of the graph and the schema of values; a test fails if the stored files differ from it.
-The chart's templates are written by hand.
-"""
+The chart's templates are written by hand."""
 
 import json
 import re

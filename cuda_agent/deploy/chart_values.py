@@ -1,8 +1,7 @@
 """The schema of the chart's values, from which ``chart`` makes ``values.yaml``, ``values.schema.json`` and the README.
 
 What it does not cover: how values are merged into objects (the chart's templates), and combinations that no type can
-refuse (``templates/_validate.tpl``).
-"""
+refuse (``templates/_validate.tpl``)."""
 
 from importlib.metadata import version
 from typing import Annotated, Any, Literal

@@ -3,8 +3,7 @@
 The scripted teacher writes solutions with random designs.  Each is built, checked and timed anew in a private cache,
 format by format: first each alone after a pause, then one right after the other, then all at once.  The ``extension``
 format wraps the same kernel; the ``python`` format gets the reference itself.  Tasks are prepared first, as in
-synthesis, and that is measured too.
-"""
+synthesis, and that is measured too."""
 
 import asyncio
 import json

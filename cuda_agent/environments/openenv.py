@@ -7,8 +7,7 @@ last step is the sandbox's verdict on the solution in the folder.  Needs ``opene
 OpenEnv's stateless HTTP routes lose the folder between two requests and cannot be used.
 
 What it does not cover: rules and judging (``agent.environment``), tokens and training, and passwords: every client that
-reaches the port can use the sandbox, though not leave it.
-"""
+reaches the port can use the sandbox, though not leave it."""
 
 import argparse
 import asyncio

@@ -4,8 +4,7 @@ The harness talks to the model.  The tools are a server (``KernelTools``, a proc
 of tool calls and reports the solution in the folder after each.  The scoring side judges the last solution in the
 sandbox itself and does not trust the tool server.  Needs ``verifiers``.
 
-A taskset is found by the name of a top-level module: see docs/environments.md.
-"""
+A taskset is found by the name of a top-level module: see docs/environments.md."""
 
 import contextlib
 import inspect

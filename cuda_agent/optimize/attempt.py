@@ -3,8 +3,7 @@
 ``Attempt`` is a player of ``agent.loop.play``: it sends the conversation to the model, within budget and context.
 ``SearchEnvironment`` is its environment.  The model runs on its server and every tool in the sandbox's
 workspace; none of their output is executed here.  ``progress.Findings`` keeps the best correct solution, so that an
-attempt can be stopped at any time.
-"""
+attempt can be stopped at any time."""
 
 import json
 from collections.abc import Mapping, Sequence

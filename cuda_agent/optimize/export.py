@@ -6,8 +6,7 @@ definitions of the sandbox's modules that it uses.  Kernels are built in the fir
 import) and kept in the user's cache.
 
 The exported file is for inference with the shapes, types and plain arguments that the task draws, and refuses others
-with a message.  Not covered: several devices, and CUDA graphs.
-"""
+with a message.  Not covered: several devices, and CUDA graphs."""
 
 import ast
 import re

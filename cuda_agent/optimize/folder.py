@@ -5,8 +5,7 @@
     transcript.jsonl every event          report.html      one page
     run.json         the order, for --resume; holds no key
 
-What it does not cover: the search, and writing its result (``search``).
-"""
+What it does not cover: the search, and writing its result (``search``)."""
 
 import contextlib
 import fcntl

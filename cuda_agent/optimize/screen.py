@@ -1,8 +1,7 @@
 """Shows a running search: a live view on a terminal, plain lines elsewhere, JSON lines for programs.
 
 ``View`` is the common state, built from events alone.  Output of models and tools is reduced to printable characters
-before it reaches a terminal.  What it does not cover: the search (``search``).
-"""
+before it reaches a terminal.  What it does not cover: the search (``search``)."""
 
 import json
 import shutil

@@ -1,8 +1,7 @@
 """`cuda-agent optimize`: a model behind an OpenAI-compatible address makes one model.py faster.
 
 The search checks the problem, measures its baselines, and runs attempts side by side until one reaches the target, the
-budget is used up, or a person stops them.  It then measures the best solution strictly and writes the result.
-"""
+budget is used up, or a person stops them.  It then measures the best solution strictly and writes the result."""
 
 import asyncio
 import contextlib

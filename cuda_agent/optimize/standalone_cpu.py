@@ -1,7 +1,6 @@
 """Part of an exported ``model_new.py``: a plan on the CPU.  Needs PyTorch and ``g++``.
 
-The same executor and flags as in the sandbox (``runtime.cpp``), the threads of PyTorch.  One call at a time.
-"""
+The same executor and flags as in the sandbox (``runtime.cpp``), the threads of PyTorch.  One call at a time."""
 
 import ctypes as _ctypes
 import itertools as _itertools

@@ -1,7 +1,6 @@
 """Part of an exported ``model_new.py``: a plan on an NVIDIA GPU.  Needs PyTorch with CUDA, whose NVRTC compiles it.
 
-Kernels go to PyTorch's current stream.  One device: the one that is current in the first call.
-"""
+Kernels go to PyTorch's current stream.  One device: the one that is current in the first call."""
 
 import importlib.util as _importlib_util
 import json as _json

@@ -1,8 +1,7 @@
 """Part of an exported ``model_new.py``: the module ``cuda_extension`` of a work folder.  Needs PyTorch and ``g++``, or
 ``nvcc`` for a GPU.
 
-Kernels of such a folder go to the default stream; calls on another one wait for it and are waited for.
-"""
+Kernels of such a folder go to the default stream; calls on another one wait for it and are waited for."""
 
 import sys as _sys
 from typing import Any as _Any

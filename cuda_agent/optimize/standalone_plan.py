@@ -2,8 +2,7 @@
 
 Exported files hold this source as it is (``export``), so all of its names begin with an underscore, and it imports
 nothing of this package.  Kernels were made for shapes, types and plain arguments of ``get_inputs()``; others are
-refused in words.  Inference only.
-"""
+refused in words.  Inference only."""
 
 import hashlib as _hashlib
 import math as _math

@@ -1,7 +1,6 @@
 """The report's charts: numbers -> inline SVG.
 
-Pure; colours and fonts come from the page's style sheet through classes, so one chart serves light, dark and paper.
-"""
+Pure; colours and fonts come from the page's style sheet through classes, so one chart serves light, dark and paper."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,8 +1,7 @@
 """What happened in an episode, turn by turn: from its messages and tokens, or from the transcript of an attempt.
 
 Files that Write, Edit and MultiEdit changed are followed, so that a turn shows a difference and not a whole file; what
-a shell command did to a file is not known here.
-"""
+a shell command did to a file is not known here."""
 
 import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,8 +1,7 @@
 """The page of `cuda-agent optimize`: what was found, how much faster it is and how that is known, and the way there.
 
 Pure; one static HTML file without scripts, in the style of the workflow's report.  The words are in
-``optimize.html.j2``; here are the figures and charts that they need.  Does not: measure or choose anything.
-"""
+``optimize.html.j2``; here are the figures and charts that they need.  Does not: measure or choose anything."""
 
 import math
 import statistics

@@ -2,8 +2,7 @@
 
 Pure.  A page loads nothing and runs nothing but the one script that it was made with, whose hash its policy names.
 Every value that a template shows is escaped, and characters that hide or reorder text are named; only ``Markup`` is
-taken as HTML: charts, highlighted sources and differences, which escape what they hold.
-"""
+taken as HTML: charts, highlighted sources and differences, which escape what they hold."""
 
 import base64
 import hashlib

@@ -1,8 +1,7 @@
 """The report's page: ``report.json`` -> one self-contained HTML file.
 
 Pure.  No script, no network, no fonts to load; light and dark by the reader's preference; prints.  An empty part says
-what is missing instead of vanishing.  The words are in ``report.html.j2``; here are the figures that they need.
-"""
+what is missing instead of vanishing.  The words are in ``report.html.j2``; here are the figures that they need."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -1,7 +1,6 @@
 """Untrusted text as HTML: escaped, with hidden characters named; sources and differences with colours.
 
-Pure.  Does not: anything with templates (``page``).
-"""
+Pure.  Does not: anything with templates (``page``)."""
 
 import re
 from html import escape

@@ -4,8 +4,7 @@
     checkpoints/<stage>/<key>/<step>-<nonce>/<path>   the files
 
 A checkpoint holds the stage's metrics and notes, so a resumed stage continues them from exactly that step.  A damaged
-checkpoint is noted and removed, and the one before it is tried.
-"""
+checkpoint is noted and removed, and the one before it is tried."""
 
 import json
 import secrets

@@ -4,8 +4,7 @@ The code version is a hash over the stage's import closure: every module of the 
 not, at the top or inside a function, or names in a string (``"cuda_agent.sandbox.judge.judge"``), and the data files
 beside them (skill text, templates, C++ sources; a file named like a module belongs to that module alone).  The closure
 is found by reading syntax trees, so nothing is imported and a lookup takes milliseconds.
-A module name put together at run time is not found: import plainly, or write the whole name.
-"""
+A module name put together at run time is not found: import plainly, or write the whole name."""
 
 import ast
 import functools

@@ -1,7 +1,6 @@
 """Lists, selects and opens the episodes of a run, a benchmark or a search.
 
-A file of episodes is read once, line by line, for the list, and again for the few that are shown in full.
-"""
+A file of episodes is read once, line by line, for the list, and again for the few that are shown in full."""
 
 import functools
 import gzip

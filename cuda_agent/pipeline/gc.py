@@ -4,8 +4,7 @@ Kept: the newest runs of each pipeline, the artifacts in their manifests, the ca
 checkpoints of stages that they began and did not finish.  Everything younger than an hour stays.
 
 On one machine a file lock keeps runs and collections apart.  On a cluster a lock in the store does (``alone``): a run
-begins by waiting for its release (``await_end``), and the collection that holds it checks for active runs.
-"""
+begins by waiting for its release (``await_end``), and the collection that holds it checks for active runs."""
 
 import contextlib
 import time

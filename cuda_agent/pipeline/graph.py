@@ -2,8 +2,7 @@
 
 A row holds all facts about its stage: inputs and outputs, the sections of its cache key, its share of a run's time, its
 work, and its place in the report.  Executors, cache keys, schedules, screens, Argo's templates and the report read it.
-``Config.graph`` selects a variant, which leaves out some rows.
-"""
+``Config.graph`` selects a variant, which leaves out some rows."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -6,8 +6,7 @@
 
 The executor or a stage may be killed at any moment: uncommitted results do not exist, and the next call resumes from
 the newest checkpoints.  Stages run one at a time, or side by side with ``run.parallel_stages``; a stage that measures
-times runs alone.
-"""
+times runs alone."""
 
 import contextlib
 import json

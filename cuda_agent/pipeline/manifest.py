@@ -9,8 +9,7 @@ runs/<run>/<stage>/manifest.json      the result of this stage that the run uses
 runs/<run>/<stage>/key                the cache key that its last attempt began with
 runs/<run>/<stage>/log.txt            the output of its last attempt
 runs/<run>/<stage>/outcome.json       how its last attempt on a cluster ended, when that was no success
-sweeps/<sweep>/mlflow                 the MLflow run that its runs stand below
-"""
+sweeps/<sweep>/mlflow                 the MLflow run that its runs stand below"""
 
 import hashlib
 import json

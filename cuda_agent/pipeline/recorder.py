@@ -1,8 +1,7 @@
 """The record of a run in MLflow, from one machine or from a cluster's pods: a parent run, and a child run per stage.
 
-Every call declares a state and returns at once; ``tracking.Mirror`` copies it.  With the address ``off`` every call
-does nothing.  Not covered: the store, from which results are read.
-"""
+Every call declares a state and returns at once; ``tracking.Mirror`` copies it. With the address ``off`` every call does
+nothing."""
 
 import tempfile
 from collections.abc import Callable, Sequence

@@ -3,8 +3,7 @@
 The server runs no tensor operation and starts no thread (OpenBLAS restarts its own after a fork): its fork is as good
 as a fresh process.  When a process dies, its children die too: the kernel kills server and stages with their parent,
 and the process group of a stage ends with it.  Grandchildren that leave the group watch their parent (the sandbox
-does).  Executor and server exchange JSON objects, one per packet of a socket.
-"""
+does).  Executor and server exchange JSON objects, one per packet of a socket."""
 
 import contextlib
 import importlib

@@ -1,7 +1,6 @@
 """Runs one stage in one process, from its order to its exit code: as a local subprocess, as a container step, by hand.
 
-resolve inputs -> key -> lock -> made already? -> fetch inputs -> resume and run -> data, manifest, cache entry
-"""
+resolve inputs -> key -> lock -> made already? -> fetch inputs -> resume and run -> data, manifest, cache entry"""
 
 import contextlib
 import errno

@@ -2,8 +2,7 @@
 
     critic.lr=1e-5,3e-5 'seed=range(3)'  ->  6 runs: the cartesian product, the last key changing fastest
 
-A run of the sweep NAME is called NAME-1, NAME-2, and so on, and its configuration names the sweep.
-"""
+A run of the sweep NAME is called NAME-1, NAME-2, and so on, and its configuration names the sweep."""
 
 import itertools
 import math

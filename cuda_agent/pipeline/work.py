@@ -1,8 +1,6 @@
 """Estimates the work of a stage from the configuration, with one function for each kind of stage.
 
-Tokens are upper bounds: an episode may fill its context.  Not covered: time and memory (``schedule``), and the kind of
-work of each stage (``graph``).
-"""
+Tokens are upper bounds: an episode may fill its context."""
 
 import math
 from collections.abc import Callable

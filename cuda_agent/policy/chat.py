@@ -2,8 +2,7 @@
 
 Every policy uses the chat template saved with its tokenizer (``chat_template.jinja`` belongs to policies trained from
 scratch).  Sampled tokens are never tokenized again: the first prompt is rendered whole, and every later turn appends
-only the delta between two assistant turns, rendered behind a synthetic assistant turn and cut off there.
-"""
+only the delta between two assistant turns, rendered behind a synthetic assistant turn and cut off there."""
 
 import json
 import re

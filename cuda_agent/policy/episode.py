@@ -1,8 +1,7 @@
 """An episode: the turns of one agent on one task, token by token, with its reward.
 
 One JSON object per line (``episodes.jsonl``).  The agent writes episodes, training reads them; neither imports the
-other.
-"""
+other."""
 
 import json
 from collections.abc import Iterable, Iterator

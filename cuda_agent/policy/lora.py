@@ -1,8 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): a frozen model whose linear layers each learn a low-rank change.
 
 A layer with an adapter computes W x + scale B A x, and its ``weight`` reads as the sum W + scale B A. Code that reads
-weights (the decoder, a saved folder) therefore gets the merged model.  Folders have peft's format.
-"""
+weights (the decoder, a saved folder) therefore gets the merged model.  Folders have peft's format."""
 
 import json
 import math

@@ -1,7 +1,4 @@
-"""Creates, saves and loads tokenizers and models as Hugging Face folders.
-
-Not covered: the value model (``training``), engines, and the content of conversations.
-"""
+"""Creates, saves and loads tokenizers and models as Hugging Face folders."""
 
 import json
 from collections.abc import Iterable, Iterator

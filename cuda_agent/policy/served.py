@@ -3,8 +3,7 @@
 Answers are streamed, so that a user sees them grow and an endless one can be cut.  When a server refuses a feature
 (tool calls, a parameter), later requests leave it out.  Busy servers, broken streams and 5xx are retried after the
 pause that the server asks for.  The key is read from the environment, sent to that address alone, and removed from all
-text that comes back.  Not covered: policies that are trained here (``engines``), playing (``agent``), and budgets.
-"""
+text that comes back.  Not covered: policies that are trained here (``engines``), playing (``agent``), and budgets."""
 
 import asyncio
 import contextlib

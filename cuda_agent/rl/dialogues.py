@@ -3,8 +3,7 @@
 Prompts and tool results come from ``agent``, so that no text is defined twice.  Results are written, not measured: a
 corpus of thousands needs no compiler.  The verdicts are those that the sandbox would give (tests and ``bootstrap``
 check a sample).  The agent's action after a ratio of ``profile`` is drawn independently of it: acting on ratios is left
-to reinforcement learning.
-"""
+to reinforcement learning."""
 
 import random
 from collections.abc import Collection

@@ -1,8 +1,6 @@
 """The loop of ``warmup`` and ``agentic``: play a batch, learn from it, serve the new weights (paper, section 3.3).
 
-The loop is the same for every runtime and estimator of advantages.  Not covered: the update itself
-(``training.recipes``) and the runtimes (``runtime``, ``ray.runtime``).
-"""
+The loop is the same for every runtime and estimator of advantages."""
 
 import asyncio
 import math

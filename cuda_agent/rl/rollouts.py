@@ -1,6 +1,5 @@
 """Rollouts: opens a policy's engine and its sandbox, and plays batches of episodes.  Seeds depend on the configuration
-alone.
-"""
+alone."""
 
 import random
 from collections import Counter

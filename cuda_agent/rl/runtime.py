@@ -1,7 +1,4 @@
-"""The runtime of policy optimization: what plays episodes and what trains, and the one that does both in this process.
-
-Not covered: the loop (``ppo``), and Ray's actors (``ray.runtime``).
-"""
+"""The runtime of policy optimization: what plays episodes, what trains, and both in this process."""
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -43,8 +40,7 @@ class Runtime(Protocol):
     """Plays and trains.  A step's number is also the version of the weights that it begins with.
 
     The methods other than ``play`` are called one after the other.  Each raises ``LearnerLost`` where the trainer runs
-    in other processes and these are gone.
-    """
+    in other processes and these are gone."""
 
     async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         """Plays ``samples_per_prompt`` episodes of each of ``tasks``."""

@@ -4,8 +4,7 @@ Each metric is given for the final answer and for the best state of the trajecto
 per operator; with seeded bootstrap intervals over tasks, and with paired differences between two policies on their
 common tasks.  Episodes lost by infrastructure faults are counted apart and never scored.
 
-The intervals cover the choice of tasks, neither timing noise nor the seed of a training run.
-"""
+The intervals cover the choice of tasks, neither timing noise nor the seed of a training run."""
 
 import json
 import warnings

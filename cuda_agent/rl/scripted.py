@@ -1,6 +1,5 @@
 """A policy for drills: ``policy.engine=scripted`` answers with the teacher's dialogues, under the log-probabilities of
-the real policy.  A whole run then takes a minute and repeats bit for bit; the trained policy has no meaning.
-"""
+the real policy.  A whole run then takes a minute and repeats bit for bit; the trained policy has no meaning."""
 
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,4 @@
-"""Defines the sandbox's interface for callers: one for this machine and for servers.
-
-Not covered: how a verdict is made (``local``, ``judge``), and the servers (``service``).
-"""
+"""Defines the sandbox's interface for callers: one for this machine and for servers."""
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager

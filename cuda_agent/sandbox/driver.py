@@ -1,8 +1,7 @@
 """Calls the CUDA driver through ctypes: the part of ``libcuda`` that the judge and its workers need.
 
 ``python driver.py`` prints a device's architecture and identity as JSON, for a process that must not open the device.
-Handles and addresses are integers. Not covered: streams other than the default one, textures, graphs.
-"""
+Handles and addresses are integers. Not covered: streams other than the default one, textures, graphs."""
 
 import ctypes
 import functools

@@ -1,8 +1,7 @@
 """Runs the sandbox on this machine: builds solutions, sends them to judge processes, and caches verdicts by content.
 
 Builds run in parallel; times are taken one at a time. An infrastructure fault is retried once in a fresh judge and
-never charged to the candidate. No code of a model runs in this process.
-"""
+never charged to the candidate. No code of a model runs in this process."""
 
 import asyncio
 import hashlib

@@ -1,8 +1,6 @@
 """The messages between a client, the judge, its workers and the workspaces: operations, their payloads, and frames.
 
-Only the standard library is imported here, since workers import this module.  Not covered: tensors, which cross in
-shared memory, and the service's HTTP (``protocol``).
-"""
+Only the standard library is imported here, since workers import this module."""
 
 import json
 import socket

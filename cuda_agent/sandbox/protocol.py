@@ -2,8 +2,7 @@
 
 Unknown keys, wrong types, invalid Unicode, unsafe file names and deep nesting are refused before any other code reads
 them. The limits keep one request inside one frame to the judge (``messages.FRAME_LIMIT``) even when every character is
-escaped. Not covered: the content of a solution or a task, which the sandbox judges.
-"""
+escaped. Not covered: the content of a solution or a task, which the sandbox judges."""
 
 import hashlib
 import json

@@ -2,8 +2,7 @@
 
 Each task has a preferred server, because a server keeps tasks prepared and baselines belong to one machine. A server
 that is full or gone is skipped for a while. Lost work and ``infra`` answers are retried on other servers. Not covered:
-workspaces, which end with their server (``WorkspaceLost``), and judging.
-"""
+workspaces, which end with their server (``WorkspaceLost``), and judging."""
 
 import asyncio
 import contextlib

@@ -1,8 +1,7 @@
 """The sandbox's data types: solutions, task specifications, verdicts and probes, with their JSON.
 
 Only the standard library and the list of formats' names are imported here, since workers import this module.  Not
-covered: the frames that carry these types between processes (``messages``), and the service's HTTP (``protocol``).
-"""
+covered: the frames that carry these types between processes (``messages``), and the service's HTTP (``protocol``)."""
 
 import hashlib
 import json
@@ -92,8 +91,7 @@ class Verdict:
 
     Times are seconds per call (medians); ``None`` where the solution never got that far.  ``reward`` is the paper's
     Eq. 1: -1 not correct, 1 correct, 2 more than 5 % faster than eager, 3 more than 5 % faster than eager and
-    ``torch.compile``; ``None`` for ``infra``, which is never charged to the candidate.
-    """
+    ``torch.compile``; ``None`` for ``infra``, which is never charged to the candidate."""
 
     status: Status
     format: Format

@@ -2,8 +2,7 @@
 4), from the policy of rejection fine-tuning.  Inputs: tasks, policy, critic; outputs: ``policy``, ``critic``.
 
 The input ``critic`` is optional: without it, a critic that ``agentic.advantage`` needs starts from the policy.  Where
-no critic is trained, a declared output ``critic`` is the initial one.
-"""
+no critic is trained, a declared output ``critic`` is the initial one."""
 
 import asyncio
 from collections.abc import Mapping

@@ -2,8 +2,7 @@
 
 With ``policy.base`` (a Hugging Face folder or name) it only prepares that model.  Without one it trains a small model
 from scratch on worked examples of the scripted teacher, in place of pre-training: no example has an operator
-combination of a held-out task, a sample of them is verified in the sandbox, and no later stage uses the teacher.
-"""
+combination of a held-out task, a sample of them is verified in the sandbox, and no later stage uses the teacher."""
 
 import asyncio
 import random

@@ -1,7 +1,6 @@
 """Stage ``critic``: pretrains the critic on all episodes, good and bad, with a terminal reward and gamma 1 (paper,
 section 3.3, stage 3).  Inputs: episodes, policy; output: ``critic``.  Its gate is the explained variance on held-out
-episodes of the tasks that reinforcement learning will play (docs/decisions.md).
-"""
+episodes of the tasks that reinforcement learning will play (docs/decisions.md)."""
 
 import hashlib
 

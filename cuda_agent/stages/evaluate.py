@@ -2,8 +2,7 @@
 Inputs: tasks, policy; output: ``scores``.
 
 The graph has a row of this module for each policy: all play the same tasks in the agent loop, with the same budget and
-seeds.  ``-one-shot`` plays them as ``warmup`` does: one answer, no tools.
-"""
+seeds.  ``-one-shot`` plays them as ``warmup`` does: one answer, no tools."""
 
 import asyncio
 

@@ -3,8 +3,7 @@
 
 This module gathers the data; ``pages.report`` draws it.  The inputs list the scored policies and how the curves of a
 stage are shown.  Neither file holds a date or the time of its creation.  With the model clock, versions, durations,
-devices and notes are left out: the same inputs then give the same bytes on every machine.
-"""
+devices and notes are left out: the same inputs then give the same bytes on every machine."""
 
 import json
 from collections.abc import Iterable

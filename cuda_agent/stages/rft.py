@@ -1,7 +1,6 @@
 """Stage ``rft``: rejection fine-tuning (paper, section 3.3, stage 2).  Inputs: episodes, policy; output: ``policy``.
 It imitates the sampled tokens of the episodes that earned a positive reward and show no bad pattern (loops, malformed
-or invented tool calls).  When none is left, it passes the policy on unchanged and leaves a note.
-"""
+or invented tool calls).  When none is left, it passes the policy on unchanged and leaves a note."""
 
 from cuda_agent.context import StageContext
 from cuda_agent.policy.episode import EPISODES, read_episodes

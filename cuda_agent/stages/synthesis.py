@@ -2,8 +2,7 @@
 card.
 
 Candidates run only in the sandbox, which caches its probes by content: a kill loses at most the current probe.  The
-checkpoint holds only the answers of a model that writes tasks.
-"""
+checkpoint holds only the answers of a model that writes tasks."""
 
 import asyncio
 import json

@@ -3,8 +3,7 @@
 The programmatic writer stacks operators of the catalogue, or takes one layer of ``transformers``, and chooses the batch
 so that a cost model puts eager's time inside the window; the filters correct its error with times from the sandbox.  A
 model's answer is text: its form is parsed, and only the sandbox executes it.  Not covered: branches and residual
-connections, training steps, dtypes other than float32.
-"""
+connections, training steps, dtypes other than float32."""
 
 import math
 import re

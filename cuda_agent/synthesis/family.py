@@ -2,8 +2,7 @@
 
 One table per axis: an operator's name, its form in PyTorch, its form in C++. ``sample_task`` draws a task, ``parse``
 reads one back from its code, ``combination`` is the key of the held-out split.  Shapes are drawn so that eager takes
-roughly 0.05-5 ms on two cores; filters apply the exact window.
-"""
+roughly 0.05-5 ms on two cores; filters apply the exact window."""
 
 import hashlib
 import math

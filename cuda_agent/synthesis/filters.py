@@ -2,8 +2,7 @@
 
 Published (five): runs in eager and under ``torch.compile``; deterministic; outputs neither constant nor
 indistinguishable between inputs; eager time inside a window; similarity to the evaluation set.  Added here: form, byte
-duplicates, structural duplicates.  The cheap ones come first, the compilation last.
-"""
+duplicates, structural duplicates.  The cheap ones come first, the compilation last."""
 
 from collections import Counter
 from collections.abc import Sequence

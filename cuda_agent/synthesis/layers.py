@@ -1,8 +1,7 @@
 """Stand-alone layers of ``transformers`` as self-contained tasks: activations, norms, MLPs, attention, blocks.
 
 Each is a small random configuration of the layer, which the task imports from transformers.  What it does not cover:
-whole models, caches, masks, training-time dropout (layers run in ``eval``).
-"""
+whole models, caches, masks, training-time dropout (layers run in ``eval``)."""
 
 import math
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """Rules of operators in a chain: their text, the shape that they give, their cost (the table is ``catalogue``).
 
 ``Use`` is one operator at one position; a ``Rule`` makes it from the incoming shape.  All tensors are float32, except
-indices and masks.
-"""
+indices and masks."""
 
 import math
 from collections.abc import Callable

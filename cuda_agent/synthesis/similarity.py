@@ -2,8 +2,7 @@
 
 The class ``Model`` is parsed, its names are made anonymous (imported names keep their full path), constants keep only
 their type, docstrings are dropped.  ``duplicate_key`` is stricter: same structure *and* same constants and shapes
-anywhere in the file.  Different code for the same function is unlike (``x * x`` and ``torch.square(x)``).
-"""
+anywhere in the file.  Different code for the same function is unlike (``x * x`` and ``torch.square(x)``)."""
 
 import ast
 import hashlib
@@ -43,8 +42,7 @@ def nearest(code: str, references: Sequence[tuple[str, Shingles]]) -> tuple[str,
 def duplicate_key(code: str) -> str:
     """sha256 of the whole source up to names, formatting, comments, docstrings and constants given a name at top level.
 
-    Two tasks with one key have the same structure and the same shapes.
-    """
+    Two tasks with one key have the same structure and the same shapes."""
     tree = ast.parse(code)
     aliases = import_aliases(tree)
     constants: dict[str, ast.expr] = {

@@ -3,8 +3,7 @@
 Kinds: ``train``; ``heldout`` of the teacher's family, with combinations that training never sees; ``catalogue`` tasks,
 held out and scored apart.  The result is a function of configuration, seed and verdicts: candidate ``i`` of a stream is
 made from (seed, stream, i) alone.  Candidates are judged in order; the probes of the next ones run while one is
-compiled.  Every probe is reported when it is done and taken from ``known`` the next time.
-"""
+compiled.  Every probe is reported when it is done and taken from ``known`` the next time."""
 
 import asyncio
 import contextlib

@@ -2,8 +2,7 @@
 
 ``bootstrap`` trains a small model on its solutions, and no later stage uses it.  Every choice is drawn uniformly, so
 that its kernels range from ten times slower than eager to several times faster than ``torch.compile``.  ``spoil`` adds
-one realistic mistake to a solution, for episodes that repair it.
-"""
+one realistic mistake to a solution, for episodes that repair it."""
 
 import json
 import random
@@ -34,8 +33,7 @@ class Choices:
                 vectorised and lets threads share cache lines (5-30 times); rows are dealt out whole, which costs little
     ``grid``    blocks: 1 uses one thread (2 times); a block a row costs a call each (1.1-2 times)
     ``passes``  "fused": one loop over the elements; "split": a loop an operator, through memory (1.0-1.4 times)
-    ``moments`` variance from the sums of v and v * v in "one" pass, or from the mean in "two" (1.05-1.15 times)
-    """
+    ``moments`` variance from the sums of v and v * v in "one" pass, or from the mean in "two" (1.05-1.15 times)"""
 
     number: Literal["float", "double"]
     order: Literal["chunk", "stride"]

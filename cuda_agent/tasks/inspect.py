@@ -1,8 +1,7 @@
 """Static analysis of a task's source: ``problems`` checks its form, ``recompute_ops`` finds the operators that it uses.
 
 Both read the syntax tree only, so that both are safe on untrusted source.  Not covered: names made at run time
-(``getattr(torch, name)``), and operators inside layers of other packages.
-"""
+(``getattr(torch, name)``), and operators inside layers of other packages."""
 
 import ast
 import builtins
@@ -110,8 +109,7 @@ def recompute_ops(code: str) -> tuple[str, ...]:
     Names take the form of the published set: ``nn.Linear``, ``F.gelu``, ``torch.sum``, ``Tensor.view``.  A layer made
     in ``__init__`` counts only where ``forward`` uses it.  Python operators and tensor methods count where their
     operand surely is a tensor (an argument of ``forward``, a parameter, the result of an operator).  Layers of other
-    packages appear by class name: ``transformers.LlamaRMSNorm``.
-    """
+    packages appear by class name: ``transformers.LlamaRMSNorm``."""
     tree = ast.parse(code)
     reader = _Reader(import_aliases(tree), _definitions(tree))
     model = reader.definitions.get("Model")

@@ -1,8 +1,7 @@
 """Task sets on disk: parquet folders of this project, KernelBench folders, Ops-6K parquet files.
 
 Sources are read as text and never imported.  What it does not cover: downloading (a source is a local path), and
-whether a task runs (the sandbox).
-"""
+whether a task runs (the sandbox)."""
 
 import json
 import re

@@ -2,8 +2,7 @@
 
 A task is Python source that defines ``Model`` (an ``nn.Module``), ``get_inputs()`` and ``get_init_inputs()``
 (KernelBench and CUDA-Agent-Ops-6K share this form).  Nothing here imports or runs that source: tasks are untrusted,
-and only the sandbox's workers may execute them.
-"""
+and only the sandbox's workers may execute them."""
 
 import hashlib
 from dataclasses import dataclass

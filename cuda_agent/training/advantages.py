@@ -2,8 +2,7 @@
 
 The reward of a sequence comes once, on its last sampled token (paper, Eq. 1).  Prompt and tool tokens are no steps of
 the decision process: estimators skip them.  These are pure functions on tensors, independent of models, rows and
-optimizers.
-"""
+optimizers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

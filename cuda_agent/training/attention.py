@@ -8,8 +8,7 @@ whole row.  All other segments go through ``scaled_dot_product_attention``, in m
 Rows that one rank cannot hold are cut over ranks (``training.parallelism=context``): a row is cut into twice as many
 blocks as there are ranks; rank r takes the r-th from the front and the r-th from the back, because later tokens attend
 to more keys.  Attention gathers the keys and values of all ranks and returns their gradients.  On a CPU it then builds
-masks of a quarter of the length squared over all ranks: use it there for tests only.
-"""
+masks of a quarter of the length squared over all ranks: use it there for tests only."""
 
 import functools
 import itertools

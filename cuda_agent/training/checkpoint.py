@@ -1,10 +1,8 @@
 """Stores a trainer's state as one flat table of tensors in a folder.
 
-The table holds the trained parameters and the optimizers' state of them (``exp_avg/model.norm.weight``).  A single
+The table holds the trained parameters and the optimizers' state of them (``exp_avg/model.norm.weight``). A single
 process writes it as ``state.safetensors``; ranks that share the weights write their parts with torch's distributed
-checkpoint.  Any number of ranks can read either.  Not covered: the files' digests, which the store checks
-(``pipeline.checkpoints``).
-"""
+checkpoint. Any number of ranks can read either."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,8 +1,7 @@
 """The critic estimates a value for every state of an episode; its trunk starts as a copy of the policy.
 
 On disk it is a folder: the trunk in Hugging Face format and ``value_head.safetensors``.  The head computes in float32,
-also on a bfloat16 trunk.  ``packing.before_sampled`` decides which state belongs to which token.
-"""
+also on a bfloat16 trunk.  ``packing.before_sampled`` decides which state belongs to which token."""
 
 from pathlib import Path
 from typing import Any

@@ -1,9 +1,8 @@
 """A trainer whose ranks are other processes, seen from the driver process.
 
 A ``DistributedTrainer`` has the interface of a ``Trainer``: recipes that are ``over_ranks`` run on all ranks at once
-with the same arguments and return the first rank's result.  A ``RankGroup`` reaches the ranks (``ranks`` on this
-machine, ``rl.ray.ranks`` on several).  Not covered: a rank's computation (``ranks``, ``sharding``), starting ranks.
-"""
+with the same arguments and return the first rank's result. A ``RankGroup`` reaches the ranks (``ranks`` on this
+machine, ``rl.ray.ranks`` on several)."""
 
 import functools
 from collections.abc import Callable, Sequence

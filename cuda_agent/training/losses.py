@@ -2,8 +2,7 @@
 
 Every loss takes flat tensors (one entry per sampled token of one row) and ``total``, the number of sampled tokens of
 the whole minibatch.  The losses of a minibatch's rows add up to the mean over its tokens, for any packing of sequences
-into rows; metrics beside a loss add up in the same way (``added``).
-"""
+into rows; metrics beside a loss add up in the same way (``added``)."""
 
 from collections.abc import Callable
 

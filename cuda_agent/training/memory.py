@@ -3,8 +3,7 @@
 The tensors that a layer keeps for the backward pass are counted one by one, for the layers of Llama, Qwen2 and Qwen3 in
 transformers; tests compare the estimate with measured steps.  Mixtures of experts are estimated without a measurement.
 Without PyTorch, so that a command line can print it at once.  Not covered: memory that the allocator holds unused, the
-context of a GPU (0.5 GB), an engine in the same process.
-"""
+context of a GPU (0.5 GB), an engine in the same process."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

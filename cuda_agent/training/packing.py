@@ -3,8 +3,7 @@
 A ``Batch`` holds the data of sampled tokens (log-probabilities, and later advantages and values) in flat tensors,
 sequence after sequence.  A ``PackedRow`` knows its entries of these (``tokens``), the sampled tokens (``targets``) and
 where the states before them are (``before``).  Together with ``before_sampled``, it is the only place that encodes "the
-token at t is predicted from the state at t - 1": log-probabilities and values both come from it.
-"""
+token at t is predicted from the state at t - 1": log-probabilities and values both come from it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -1,8 +1,7 @@
 """The trainer's processes on one machine: a rank with its shards, and the driver that starts ranks and sends calls.
 
 All ranks must receive the same calls in the same order.  Not covered: a rank's computation (``sharding``,
-``attention``), ranks on other machines (``rl.ray.ranks``), replacing a dead rank.
-"""
+``attention``), ranks on other machines (``rl.ray.ranks``), replacing a dead rank."""
 
 import contextlib
 import multiprocessing

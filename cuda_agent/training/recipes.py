@@ -1,8 +1,7 @@
 """The training algorithms: imitation, value pretraining, and policy optimization with PPO's clipped loss.
 
 The caller decides where data comes from, when to checkpoint and when to stop.  Recipes marked ``over_ranks`` run on all
-ranks of a trainer.  All randomness is a function of (seed, epoch or step).
-"""
+ranks of a trainer.  All randomness is a function of (seed, epoch or step)."""
 
 import time
 from collections.abc import Iterator, Sequence

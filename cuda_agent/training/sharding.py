@@ -2,8 +2,7 @@
 
 Each rank keeps a part of every parameter, of its gradient and of the optimizer's state; a layer's weights are gathered
 when it computes.  All code that reads weights runs inside ``FsdpRoot``, the root whose hooks gather the first and last
-layers.  Gradients are summed over ranks, not averaged: losses are already parts of the global batch's mean.
-"""
+layers.  Gradients are summed over ranks, not averaged: losses are already parts of the global batch's mean."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar

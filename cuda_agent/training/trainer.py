@@ -4,8 +4,7 @@ Callers (``recipes``) define the losses.  Master weights are float32; ``precisio
 bfloat16 (``auto``: where the processor has bfloat16 instructions; not where log-probabilities must agree with a float32
 engine's).  The same seed, threads and data give the same weights.  Frozen parameters stay frozen and are not in
 checkpoints.  With a ``mesh`` the same trainer runs on each rank: ranks get the same batches, share weights and rows
-(``sharding``) or the tokens of every row (``attention``), and return the same results.
-"""
+(``sharding``) or the tokens of every row (``attention``), and return the same results."""
 
 import functools
 import math

@@ -3,8 +3,7 @@
 ``DenseDecoder`` is a fast forward pass for dense Llama, Qwen2 and Qwen3 models: q, k, v are one matrix, gate and up
 another, norms are folded into the next matrix, and the numbers of a rotary pair are neighbours: the rotation is one
 complex product.  ``GenericDecoder`` runs any other causal model, one row after the other.  Rows 0..n-1 are the
-active ones (``move`` closes holes), so that attention reads the cache without gathering it.
-"""
+active ones (``move`` closes holes), so that attention reads the cache without gathering it."""
 
 import copy
 from collections.abc import Iterator, Sequence

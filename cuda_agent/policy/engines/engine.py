@@ -1,7 +1,6 @@
 """The engine seam: token ids in, token ids out, with the log-probabilities and weight version they were sampled under.
 
-Everything that trains speaks token ids; text is never re-tokenized between turns.
-"""
+Everything that trains speaks token ids; text is never re-tokenized between turns."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

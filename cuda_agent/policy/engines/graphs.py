@@ -1,8 +1,7 @@
 """Decoding steps as CUDA graphs: one launch for the hundreds of small kernels of a step.
 
 A graph is recorded for a number of rows and of cache positions; a step runs in the smallest graph that fits, so that
-few are recorded (about a dozen for a whole batch).  Unused rows compute values that are ignored.
-"""
+few are recorded (about a dozen for a whole batch).  Unused rows compute values that are ignored."""
 
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,7 @@ Weights, prompt and seed determine a completion up to rounding, because each tok
 (seed, position) alone.  Rounding depends on the batch.  Batches form in order of submission, and a batch is closed only
 when the event loop has run ``QUIET_PASSES`` times without a new request.  Callers that wait only for this engine and
 for each other therefore get the same batches, and the same bits, every time.  Not covered: several devices, top-p and
-the like (they bias the training ratio).
-"""
+the like (they bias the training ratio)."""
 
 import asyncio
 import copy

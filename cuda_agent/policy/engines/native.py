@@ -2,8 +2,7 @@
 
 The library is built once per process in a temporary folder (about a second) and loaded from there.  Nothing stays on
 disk, so that no stale or foreign library can be loaded.  Without a compiler the decoder uses torch's operators and is
-slower.
-"""
+slower."""
 
 import ctypes
 import functools

@@ -3,8 +3,7 @@
 All turns of an episode go to one server, which keeps its prefix cache.  The requests of a dead server go to the others;
 a completion depends on weights, prompt and seed alone, up to rounding, so that nothing is lost.  New weights come
 between requests, and every server must prove that it serves them.  Not covered: restarting a dead server, top-p and the
-like (they bias the training ratio).
-"""
+like (they bias the training ratio)."""
 
 import asyncio
 import contextlib

@@ -2,8 +2,7 @@
 
 vLLM calls ``register`` in each process by the entry point ``vllm.general_plugins``, and mixes ``WeightSync`` into its
 workers; the engine calls its methods by ``/collective_rpc``.  The servers' environment needs this package, but not its
-requirements: only ``torch`` is imported, and that late.  Run as a program this module becomes a server.
-"""
+requirements: only ``torch`` is imported, and that late.  Run as a program this module becomes a server."""
 
 import ctypes
 import functools

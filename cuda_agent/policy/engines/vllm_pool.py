@@ -2,8 +2,7 @@
 
 The first stage that needs an engine writes the policy atomically into ``FOLDER/policy``.  Each start serves under a new
 name: a restarted server refuses earlier requests instead of answering them with its initial weights.  Like
-``vllm_plugin`` this module imports none of the package's requirements.
-"""
+``vllm_plugin`` this module imports none of the package's requirements."""
 
 import argparse
 import os

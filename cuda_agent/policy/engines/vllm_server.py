@@ -2,8 +2,7 @@
 
 A server started here listens on a Unix socket in a private folder: the interface that replaces weights has no password.
 vLLM requires its own PyTorch version, so its interpreter may be another (``CUDA_AGENT_VLLM_PYTHON``), whose environment
-need not have this package.  Not covered: the choice of the server, retries, weights (``vllm``), several GPUs.
-"""
+need not have this package."""
 
 import asyncio
 import math

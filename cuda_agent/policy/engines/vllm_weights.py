@@ -1,7 +1,6 @@
 """Broadcasts of new weights into the memory of vLLM's workers: NCCL between GPUs, Gloo between CPUs.
 
-Pausing, deaths and verification belong to ``vllm``; weights of a trainer of several processes are gathered first.
-"""
+Pausing, deaths and verification belong to ``vllm``; weights of a trainer of several processes are gathered first."""
 
 import asyncio
 import socket

@@ -2,8 +2,7 @@
 trainer processes.  Plain classes, of which ``players`` and ``runtime`` make actors.
 
 Arguments and results travel as bytes, lines and arrays, so that actors and stage need no common folder: inputs and
-checkpoints in parts, episodes in their wire form, weights as arrays with a digest that must hold after loading.
-"""
+checkpoints in parts, episodes in their wire form, weights as arrays with a digest that must hold after loading."""
 
 import asyncio
 import shutil

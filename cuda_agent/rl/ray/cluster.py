@@ -2,8 +2,7 @@
 
 A new Ray listens on 127.0.0.1 only, under a secret token, keeps its files in a private folder, and has no dashboard.
 However the stage ends, the kernel ends most of Ray's processes with it; a watcher (``watch``) ends the others and
-removes the folder.
-"""
+removes the folder."""
 
 import os
 import secrets

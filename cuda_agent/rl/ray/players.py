@@ -1,8 +1,7 @@
 """Ray's rollout workers: distributes episodes over them and collects the results.
 
 When a worker or its engine is lost, its episodes are played again by others with the same seeds, and a new worker
-replaces it, which gets the newest weights before it plays.
-"""
+replaces it, which gets the newest weights before it plays."""
 
 import asyncio
 import math

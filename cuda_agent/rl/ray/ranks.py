@@ -1,8 +1,7 @@
 """The trainer's process group on Ray: one actor holds the processes of a machine, led from the stage's process.
 
 Checkpoints travel in parts, so that no process holds more than a few of them in memory: from each machine into the
-stage's folder, and from there to every machine.
-"""
+stage's folder, and from there to every machine."""
 
 import pickle
 from collections.abc import Sequence

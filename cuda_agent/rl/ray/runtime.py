@@ -1,8 +1,7 @@
 """The Ray runtime of PPO: rollout workers, and a trainer whose processes are on one machine or on several.
 
 The stage's process leads both.  A lost trainer restarts from the newest checkpoint, on the same placement.  Not
-covered: the loop (``ppo``), the workers' side (``players``), and the actors' classes (``actors``).
-"""
+covered: the loop (``ppo``), the workers' side (``players``), and the actors' classes (``actors``)."""
 
 import asyncio
 import math

@@ -3,8 +3,7 @@ stdin.
 
 The pipe closes when the stage ends for any reason.  Not all of Ray's processes notice that end: agents of a killed node
 run on for minutes.  A process belongs to this Ray if it has a file of the folder open, as all of them have (their
-logs).  Standard library only: it stays in memory as long as the stage runs.
-"""
+logs).  Standard library only: it stays in memory as long as the stage runs."""
 
 import contextlib
 import os

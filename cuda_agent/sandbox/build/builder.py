@@ -2,8 +2,7 @@
 
 A CPU kernel is first built the fast way: by a compiler started in advance (``compiler``), without the special functions
 of ``<cmath>`` and without the C++ library, which few kernels need. If that fails, it is built the full way, whose
-errors count. NVRTC (``nvrtc``) compiles CUDA sources without a GPU. Not covered: whether the built code is correct.
-"""
+errors count. NVRTC (``nvrtc``) compiles CUDA sources without a GPU. Not covered: whether the built code is correct."""
 
 import asyncio
 import contextlib

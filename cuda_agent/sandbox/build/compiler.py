@@ -2,8 +2,7 @@
 
 Most of the work of g++ on a small kernel does not depend on the kernel: the start in the jail, and the precompiled
 standard headers. A ``Waiting`` compiler has done that work. Its program ends with the inclusion of a named pipe; the
-builder writes the name of the source there. Not covered: sources, flags, and the meaning of a failure (``builder``).
-"""
+builder writes the name of the source there."""
 
 import contextlib
 import errno

@@ -1,7 +1,4 @@
-"""The compilers of this machine: g++, NVRTC and nvcc; where they are, and what identifies them in a build's key.
-
-Not covered: running them (``builder``, ``compiler``, ``nvrtc``).
-"""
+"""The compilers of this machine: g++, NVRTC and nvcc; where they are, and what identifies them in a build's key."""
 
 import functools
 import hashlib

@@ -1,6 +1,5 @@
 """Evaluates the integer expressions of a plan: shapes, numbers, ``+ - * // %``, comparisons, min, max, cdiv, select.
-Pure.
-"""
+Pure."""
 
 import ast
 import json

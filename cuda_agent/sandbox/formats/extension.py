@@ -2,8 +2,7 @@
 
 The folder's C++ is built against ``binding_registry.h`` instead of torch's headers: under a second instead of most of a
 minute.  Includes of torch and pybind11 resolve to ``torch_surface.h``, which declares the types that bindings need and
-no operators.  Registered functions become the worker's Python module ``cuda_extension`` (``binding``).
-"""
+no operators.  Registered functions become the worker's Python module ``cuda_extension`` (``binding``)."""
 
 import re
 from collections.abc import Mapping

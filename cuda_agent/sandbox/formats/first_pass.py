@@ -2,8 +2,7 @@
 
 When the worker and all its programs have ended, the plain files of its folder are copied into the cache.  The locked
 pass reads them at the same path and starts no program (``worker.replay``).  The folder's content is hostile: only the
-jailed candidate loads it.  Not covered: a device that the pass leaves in a bad state.
-"""
+jailed candidate loads it.  Not covered: a device that the pass leaves in a bad state."""
 
 import asyncio
 import contextlib

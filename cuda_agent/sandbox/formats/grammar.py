@@ -1,8 +1,7 @@
 """The grammar of ``plan.json``: what its objects hold, read by pydantic and published as a JSON schema.
 
 Pure.  Covers what needs no task: fields, and the kinds of their values.  Names that must exist, values of expressions
-and shapes are checked by ``plan`` and ``library_nodes``.
-"""
+and shapes are checked by ``plan`` and ``library_nodes``."""
 
 import json
 import re

@@ -1,8 +1,7 @@
 """Checks the library nodes of a plan: matrix products and convolutions of the vendor's library.
 
 ``describe`` is pure: it checks a node against the shapes of its buffers and returns the description that
-``worker.library_nodes`` binds.  Forward only; buffers are contiguous, batch and channels first.
-"""
+``worker.library_nodes`` binds.  Forward only; buffers are contiguous, batch and channels first."""
 
 import math
 from typing import Any

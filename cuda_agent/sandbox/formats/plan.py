@@ -2,8 +2,7 @@
 
 ``compile_plan`` is pure: it checks the plan against the task's shapes, evaluates every expression, and generates the
 source through which the executor calls the kernels: on ``cpu`` a C++ trampoline, on ``cuda`` a translation unit that
-also reports the types of their arguments.  ``build`` calls the compiler; ``grammar`` parses the fields of a plan.
-"""
+also reports the types of their arguments.  ``build`` calls the compiler; ``grammar`` parses the fields of a plan."""
 
 import re
 import struct

@@ -1,8 +1,6 @@
 """The python format, and the check of ``model_new.py`` that several formats share.
 
-A solution has KernelBench's form: one file that defines ``ModelNew`` and may use torch freely.  Not covered: compilers
-that a solution brings (``first_pass``).
-"""
+A solution has KernelBench's form: one file that defines ``ModelNew`` and may use torch freely."""
 
 import ast
 from collections.abc import Mapping

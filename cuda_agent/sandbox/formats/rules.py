@@ -1,9 +1,8 @@
 """Static rules that find uses of torch, libraries, streams, threads, probes, hooks and patches in a solution's text.
 
-``ast`` reads Python; a small tokenizer reads C++ and CUDA, also inside Python strings.  Findings are advice for the
+``ast`` reads Python; a small tokenizer reads C++ and CUDA, also inside Python strings. Findings are advice for the
 author and for an audit, never a verdict: a name can be spelled in ways that the rules miss (``getattr``, macros), and a
-finding may be harmless.  No code of a solution is executed.  Not covered: the kernels that run (``worker.observe``).
-"""
+finding may be harmless. No code of a solution is executed."""
 
 import ast
 import re

@@ -1,8 +1,7 @@
 """JSON schemas of the two public formats: a verdict, and ``plan.json``.
 
 The verdict's schema comes from the dataclass, the plan's from its grammar.  Not covered: rules that no schema can
-express (names that must exist, values of expressions, shapes); a plan that fits the schema may still be refused.
-"""
+express (names that must exist, values of expressions, shapes); a plan that fits the schema may still be refused."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,7 @@
 """The type of a solution format: one frozen object that holds every difference between formats.
 
 ``table`` lists the formats.  Not covered: prompt texts (``agent.skill``) and exported files (``optimize.export``),
-which are tables by the format's name.
-"""
+which are tables by the format's name."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field

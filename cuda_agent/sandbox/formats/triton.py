@@ -1,8 +1,7 @@
 """The triton format: one ``model_new.py`` whose ``ModelNew`` computes with kernels of ``triton.jit``.
 
 On a GPU the first pass compiles and autotunes, and the locked pass loads the results.  On the CPU Triton's interpreter
-checks correctness without a timing.  Not covered: the rule for ``ModelNew.forward`` (``worker.triton_rule``).
-"""
+checks correctness without a timing.  Not covered: the rule for ``ModelNew.forward`` (``worker.triton_rule``)."""
 
 import ast
 import importlib.util

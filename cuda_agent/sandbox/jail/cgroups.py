@@ -2,8 +2,7 @@
 
 Version 1: a group below this process's own, in the hierarchies of memory and pids. Version 2: below its own group or,
 where that one holds processes and so cannot have children with limits, beside it (systemd: ``Delegate=yes`` with
-``DelegateSubgroup=``). Where neither is writable, as in a restricted pod, only the watchdog (``processes``) does.
-"""
+``DelegateSubgroup=``). Where neither is writable, as in a restricted pod, only the watchdog (``processes``) does."""
 
 import contextlib
 import itertools

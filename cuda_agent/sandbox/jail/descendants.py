@@ -1,8 +1,7 @@
 """Reads descendants and memory of a process from the kernel's tables. Standard library only: both sides of the jail use
 it.
 
-Not covered: orphans that were reparented outside because no ancestor is a subreaper.
-"""
+Not covered: orphans that were reparented outside because no ancestor is a subreaper."""
 
 import contextlib
 import os

@@ -5,8 +5,7 @@ and abstract sockets), a seccomp filter, resource limits, and death with the par
 separate user. ``prove`` attacks every wall from inside a jailed child. The module is also a script that starts
 compilers and shells inside the walls: ``python jail.py POLICY PROGRAM ...``.
 
-Standard library only. It uses no namespace: restricted pods grant none. Watchdogs limit memory and threads.
-"""
+Standard library only. It uses no namespace: restricted pods grant none. Watchdogs limit memory and threads."""
 
 import ctypes
 import errno

@@ -1,7 +1,4 @@
-"""Creates temporary folders named for the owning process, so that a later process can find and remove leftovers.
-
-Not covered: the cache, which is permanent.
-"""
+"""Creates temporary folders named for the owning process, so that a later process can find and remove leftovers."""
 
 import contextlib
 import os

@@ -1,7 +1,4 @@
-"""Starts and controls the warm parent: a process that has imported torch and forks jailed workers.
-
-Not covered: the code of the parent and its workers (``worker.main``), and handles of single workers (``processes``).
-"""
+"""Starts and controls the warm parent: a process that has imported torch and forks jailed workers."""
 
 import contextlib
 import os

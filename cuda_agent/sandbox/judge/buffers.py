@@ -2,8 +2,7 @@
 
 Inputs and weights lie in an area that only the judge can write (it is sealed against later writable maps); outputs lie
 in one that the worker writes and the judge copies. Shapes and dtypes are the task's. ``Area`` is the CPU's, with NumPy
-arrays (bfloat16 as its 16 raw bits); ``device.Area`` is the GPU's. Not covered: comparing values (``check``).
-"""
+arrays (bfloat16 as its 16 raw bits); ``device.Area`` is the GPU's."""
 
 import contextlib
 import fcntl

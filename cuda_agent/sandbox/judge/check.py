@@ -2,8 +2,7 @@
 
 The tolerance is absolute and relative, as published, except that its absolute part shrinks with the magnitude of the
 expected values, so that zeros do not pass for an output of about 1e-6. Integers and booleans must be equal. Shapes and
-dtypes need no check: the buffers have the task's.
-"""
+dtypes need no check: the buffers have the task's."""
 
 from collections.abc import Sequence
 

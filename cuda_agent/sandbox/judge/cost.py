@@ -2,8 +2,7 @@
 
 It falls with the usual optimizations (fewer passes over memory, fewer operators, blocks for every thread, vector
 hints), so that training has a signal to learn from. It is a pure function of task and solution and predicts no real
-time.
-"""
+time."""
 
 import re
 from typing import Any

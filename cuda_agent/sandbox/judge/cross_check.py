@@ -8,8 +8,7 @@ loaded, is subtracted. The device waits in a kernel of known length while the ho
 stream during that wait is not seen, so the wait is at most twice the time that eager's host needs.
 
 Stopping processes lengthens walls by tenths of a millisecond (H200) and never shortens them: the shortest of several
-chains counts. A false time below the remaining noise divided by the chain's length is missed.
-"""
+chains counts. A false time below the remaining noise divided by the chain's length is missed."""
 
 import math
 from collections.abc import Callable

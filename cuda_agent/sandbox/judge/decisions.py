@@ -1,7 +1,6 @@
 """The decisions of a trial that need no worker: why a candidate is refused, and when its times are clear.
 
-Pure functions.  Not covered: running the candidate (``trial``), and comparing outputs (``check``).
-"""
+Pure functions."""
 
 import statistics
 from collections.abc import Sequence

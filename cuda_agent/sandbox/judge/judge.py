@@ -1,9 +1,8 @@
 """The judge: the trusted process.  It owns seeds, buffers, clock and verdict, and imports neither task nor solution.
 
 ``python -m cuda_agent.sandbox.judge.judge FD`` answers one request at a time over a socket: the spec of a task, a
-verdict of a solution (``trial``), a probe of a task.  If a worker dies from a signal that the judge did not send (the
-OOM killer, say), the evaluation is retried once.  Not covered: building, and the cache of verdicts (``local``).
-"""
+verdict of a solution (``trial``), a probe of a task. If a worker dies from a signal that the judge did not send (the
+OOM killer, say), the evaluation is retried once."""
 
 import contextlib
 import ctypes

@@ -2,8 +2,7 @@
 
 Our launcher runs a plan, so its list is exact. In the other formats the candidate's own process reports what ran
 (``observe``), so the result is advice only. Names are compared with the built library and the sources: a solution can
-give its kernel a cuBLAS name, or the reverse.
-"""
+give its kernel a cuBLAS name, or the reverse."""
 
 import math
 import re

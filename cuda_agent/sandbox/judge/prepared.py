@@ -1,9 +1,8 @@
 """A prepared task: its reference worker, a rotating secret pool of inputs with expected outputs, and its baselines.
 
-What depends on the task alone (spec, weights, pool, baselines) is computed once and shared by all candidates.  The
-judge chooses every seed; the reference worker only turns seeds into values.  Under the model clock seeds and pool are
-fixed, so that two runs agree bit for bit.  Not covered: candidates (``trial``).
-"""
+What depends on the task alone (spec, weights, pool, baselines) is computed once and shared by all candidates. The judge
+chooses every seed; the reference worker only turns seeds into values. Under the model clock seeds and pool are fixed,
+so that two runs agree bit for bit."""
 
 import contextlib
 import hashlib

@@ -1,5 +1,4 @@
-"""The judge's client of a reference worker: inputs, expected outputs, times and counts of one task.  Not covered:
-candidates, and what is kept of a task between them (``prepared``)."""
+"""The judge's client of a reference worker: inputs, expected outputs, times and counts of one task."""
 
 import math
 import secrets

@@ -2,8 +2,7 @@
 
 A GPU's rates come from the driver; a CPU's memory copy is measured, because virtual machines do not report its rates.
 The bound counts outputs only: they are poisoned before each call, while the part of an input that must be read depends
-on values and algebra. Output that may still lie in the last-level cache when the call ends does not count.
-"""
+on values and algebra. Output that may still lie in the last-level cache when the call ends does not count."""
 
 import json
 import os

@@ -2,8 +2,7 @@
 
 It checks inputs of many kinds, compares the error against the float64 model with eager's own error, times until the
 confidence interval of the speed-up is narrow, and reports eager and ``torch.compile`` at every precision, so that a
-gain that comes from lower precision alone is visible. Not covered: non-contiguous inputs, training mode, gradients.
-"""
+gain that comes from lower precision alone is visible. Not covered: non-contiguous inputs, training mode, gradients."""
 
 import itertools
 import math

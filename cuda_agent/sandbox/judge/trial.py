@@ -2,8 +2,7 @@
 
 The judge's own clock times each call from request to answer, minus the empty call (measured before the candidate is
 loaded), interleaved with an eager anchor. Every call, timed or not, has different inputs and its outputs are checked: a
-candidate cannot recognise a call that it may skip. A status is decided only here, in ``decisions`` and in ``judge``.
-"""
+candidate cannot recognise a call that it may skip. A status is decided only here, in ``decisions`` and in ``judge``."""
 
 import contextlib
 import math

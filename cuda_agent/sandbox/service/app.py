@@ -1,8 +1,7 @@
 """The service over HTTP: routes, the token, limits of size, and a server that drains on SIGTERM.
 
 Every refusal is JSON, ``{"error": {"kind", "message", "where"}}``, with Retry-After where waiting helps.  Only the two
-health routes answer without the token.  Not covered: TLS, and users and their shares: one token is one trust domain.
-"""
+health routes answer without the token.  Not covered: TLS, and users and their shares: one token is one trust domain."""
 
 import asyncio
 import contextlib

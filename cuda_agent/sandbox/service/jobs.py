@@ -1,8 +1,7 @@
 """Holds the service's queue: jobs keyed by content and ordered by priority, with an estimate of when there is room.
 
 Pure: no clock, tasks or I/O. A job belongs to one *place* (a judge, or the builder), which takes only as many jobs at
-once as it can use: an urgent job overtakes waiting jobs, but not running ones. Not covered: doing the work.
-"""
+once as it can use: an urgent job overtakes waiting jobs, but not running ones."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping

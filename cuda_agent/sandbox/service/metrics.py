@@ -1,7 +1,4 @@
-"""Exports the service's metrics for Prometheus.
-
-Not covered: metrics across processes. Counters restart at zero with the process, as Prometheus expects.
-"""
+"""Exports the service's metrics for Prometheus."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 

@@ -1,8 +1,7 @@
 """Runs the sandbox as a service: a ``LocalSandbox`` behind a queue, while its walls are proven.
 
 ``Service`` does not depend on HTTP (``app`` does). It gives the sandbox no more than it can use at once, so that the
-queue keeps its order. Not covered: a queue that survives a restart (clients submit elsewhere) or that servers share.
-"""
+queue keeps its order. Not covered: a queue that survives a restart (clients submit elsewhere) or that servers share."""
 
 import asyncio
 import contextlib

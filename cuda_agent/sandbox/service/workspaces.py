@@ -1,7 +1,6 @@
 """Serves work folders over the network: open folders, their owners, and a tool call as a stream of lines.
 
 ``docs/service.md`` describes the lines. A broken stream leaves the folder in an unknown state, so the folder is closed.
-Not covered: the folder and its tools (``workspace``), and HTTP (``app``).
 """
 
 import asyncio

@@ -2,8 +2,7 @@
 
 It mirrors the structure ``Value`` of ``binding_registry.h``. It also holds the published rule that ``ModelNew.forward``
 may create and reshape tensors but must compute with the extension. This check runs in the candidate's own interpreter,
-so a determined cheat can evade it.
-"""
+so a determined cheat can evade it."""
 
 import ctypes
 import math

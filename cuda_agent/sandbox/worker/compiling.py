@@ -2,8 +2,7 @@
 
 TorchInductor's first compilation in a process tests vector instructions and precompiles a large header, most of its
 time. ``share`` takes both results from a folder that a trusted warm-up worker filled. The warm parent of compiling
-workers imports this module. Where torch's internals have an unexpected form, it patches nothing.
-"""
+workers imports this module. Where torch's internals have an unexpected form, it patches nothing."""
 
 import contextlib
 import hashlib

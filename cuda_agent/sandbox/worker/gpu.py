@@ -1,8 +1,7 @@
 """Runs a worker's side of the GPU: its context, the device's clock, and the executor of plans.
 
 All host code of a plan is the sandbox's, so the events that time it can be trusted. In the other formats the solution
-shares this process, so the event times are hints that the judge checks from outside.
-"""
+shares this process, so the event times are hints that the judge checks from outside."""
 
 import ctypes
 import math

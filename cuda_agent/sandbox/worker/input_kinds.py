@@ -1,8 +1,7 @@
 """Creates inputs of other kinds than the task draws, to catch kernels that are correct only for typical values.
 
 Each kind keeps to the domain of the drawn values: non-negative values stay so (logarithms, roots), values in [0, 1]
-stay there (probabilities), integers (indices, labels) and booleans do not change. Runs in the reference worker.
-"""
+stay there (probabilities), integers (indices, labels) and booleans do not change. Runs in the reference worker."""
 
 import torch
 

@@ -3,8 +3,7 @@
 The node chooses the arithmetic. fp32: products and sums in single precision, also for half-precision buffers. tf32: the
 operands are rounded to TF32. fp16 and bf16: with wider buffers, operands and result are rounded to that type, as under
 autocast; with buffers of that type, partial sums may be rounded, too. fp64: double. The plan's parser checked the
-shapes (``formats.library_nodes``); a further refusal by the library is an error that names the node.
-"""
+shapes (``formats.library_nodes``); a further refusal by the library is an error that names the node."""
 
 from collections.abc import Callable
 from typing import Any

@@ -2,8 +2,7 @@
 
 ``python -m cuda_agent.sandbox.worker.main FD`` is the warm parent: it imports torch, starts no thread, and forks
 workers on request. A worker closes the jail around itself, then serves the judge over one socket: a *reference* worker
-runs the task, a *candidate* worker one solution, a *first pass* (``replay``) a solution that compiles.
-"""
+runs the task, a *candidate* worker one solution, a *first pass* (``replay``) a solution that compiles."""
 
 # ruff: noqa: E402
 import gc

@@ -2,8 +2,7 @@
 
 Torch's dispatcher reports the operators of the calling thread; CUPTI reports kernels to torch's profiler. The solution
 shares the observed process and may forge the result, so it is advice only. Not covered: NumPy and native code on the
-CPU beyond the extension's own functions, operators of other threads.
-"""
+CPU beyond the extension's own functions, operators of other threads."""
 
 import itertools
 import time

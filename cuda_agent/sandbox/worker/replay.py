@@ -2,8 +2,7 @@
 
 In the second pass a recorded program appears to run and returns the same result, and its files are in place: so
 ``load_inline`` calls ninja again, learns that all is built, and imports. The solution's own process writes the notes:
-nothing here is a wall.
-"""
+nothing here is a wall."""
 
 import contextlib
 import errno

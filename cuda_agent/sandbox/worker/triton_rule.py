@@ -2,8 +2,7 @@
 
 torch may create, view and inspect tensors, as in the extension format; each call must launch a kernel. Triton's own
 runtime may call torch: its interpreter copies arguments, its autotuner resets them. A determined cheat can evade the
-check, which runs in the candidate's own interpreter.
-"""
+check, which runs in the candidate's own interpreter."""
 
 import os
 import sys

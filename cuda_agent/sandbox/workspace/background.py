@@ -2,8 +2,7 @@
 
 The keeper starts the command in the shell's jail and collects its output. It ends the command and all its processes on
 request, over a limit, or when the workspace is gone. Orphans of the command become the keeper's children, so the
-workspace can tell them from those of a foreground command. Not covered: compile, verify and profile, and input.
-"""
+workspace can tell them from those of a foreground command. Not covered: compile, verify and profile, and input."""
 
 import contextlib
 import json

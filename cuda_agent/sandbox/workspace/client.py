@@ -1,8 +1,7 @@
 """Opens workspaces, calls their tools, and answers the commands of their shells.
 
 A workspace is an agent's folder with its tools, in a separate jailed process (``worker``). A mistake of the agent gives
-a ``ToolResult`` with ``error``. Not covered: judging (``commands`` does that) and workspaces on other machines.
-"""
+a ``ToolResult`` with ``error``."""
 
 import asyncio
 import contextlib

@@ -1,8 +1,7 @@
 """Implements the file tools of a workspace: Read, Write, Edit, MultiEdit and Glob in one folder, and its snapshot.
 
 Everything in the folder may be hostile (links, FIFOs, huge or binary files, a million names), so every path is resolved
-and every read is bounded. The code runs inside the jail while no shell runs there. Not covered: the shell and Grep.
-"""
+and every read is bounded. The code runs inside the jail while no shell runs there."""
 
 import fnmatch
 import hashlib

@@ -2,8 +2,7 @@
 
 The folder and the exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are scripts on
 its PATH: they write their request to the worker through a FIFO, the worker passes it to the client over the open call,
-and the answer returns the same way. Any data that a shell can write may be forged, and is checked.
-"""
+and the answer returns the same way. Any data that a shell can write may be forged, and is checked."""
 
 import contextlib
 import ctypes

@@ -2,8 +2,7 @@
 
 ``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent: it is light (no torch), has one thread,
 forks a worker for every workspace, and removes the folder and the leftover processes of each. A worker closes the jail
-around itself, then serves its client over one socket, one tool call after the other.
-"""
+around itself, then serves its client over one socket, one tool call after the other."""
 
 import gc
 import os
