@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ DTYPES = {
     "int8": "i1", "uint8": "u1", "bool": "u1", "complex64": "c8", "complex128": "c16",
 }  # fmt: skip
 _ALIGN = 256  # bytes; as a GPU allocation, which kernels may rely on; more than any vector instruction needs
+_GAPS = 1 << 16  # bytes: room for wider gaps of the next candidate
+_MOST_SPARE = 256 << 20  # bytes
 _F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1033, 1, 2, 4, 16
 
 
@@ -32,16 +35,27 @@ def byte_count(tensor: Tensor) -> int:
 
 class Area:
     """``size`` bytes of shared memory; ``descriptor`` is its file descriptor for the worker, which cannot write it if
-    ``read_only``. It is sealed, so that a write past its end faults."""
+    ``read_only``. ``touched``: the pages are allocated in advance, and ``fit`` must be called before use."""
 
-    def __init__(self, size: int, read_only: bool) -> None:
+    def __init__(self, size: int, read_only: bool, touched: bool = False) -> None:
         self.size = max(size, mmap.PAGESIZE)
+        self._read_only = read_only
         self.descriptor = os.memfd_create("area", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, self.size)
-        self._map = mmap.mmap(self.descriptor, self.size)
-        seals = _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL | (_SEAL_FUTURE_WRITE if read_only else 0)
+        self._map = mmap.mmap(self.descriptor, self.size, mmap.MAP_SHARED | (mmap.MAP_POPULATE if touched else 0))
+        self.bytes: Array = numpy.empty(0, numpy.uint8)
+        if not touched:
+            self.fit(size)
+
+    def fit(self, size: int) -> None:
+        """Shrinks the area to ``size`` bytes and seals it, so that a write past its end faults."""
+        size = max(size, mmap.PAGESIZE)
+        if size < self.size:
+            self._map.resize(size)
+            self.size = size
+        seals = _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL | (_SEAL_FUTURE_WRITE if self._read_only else 0)
         fcntl.fcntl(self.descriptor, _F_ADD_SEALS, seals)
-        self.bytes: Array = numpy.frombuffer(self._map, numpy.uint8)
+        self.bytes = numpy.frombuffer(self._map, numpy.uint8)
 
     def view(self, offset: int, tensor: Tensor) -> Array:
         count = byte_count(tensor)
@@ -67,11 +81,35 @@ class Area:
         os.close(self.descriptor)
 
 
-def _areas(in_size: int, out_size: int) -> tuple[Any, Any]:
-    return Area(in_size, read_only=True), Area(out_size, read_only=False)
+class Spare:
+    """Areas for the next candidate, allocated while no request waits: for a small task the kernel needs longer for the
+    pages than the judge for its checks. Their size is the largest of the last few candidates'."""
 
+    def __init__(self) -> None:
+        self._asked: deque[tuple[int, int]] = deque(maxlen=8)
+        self._areas: tuple[Area, Area] | None = None
 
-_Areas = Callable[[int, int], tuple[Any, Any]]
+    def take(self, in_size: int, out_size: int) -> tuple[Area, Area]:
+        self._asked.append((in_size, out_size))
+        found, self._areas = self._areas, None
+        if found:
+            if found[0].size >= in_size and found[1].size >= out_size:
+                found[0].fit(in_size)
+                found[1].fit(out_size)
+                return found
+            for area in found:
+                area.close()
+        return Area(in_size, read_only=True), Area(out_size, read_only=False)
+
+    def make(self) -> None:
+        sizes = [max(asked) + _GAPS for asked in zip(*self._asked, strict=True)]
+        if self._areas is None and sizes and sum(sizes) <= _MOST_SPARE:
+            self._areas = Area(sizes[0], True, touched=True), Area(sizes[1], False, touched=True)
+
+    def close(self) -> None:
+        for area in self._areas or ():
+            area.close()
+        self._areas = None
 
 
 class Buffers:
@@ -80,11 +118,16 @@ class Buffers:
     Args:
         values: Whether the output area has room where a reference worker writes inputs and weights for the judge.
         fixed: Whether addresses are equal every time, for runs that must agree bit for bit.
-        areas: Makes the two areas from their sizes in bytes; ``device`` has its own.
+        areas: Makes the two areas from their sizes in bytes; on a GPU ``device.areas``.
     """
 
     def __init__(
-        self, spec: TaskSpec, slots: int, values: bool = False, fixed: bool = False, areas: _Areas = _areas
+        self,
+        spec: TaskSpec,
+        slots: int,
+        values: bool = False,
+        fixed: bool = False,
+        areas: Callable[[int, int], tuple[Any, Any]] | None = None,
     ) -> None:
         self.spec = spec
         self._fixed = fixed
@@ -97,7 +140,8 @@ class Buffers:
         ]
         self.value_inputs = [self._place(1, t) for t in spec.inputs] if values else []
         self.value_weights = [self._place(1, t) for t in weights] if values else []
-        self.input_area, self.output_area = areas(*self._sizes)
+        made: tuple[Any, Any] = (areas or Spare().take)(*self._sizes)
+        self.input_area, self.output_area = made
         self.descriptors = [self.input_area.descriptor, self.output_area.descriptor]
         self.places = {  # for the worker: offsets, and sizes of the two areas, in bytes
             "layout": self.slots, "sizes": [self.input_area.size, self.output_area.size], "weights": self.weights,

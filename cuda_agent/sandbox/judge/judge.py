@@ -152,6 +152,7 @@ class Judge:
             begin = time.perf_counter()
             self._workers.start_spare()
             trial.close()
+            self._workers.areas.make()
             self._cleanup_seconds = time.perf_counter() - begin
 
     # ------------------------------------------------------------------------------------------------------------ probe

@@ -64,7 +64,8 @@ class Trial:
         slots = 3 if size <= _SLOTS_BYTES[self._settings.device] else 2
         if self._settings.device == "cuda" and not self._traits.host_is_ours:
             slots = min(max(2, 3 * _SLOTS_BYTES["cuda"] // max(1, size)), LONGEST_CHAIN)
-        self._buffers = self._memory.Buffers(spec, slots=slots, fixed=self._fixed)
+        spare = {"areas": workers.areas.take} if self._settings.device == "cpu" else {}
+        self._buffers = self._memory.Buffers(spec, slots=slots, fixed=self._fixed, **spare)
         self._buffers.set_weights(prepared.oracle.weights)
         self._seen: list[list[Any]] = []  # outputs of earlier calls: a later call must not give them again
 

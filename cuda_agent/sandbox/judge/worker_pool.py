@@ -16,6 +16,7 @@ from cuda_agent.machine import processor
 from cuda_agent.sandbox.jail import cgroups, jail
 from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError
 from cuda_agent.sandbox.jail.warm_parent import WarmParent, warm_parent
+from cuda_agent.sandbox.judge import buffers
 from cuda_agent.sandbox.judge.reference_client import ReferenceClient
 from cuda_agent.sandbox.messages import JudgeSettings
 
@@ -41,6 +42,7 @@ class WorkerPool:
         self._plain = warm_parent(settings.threads, self._log)
         self._compiling: WarmParent | None = None
         self._spare: JailedProcess | None = None
+        self.areas = buffers.Spare()  # on the CPU
 
     @property
     def torch(self) -> str:
@@ -146,6 +148,7 @@ class WorkerPool:
         return known
 
     def close(self) -> None:
+        self.areas.close()
         if self._spare:
             self._spare.kill()
         if self._compiling:

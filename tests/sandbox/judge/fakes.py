@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 
 from cuda_agent.lease import Lease
+from cuda_agent.sandbox.judge.buffers import Spare
 from cuda_agent.sandbox.messages import JudgeSettings, WorkerOperation
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
 
@@ -118,7 +119,7 @@ class Pool:
     torch = "0"
 
     def __init__(self, settings: JudgeSettings) -> None:
-        self.settings, self.lease = settings, Lease(Path(settings.lease))
+        self.settings, self.lease, self.areas = settings, Lease(Path(settings.lease)), Spare()
         self.spares = 0
         self.worker: Any = None
         self.compilers: list[Any] = []
