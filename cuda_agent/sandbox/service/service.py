@@ -53,7 +53,7 @@ class Service:
         self.draining = False
         self.needs_recycle = asyncio.Event()  # set when the limit of verdicts or a cheat calls for a fresh process
         self._verdicts = 0
-        self._changed = asyncio.Event()  # set, and replaced, when any job has changed
+        self._changes: dict[str, asyncio.Event] = {}  # by job id, while a client waits; set at its next change
         places: dict[Hashable, int] = {judge: _AT_ONCE for judge in range(sandbox.judges)}
         self.queue = Queue(places | {"build": _AT_ONCE}, limits.queue, changed=self._wake)
         self._work: set[asyncio.Task[None]] = set()
@@ -134,7 +134,7 @@ class Service:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not job.over:
-                    await self._changed.wait()
+                    await self._change(job)
 
     async def events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
         """Yield the job's events from its start; the last one holds the job."""
@@ -145,14 +145,17 @@ class Service:
                 yield job.events[shown - 1] | ({"job": job.to_json()} if job.over and shown == len(job.events) else {})
             if job.over:
                 return
-            await self._changed.wait()
+            await self._change(job)
 
     def cancel(self, job: Job) -> None:
         self.queue.cancel(job, time.time())
 
-    def _wake(self, _: Job) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    async def _change(self, job: Job) -> None:
+        await self._changes.setdefault(job.id, asyncio.Event()).wait()
+
+    def _wake(self, job: Job) -> None:
+        if event := self._changes.pop(job.id, None):
+            event.set()
 
     def _dispatch(self) -> None:
         while not self.draining and (job := self.queue.take(time.time())):
