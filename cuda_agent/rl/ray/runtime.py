@@ -24,7 +24,7 @@ from cuda_agent.rl.ray.actors import RankHost
 from cuda_agent.rl.ray.cluster import on_bundle
 from cuda_agent.rl.ray.players import EpisodeCollector, RayPlayers, ServedPolicy, end_actors, open_placement_group
 from cuda_agent.rl.ray.ranks import SpreadRanks
-from cuda_agent.rl.ray.transfer import weights_of
+from cuda_agent.rl.ray.transfer import arrays
 from cuda_agent.rl.rollouts import Kind, episodes_of
 from cuda_agent.rl.runtime import ActorCritic, LearnerLost, MakeCritic, Result, RolloutBatch, settings_of
 from cuda_agent.tasks.task import Task
@@ -63,8 +63,8 @@ class RayRuntime:
 
     async def serve(self, version: int) -> None:
         def served() -> ServedPolicy:
-            model = self._learner.actor.model
-            return ServedPolicy(version, digest(merged_parameters(model)), self._ray.put(weights_of(model)))
+            merged = list(merged_parameters(self._learner.actor.model))
+            return ServedPolicy(version, digest(merged), self._ray.put(arrays(merged)))
 
         await self._players.serve(await self._of(served))
 

@@ -1,13 +1,12 @@
 """Messages between Ray's actors: folders in parts, so that memory holds a few parts of a checkpoint only, and a model's
 weights as arrays."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from cuda_agent.policy.engines.engine import EngineError
 from cuda_agent.policy.engines.vllm_plugin import digest
-from cuda_agent.policy.lora import merged_parameters
 
 Part = tuple[str, bytes]  # path of a file in the folder, and the next bytes of its content
 Weights = dict[str, Any]  # arrays by name
@@ -33,9 +32,9 @@ def keep(part: Part, folder: Path) -> None:
         file.write(content)
 
 
-def weights_of(model: Any) -> Weights:
-    """The model's weights, with adapters merged."""
-    return {name: parameter.detach().cpu().numpy() for name, parameter in merged_parameters(model)}
+def arrays(parameters: Iterable[tuple[str, Any]]) -> Weights:
+    """Returns the arrays of a model's parameters (``lora.merged_parameters``)."""
+    return {name: parameter.detach().cpu().numpy() for name, parameter in parameters}
 
 
 def load_weights(model: Any, weights: Mapping[str, Any], expected: str | None = None) -> None:

@@ -10,7 +10,7 @@ from cuda_agent.policy.engines.vllm_plugin import digest
 from cuda_agent.policy.episode import EPISODES
 from cuda_agent.policy.lora import adapters, attach, merged_parameters
 from cuda_agent.policy.model import load_model
-from cuda_agent.rl.ray.transfer import load_weights, weights_of
+from cuda_agent.rl.ray.transfer import arrays, load_weights
 from cuda_agent.stages import collect, warmup
 from cuda_agent.tracking import read_metrics
 from tests.rl.ray.ray_cases import config, context, of_ray
@@ -69,9 +69,10 @@ def test_weights_travel_merged(inputs):
         for layer in adapters(model).values():
             layer.up.normal_()
     before = digest(plain.named_parameters())
-    load_weights(plain, weights_of(model))
+    weights = arrays(merged_parameters(model))
+    load_weights(plain, weights)
     assert digest(plain.named_parameters()) == digest(merged_parameters(model)) != before
     with pytest.raises(EngineError, match="arrived with digest"):
-        load_weights(plain, weights_of(model), before)
+        load_weights(plain, weights, before)
     with pytest.raises(EngineError, match="weights of another model"):
-        load_weights(plain, weights_of(model) | {"lm_head.weight": weights_of(model)["model.norm.weight"]})
+        load_weights(plain, weights | {"lm_head.weight": weights["model.norm.weight"]})
