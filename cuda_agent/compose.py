@@ -142,10 +142,10 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> Any:
-    """Hydra's form of one override.
+    """Parses one override into Hydra's form.
 
     Raises:
-        ConfigError: It is none."""
+        ConfigError: The text is not an override."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

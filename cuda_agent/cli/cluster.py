@@ -117,7 +117,7 @@ def sweep(
 
 
 def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
-    """Runs the points one after the other.  Returns the first exit code that is not 0."""
+    """Runs the points of a sweep one after the other.  Returns the first exit code other than 0, else 0."""
     from cuda_agent.pipeline import screen, sweep
     from cuda_agent.pipeline.local import RunOutcome, run_pipeline
 

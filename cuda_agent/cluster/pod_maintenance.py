@@ -161,7 +161,7 @@ def process_limit() -> str:
 def from_sandbox(
     cluster: Cluster, workflow: str, base: Sequence[Mapping[str, Any]], addresses: Sequence[str]
 ) -> dict[str, Any]:
-    """The result of ``reach`` in a pod with the walls of a sandbox.
+    """Runs ``reach`` in a pod with the restrictions of a sandbox pod, and returns its result.
 
     Raises:
         ClusterError: The pod did not start or did not answer."""

@@ -17,10 +17,10 @@ POOL_SECONDS = 900.0  # until every pool has a server that is ready
 
 
 def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
-    """Makes what is absent, waits for a ready server of every role, and returns all addresses.
+    """Creates the missing objects, waits until every role has a ready server, and returns all addresses.
 
     Raises:
-        TryAgain: the run was stopped meanwhile; nothing is left.
+        TryAgain: the run was stopped during the wait; the pools are removed.
         ClusterError: no server of a role became ready."""
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
     made = pools.objects(base, workflow, uid, secrets.token_hex(24), config.sandbox)

@@ -1,4 +1,5 @@
-"""The commands `evaluate` and `benchmark`: judges one solution, and measures a policy or any model on a task set."""
+"""The commands `evaluate`, which judges one solution, and `benchmark`, which measures a policy or any other model on a
+task set."""
 
 import asyncio
 import shutil

@@ -171,8 +171,9 @@ def json_lines(write: Callable[[str], None]) -> Watch:
 
 
 def plain(write: Callable[[str], None], width: int = 0) -> Watch:
-    """Writes a line per tool call, diff, verdict, note and end.  The line of a tool call waits for the attempt's
-    next event, so that it can show the tool's error.  ``width``: of a line with an error; 0: the terminal's."""
+    """Writes one line for each tool call, diff, verdict and note, and one for the end.  The line of a tool call waits
+    for the attempt's next event, so that it can show the tool's error.  ``width`` is the most characters of a line with
+    an error; 0 stands for the width of the terminal."""
     view = View()
     waiting: dict[int, str] = {}  # attempt -> pending line of a tool
     judged: set[int] = set()  # attempts whose last line was a verdict, which has the failure

@@ -88,7 +88,7 @@ def _play(config: Config, episodes: int, turns: int, seconds: float) -> Work:
 
 
 def agent_tokens(config: Config, turns: int) -> int:
-    """Returns the most tokens that the policy samples in an episode of that many turns."""
+    """Returns the most tokens that the policy samples in an episode of ``turns`` turns."""
     return min(turns * config.agent.turn_tokens, config.policy.context)
 
 

@@ -61,9 +61,11 @@ class EpisodeScore:
 
 @dataclass
 class ScoreRow:
-    """One row of the table.  Rates are shares of tasks (0 to 1, each task weighs the same); speed-ups are geometric
-    means over the tasks with a correct solution, None if there is none; ``intervals`` holds (low, high) at 95 % by
-    metric, None with too few tasks."""
+    """One row of the table of scores.
+
+    Rates are shares of tasks (0 to 1, each task weighs the same).  A speed-up is the geometric mean over the tasks with
+    a correct solution, or None if no task has one.  ``intervals`` maps each metric to its 95 % interval (low, high), or
+    to None if there are too few tasks."""
 
     group: str
     tasks: int

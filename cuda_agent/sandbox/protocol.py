@@ -230,8 +230,8 @@ class Answer(Body):
 
 
 def dumps(value: Any) -> bytes:
-    """Encode a value as portable JSON: ASCII, because a solution may hold half of a surrogate pair, and null for
-    numbers that are not finite."""
+    """Encode a value as portable JSON. Other characters than ASCII are escaped, because a solution may contain an
+    unpaired surrogate; NaN and infinities become null."""
     try:
         return json.dumps(value, allow_nan=False).encode()
     except ValueError:

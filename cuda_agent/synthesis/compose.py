@@ -146,7 +146,7 @@ def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> li
 
 
 def first_shape(operator: Operator, wide: bool, rng: Random) -> Shape:
-    """A shape that ``operator`` can begin with; dimension 0 is the batch, 1 at first."""
+    """Draws a shape for the input of a task that begins with ``operator``; dimension 0, the batch, is 1."""
     rank = rng.choice([rank for rank in operator.ranks if rank > 1])
     if rank == 2:
         return (1, rng.choice((1024, 2048, 4096, 8192) if wide else (64, 128, 256, 512, 1000, 2048)))
@@ -249,7 +249,7 @@ def _stacked(chain: Chain, operator: Operator, use: Use, taken: set[str]) -> Cha
 
 
 def _elements(source: str) -> int:
-    """Elements of ``torch.randn(2, 3)`` or ``torch.randint(0, 9, (2, 3))`` in generated text."""
+    """Returns the number of elements of ``torch.randn(2, 3)`` or ``torch.randint(0, 9, (2, 3))`` in generated text."""
     inner = re.findall(r"\(([\d, ]+)\)", source)
     return math.prod(int(number) for number in re.findall(r"\d+", inner[-1])) if inner else 0
 
@@ -293,7 +293,7 @@ class ModelWriter:
 
 
 def task_from_answer(answer: str, max_ops: int = 5) -> Task:
-    """The task in a model's answer, which may have any form.  Raises ComposeError if there is none."""
+    """Finds the task in a model's answer; the answer may have any format.  Raises ComposeError if there is no task."""
     blocks = re.findall(r"```[ \t]*(?:python|py)?[ \t]*\r?\n(.*?)```", answer, re.S | re.I)
     candidates = [block for block in blocks if "class Model" in block] or blocks or [answer]
     code = candidates[-1].replace("\r\n", "\n").strip() + "\n"

@@ -30,7 +30,8 @@ WARMUP = 0.02  # fraction of the training during which the learning rate rises
 
 
 def learning_rate(fraction: float, peak: float) -> float:
-    """A linear rise to ``peak``, then a linear fall to 0, over the fraction of the training."""
+    """Returns the learning rate after this fraction of the training (0 to 1): it rises linearly to ``peak``, then falls
+    linearly to 0."""
     if fraction < WARMUP:
         return peak * max(fraction / WARMUP, 0.01)
     return peak * (1 - min(1.0, (fraction - WARMUP) / (1 - WARMUP)))

@@ -1,4 +1,4 @@
-"""The environment, with the real workspace and the real judge (model clock), and nobody's policy."""
+"""The environment, with the real workspace and the real judge (model clock), without a policy."""
 
 import pytest
 from agent_cases import KERNEL, PLAN, TASK

@@ -106,8 +106,8 @@ class Builder:
     async def library(
         self, files: Mapping[str, str], units: Sequence[str], extra: Sequence[str] = (), ours: bool = False
     ) -> Path:
-        """Builds the shared library of ``units``, some of ``files`` (the others may be included). ``ours``: the sources
-        are the project's own, and a solution's time limit does not apply. Raises ``BuildError``."""
+        """Compiles ``units``, a part of ``files``, into a shared library; they may ``#include`` the other files.
+        ``ours``: the sources are the project's own, without a solution's time limit. Raises ``BuildError``."""
         tools = await self.toolchain()
         command = [
             tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,

@@ -200,8 +200,8 @@ class PreparedTask:
 
     @property
     def views(self) -> Views:
-        """Strides of each output that the reference gives as a view (``reference_client.views``); None of the others,
-        and of all where this is not known."""
+        """The strides of every output that the reference returns as a view (``reference_client.views``). The entry is
+        None for another output, and for all outputs while it is not known which are views."""
         known, count = self.baselines.views, len(self.spec.outputs)
         return known if known and len(known) == count else [None] * count
 

@@ -134,8 +134,8 @@ class Queue:
             self._end(job, "done" if result is not None else "failed", now)
 
     def cancel(self, job: Job, now: float) -> None:
-        """Withdraw one submission. Without submissions a queued job is dropped; a running one continues (a judge is not
-        interrupted), and its result is dropped unless the job is submitted again before it ends."""
+        """Withdraw one submission. After the last withdrawal a queued job is dropped. A running one continues, since
+        a judge is not interrupted; its result is dropped unless the job is submitted again before it ends."""
         if job.over or not job.interest:
             return
         job.interest -= 1

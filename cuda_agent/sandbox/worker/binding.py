@@ -1,8 +1,8 @@
 """Provides the Python module ``cuda_extension`` in a candidate worker: calls into the library of the work folder.
 
-It mirrors the structure ``Value`` of ``binding_registry.h``. It also holds the published rule that ``ModelNew.forward``
-may create and reshape tensors but must compute with the extension. This check runs in the candidate's own interpreter,
-so a determined cheat can evade it."""
+The module mirrors the structure ``Value`` of ``binding_registry.h``. It also holds the published rule that
+``ModelNew.forward`` may create and reshape tensors but must compute with the extension. This check runs in the
+candidate's own interpreter, so a determined cheat can evade it."""
 
 import ctypes
 import math
