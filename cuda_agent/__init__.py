@@ -1,3 +1,3 @@
-"""cuda-agent: train a language model to write fast GPU kernels, and put it to work."""
+"""cuda-agent trains a language model to write fast GPU kernels, and uses the trained model."""
 
 __version__ = "0.1.0"

@@ -1,50 +1,49 @@
-"""StageContext: the interface of a stage to its surroundings.
+"""The interface between a stage and its surroundings: ``StageContext``.
 
-A stage is ``run(ctx) -> None``.  It reads its inputs (local folders), fills its outputs (local folders that the
-executor commits as artifacts once ``run`` returns), logs metrics and saves checkpoints.  It does not depend on Argo,
-MLflow, S3 or other stages."""
+A stage is a function ``run(ctx) -> None``.  It reads its inputs (local folders), fills its outputs (local folders,
+which the executor commits as artifacts once ``run`` returns), logs metrics and saves checkpoints.  It does not depend
+on Argo, MLflow, S3 or other stages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:  # processes that only start others need the exit codes quickly
+if TYPE_CHECKING:  # pydantic is slow to import, and some processes need only the exit codes
     from cuda_agent.config import Config
 
 
 class Tracker(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Logs the metrics of one step.  Logging a step again (after a resume) replaces its values."""
+        """Logs the metrics of one step.  A second call for the same step (after a resume) replaces its values."""
 
     def progress(self, done: int, total: int, unit: str = "steps", **rates: float) -> None:
-        """Sets the progress in the live table, with rates such as tokens_per_second."""
+        """Shows in the live table that ``done`` of ``total`` is done, with rates such as tokens_per_second."""
 
     def note(self, text: str) -> None:
-        """Adds one line for the user, kept with the run (a fallback taken, a gate missed)."""
+        """Adds one line for the user, which is kept with the run, such as "a gate was missed"."""
 
 
 class Checkpoints(Protocol):
-    """The checkpoint slot of this stage's cache key."""
+    """The checkpoints of this stage, stored under its cache key."""
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
-        """Calls ``write`` to fill an empty folder, which then becomes visible atomically.  The last two checkpoints are
-        kept."""
+        """Calls ``write`` to fill an empty folder, then makes the folder visible atomically.  Keeps the last two."""
 
     def load(self, read: Callable[[Path], None]) -> int | None:
-        """Calls ``read`` with the newest complete checkpoint and returns its step, or None if there is none.  A corrupt
-        checkpoint is noted, and the one before is tried."""
+        """Calls ``read`` with the newest complete checkpoint and returns its step, or None if there is none.  If a
+        checkpoint is corrupt, adds a note and tries the checkpoint before it."""
 
 
 @dataclass
 class WorkerContext:
     """The part of the context that a worker process of the stage gets, perhaps on another machine."""
 
-    name: str  # of the stage
+    name: str  # name of the stage
     config: "Config"  # only the sections that the graph lists for this stage
     inputs: dict[str, Path]  # artifact name -> read-only folder
-    work: Path  # scratch folder, removed afterwards
-    cache: Path  # machine-local folder that survives runs: verdicts, baselines, builds by content
+    work: Path  # scratch folder, removed after the stage
+    cache: Path  # folder of this machine that outlives runs: verdicts, baselines and builds, named by their content
     ranks: Any = field(default=None, kw_only=True)  # process group of the trainer, if one is open
 
 

@@ -1,7 +1,7 @@
 """The names of the solution formats: types, settings and the choices of the command line all derive from this list.
 
-It imports nothing, so that the configuration, the judge and its workers can share it.  What a format does is in
-``sandbox.formats.table``."""
+The module imports no other module of the package, so that the configuration, the judge and its workers can all import
+it.  ``sandbox.formats.table`` says what each format does."""
 
 from typing import Literal
 

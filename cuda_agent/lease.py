@@ -1,8 +1,8 @@
 """The machine-wide timing lease: gives a process that times a kernel exclusive use of the processor.
 
-A kernel that takes 1.12 ms on an idle machine takes 1.75 ms beside a matmul, so decoding and training (``working``)
-pause while a time is taken (``timing``).  Two advisory file locks work across processes and prevent starvation: a timer
-first closes a gate that every worker must pass before its next step."""
+A kernel that takes 1.12 ms on an idle machine takes 1.75 ms beside a matmul.  So decoding and training (``working``)
+pause while a kernel is timed (``timing``).  Two advisory file locks work across processes.  They also prevent
+starvation: a process that times first closes a gate that every worker must pass before its next step."""
 
 import fcntl
 import os
@@ -12,8 +12,8 @@ from pathlib import Path
 
 
 class Lease:
-    """One participant.  ``folder`` is shared by all processes of the machine that must not disturb each other.  An
-    instance belongs to one thread."""
+    """One process's access to the lease.  ``folder`` is the same for all processes of the machine that must not disturb
+    each other.  An instance belongs to one thread."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ class Lease:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Shared; held for one step of decoding or training (milliseconds to a second)."""
+        """Holds the lease, shared with other workers, for one step of decoding or training (at most about a second)."""
         with _held(self._gate, fcntl.LOCK_SH):
             fcntl.flock(self._lock, fcntl.LOCK_SH)
         try:
@@ -36,7 +36,7 @@ class Lease:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Exclusive; held while a time is taken."""
+        """Holds the lease alone, while a kernel is timed."""
         with _held(self._gate, fcntl.LOCK_EX), _held(self._lock, fcntl.LOCK_EX):
             yield
 

@@ -1,6 +1,6 @@
-"""Artifacts behind one interface: a folder, memory or S3 (through obstore).
+"""Stores artifacts in a folder, in memory or in S3 (through obstore), behind one interface.
 
-Every write is atomic.  A folder is content-addressed: it exists once its tree object exists, which is written last.
+Every write is atomic.  A folder is content-addressed, and exists once its tree object, which is written last, exists.
 Reads of folders verify digests and remove damaged objects; objects under other keys (``runs/...``) are not verified.
 
     cas/<sha256>    a file, or the tree of a folder: canonical JSON {"files": {path: {"sha256", "size"}}}
@@ -34,22 +34,22 @@ class StoreError(UserError):
 
 
 class StoreUnavailable(StoreError):
-    """The store cannot be reached or denies access.  The same command works once it is back."""
+    """The store cannot be reached or denies access.  The same command works once the store is back."""
 
 
 class StoreFull(StoreError):
-    """No room left (or a quota or file-size limit was hit).  Nothing half-written is visible."""
+    """The store has no room left, or a quota or a file-size limit was reached.  Nothing half-written is visible."""
 
 
 class StoreDamaged(StoreError):
-    """An object is missing or does not match its digest.  A damaged one was removed."""
+    """An object is missing, or does not match its digest.  An object that does not match was removed."""
 
 
 def open_store(uri: str | Path) -> "Store":
     """Opens a store.
 
     Args:
-        uri: a folder (made if absent), ``memory://`` (one process, for tests) or ``s3://bucket/prefix``.
+        uri: A folder (made if absent), ``memory://`` (one process, for tests) or ``s3://bucket/prefix``.
 
     Raises:
         StoreUnavailable: The address is wrong, or the store cannot be opened."""
@@ -70,21 +70,20 @@ def open_store(uri: str | Path) -> "Store":
 
 
 def absolute_uri(uri: str) -> str:
-    """The address of the same store for a process with another working directory."""
+    """Returns an address of the same store that is valid in every working directory."""
     folder = local_folder(uri)
     return uri if folder is None else str(folder)
 
 
 def local_folder(uri: str) -> Path | None:
-    """The folder of a folder store; None for others."""
+    """Returns the folder of a store that is a folder, or None for a store in memory or S3."""
     if re.match(r"(memory|s3):", uri):
         return None
     return Path(uri.removeprefix("file://")).expanduser().absolute()
 
 
 class Store:
-    """Objects and folders by key.  Keys are slash-separated paths.  Every failure of the store raises a
-    ``StoreError``."""
+    """Stores objects and folders by key.  A key is a slash-separated path.  Every failure raises a ``StoreError``."""
 
     def __init__(self, backend: Any, uri: str) -> None:
         self._backend = backend
@@ -105,7 +104,7 @@ class Store:
         return True
 
     def get(self, key: str) -> bytes:
-        """The object.  Raises StoreDamaged if ``key`` is absent."""
+        """Returns the object.  Raises StoreDamaged if ``key`` is absent."""
         with self._errors(f"read {key}"):
             return bytes(obstore.get(self._backend, key).bytes())
 
@@ -113,7 +112,7 @@ class Store:
         return self.size(key) is not None
 
     def size(self, key: str) -> int | None:
-        """Bytes; None when absent."""
+        """Returns the size of the object in bytes, or None if ``key`` is absent."""
         with self._errors(f"look up {key}"):
             try:
                 return int(obstore.head(self._backend, key)["size"])
@@ -121,11 +120,11 @@ class Store:
                 return None
 
     def list(self, prefix: str) -> list[str]:
-        """All keys below the folder ``prefix``, sorted.  Unfinished writes never show."""
+        """Returns all keys below the folder ``prefix``, sorted.  Unfinished writes never show."""
         return sorted(self.sizes(prefix))
 
     def sizes(self, prefix: str) -> dict[str, tuple[int, float]]:
-        """Key -> (bytes, time of the last change as seconds since the epoch), for all keys below ``prefix``."""
+        """Returns key -> (bytes, time of the last change in seconds since the epoch), for all keys below ``prefix``."""
         with self._errors(f"list {prefix}"):
             return {
                 entry["path"]: (entry["size"], entry["last_modified"].timestamp())
@@ -139,8 +138,7 @@ class Store:
             obstore.delete(self._backend, key)
 
     def get_file(self, key: str, path: Path, sha256: str) -> None:
-        """Downloads to ``path`` and verifies the digest.  Raises StoreDamaged for a damaged object, which is
-        deleted."""
+        """Downloads an object to ``path`` and verifies its digest.  Deletes a damaged one and raises StoreDamaged."""
         actual = hashlib.sha256()
         with self._errors(f"read {key}"), open(path, "wb") as file:
             for chunk in obstore.get(self._backend, key).stream(min_chunk_size=CHUNK):
@@ -167,14 +165,14 @@ class Store:
         return digest
 
     def tree(self, digest: str) -> dict[str, dict[str, Any]]:
-        """path -> {"sha256", "size"} of the folder ``digest``."""
+        """Returns path -> {"sha256", "size"} for the files of the folder with this digest."""
         data = self.get(f"cas/{digest}")
         if hashlib.sha256(data).hexdigest() != digest:
             self._remove_damaged(f"cas/{digest}")
         return json.loads(data)["files"]
 
     def get_folder(self, digest: str, path: Path) -> None:
-        """Makes ``path`` and fills it with the files, verified and read-only."""
+        """Makes the folder ``path`` and fills it with the stored files, verified and read-only."""
         path.mkdir(parents=True, exist_ok=True)
         for name, entry in self.tree(digest).items():
             target = path / name
@@ -185,7 +183,7 @@ class Store:
             target.chmod(0o444)
 
     def has_folder(self, digest: str) -> bool:
-        """Whether every file of the folder exists with its size; bytes are verified on read."""
+        """Returns whether every file of the folder exists with its size; does not read the bytes of the files."""
         try:
             return all(self.size(f"cas/{entry['sha256']}") == entry["size"] for entry in self.tree(digest).values())
         except StoreDamaged:
@@ -223,7 +221,7 @@ def file_sha256(path: Path) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """The canonical text of a value: sorted keys, no spaces, no NaN."""
+    """Returns the canonical text of a value: sorted keys, no spaces, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 

@@ -1,10 +1,10 @@
 """Shortens a conversation so that it fits into a context.
 
-The least useful parts go first: the middles of old tool results, then of old arguments (written files can be read
-again), then whole old turns.  The system message, the task and the newest turns stay; results in them are cut only if
-they alone are too long.  A call and its results stay together, as servers require.
+The least useful parts are cut first: the middles of old tool results, then the middles of old arguments (the model can
+read written files again), then whole old turns.  The system message, the task and the newest turns stay; texts in these
+turns are cut only if the turns alone are too long.  A call and its results stay together, as servers require.
 
-Pure functions.  Sizes are in characters, because only the server can count tokens."""
+Sizes are in characters, because only the server can count tokens."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ from typing import Any
 
 Message = dict[str, Any]
 
-_KEEP = 2  # newest turns that are cut last
-_SHORT = 400  # characters that stay of a cut text
-_TARGET = 0.6  # share of the limit to cut to: small cuts would invalidate the server's prefix cache every turn
+_KEEP = 2  # number of the newest turns, which are cut last
+_SHORT = 400  # characters that remain of a cut text
+_TARGET = 0.6  # share of the limit that remains: small cuts would invalidate the server's prefix cache every turn
 
 
 def size(messages: Sequence[Mapping[str, Any]]) -> int:
@@ -73,7 +73,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def _turns(messages: Sequence[Message]) -> list[list[Message]]:
-    """Returns groups of one assistant message and the messages after it, up to the next one."""
+    """Returns the turns: each is an assistant message and the messages up to the next assistant message."""
     turns: list[list[Message]] = []
     for message in messages:
         if message["role"] == "assistant":

@@ -1,8 +1,8 @@
-"""The multi-turn tool environment of one task: work folder, tools, bad-pattern flags, verdicts.
+"""The environment in which an episode is played: one task with its work folder, tools and verdicts.
 
-``async with KernelEnvironment(...) as environment`` opens the folder; ``call`` runs one tool call, ``finish`` judges
-the solution in the folder.  The player is separate: a policy by token ids (``loop``), a model behind a text interface
-(``chat_rollout``, ``optimize.attempt``), or an external trainer (``environments``)."""
+``async with KernelEnvironment(...) as environment`` opens the work folder.  ``call`` runs one tool call; ``finish``
+judges the solution in the folder.  A player uses the environment: a policy by token ids (``loop``), a model behind a
+text interface (``chat_rollout``, ``optimize.attempt``), or an external trainer (``environments``)."""
 
 import json
 from collections import Counter
@@ -19,7 +19,7 @@ from cuda_agent.sandbox.wire import Format, Mode, Solution, ToolResult, Verdict
 from cuda_agent.tasks.task import Task
 
 _CHANGING = ("Write", "Edit", "MultiEdit")  # after one of these, a repeated verify is not a loop
-LOOP = 3  # repetitions of the same call that count as a loop
+LOOP = 3  # the same call this many times counts as a loop
 
 
 class SandboxFault(Exception):
@@ -34,11 +34,10 @@ class KernelEnvironment:
     """The environment of one episode.
 
     Attributes:
-        files: the player's files, as ``collect`` found them last; a folder that is opened begins with them.
-        best: the verdict of the best state so far.
-        flags: bad patterns seen ("malformed_call", "unknown_tool", "loop").
-        repeated: how often the last call was made since the folder was last changed.
-    """
+        files: The player's files when ``collect`` last read the folder.  A folder opens with these files.
+        best: The best verdict so far.
+        flags: The bad patterns seen so far ("malformed_call", "unknown_tool", "loop").
+        repeated: How often the last call was made since the folder last changed."""
 
     def __init__(
         self,
@@ -73,8 +72,7 @@ class KernelEnvironment:
         """Opens the work folder.
 
         Raises:
-            WorkspaceLost: The work folder is lost; all methods that use it raise this too.
-        """
+            WorkspaceLost: The work folder is lost.  All methods that use the folder raise this error too."""
         self._opened = self.sandbox.workspace({**self.files, **self._given}, frozenset(self._given), self.command)
         self._folder = await self._opened.__aenter__()
         return self
@@ -87,8 +85,7 @@ class KernelEnvironment:
         return await self._opened.__aexit__(kind, error, trace)
 
     async def call(self, name: str, arguments: Mapping[str, Any] | None) -> ToolResult:
-        """Runs one tool call.  A mistake of the player gives a result too; ``arguments`` is None where they could not
-        be read."""
+        """Runs one tool call.  A wrong call gives an error text.  ``arguments`` is None if they could not be read."""
         assert self._folder is not None, "the work folder is not open"
         self.repeated = 0
         if name not in self.tools:
@@ -109,23 +106,22 @@ class KernelEnvironment:
         return result
 
     async def collect(self) -> Solution:
-        """Reads the files in the folder and returns those of the solution."""
+        """Reads the files in the folder and returns the solution that they contain."""
         assert self._folder is not None, "the work folder is not open"
         found = await self._folder.files()
         self.files = {path: text for path, text in found.items() if path not in self._given}
         return self.solution
 
     async def finish(self) -> Verdict:
-        """Judges the solution in the folder; raises what ``judge`` raises."""
+        """Judges the solution in the folder.  Raises the errors of ``judge``."""
         return await self.judge(await self.collect())
 
     async def judge(self, solution: Solution, mode: Mode = "quick") -> Verdict:
-        """Judges a solution, and keeps the best verdict of the trajectory.  A sandbox fault is retried once.
+        """Judges a solution and updates ``best``.  After a fault of the sandbox, judges a second time.
 
         Raises:
             SandboxFault: The sandbox failed twice.
-            TaskError: The task cannot be run.
-        """
+            TaskError: The task cannot be run."""
         for _ in range(2):
             verdict = await self.sandbox.evaluate(self.task, solution, mode)
             if verdict.status != "infra":
@@ -137,7 +133,7 @@ class KernelEnvironment:
         return verdict
 
     async def command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Runs compile, verify or profile when the workspace's shell calls it."""
+        """Answers the commands compile, verify and profile, which the player runs in the shell of the work folder."""
         verdict = await self.judge(solution_of(files, self.format))
         return ToolResult(describe(verdict, name, self.style), failed(verdict, name))
 

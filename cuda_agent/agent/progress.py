@@ -1,7 +1,6 @@
 """The results and costs of a search for a fast kernel: judged solutions, budget, transcript.
 
-The transcript has one JSON object per line and holds everything that ``--resume`` needs; docs/optimize.md lists its
-events."""
+The transcript is a file with one JSON object per line; it holds all that ``--resume`` needs (docs/optimize.md)."""
 
 import difflib
 import json
@@ -26,11 +25,11 @@ ENDS = {
 """Why an attempt or an episode ended, in words."""
 
 _DIFF_LINES = 400
-_COMPARED_LINES = 2000  # per file: repeated lines take cubic time
+_COMPARED_LINES = 2000  # most lines compared per file: repeated lines take cubic time
 
 
 def difference(path: str, old: str, new: str) -> Event:
-    """Returns the facts of a ``diff``; its text is cut."""
+    """Returns the facts of an event ``diff``: path, text (at most 400 lines), number of lines added and removed."""
     before, after = (text.splitlines()[:_COMPARED_LINES] for text in (old, new))
     lines = list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]
     added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
@@ -47,7 +46,7 @@ def factor(verdict: Verdict) -> float | None:
 
 @dataclass
 class Find:
-    """A correct solution.  ``strict``: its verdict in strict mode, if there is one."""
+    """A correct solution with its verdict in quick mode and, if there is one, its verdict in strict mode."""
 
     solution: Solution
     quick: Verdict
@@ -58,7 +57,7 @@ class Find:
 
 @dataclass
 class Findings:
-    """The correct solutions by content, and the one that reached the target."""
+    """The correct solutions by digest, and the first one that is as fast as the person asked (None: none is)."""
 
     by_digest: dict[str, Find] = field(default_factory=dict)
     reached: Find | None = None
@@ -71,7 +70,7 @@ class Findings:
 
     @property
     def best(self) -> Find | None:
-        """Returns the fastest; a strict verdict counts more than a quick one."""
+        """Returns the fastest solution, by its strict verdict if it has one, else by its quick verdict."""
         return max(self.by_digest.values(), key=lambda find: factor(find.strict or find.quick) or 0.0, default=None)
 
 
@@ -104,7 +103,7 @@ class SearchBudget:
         return None if self.seconds is None else self.seconds - self.elapsed
 
     def lacks(self, prompt: int, sampled: int) -> str:
-        """Returns the limit that so many more tokens would exceed: ``minutes``, ``tokens``, ``money``, or ""."""
+        """Returns which limit so many more tokens would exceed: ``minutes``, ``tokens``, ``money``, or "" for none."""
         if self.left is not None and self.left <= 0:
             return "minutes"
         if self.tokens is not None and self.prompt + self.sampled + prompt + sampled > self.tokens:
@@ -123,17 +122,17 @@ class SearchBudget:
 
 @dataclass
 class State:
-    """The state of an attempt, sufficient to resume it."""
+    """The state of an attempt, from which the attempt can be resumed."""
 
     messages: list[Event] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
-    turn: int = 0  # the next one
+    turn: int = 0  # the next turn
     ended: str = ""
 
 
 class Transcript:
-    """Appends events to a file, each atomically.  ``watch`` receives every event, also those that are not kept;
-    ``note`` is the last note of an attempt."""
+    """Appends events to a file, each atomically.  ``watch`` receives every event, also the events that are not kept.
+    ``note`` is the text of the latest note of an attempt."""
 
     def __init__(self, path: Path, clock: Callable[[], float], watch: Callable[[Event], None]) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -154,7 +153,7 @@ class Transcript:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Reads the events of a transcript; an unfinished last line is left out."""
+    """Returns the events of a transcript without an unfinished last line."""
     events = []
     with open(path, encoding="utf-8") as file:
         for line in file:

@@ -1,7 +1,6 @@
 """The agent's tools: their schemas, and the text that compile, verify and profile print for a verdict.
 
-Pure functions and one table. The agent loop and the writers of example dialogues share ``describe``, so that both show
-the same text."""
+The agent loop and the code that writes example dialogues share ``describe``, so that both show the same text."""
 
 import math
 import re
@@ -20,8 +19,8 @@ _COMPILER = re.compile(r"^(\S+?):(\d+):(?:\d+:)? (?:fatal )?error: (.+)$", re.M)
 
 
 def describe(verdict: Verdict, command: str, style: Style) -> str:
-    """What ``command`` (compile, verify or profile) prints.  The compact form depends on nothing but the kind of the
-    mistake, the first build error, or the two ratios: few tokens, and the same in every run that has the same times."""
+    """Returns the text that ``command`` (compile, verify or profile) prints.  The compact text has few tokens; it
+    depends only on the kind of mistake, the first build error, or the two speed-ups."""
     if verdict.status == "build_error":
         return f"build error: {first_error(verdict.message) if style == 'compact' else verdict.message}"
     if command == "compile":
@@ -42,8 +41,9 @@ def describe(verdict: Verdict, command: str, style: Style) -> str:
 
 
 def standing(verdict: Verdict) -> str:
-    """Under the device's roofline: what limits the solution at best, and how near it is.  Empty where nothing is known.
-    Bytes are those of all inputs and outputs, operations those of the reference."""
+    """Returns a line with the device's limit (roofline) for the task, and how near the solution is; empty if unknown.
+    The limit is the longer of two times at peak rates: one for the bytes of all inputs and outputs, one for the
+    operations of the reference."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return ""
     least = {
@@ -58,19 +58,19 @@ def standing(verdict: Verdict) -> str:
 
 
 def failed(verdict: Verdict, command: str) -> bool:
-    """Whether ``command`` exits with 1."""
+    """Returns whether ``command`` exits with 1."""
     return verdict.status == "build_error" or (command != "compile" and verdict.status != "ok")
 
 
 def first_error(message: str) -> str:
-    """The compiler's first error as ``path:line: what``, or the first line of another message."""
+    """Returns the compiler's first error as ``path:line: what``, or the first line of another message."""
     if found := _COMPILER.search(message):
         message = f"{found[1]}:{found[2]}: {found[3]}"
     return (message.splitlines() or [""])[0][:_COMPACT_MESSAGE]
 
 
 def solution_of(files: Mapping[str, str], format: Format) -> Solution:
-    """The files of a work folder that belong to the solution."""
+    """Returns the solution: those files of a work folder that belong to it."""
     return Solution(format, {path: text for path, text in files.items() if FORMATS[format].belongs(path)})
 
 
@@ -141,8 +141,8 @@ TOOLS = [
     ),
 ]  # fmt: skip
 
-# The tools of a model behind a text interface in a search.  The policies that are trained here never see the additional
-# ones: their prompts, and with them what was learned and what is cached, stay as they are.
+# The tools of a model behind a text interface in a search.  Trained policies never see the additional tools: a change
+# of their prompts would invalidate learned policies and cached results.
 ALL_TOOLS = [
     _bash(
         ", unless run_in_background is set: then it goes on, for some minutes at most, and BashOutput tells what it "

@@ -1,4 +1,4 @@
-"""``python -m cuda_agent.cli``."""
+"""The entry point of ``python -m cuda_agent.cli``."""
 
 from cuda_agent.cli.main import main
 

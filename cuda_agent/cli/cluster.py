@@ -1,4 +1,4 @@
-"""The commands of the cluster: render its manifests; submit, follow, stop and resume runs and sweeps."""
+"""The commands for clusters: render the manifests; submit, follow, stop and resume runs and sweeps."""
 
 import contextlib
 import json
@@ -79,8 +79,8 @@ def sweep(
 ) -> None:
     """Start a run for every combination of values, in Hydra's grammar: a=1,2  a=range(3)  a=choice(x,y).
 
-    All are validated before the first one starts. On a cluster they wait for each other there, and this command may
-    end; on this machine (--on local) they run one after the other, and the same command with the same run.name goes on.
+    All runs are validated before the first one starts. On a cluster this command submits them and ends. On this machine
+    (--on local) they run one after the other; the same command with the same run.name continues a stopped sweep.
     """
     from cuda_agent.pipeline import sweep as sweeps
 
@@ -117,7 +117,7 @@ def sweep(
 
 
 def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
-    """Runs the points of a sweep one after the other.  Returns the first exit code other than 0, else 0."""
+    """Runs the points of a sweep one after the other, and returns the first exit code other than 0, else 0."""
     from cuda_agent.pipeline import screen, sweep
     from cuda_agent.pipeline.local import RunOutcome, run_pipeline
 
@@ -144,9 +144,9 @@ def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
 
 @command(commands, "cuda-agent watch last")
 def watch(run: RunName, on: On = None, namespace: Namespace = None, as_json: AsJson = False) -> None:
-    """Follow a run: its stages, how far they are, what they wait for. Ctrl-C stops watching, not the run.
+    """Follow a run: its stages, their progress, and what they wait for. Ctrl-C stops watching, not the run.
 
-    With --json a line each time something has changed."""
+    With --json, print one line each time something has changed."""
     sys.exit(_follow(cluster_of(on, namespace), run, as_json))
 
 
@@ -158,7 +158,7 @@ def cancel(
     namespace: Namespace = None,
     as_json: AsJson = False,
 ) -> None:
-    """Stop a run. Its stages write a checkpoint, and `resume` goes on from there."""
+    """Stop a run. Its stages write a checkpoint, and `resume` continues from there."""
     from cuda_agent.cluster import submit as cluster
 
     name, running = cluster.cancel(cluster_of(on, namespace), run, now)
@@ -179,7 +179,7 @@ def cancel(
 def resume(
     run: RunName, on: On = None, namespace: Namespace = None, watching: Watching = False, as_json: AsJson = False
 ) -> None:
-    """Go on with a run that was cancelled or has failed: finished stages come from the store."""
+    """Continue a run that was cancelled or has failed. The results of finished stages come from the store."""
     from cuda_agent.cluster import submit as cluster
 
     place = cluster_of(on, namespace)
@@ -193,7 +193,7 @@ def mlflow(
     port: Annotated[int, Option(help="on this machine; 0: any that is free")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Bring the chart's MLflow to this machine, until Ctrl-C."""
+    """Forward a port of this machine to the chart's MLflow until Ctrl-C, and print the address."""
     from cuda_agent.cluster import forward, results
 
     place = cluster_of(on, namespace)
@@ -232,7 +232,7 @@ def _submitted(place: "Cluster", what: "Submission", watching: bool, as_json: bo
 
 
 def _follow(place: "Cluster", run: str, as_json: bool) -> int:
-    """Shows a run until it ends.  Returns 0, 75 if it was stopped, or 1."""
+    """Shows a run until it ends, and returns an exit code: 0 if the run succeeded, 75 if it was stopped, else 1."""
     from cuda_agent.cluster import submit as cluster
     from cuda_agent.cluster.api import ClusterError
     from cuda_agent.pipeline import screen
@@ -251,7 +251,7 @@ def _follow(place: "Cluster", run: str, as_json: bool) -> int:
                 time.sleep(EVERY)
                 workflow = place.get("Workflow", workflow["metadata"]["name"])
                 heard = time.monotonic()
-            except ClusterError as error:  # the run goes on while the API server restarts
+            except ClusterError as error:  # the run itself continues while the API server restarts
                 if error.exit_code != 75 or time.monotonic() - heard > AWAY:
                     raise
                 time.sleep(EVERY)
@@ -267,7 +267,7 @@ def _follow(place: "Cluster", run: str, as_json: bool) -> int:
 
 
 def _json_lines() -> "Callable[[str, list[StageView]], None]":
-    """A function that prints the state of all stages as JSON whenever one has changed."""
+    """Returns a function that prints the state of all stages as a line of JSON whenever that state has changed."""
     shown: list[Any] = []
 
     def show(run: str, views: "list[StageView]") -> None:

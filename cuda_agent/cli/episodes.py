@@ -1,4 +1,4 @@
-"""`cuda-agent episodes`: parses, calls, prints."""
+"""The command `cuda-agent episodes`, which lists the episodes of a run or writes them to one HTML page."""
 
 import json
 import tempfile
@@ -49,10 +49,10 @@ def episodes(
     namespace: Namespace = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the episodes of a run, or show them on a page: turns, tools, diffs, verdicts, tokens with their probability.
+    """List the episodes of a run, or show them on a page: turns, tool calls, diffs, verdicts, probabilities of tokens.
 
-    A run keeps those of collect and of the evaluations. The page is one file without network; it searches, filters and
-    sorts by itself. What models wrote is shown as text."""
+    A run keeps the episodes of its stage collect and of its evaluations. The page is one file that needs no network; a
+    reader can search, filter and sort it. All text that models wrote is shown as plain text."""
     from cuda_agent.pipeline import episodes as left
 
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +89,7 @@ def _write(page: Path, text: str) -> None:
 def _entries(
     run: str, store: str, on: str | None, namespace: str | None, folder: Path
 ) -> "tuple[str, Path, list[EpisodeEntry], str]":
-    """Title, the page's default place, all episodes, and the message if there are none."""
+    """Returns a title, the default folder of the page, all episodes, and the message to print if there are none."""
     from cuda_agent.cluster import results
     from cuda_agent.cluster.api import ClusterError
     from cuda_agent.pipeline import episodes as left
@@ -118,14 +118,14 @@ def _entries(
 
 
 def _is_path(text: str) -> bool:
-    """Whether the text is an existing path, or cannot be the name of a run."""
+    """Returns whether the text names a file or a folder with episodes, or has a slash, which no name of a run has."""
     from cuda_agent.pipeline.episodes import FILE, TRANSCRIPT
 
     return "/" in text or any((Path(text) / name).is_file() for name in ("", TRANSCRIPT, FILE))
 
 
 def _lines(chosen: "list[EpisodeEntry]", found: int, most: int, nothing: str) -> list[str]:
-    """The table's lines, or ``nothing`` if there are no episodes."""
+    """Returns the lines of the table, or one line if ``chosen`` is empty (``nothing`` if no episode was found)."""
     if not chosen:
         return [f"none of {found} episodes" if found else nothing]
     lines = [_HEAD, *(_line(entry.row) for entry in chosen[:most])]

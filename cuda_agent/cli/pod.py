@@ -1,4 +1,4 @@
-"""The commands of the chart's pods; people do not need them."""
+"""The commands that the chart's pods run.  Users do not need them."""
 
 import json
 import os
@@ -19,7 +19,7 @@ Workflow = Annotated[str, Option(help="name of the Workflow")]
 
 @pod_app.command()
 def prepare(config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
-    """Enter the run, serve what the cache holds, make the run's pools."""
+    """Create the run in the store, take finished results from the cache, and start the servers of the run."""
     from cuda_agent.cluster import pod
     from cuda_agent.cluster.api import Cluster
 
@@ -51,7 +51,7 @@ def stage(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> No
 
 @pod_app.command()
 def ray(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
-    """Have one stage run in a Ray of several pods, and follow it."""
+    """Run one stage in a Ray cluster of several pods, and follow it until it ends."""
     from cuda_agent.cluster import pod
     from cuda_agent.cluster.api import Cluster
 
@@ -63,7 +63,7 @@ def ray(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> None
 
 @pod_app.command()
 def finish(config: ConfigSha, workflow: Workflow, status: Annotated[str, Option()], run: Run = "") -> None:
-    """Remove the run's pools and say how it ended."""
+    """Remove the run's servers, and record how the run ended."""
     from cuda_agent.cluster import pod
     from cuda_agent.cluster.api import Cluster
 
@@ -74,7 +74,7 @@ def finish(config: ConfigSha, workflow: Workflow, status: Annotated[str, Option(
 
 @pod_app.command()
 def bucket(expire_logs_days: Annotated[int, Option(min=1)] = 30) -> None:
-    """Make the store's bucket in MinIO, with a rule that removes what Argo wrote after a while."""
+    """Create the store's bucket in MinIO, with a rule that deletes Argo's logs after some days."""
     from cuda_agent.cluster import bucket as making
     from cuda_agent.cluster.pod import PodEnvironment
 
@@ -83,7 +83,7 @@ def bucket(expire_logs_days: Annotated[int, Option(min=1)] = 30) -> None:
 
 @pod_app.command()
 def probe() -> None:
-    """Write, read and create-if-absent in the store, and ask MLflow: a line each."""
+    """Test whether the store can be written and read, and whether MLflow answers. Prints one line per check."""
     from cuda_agent.cluster import bucket as making
     from cuda_agent.cluster.pod import PodEnvironment
 
@@ -99,7 +99,7 @@ def probe() -> None:
 def gc(
     workflow: Workflow, dry_run: Annotated[bool, Option("--dry-run")] = False, keep: Annotated[int, Keep] = 10
 ) -> None:
-    """Remove what no run needs from the store, and what Workflows have left behind."""
+    """Remove from the store what no run needs, and remove objects that ended Workflows have left behind."""
     from cuda_agent.cluster import pod_maintenance
     from cuda_agent.cluster.api import Cluster
     from cuda_agent.cluster.pod import PodEnvironment
@@ -112,7 +112,7 @@ def gc(
 
 @pod_app.command()
 def doctor(workflow: Workflow) -> None:
-    """Try the store, MLflow and a sandbox's walls from inside."""
+    """Test the store, MLflow and the network walls of a sandbox from inside the cluster."""
     from cuda_agent.cluster import pod_maintenance
     from cuda_agent.cluster.api import Cluster
     from cuda_agent.cluster.pod import PodEnvironment

@@ -36,7 +36,7 @@ def serve(
 ) -> None:
     """Serve the sandbox over HTTP until SIGTERM, then finish the running jobs.
 
-    The token that clients must show is read from sandbox.token_file, or from the variable that sandbox.token_env names.
+    Clients must send a token, which is read from sandbox.token_file or from the variable that sandbox.token_env names.
     """
     import asyncio
     import logging
@@ -70,7 +70,7 @@ def bench(
     formats: Annotated[str | None, Option(help="some of them, with commas, as in plan,python")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure evaluations on this machine: seconds by phase, and how many a minute, one by one and all at once."""
+    """Measure evaluations on this machine: seconds per phase, and how many per minute, one by one and all at once."""
     import asyncio
 
     from cuda_agent.compose import compose
@@ -102,7 +102,7 @@ def selftest(
     device: Annotated[Literal["cpu", "cuda"], Option(help="what the solutions run on")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Try every known exploit and many honest solutions on this installation, and every wall without itself.
+    """Judge all known exploits and many honest solutions here. Then switch off each wall, to see whether it was needed.
 
     Exits with 79 when an exploit got through or an honest solution was refused."""
     import asyncio

@@ -23,10 +23,10 @@ def doctor(
     release: Release = "cuda-agent",
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine, or a cluster: a line a check, and for each ✗ what mends it.
+    """Check this machine or a cluster. Prints one line per check, and a remedy for each ✗.
 
-    On a cluster a pod is started that tries the store and MLflow from inside, and a sandbox that tries to connect to
-    them, to the API server and to DNS, and must fail."""
+    On a cluster, a pod tests the store and MLflow from inside. A second pod, with the restrictions of a sandbox, tries
+    to connect to both, to the API server and to DNS: its attempts must fail."""
     if cluster is None:
         from cuda_agent.diagnostics.doctor import examine
         from cuda_agent.pipeline.runs import local_home
@@ -60,9 +60,9 @@ def gc(
     release: Release = "cuda-agent",
     as_json: AsJson = False,
 ) -> None:
-    """Remove runs beyond the newest ones, and artifacts and checkpoints that no remaining run needs.
+    """Remove old runs, and the artifacts and checkpoints that no remaining run needs. The newest runs stay.
 
-    On a cluster it is a pod of the chart that does it, and removes as well what Workflows have left behind."""
+    On a cluster, a pod of the chart does this; it also removes objects that ended Workflows have left behind."""
     if on == "local":
         found = _collect_here(keep, dry_run, store)
     else:

@@ -1,6 +1,6 @@
 """A small Kubernetes client: a few kinds in one namespace, as JSON, over the connection of the official client.
 
-The credentials come from a kubeconfig (certificates, tokens, plugins), inside a pod from its service account.  Every
+The credentials come from a kubeconfig (certificates, tokens, plugins), or inside a pod from its service account.  Every
 failure is a ``ClusterError`` that names the operation, the cluster and a remedy."""
 
 import json
@@ -17,17 +17,17 @@ API_VERSIONS = {
     "RayJob": "ray.io/v1",
     **dict.fromkeys(("Workflow", "WorkflowTemplate"), "argoproj.io/v1alpha1"),
 }
-_SECONDS = 30.0  # for one request
+_SECONDS = 30.0  # time limit of one request
 
 
 def new_object(kind: str, name: str, labels: Mapping[str, str], **fields: Any) -> dict[str, Any]:
-    """An object that ``Cluster.create`` takes."""
+    """Returns an object for ``Cluster.create``."""
     metadata = {"name": name, "labels": labels}
     return {"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": metadata} | fields
 
 
 class ClusterError(UserError):
-    """A failed request.  The message is one screen for a person; ``status`` is the HTTP status, 0 without an answer."""
+    """A failed request.  The message fits one screen; ``status`` is the HTTP status, 0 without an answer."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -35,19 +35,19 @@ class ClusterError(UserError):
 
     @property
     def exit_code(self) -> int:  # type: ignore[override]
-        """75 (try again) if the cluster is away or busy, else 78."""
+        """Returns 75 (try again) if the cluster did not answer or is busy, else 78."""
         return 75 if self.status in (0, 429) or self.status >= 500 else 78
 
 
 class Cluster:
-    """One namespace of one cluster."""
+    """A connection to one namespace of one cluster."""
 
     def __init__(self, client: Any, namespace: str, name: str) -> None:
         self.client, self.namespace, self.name = client, namespace, name
 
     @classmethod
     def of_kubeconfig(cls, context: str | None = None, namespace: str | None = None) -> "Cluster":
-        """A connection by the named context or the current one, in its namespace unless one is given.
+        """Connects by the named context or the current one; the namespace is that of the context unless one is given.
 
         Raises:
             ClusterError: The kubeconfig cannot be used, or lacks the context."""
@@ -55,7 +55,7 @@ class Cluster:
         from kubernetes.config import ConfigException
 
         try:
-            file = os.environ.get("KUBECONFIG") or None  # the client reads it once, at import
+            file = os.environ.get("KUBECONFIG") or None  # the client reads the variable only once, at import
             contexts, current = config.list_kube_config_contexts(file)
             chosen = next((item for item in contexts if item["name"] == context), None) if context else current
             if chosen is None:
@@ -70,10 +70,10 @@ class Cluster:
 
     @classmethod
     def of_pod(cls) -> "Cluster":
-        """A connection to the cluster of this pod, with the pod's service account.
+        """Connects to the cluster of this pod, with the pod's service account.
 
         Raises:
-            ClusterError: This process is in no pod with an account."""
+            ClusterError: This process does not run in a pod with a service account."""
         from kubernetes import client, config
         from kubernetes.config import ConfigException
 
@@ -87,14 +87,14 @@ class Cluster:
         return cls(client.ApiClient(settings), namespace, "this cluster")
 
     def ask(self, path: str, doing: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The answer of the API server at any path: a GET, or with ``body`` a POST such as an access review."""
+        """Sends a GET to any path of the API server, or a POST of ``body``, and returns the answer."""
         return self._ask("GET" if body is None else "POST", path, doing, body and dict(body))
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
         return self._ask("GET", f"{self._path(kind)}/{name}", f"read {kind} {name}")
 
     def find(self, kind: str, name: str) -> dict[str, Any] | None:
-        """The object, or None if it does not exist."""
+        """Returns the object, or None if it does not exist."""
         return _unless(404, lambda: self.get(kind, name))
 
     def all(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
@@ -109,19 +109,19 @@ class Cluster:
         return self._ask("POST", self._path(kind), f"create {kind} {item['metadata']['name']}", dict(item), query)
 
     def create_if_absent(self, item: Mapping[str, Any]) -> bool:
-        """Whether the object was created; False if it existed."""
+        """Creates the object and returns True, or returns False if it exists."""
         return _unless(409, lambda: self.create(item)) is not None
 
     def patch(self, kind: str, name: str, change: Mapping[str, Any]) -> dict[str, Any]:
         return self._ask("PATCH", f"{self._path(kind)}/{name}", f"change {kind} {name}", dict(change))
 
     def delete(self, kind: str, name: str) -> bool:
-        """Whether the object existed."""
+        """Deletes the object, and returns whether it existed."""
         path, body = f"{self._path(kind)}/{name}", {"propagationPolicy": "Background"}
         return _unless(404, lambda: self._ask("DELETE", path, f"delete {kind} {name}", body)) is not None
 
     def logs(self, pod: str, follow: bool = False) -> Iterator[str]:
-        """Yields the lines of the container ``main``, without their ends; with ``follow`` until the container ends."""
+        """Yields the lines of the container ``main`` without line ends; with ``follow`` until the container ends."""
         query = [("container", "main"), *([("follow", "true")] if follow else [])]
         path = f"{self._path('Pod')}/{pod}/log"
         response = self._request("GET", path, f"read the log of {pod}", query=query, stream=True)
@@ -171,7 +171,7 @@ class Cluster:
 
 
 def _unless(status: int, request: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-    """The answer, or None if the API server refuses the request with this status."""
+    """Returns the answer to a request, or None if the API server refuses the request with this status."""
     try:
         return request()
     except ClusterError as error:

@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 from cuda_agent.diagnostics.doctor import Check
 from cuda_agent.storage import StoreError, StoreUnavailable, open_store
 
-PATIENCE = 120.0  # seconds for a server to start
+PATIENCE = 120.0  # longest wait for a server to start, in seconds
 
 
 def make(store: str, expire_logs_days: int) -> str:
-    """Creates the bucket of ``s3://bucket/prefix`` if it is absent, and a rule by which Argo's logs expire.
+    """Creates the bucket of ``s3://bucket/prefix`` if it is absent, and sets the rule by which Argo's logs expire.
 
     Raises:
         StoreUnavailable: The address is wrong, or the server refuses or does not answer."""
@@ -48,7 +48,7 @@ def make(store: str, expire_logs_days: int) -> str:
 
 
 def probe(store: str, mlflow: str) -> Iterator[Check]:
-    """Tests the store and MLflow as a run uses them."""
+    """Tests the store and MLflow in the way that a run uses them."""
 
     def check(name: str, ok: bool, text: str) -> Check:
         values = "tracking" if name == "mlflow" else name

@@ -1,6 +1,6 @@
-"""Checks whether a cluster has everything that a run needs.  One line per check; a failed check names the remedy.
+"""Checks whether a cluster has everything that a run needs: one line per check, and a remedy for each failed check.
 
-First the checks with the person's own rights, then those that need a pod (``pod_maintenance.doctor``)."""
+The first checks need only the person's own rights; the later ones run in a pod (``pod_maintenance.doctor``)."""
 
 import json
 import re
@@ -13,8 +13,8 @@ from cuda_agent.cluster.pools import version_name
 from cuda_agent.cluster.submit import PROFILE_LABEL, template_name
 from cuda_agent.diagnostics.doctor import Check
 
-Finding = tuple[str, str]  # what was found, and what mends it; empty: all is well
-OLDEST = (1, 33)  # minor version of Kubernetes
+Finding = tuple[str, str]  # what was found, and the remedy; an empty remedy means that all is well
+OLDEST = (1, 33)  # oldest supported version of Kubernetes
 _ARGO = "argoproj.io/v1alpha1"
 # Rights for submit, watch, logs, report, cancel, sweep, doctor and gc: group, resource, verbs.
 _RIGHTS = (
@@ -29,7 +29,7 @@ _RIGHTS = (
 
 
 def examine(cluster: Cluster, release: str) -> Iterator[Check]:
-    """Yields all checks in order; none raises.  Without an API server there is only one."""
+    """Yields all checks in order; none raises.  If the API server does not answer, its check is the only one."""
     first = _checked("api server", lambda: _api_server(cluster))
     yield first
     if not first.ok:
@@ -57,7 +57,7 @@ def examine(cluster: Cluster, release: str) -> Iterator[Check]:
 
 
 def _checked(name: str, check: Callable[[], Finding], hidden: Finding | None = None) -> Check:
-    """``hidden``: the finding for people whose rights do not cover the check."""
+    """Runs one check.  ``hidden`` is the finding if the person's rights do not cover the check."""
     try:
         text, mend = check()
     except ClusterError as error:
@@ -76,8 +76,8 @@ def _api_server(cluster: Cluster) -> Finding:
 
 
 def _argo(cluster: Cluster) -> Finding:
-    """The installed definitions: their fields tell the version, and whether they are the full ones, which refuse
-    misspelt fields."""
+    """Checks Argo's resource definitions.  Their fields show the version, and whether misspelt fields would be
+    refused."""
     mend = "install Argo Workflows 3.7 or 4 with its full resource definitions (manifests/full in its release)"
     try:
         schemas = cluster.ask(f"/openapi/v3/apis/{_ARGO}", "read Argo's definitions")["components"]["schemas"]
@@ -103,8 +103,8 @@ def _argo(cluster: Cluster) -> Finding:
 
 
 def _controller(cluster: Cluster) -> Finding:
-    """The version of Argo's controller, from the name of its image, for people who may see other namespaces.  Whether
-    it works, the checks inside show."""
+    """Finds the version of Argo's controller in its image name, for people who may see other namespaces.  The checks
+    inside the cluster show whether the controller works."""
     everywhere = cluster.ask("/apis/apps/v1/deployments", "look for Argo's controller")["items"]
     images = [
         f"{container['image']} in {item['metadata']['namespace']}"
@@ -181,7 +181,7 @@ def _gpus(cluster: Cluster) -> Finding:
 
 
 def _pid_limits(cluster: Cluster) -> Finding:
-    """The kubelet's limit per pod; the sandbox has its own limits too."""
+    """Finds the kubelets' process limit per pod; the sandbox also sets limits itself."""
     limits = []
     for item in _nodes(cluster):
         path = f"/api/v1/nodes/{item['metadata']['name']}/proxy/configz"

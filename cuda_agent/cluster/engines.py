@@ -4,7 +4,7 @@
     NetworkPolicy   in: from this run's stages and the pods of their Ray; out: nothing, not even DNS
     StatefulSet     the replicas, which wait for the run's first policy (``policy.engines.vllm_pool``)
 
-With ``policy.vllm.sync=nccl`` stages and replicas also reach the other ports of each other, which NCCL chooses."""
+With ``policy.vllm.sync=nccl``, stages and replicas may also connect to each other's other ports, which NCCL chooses."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ FOLDER = "/engine"  # where stages and replicas mount the claim of the weights; 
 
 
 def wanted(config: Config) -> bool:
-    """Whether a run needs engine replicas.
+    """Returns whether a run needs engine replicas.
 
     Raises:
         ConfigError: The configuration asks for something that replicas cannot serve."""
@@ -34,19 +34,19 @@ def wanted(config: Config) -> bool:
 
 
 def _clients(name: str) -> list[dict[str, str]]:
-    """Labels of the pods of a run that may send requests: its stages, and the pods of a stage's Ray."""
+    """Returns labels of the pods of a run that may send requests: its stages, and the pods of a stage's Ray."""
     return [{label: name, COMPONENT_LABEL: "stage"} for label in (WORKFLOW_LABEL, POOL_LABEL)]
 
 
 def engine_objects() -> list[dict[str, Any]]:
-    """The objects without a profile and a run, in the order of creation."""
+    """Returns the objects in the order of creation, before a profile and a run are filled in."""
     container = pools.container(
         "cuda-agent-engine",
         {"HOME": "/scratch", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"},
         [{"name": "memory", "mountPath": "/dev/shm"}, {"name": "weights", "mountPath": FOLDER, "readOnly": True}],
         command=["python3", "-P", "-m", "cuda_agent.policy.engines.vllm_pool"],
         args=[],
-        # No liveness probe: a replica answers only after the run's first policy, and exits if it breaks.
+        # No liveness probe: a replica answers only after the run's first policy, and exits on a failure.
         readinessProbe={"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5, "timeoutSeconds": 5},
     )
     pod = pools.pod_spec(
@@ -59,7 +59,7 @@ def engine_objects() -> list[dict[str, Any]]:
 
 
 def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: Config) -> list[dict[str, Any]]:
-    """The objects of one run, ready to be created."""
+    """Returns the objects of one run, ready to be created."""
     policy = config.policy
     opened: list[dict[str, Any]] = []
     if policy.vllm.sync == "nccl":
@@ -84,6 +84,6 @@ def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: 
 
 
 def names(workflow: str) -> list[tuple[str, str]]:
-    """Kind and name of every object that a run's engine may have."""
+    """Returns kind and name of every object that a run's engine may have."""
     walls = [("NetworkPolicy", f"{workflow}-engine-{suffix}") for suffix in ("stages", "ray")]
     return [*((kind, f"{workflow}-engine") for kind in ("StatefulSet", "Service", "NetworkPolicy")), *walls]

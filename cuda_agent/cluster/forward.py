@@ -1,4 +1,4 @@
-"""Forwards a local port to a port of a pod, through the API server: needs a kubeconfig only."""
+"""Forwards a local port to a port of a pod through the API server; only a kubeconfig is needed."""
 
 import contextlib
 import socket
@@ -17,7 +17,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 @contextlib.contextmanager
 def forwarded(cluster: Cluster, pod: str, port: int, local: int = 0) -> Iterator[int]:
-    """Yields the local port; ``local=0`` takes a free one.
+    """Forwards the port inside the ``with`` block and yields the local port; ``local=0`` takes a free one.
 
     Raises:
         ClusterError: The pod refuses the first connection."""
@@ -40,10 +40,10 @@ def forwarded(cluster: Cluster, pod: str, port: int, local: int = 0) -> Iterator
 
 
 def pod_of(cluster: Cluster, component: str) -> str:
-    """The name of a running pod of this component of the chart.
+    """Returns the name of a running pod of this component of the chart.
 
     Raises:
-        ClusterError: There is none."""
+        ClusterError: No pod of the component is running."""
     for pod in cluster.all("Pod", f"app.kubernetes.io/component={component}"):
         if pod.get("status", {}).get("phase") == "Running":
             return str(pod["metadata"]["name"])

@@ -1,7 +1,7 @@
 """Runs a maintenance job (``doctor``, ``gc``, ``gc-plan``) on a cluster and returns its answer.
 
-A job is a Workflow of one pod (``pod_maintenance``) from the chart's template, which fixes what the pod may do: a
-submitter's rights suffice.  The answer is an output parameter.  The Workflow is then removed."""
+A job is a Workflow of one pod (see ``pod_maintenance``), made from a template of the chart.  The template fixes what
+the pod may do, so a submitter's rights suffice.  The answer is an output parameter; the Workflow is then removed."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from cuda_agent.cluster.api import Cluster, ClusterError, new_object
 from cuda_agent.cluster.submit import ENDED, phase, require_template, template_name
 
 JOB_LABEL = "cuda-agent.io/maintenance"
-START_SECONDS = 180.0  # for its pod to start
+START_SECONDS = 180.0  # longest wait for the job's pod to start
 EVERY = 0.5  # seconds between two queries
 
 

@@ -36,7 +36,7 @@ from cuda_agent.tracking import read_progress
 
 COLLECTION_SECONDS = 900.0  # longest wait for a garbage collection
 RECORD_SECONDS = 20.0  # longest wait for MLflow at the end of a pod
-LAST_RECORD_SECONDS = 60.0  # for finish, which records everything again: MLflow may be restarting
+LAST_RECORD_SECONDS = 60.0  # the same for finish, which records everything again: MLflow may be restarting
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PodEnvironment:
 
     store: str
     mlflow: str
-    config: Path = Path("/config/config.json")  # file that came with the Workflow
+    config: Path = Path("/config/config.json")  # the file that came with the Workflow
     plan: Path = Path("/scratch/plan")  # folder of prepare's outputs
     work: Path = Path("/scratch")
     termination_message: Path = Path("/dev/termination-log")  # created by Kubernetes; absent elsewhere
@@ -59,8 +59,8 @@ class PodEnvironment:
 
 
 def termination_message(here: PodEnvironment, text: str) -> None:
-    """Writes why this pod ends for good: Kubernetes puts it into the pod's status and Argo into the Workflow's, where
-    `watch` shows it.  Do not use it for ends that are retried, because Argo's retry rule reads that message."""
+    """Writes why this pod ends for good.  Kubernetes puts the text into the pod's status and Argo into the Workflow's,
+    where `watch` shows it.  Do not call this for an end that is retried, because Argo's retry rule reads the text."""
     if here.termination_message.exists():
         here.termination_message.write_text(text[:2000])
 
@@ -79,8 +79,8 @@ def prepare(
     spread: bool = False,
     replicas: Sequence[dict[str, Any]] = (),
 ) -> dict[str, str]:
-    """Writes and returns its outputs: a stage -> ``run``, ``ray``, ``cached`` or ``absent`` (the graph leaves it out),
-    ``servers``, ``engines``, ``finish``.
+    """Starts a run.  Writes and returns the step's outputs: for each stage ``run``, ``ray``, ``cached`` or ``absent``
+    (the graph leaves the stage out), and ``servers``, ``engines`` and ``finish``.
 
     Args:
         cluster: Opens the cluster when needed; None: no pool is created.
@@ -90,7 +90,7 @@ def prepare(
         replicas: Objects of the engine; empty: stages start engines in their pods.
 
     Raises:
-        ConfigError: The configuration is not the submitted one, or the run's name belongs to another one.
+        ConfigError: The configuration is not the submitted one, or the run's name belongs to another configuration.
         TryAgain: A garbage collection is running, or the configuration has not arrived yet.
         ClusterError: The cluster refuses, or no server becomes ready."""
     store = open_store(here.store)
@@ -143,9 +143,9 @@ def prepare(
 def run_stage(
     here: PodEnvironment, name: str, run: str, sha256: str, table: str = "", spawner: Spawner | None = None
 ) -> int:
-    """Runs one stage as ``local`` does and returns its exit code.  It passes SIGTERM on: the stage writes a checkpoint.
+    """Runs one stage and returns its exit code.  A SIGTERM is passed on to the stage, which then writes a checkpoint.
 
-    ``spawner`` may be open already; it is closed here."""
+    ``spawner`` may be open already; this function closes it."""
     scratch = here.work / "stage" / name
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -155,7 +155,7 @@ def run_stage(
     spawner = spawner or Spawner(preload=())
     stop = spawner.signal  # the stage writes a checkpoint
     with contextlib.closing(spawner), _on_sigterm(lambda: stop(name, signal.SIGTERM)):
-        spawner.start(name, asdict(order), log)  # first, because its imports take seconds
+        spawner.start(name, asdict(order), log)  # before all else, because the stage's imports take seconds
         store = open_store(here.store)
         config = runs.read_config(store, sha256)
         with _recording(here, store, config, sha256, run, graph_of(config, table)) as recorder:
@@ -216,9 +216,9 @@ def run_spread(
     base: Sequence[dict[str, Any]],
     served: str = "",
 ) -> int:
-    """Runs a stage in a Ray of several pods (``rayjobs``), waits for it, and returns its exit code.
+    """Runs a stage in a Ray of several pods (``rayjobs``), waits for its end, and returns its exit code.
 
-    ``servers`` and ``served``: comma-separated addresses of the sandbox and the engine."""
+    ``servers`` and ``served`` are the addresses of the sandbox and of the engine, separated by commas."""
     store = open_store(here.store)
     config = runs.read_config(store, sha256)
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
@@ -250,7 +250,7 @@ def _explain(here: PodEnvironment, code: int, message: str) -> None:
 
 
 def oom_kills() -> int:
-    """Returns how often the kernel has killed a process of this container for memory; 0 where unknown."""
+    """Returns how often the kernel has killed a process of this container for lack of memory; 0 if unknown."""
     for file in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         with contextlib.suppress(OSError, ValueError):
             for line in Path(file).read_text().splitlines():
@@ -285,8 +285,8 @@ def finish(
     cluster: Cluster | None,
     stages: Sequence[Stage] = ROWS,
 ) -> dict[str, Any]:
-    """Removes the pools, records the end and returns the facts for the webhook.  ``status`` is Argo's: Running
-    (``finish`` is a task of the graph, so all stages before it succeeded), Failed or Error."""
+    """Removes the pools, records how the run ended, and returns the facts for the webhook.  ``status`` is the
+    Workflow's: Running if all stages succeeded, as only ``finish`` still runs; else Failed or Error."""
     if cluster is not None:
         run_pools.remove_pools(cluster, workflow)
     if folder := os.environ.get("CUDA_AGENT_ENGINE_FOLDER"):
@@ -338,12 +338,13 @@ def tell_webhook(url: str, facts: dict[str, Any]) -> None:
     try:
         httpx.post(url, json={"text": text} | facts, timeout=10).raise_for_status()
     except httpx.HTTPError as error:
-        print(f"the webhook did not take it: {type(error).__name__}", file=sys.stderr)  # its address is a secret
+        print(f"the webhook did not take it: {type(error).__name__}", file=sys.stderr)  # the address is a secret
 
 
 @contextlib.contextmanager
 def _recording(here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS) -> Iterator[Recorder]:
-    """Opens the run's record in MLflow from this pod; ``of``: store, config, its sha256, run, stages."""
+    """Opens the run's record in MLflow for the ``with`` block. ``of`` holds the arguments that say which run it is: the
+    store, the configuration and its sha256, the run's name and the stages."""
     facts = [here.mlflow, *of, lambda text: print(text, file=sys.stderr)]
     recorder = Recorder(*facts)
     try:
@@ -353,7 +354,7 @@ def _recording(here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS) 
 
 
 def _record_report(recorder: Recorder, store: Store, done: dict[str, Manifest], folder: Path) -> None:
-    """Records the report, if there is one, from ``folder``, which must stay until the recorder is closed."""
+    """Records the report if the run has one.  ``folder`` receives it and must stay until the recorder is closed."""
     if "report" in done:
         store.get_folder(next(iter(done["report"].outputs.values())), folder)
         recorder.report(folder)

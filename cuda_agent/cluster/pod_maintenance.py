@@ -1,8 +1,8 @@
 """The work of the maintenance pods: garbage collection, and checks from inside the cluster.
 
 gc        removes runs, artifacts and checkpoints beyond the newest runs; pools and configurations of ended runs
-doctor    tests the store and MLflow as a run's pods reach them; then starts a pod with a sandbox's walls, which
-          tries to connect to them, to the API server and to DNS, and must fail where this pod succeeds
+doctor    tests the store and MLflow as a run's pods reach them; then starts a pod with a sandbox's restrictions, whose
+          connections to both, to the API server and to DNS must fail where those of the first pod succeed
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from cuda_agent.diagnostics.doctor import Check
 from cuda_agent.pipeline import gc
 from cuda_agent.storage import open_store
 
-WALL_SECONDS = 180.0  # for the sandbox's pod to answer
-CONNECT_SECONDS = 4.0
+WALL_SECONDS = 180.0  # longest wait for the sandbox's pod to answer
+CONNECT_SECONDS = 4.0  # longest wait for one connection
 
 
 def answer(here: PodEnvironment, value: Any) -> None:
@@ -42,10 +42,10 @@ def answer(here: PodEnvironment, value: Any) -> None:
 
 
 def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, cluster: Cluster) -> dict[str, Any]:
-    """Removes what no run needs, except the ``keep`` newest runs of each pipeline, or with ``dry_run`` only lists it.
+    """Removes what no run needs, except the ``keep`` newest runs of each pipeline; ``dry_run`` only lists it.
 
     Returns:
-        The removed objects, or ``busy`` with the reason why nothing was removed."""
+        The objects to remove, or ``busy`` with the reason why nothing was removed."""
     store = open_store(here.store)
     with contextlib.nullcontext(True) if dry_run else gc.alone(store) as first:
         if not first:
@@ -64,18 +64,18 @@ def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, clust
 
 
 def under_way(cluster: Cluster, workflow: str) -> list[str]:
-    """Workflows of runs whose pods may use the store now.  A pending run is not among them: its first step checks the
-    lock."""
+    """Returns the names of the running Workflows other than ``workflow``: their pods may use the store.  A pending run
+    is left out, because its first step checks the lock."""
     running = [item["metadata"] for item in cluster.all("Workflow", f"!{JOB_LABEL}") if phase(item) == "Running"]
     return [found["name"] for found in running if found["name"] != workflow]
 
 
 def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
-    """Workflows whose pools still exist after their end, and ConfigMaps of runs without a Workflow.  Workflows are
-    listed last, so that objects of a run that starts meanwhile do not count."""
+    """Returns ended Workflows whose pools still exist, and ConfigMaps of runs without a Workflow.  Workflows are listed
+    last, so that objects of a run that starts meanwhile are not taken for leftovers."""
     servers = f"{pools.COMPONENT_LABEL} in (sandbox,engine)"
     items = [item for kind in ("StatefulSet", "Service", "NetworkPolicy") for item in cluster.all(kind, servers)]
-    items += cluster.all("NetworkPolicy", rayjobs.RAY_LABEL)  # of the Ray of a stage
+    items += cluster.all("NetworkPolicy", rayjobs.RAY_LABEL)  # policies of a stage's Ray
     of_pools = {item["metadata"]["labels"].get(pools.POOL_LABEL, "") for item in items} - {""}
     maps = [item["metadata"]["name"] for item in cluster.all("ConfigMap", RUN_LABEL)]
     phases = {item["metadata"]["name"]: phase(item) for item in cluster.all("Workflow")}
@@ -89,8 +89,8 @@ def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
 def doctor(
     here: PodEnvironment, workflow: str, cluster: Cluster, base: Sequence[Mapping[str, Any]], addresses: dict[str, str]
 ) -> list[Check]:
-    """All checks from inside.  ``base``: the objects of a profile's pools; ``addresses``: name -> address:port of every
-    service that a sandbox must not reach."""
+    """Returns all checks from inside the cluster.  ``base`` holds the objects of a profile's pools; ``addresses`` maps
+    the name of each service that a sandbox must not reach to its address:port."""
     checks = list(bucket.probe(here.store, here.mlflow))
     control = reach([*addresses.values()])
     try:
@@ -103,8 +103,8 @@ def doctor(
 
 
 def wall(name: str, address: str, outside: str, sandbox: str) -> Check:
-    """The check of one address.  ``outside`` and ``sandbox`` say why no connection was made from there; empty: one was
-    made."""
+    """Returns the check of one address.  ``outside`` (a run's own pod) and ``sandbox`` say why a connection from there
+    failed; an empty text means that it succeeded."""
     name = f"wall: {name}"
     if not sandbox:
         mend = "use a network plugin that enforces NetworkPolicies, and networkPolicy.enabled"
@@ -116,8 +116,8 @@ def wall(name: str, address: str, outside: str, sandbox: str) -> Check:
 
 
 def forbidden(mlflow: str) -> dict[str, str]:
-    """Name -> address:port of the services that this pod can reach and a sandbox must not.  Names are resolved here,
-    because a sandbox has no DNS."""
+    """Returns name -> address:port of the services that this pod can reach and a sandbox must not.  Names are resolved
+    here, because a sandbox has no DNS."""
     store = os.environ.get("AWS_ENDPOINT_URL") or f"https://s3.{os.environ['AWS_REGION']}.amazonaws.com"
     places = {"API server": (os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"]))}
     for name, uri in {"store": store, "MLflow": mlflow}.items():
@@ -128,14 +128,14 @@ def forbidden(mlflow: str) -> dict[str, str]:
         places["DNS"] = (server[1], 53)
     found = {}
     for name, (host, port) in places.items():
-        with contextlib.suppress(OSError):  # the check then says that this pod does not reach it either
+        with contextlib.suppress(OSError):  # the check then says that this pod does not reach the service either
             host = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
         found[name] = f"{host}:{port}"
     return found
 
 
 def reach(addresses: Sequence[str]) -> dict[str, str]:
-    """For each address:port why no connection was made; empty: one was made."""
+    """Tries to connect to each address:port, and returns why that failed; an empty text means success."""
 
     def attempt(address: str) -> str:
         host, _, port = address.rpartition(":")
@@ -150,7 +150,7 @@ def reach(addresses: Sequence[str]) -> dict[str, str]:
 
 
 def process_limit() -> str:
-    """The process limit of this container, as far as it can see; the kubelet's limit may be lower."""
+    """Describes the process limit that this container can see; the kubelet's limit may be lower."""
     for file in ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max"):
         if os.path.exists(file):
             text = Path(file).read_text().strip()
@@ -199,5 +199,5 @@ def _said(cluster: Cluster, workflow: str) -> dict[str, Any]:
 
 
 def tell(addresses: Sequence[str], file: Path = PodEnvironment.termination_message) -> None:
-    """The program of the pod that ``from_sandbox`` starts."""
+    """Tries the addresses and writes the result; the pod that ``from_sandbox`` starts runs this."""
     file.write_text(json.dumps({"reached": reach(addresses), "processes": process_limit()}))

@@ -1,10 +1,10 @@
-"""Runs a stage in several pods: creates its ``RayJob`` (KubeRay 1.6), and follows it to its end.
+"""Runs a stage in several pods: creates its ``RayJob`` (KubeRay 1.6), and follows the job to its end.
 
     RayJob          a head pod with the stage's process, and pods for its actors
-    NetworkPolicy   between these pods everything, and from KubeRay's operator to the head's dashboard
-    NetworkPolicy   from these pods to the run's sandbox
+    NetworkPolicy   allows all traffic between these pods, and KubeRay's operator to reach the head's dashboard
+    NetworkPolicy   lets these pods connect to the run's sandbox
 
-The names follow from the Workflow's, so that a restarted step finds the job of its predecessor and follows it."""
+The names follow from the Workflow's name, so that a restarted step finds the job that the step created before."""
 
 import hashlib
 import json
@@ -22,11 +22,11 @@ from cuda_agent.pipeline.graph import ROWS, Stage
 from cuda_agent.pipeline.manifest import outcome_entry, read_manifest
 from cuda_agent.storage import Store
 
-RAY_VERSION = "2.60.0"  # of the Ray image
+RAY_VERSION = "2.60.0"  # version of Ray in the image
 RAY_LABEL = "cuda-agent.io/ray"
 DASHBOARD = 8265
-STARTING_SECONDS = 3600  # for all pods to start: a cluster may have to add nodes
-GONE_SECONDS = 300.0  # for a failed job to be deleted
+STARTING_SECONDS = 3600  # longest wait for all pods to start: a cluster may have to add nodes
+GONE_SECONDS = 300.0  # longest wait for a failed job to be deleted
 DAY = 86400
 _REPLICAS = ("replicas", "minReplicas", "maxReplicas")
 _ENDED = ("Complete", "Failed", "ValidationFailed")
@@ -34,27 +34,27 @@ _LEARN = {stage.name for stage in ROWS if "training" in stage.config}
 
 
 def can_be_spread(stage: Stage) -> bool:
-    """Whether the stage can run in Ray: whether it reads the section ``ray``."""
+    """Returns whether the stage can run in Ray, which it can if it reads the section ``ray``."""
     return "ray" in stage.config
 
 
 def task_name(stage: str) -> str:
-    """The name of the step that runs the stage in several pods."""
+    """Returns the name of the step that runs the stage in several pods."""
     return f"{stage}-ray"
 
 
 def stage_name(task: str) -> str:
-    """The stage of a step, in one pod or several."""
+    """Returns the stage of a step, whether that step runs in one pod or several."""
     return task.removesuffix("-ray")
 
 
 def job_name(workflow: str, stage: str) -> str:
-    """The name of the RayJob: at most 47 characters, KubeRay's limit."""
+    """Returns the name of the RayJob: at most 47 characters, KubeRay's limit."""
     return f"ray-{hashlib.sha256(workflow.encode()).hexdigest()[:16]}-{stage}"
 
 
 def ray_objects() -> list[dict[str, Any]]:
-    """The objects without a profile, a stage and a run, in the order of creation."""
+    """Returns the objects in the order of creation, before a profile, a stage and a run are filled in."""
     labels = pools.labels_of("stage") | {RAY_LABEL: RUN_NAME}
     own = {RAY_LABEL: RUN_NAME}
     between = pools.peers(own)
@@ -66,7 +66,7 @@ def ray_objects() -> list[dict[str, Any]]:
     sandbox = pools.network_policy(f"{RUN_NAME}-sandbox", labels, servers, [pools.from_to(between, pools.PORT)])
     actors = {"groupName": "actors", "rayStartParams": {}, "template": _pod(labels, 30, 52365)}
     job = {
-        "submissionMode": "HTTPMode",  # no separate submitter pod, which would lack our walls
+        "submissionMode": "HTTPMode",  # without a separate submitter pod, which would lack our walls
         "entrypoint": "",
         "backoffLimit": 0,
         "shutdownAfterJobFinishes": True,
@@ -88,7 +88,7 @@ def ray_objects() -> list[dict[str, Any]]:
 
 
 def _pod(labels: Mapping[str, str], grace: int, port: int) -> dict[str, Any]:
-    """A pod's template.  ``port``: open when Ray is up; KubeRay's own probes need a program that the image may lack."""
+    """Returns a pod's template.  Its probes try ``port``; KubeRay's own probes need a program that may be missing."""
     probe = {"tcpSocket": {"port": port}, "periodSeconds": 5, "timeoutSeconds": 5}
     made = pools.container(
         "cuda-agent-ray",
@@ -110,8 +110,8 @@ def objects(
     config: Config,
     engines: str = "",
 ) -> list[dict[str, Any]]:
-    """The objects of one stage of one run, ready to be created.  ``arguments``: of ``cuda-agent pod stage``;
-    ``servers``, ``engines``: addresses of the run's sandbox and of its engine replicas, separated by commas."""
+    """Returns the objects of one stage of one run, ready to be created.  ``arguments`` are those of ``cuda-agent pod
+    stage``; ``servers`` and ``engines`` are addresses of the run's sandbox and engine replicas, separated by commas."""
     env = {
         "CUDA_AGENT_SANDBOX_SERVERS": servers,
         "CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(workflow, optional=True),
@@ -139,8 +139,8 @@ def follow(
 ) -> tuple[int, str]:
     """Creates absent objects, waits for the end of the job, and returns the stage's exit code and a message.
 
-    A running job is followed, a failed one is created anew.  If the run is being stopped the job is deleted; if only
-    this pod is, the job goes on."""
+    A job that is running is followed; a failed job is replaced by a new one.  The job is deleted if the run is being
+    stopped, but goes on if only this pod is stopped."""
     name = next(one["metadata"]["name"] for one in made if one["kind"] == "RayJob")
     found = cluster.find("RayJob", name)
     if found is not None and _state(found)[0] in _ENDED and _state(found)[1] != "SUCCEEDED":
@@ -171,7 +171,7 @@ def follow(
 
 
 def _state(job: Mapping[str, Any]) -> tuple[str, str, str]:
-    """KubeRay's state of the job, Ray's state of it, and the reason."""
+    """Returns KubeRay's state of the job, Ray's state of the job, and the reason."""
     status = job.get("status", {})
     why = [status.get("reason"), status.get("message")]
     return status.get("jobDeploymentStatus", ""), status.get("jobStatus", ""), ": ".join(filter(None, why))
@@ -188,6 +188,6 @@ def _outcome(store: Store, run: str, stage: str, state: str, job: str, message: 
 
 
 def names(workflow: str) -> list[tuple[str, str]]:
-    """Kind and name of every object that the stages of a run may have, jobs first."""
+    """Returns kind and name of every object that the stages of a run may have, jobs first."""
     jobs = [job_name(workflow, stage.name) for stage in ROWS if can_be_spread(stage)]
     return [("RayJob", job) for job in jobs] + [("NetworkPolicy", job + of) for job in jobs for of in ("", "-sandbox")]

@@ -1,6 +1,6 @@
-"""Results of a cluster run, read from MLflow: report, logs, episodes, configuration and manifests.
+"""Reads results of a cluster run from MLflow: report, logs, episodes, configuration and manifests.
 
-The chart's MLflow is reached by a port of its pod, through the API server; another one at its own address."""
+The chart's MLflow is reached by a forwarded port of its pod, any other MLflow at its own address."""
 
 import contextlib
 import gzip
@@ -32,8 +32,8 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
     """Yields the address of the release's MLflow, valid inside the ``with`` block.
 
     Raises:
-        ClusterError: It does not answer.
-        ConfigError: The release has none."""
+        ClusterError: MLflow does not answer.
+        ConfigError: The release has no MLflow."""
     try:
         if elsewhere := _elsewhere(cluster):
             yield elsewhere
@@ -45,7 +45,7 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
 
 
 def _elsewhere(cluster: Cluster) -> str:
-    """The address of an MLflow outside the chart, as the templates name it; empty for the chart's own."""
+    """Returns the address of an MLflow outside the chart, which the templates name; empty for the chart's own."""
     profiles = cluster.all("WorkflowTemplate", PROFILE_LABEL)
     templates = [item for profile in profiles for item in profile["spec"]["templates"]]
     variables = [variable for item in templates for variable in item.get("container", {}).get("env", [])]
@@ -79,7 +79,7 @@ def download(address: str, run: str, folder: Path) -> Path:
 
 
 def log(address: str, run: str, stage: str) -> list[str]:
-    """The lines that the last attempt of a stage printed, as far as its pod could send them.
+    """Returns the lines that the last attempt of a stage printed, as far as its pod could send them.
 
     Raises:
         ConfigError: MLflow has no log of this stage."""
@@ -94,7 +94,7 @@ def log(address: str, run: str, stage: str) -> list[str]:
 
 
 def logged(address: str, run: str) -> list[str]:
-    """The stages of a run that MLflow knows, oldest first."""
+    """Returns the stages of a run that MLflow knows, oldest first."""
     return [stage for stage in _open(address, run)[1] if stage]
 
 
@@ -122,7 +122,7 @@ def episodes(address: str, run: str, folder: Path) -> list[Left]:
 
 
 def facts(address: str, run: str) -> Facts:
-    """Configuration and manifests of a run.
+    """Returns the configuration and the manifests of a run.
 
     Raises:
         ConfigError: MLflow does not know the run."""
@@ -134,7 +134,7 @@ def facts(address: str, run: str) -> Facts:
 
 
 def _open(address: str, run: str) -> tuple[Rest, dict[str, MlflowEntry]]:
-    """MLflow, and stage -> its entry, oldest first; the name of the workflow's own is empty."""
+    """Returns a client of MLflow, and stage -> entry, oldest first; the key of the whole run's entry is empty."""
     api = Rest(address, seconds=60.0)
     entries = _search(api, run)
     if "" not in entries:

@@ -1,6 +1,6 @@
-"""The servers of one run on a cluster: its sandbox pools and engines, made by ``prepare`` and removed by ``finish``.
+"""The servers of one run on a cluster: its sandbox pools and engines.  ``prepare`` creates and ``finish`` removes them.
 
-Making is idempotent: what is there stays."""
+Creation can be repeated: objects that exist stay."""
 
 import secrets
 import time
@@ -13,15 +13,15 @@ from cuda_agent.config import Config
 from cuda_agent.errors import TryAgain
 
 SERVERS, SHARED = ("StatefulSet", "RayJob"), ("Service", "Secret", "NetworkPolicy")  # kinds of a run's objects
-POOL_SECONDS = 900.0  # until every pool has a server that is ready
+POOL_SECONDS = 900.0  # longest wait until every pool has a ready server
 
 
 def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
     """Creates the missing objects, waits until every role has a ready server, and returns all addresses.
 
     Raises:
-        TryAgain: the run was stopped during the wait; the pools are removed.
-        ClusterError: no server of a role became ready."""
+        TryAgain: The run was stopped during the wait; the pools are removed.
+        ClusterError: No server of a role became ready."""
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
     made = pools.objects(base, workflow, uid, secrets.token_hex(24), config.sandbox)
     for item in made:
@@ -33,7 +33,7 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
         name = item["metadata"]["name"]
         while True:
             if cluster.get("Workflow", workflow)["spec"].get("shutdown"):
-                # `cancel --now` removed the pools that were there then; no exit hook removes those made since.
+                # `cancel --now` removed the pools of that time; no exit hook removes pools that were made later.
                 remove_pools(cluster, workflow)
                 raise TryAgain("The run was stopped while its servers were starting.")
             if cluster.get("StatefulSet", name).get("status", {}).get("readyReplicas"):
@@ -47,8 +47,8 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
 
 
 def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
-    """Makes what is absent of the engine's replicas and returns their addresses, without waiting: they answer when the
-    run has a policy."""
+    """Creates the missing objects of the engine replicas and returns their addresses.  Does not wait for the replicas:
+    they answer only when the run has its first policy."""
     made = engines.objects(base, workflow, cluster.get("Workflow", workflow)["metadata"]["uid"], config)
     for item in made:
         cluster.create_if_absent(item)
@@ -56,7 +56,7 @@ def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str
 
 
 def remove_pools(cluster: Cluster, workflow: str, kinds: Sequence[str] = (*SERVERS, *SHARED)) -> None:
-    """Servers first: nothing of a run answers when its walls go."""
+    """Removes the objects of a run, servers first, so that no server answers after its NetworkPolicy is gone."""
     names = [*pools.names(workflow), *engines.names(workflow), *rayjobs.names(workflow)]
     for kind in kinds:
         for name in (name for of, name in names if of == kind):
@@ -64,7 +64,7 @@ def remove_pools(cluster: Cluster, workflow: str, kinds: Sequence[str] = (*SERVE
 
 
 def why_not_ready(pods: Sequence[dict[str, Any]]) -> str:
-    """What Kubernetes says of pods that do not become ready."""
+    """Returns what Kubernetes reports about pods that do not become ready."""
     if not pods:
         return "it has no pods (a quota, or admission?)"
     reasons = []

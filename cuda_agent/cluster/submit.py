@@ -1,4 +1,4 @@
-"""Submits and controls runs on a cluster: a Workflow, and the ConfigMap that it owns.
+"""Submits and controls runs on a cluster.  A run is a Workflow, and a ConfigMap that the Workflow owns.
 
 A run may have several Workflows, one per attempt: ``resume`` creates the next with the same ``run`` and ``config``, and
 finished stages come from the store."""
@@ -37,7 +37,7 @@ class Submission:
 
 
 def submission(config: Config, profile: str, release: str, group: str = "") -> Submission:
-    """The objects of one run of a composed configuration.  Of the Workflows in one ``group`` one runs at a time.
+    """Returns the objects of one run.  Of the Workflows with the same non-empty ``group`` one runs at a time.
 
     Raises:
         ConfigError: The run's name cannot be the name of a Workflow."""
@@ -54,7 +54,7 @@ def submission(config: Config, profile: str, release: str, group: str = "") -> S
 def sweep_submissions(
     configs: Sequence[Config], profile: str, release: str, parallel: int | None = None
 ) -> list[Submission]:
-    """The objects of a sweep's runs; ``parallel`` of them run at a time."""
+    """Returns the objects of a sweep's runs; at most ``parallel`` of the runs are under way at a time."""
     return [
         submission(config, profile, release, f"{config.run.sweep}-group-{number % parallel + 1}" if parallel else "")
         for number, config in enumerate(configs)
@@ -76,7 +76,7 @@ def _submission(name: str, labels: dict[str, str], text: str, sha256: str, templ
 
 
 def submit(cluster: Cluster, *all_of_them: Submission) -> None:
-    """Creates all objects or none.
+    """Creates the objects of all submissions, or of none.
 
     Raises:
         ClusterError: The chart, the profile, the version or a right is missing, or a name is taken."""
@@ -98,7 +98,7 @@ def submit(cluster: Cluster, *all_of_them: Submission) -> None:
 
 
 def require_template(cluster: Cluster, wanted: str) -> None:
-    """Raises a ``ClusterError`` that says which templates there are, if there is none of this name."""
+    """Raises a ``ClusterError`` that lists the existing templates if none has this name."""
     if cluster.find("WorkflowTemplate", wanted) is not None:
         return
     try:
@@ -120,13 +120,13 @@ def require_template(cluster: Cluster, wanted: str) -> None:
 
 
 def workflows(cluster: Cluster, run: str | None = None) -> list[dict[str, Any]]:
-    """All Workflows of runs, or the attempts of one run; oldest first."""
+    """Returns all Workflows of runs, or with ``run`` the attempts of that run; oldest first."""
     found = cluster.all("Workflow", f"{RUN_LABEL}={run}" if run else RUN_LABEL)
     return sorted(found, key=lambda item: (item["metadata"]["creationTimestamp"], item["metadata"]["name"]))
 
 
 def find(cluster: Cluster, run: str) -> dict[str, Any]:
-    """The newest Workflow of a run, found by its name, the start of its name, or ``last``.
+    """Returns the newest Workflow of a run, which is given by its name, the start of its name, or ``last``.
 
     Raises:
         ConfigError: No run or several runs match."""
@@ -137,7 +137,7 @@ def find(cluster: Cluster, run: str) -> dict[str, Any]:
 
 
 def known_name(cluster: Cluster, run: str) -> str:
-    """The name of a run whose Workflows may be gone; whether it existed, only MLflow can tell."""
+    """Returns the full name of a run.  A name that matches no Workflow stays: MLflow may still have the run."""
     names = list(dict.fromkeys(run_of(item) for item in workflows(cluster)))
     if run != "last" and not matching(names, run):
         return run
@@ -179,8 +179,8 @@ def resume(cluster: Cluster, run: str) -> Submission:
 
 
 def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
-    """Stops a run; with ``now`` without checkpoints and exit hook, so that this process removes the run's pools.
-    Returns its name and the stages that were running."""
+    """Stops a run, and returns its name and the stages that were running.  With ``now``, the stages write no checkpoint
+    and the exit hook does not run, so this process removes the run's servers."""
     last = find(cluster, run)
     name = last["metadata"]["name"]
     if phase(last) in ENDED:
@@ -199,7 +199,7 @@ _STATES = {
 
 
 def views(workflow: dict[str, Any], rows: Sequence[Stage] = ROWS) -> list[StageView]:
-    """The rows of the live table for a Workflow: prepare, every stage of its run's graph, finish."""
+    """Returns the rows of the live table for a Workflow: prepare, every stage of the run's graph, finish."""
     nodes = list(workflow.get("status", {}).get("nodes", {}).values())
     by_name = {node["displayName"]: node for node in nodes if node.get("type") != "Retry"}
     groups = {node["displayName"]: node for node in nodes if node.get("type") == "Retry"}
@@ -231,7 +231,7 @@ def views(workflow: dict[str, Any], rows: Sequence[Stage] = ROWS) -> list[StageV
 
 
 def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
-    """The stages that the run's graph leaves out, as ``prepare`` says; none before it has ended."""
+    """Returns the stages that the run's graph leaves out, from the outputs of ``prepare``; none before it has ended."""
     outputs = [node.get("outputs") or {} for node in nodes if node["displayName"] == "prepare"]
     parameters = [item for output in outputs for item in output.get("parameters", [])]
     return {item["name"] for item in parameters if item.get("value") == ABSENT}
@@ -259,7 +259,7 @@ def _seconds(node: dict[str, Any]) -> float:
 
 
 def pods_of(cluster: Cluster, run: str) -> dict[str, str]:
-    """Stage -> its newest pod that still exists, of the newest Workflow of a run."""
+    """Returns stage -> name of its newest pod that still exists, for the newest Workflow of a run."""
     found = {}
     newest = [item["metadata"]["name"] for item in workflows(cluster, run)][-1:]
     pods = [pod["metadata"] for name in newest for pod in cluster.all("Pod", f"{WORKFLOW_LABEL}={name}")]

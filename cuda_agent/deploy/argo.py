@@ -1,10 +1,10 @@
-"""Renders the graph as an Argo ``WorkflowTemplate`` from its table, checked by Hera's types.
+"""Renders the graph of stages as an Argo ``WorkflowTemplate``; Hera's types check the result.
 
-    prepare ─► a task a stage ─► finish;  on failure: exit ─► finish
+    prepare ─► one task per stage ─► finish;  on failure: exit ─► finish
 
 One template serves every variant of the graph: a task is skipped when ``prepare`` reports that the cache has its stage
-or that the run's graph leaves it out.  A stage that Ray can spread over several pods has a second task; ``prepare``
-chooses between the two.  The chart merges each profile into the template, which uses fields of both Argo 3.7 and 4.x.
+or that the run's graph leaves the stage out.  A stage that Ray can spread over several pods has a second task;
+``prepare`` chooses between the two.  The chart merges each profile into the template, which fits Argo 3.7 and 4.x.
 """
 
 import json
@@ -22,10 +22,10 @@ from cuda_agent.pipeline.graph import ROWS, Stage, check
 
 NAME = "cuda-agent"  # prefix of a release's objects; the chart replaces it by the release's name
 RUN, CONFIG, WORKFLOW = "{{workflow.parameters.run}}", "{{workflow.parameters.config}}", "{{workflow.name}}"
-# One Workflow of a concurrency group runs at a time, the oldest first (a sweep's limit).  By default each is a group.
+# One Workflow of a concurrency group runs at a time, the oldest first (a sweep's limit).  By default a group holds one.
 CONCURRENCY_GROUP = "{{=workflow.parameters.group == '' ? workflow.name : workflow.parameters.group}}"
 CONFIG_FOLDER = "/config"  # where prepare finds the configuration that came with the Workflow
-PLAN_FOLDER = "/scratch/plan"  # where prepare writes one file an output parameter
+PLAN_FOLDER = "/scratch/plan"  # where prepare writes one file per output parameter
 MANIFEST_FILE = "/scratch/manifest.json"  # where a stage leaves its manifest for Argo
 OF_THE_RUN = ["--run", RUN, "--config", CONFIG, "--workflow", WORKFLOW]
 # Output parameter of prepare for a run's servers, and the environment variable that passes it to the stages.
@@ -49,10 +49,10 @@ EXECUTOR_RESOURCES = {
 
 
 def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
-    """Returns the WorkflowTemplate, before the chart's values."""
+    """Returns the WorkflowTemplate, before the chart's values are merged in."""
     check(stages)
     finish = ["pod", "finish", *OF_THE_RUN, "--status", "{{workflow.status}}"]
-    # After any failure the run's pools are removed; after a success the graph's finish task removes them.
+    # The exit hook removes the run's pools after a failure; after a success the graph's finish task does.
     unless_finished = {"name": "finish", "template": "finish", "when": "{{workflow.status}} != Succeeded"}
     templates = [
         {"name": "run", "dag": {"tasks": _tasks(stages)}},
@@ -72,9 +72,8 @@ def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
 
 
 def maintenance_jobs() -> dict[str, dict[str, Any]]:
-    """Returns WorkflowTemplates by name, before the chart's values, of the jobs a user starts
-    (``cluster.maintenance``).  Each is one pod, which is not retried: a user is waiting, or the schedule starts it
-    again."""
+    """Returns name -> WorkflowTemplate of the maintenance jobs (``cluster.maintenance``), before the chart's values are
+    merged in.  Each job is one pod, which is not retried: a user is waiting, or the schedule starts the job again."""
     jobs: tuple[tuple[str, str, int, list[str]], ...] = (  # name, account, seconds, further arguments
         ("doctor", "operator", 900, []),
         ("gc", "collector", LOCK_SECONDS, []),
@@ -159,14 +158,14 @@ def _tasks(stages: Sequence[Stage]) -> list[dict[str, Any]]:
 
 
 def _either(stages: Sequence[Stage], names: Sequence[str]) -> list[str]:
-    """Returns the tasks of these stages; for each stage at most one of them is not skipped."""
+    """Returns the tasks of these stages: one or two for each stage, of which at most one is not skipped."""
     spread = {stage.name for stage in stages if can_be_spread(stage)}
     return [task for name in names for task in ([name, task_name(name)] if name in spread else [name])]
 
 
 def _prepare(stages: Sequence[Stage]) -> dict[str, Any]:
-    """Returns the step that outputs: for every stage ``run``, ``ray``, ``cached`` or ``absent``; the addresses of the
-    run's servers; and whether ``finish`` has work."""
+    """Returns the step ``prepare``.  It outputs ``run``, ``ray``, ``cached`` or ``absent`` for every stage, the
+    addresses of the run's servers, and whether ``finish`` has work."""
     # Optional: a run that a schedule starts (cron) finds its configuration in the store.
     config = {"name": WORKFLOW, "optional": True, "defaultMode": 0o444}
     mounts = [{"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True}]
@@ -204,7 +203,7 @@ def _manifest(stage: Stage) -> dict[str, Any]:
 
 
 def _answers(names: Iterable[str]) -> dict[str, Any]:
-    """Output parameters from files of these names."""
+    """Returns output parameters, each read from the file of its name."""
     return {"parameters": [{"name": name, "valueFrom": {"path": f"{PLAN_FOLDER}/{name}"}} for name in names]}
 
 
@@ -219,10 +218,10 @@ def _pod(
     mounts: Sequence[Mapping[str, Any]] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """Returns a template of one pod, which with an ``account`` has this one's token; ``grace``: seconds from SIGTERM to
-    SIGKILL; ``more``: further fields of the template."""
-    # The patch has what a template cannot express otherwise: the grace period, and the security context and limits of
-    # the executor's containers, whatever the controller's settings are.
+    """Returns a template of one pod, which with an ``account`` has the token of that service account.  ``grace`` is
+    seconds from SIGTERM to SIGKILL; ``more`` holds further fields of the template."""
+    # The patch sets what a template has no fields for: the grace period, and the security context and limits of the
+    # executor's containers, which do not depend on the controller's settings then.
     token = {"serviceAccountName": f"{NAME}-{account}", "automountServiceAccountToken": True} if account else {}
     executor = {"securityContext": pools.CONTAINER_SECURITY, "resources": EXECUTOR_RESOURCES}
     patch = {

@@ -1,7 +1,6 @@
-"""The schema of the chart's values, from which ``chart`` makes ``values.yaml``, ``values.schema.json`` and the README.
+"""The schema of the chart's values; ``chart`` makes ``values.yaml``, ``values.schema.json`` and the README from it.
 
-What it does not cover: how values are merged into objects (the chart's templates), and combinations that no type can
-refuse (``templates/_validate.tpl``)."""
+The chart's templates merge values into objects; ``templates/_validate.tpl`` refuses combinations that no type can."""
 
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
@@ -27,7 +26,7 @@ class ValuesGroup(BaseModel):
 
 
 def value(default: Any, description: str) -> Any:
-    """A field with the description that values.yaml and the README show."""
+    """Returns a field with the description that values.yaml and the README show."""
     return Field(default, description=description)
 
 
@@ -37,8 +36,8 @@ class Resources(ValuesGroup):
 
 
 class Placement(ValuesGroup):
-    """Where a pod runs and with what.  A field that a stage does not give is that of the profile's ``defaults``; one
-    that it gives counts as a whole."""
+    """Where a pod runs, and its resources.  The profile's ``defaults`` give each field that a stage does not set; a
+    field that a stage sets replaces the default as a whole."""
 
     resources: Resources = value(Resources(), "requests and limits")
     nodeSelector: dict[str, str] = value({}, "labels of its nodes")
@@ -64,7 +63,7 @@ class Pools(ValuesGroup):
 
 
 class EnginePods(ValuesGroup):
-    """vLLM servers of a run whose ``policy.engine`` is vllm; without them each stage starts its own."""
+    """The vLLM servers of a run with ``policy.engine=vllm``; without these servers each stage starts its own."""
 
     replicas: Annotated[int, Field(ge=0, le=512)] = value(0, "servers; 0: none")
     claim: Name = value("", "claim of a volume that many nodes may write (ReadWriteMany), by which weights reach them")
@@ -77,7 +76,7 @@ class EnginePods(ValuesGroup):
 
 
 class RayPods(ValuesGroup):
-    """A Ray for stages whose runtime is ray, of several pods; without it they have one inside their own pod."""
+    """A Ray cluster of several pods for stages with ``runtime=ray``; without it Ray runs inside the stage's pod."""
 
     enabled: bool = value(False, "have KubeRay make one for each; needs its operator, 1.6")
     headResources: Resources = value(Resources(), "requests and limits of the pod that the stage itself runs in")
@@ -88,7 +87,7 @@ class RayPods(ValuesGroup):
 
 
 class Profile(ValuesGroup):
-    """What a run's pods get.  A researcher names it: ``cuda-agent submit --profile NAME``."""
+    """Resources and placement of a run's pods.  A user selects a profile: ``cuda-agent submit --profile NAME``."""
 
     device: str = value("", "what times are taken on, part of cache keys; empty: the profile's name")
     parallelism: int = value(1, "stages of a run at once; 1 where it has engine replicas or a Ray of several pods")
@@ -241,7 +240,7 @@ class Cron(ValuesGroup):
 
 
 class Gc(ValuesGroup):
-    """What ``cuda-agent gc --on CONTEXT`` removes, for everybody who uses the release."""
+    """Settings of ``cuda-agent gc --on CONTEXT``, which hold for all users of the release."""
 
     keep: Annotated[int, Field(ge=1)] = value(10, "newest runs of each pipeline that stay")
     enabled: bool = value(False, "remove what no run needs again and again; it needs a moment without runs")

@@ -20,7 +20,7 @@ class Check:
     name: str
     ok: bool
     text: str
-    mend: str = ""  # a command, or what to do
+    mend: str = ""  # the remedy: a command or an instruction
 
 
 def examine(store_uri: str, mlflow_uri: str) -> Iterator[Check]:

@@ -1,9 +1,9 @@
 """Measures how many solutions per minute the sandbox judges on this machine, and the time of each phase.
 
-The scripted teacher writes solutions with random designs.  Each is built, checked and timed anew in a private cache,
-format by format: first each alone after a pause, then one right after the other, then all at once.  The ``extension``
-format wraps the same kernel; the ``python`` format gets the reference itself.  Tasks are prepared first, as in
-synthesis, and that is measured too."""
+The scripted teacher writes solutions with random designs.  Each is built, checked and timed anew in a private cache.  A
+format has three rounds: one solution at a time after a pause, one right after the other, and all at once.  Solutions of
+the format ``extension`` wrap the teacher's kernel; those of ``python`` are the reference.  Tasks are prepared first, as
+in synthesis, and the preparation is measured too."""
 
 import asyncio
 import json
@@ -28,13 +28,13 @@ from cuda_agent.synthesis.filters import TaskRefused, check_eager
 from cuda_agent.synthesis.teacher import KERNEL, PLAN, solve
 from cuda_agent.tasks.task import Task
 
-WINDOW = (1e-4, 5e-3)  # seconds of an eager call: the demo's
-_ORDER = ("build", "start", "check", "time", "settle", "whole", "in a row")  # of phases
+WINDOW = (1e-4, 5e-3)  # seconds that an eager call may take: the demo's range
+_ORDER = ("build", "start", "check", "time", "settle", "whole", "in a row")  # order of printed phases
 PAUSE = 0.25  # seconds before a solution that is judged alone
 
 
 def formats_of(text: str | None) -> tuple[Format, ...]:
-    """Parses ``plan,python`` to formats in their order; ``None`` gives all that can be measured.
+    """Parses a text such as ``plan,python`` to formats in a fixed order; ``None`` gives all that can be measured.
 
     Raises:
         ConfigError: A format does not exist, or has no solutions to measure."""
@@ -45,8 +45,8 @@ def formats_of(text: str | None) -> tuple[Format, ...]:
 
 
 async def measure(config: SandboxConfig, tasks: int, solutions: int, formats: Sequence[Format]) -> dict[str, Any]:
-    """Judges ``solutions`` per task, format and round (fewer where the teacher has no more designs); returns
-    seconds."""
+    """Judges ``solutions`` solutions per task, format and round, or fewer if the teacher has no more designs.  Returns
+    the figures; times are in seconds."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as cache:
         async with LocalSandbox(config.model_copy(update={"servers": []}), Path(cache)) as sandbox:
@@ -94,7 +94,7 @@ async def _measure_format(
 
 
 async def prepare(sandbox: LocalSandbox, count: int, rng: random.Random) -> tuple[list[Task], list[float]]:
-    """Returns tasks inside the window with measured baselines, and the seconds of each (the first includes setup)."""
+    """Returns tasks with known baselines, whose eager time is in the window, and the seconds that each took."""
     window = WINDOW if sandbox.config.clock == "real" else (0.0, float("inf"))
     tasks: list[Task] = []
     seconds: list[float] = []
@@ -136,7 +136,7 @@ class ModelNew(torch.nn.Module):
 
 
 def work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
-    """Returns the published work folder around the kernel of a plan."""
+    """Returns a solution of the format ``extension`` around the kernel of a plan."""
     plan = json.loads(files[PLAN])
     (node,) = plan["nodes"]
     spelled = {
@@ -158,7 +158,7 @@ def work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
 
 
 def _reference(task: Task, rng: random.Random) -> dict[str, str]:
-    """Returns the reference itself; a comment makes it a new solution."""
+    """Returns the reference as a solution; a random comment makes every solution a new one."""
     code = re.sub(r"^class Model\b", "class ModelNew", task.code, flags=re.MULTILINE)
     return {"model_new.py": f"{code}\n# {rng.getrandbits(32)}\n"}
 

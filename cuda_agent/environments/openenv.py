@@ -2,12 +2,12 @@
 
     python -m cuda_agent.environments.openenv TASKS [--port 8000] [OVERRIDE...]
 
-``reset`` picks a task and opens its work folder; ``step`` takes a tool call, or no tool to finish; the reward of the
+``reset`` picks a task and opens its work folder.  ``step`` takes a tool call, or no tool to finish.  The reward of the
 last step is the sandbox's verdict on the solution in the folder.  Needs ``openenv-core``.  A session is a WebSocket;
-OpenEnv's stateless HTTP routes lose the folder between two requests and cannot be used.
+OpenEnv's stateless HTTP routes cannot be used, because they lose the folder between two requests.
 
-What it does not cover: rules and judging (``agent.environment``), tokens and training, and passwords: every client that
-reaches the port can use the sandbox, though not leave it."""
+The rules and the judging are in ``agent.environment``.  There are no passwords: every client that reaches the port can
+use the sandbox, though not leave it."""
 
 import argparse
 import asyncio
@@ -41,8 +41,8 @@ class KernelAction(Action):
 
 
 class KernelObservation(Observation):
-    """After ``reset`` the first messages and the tools' schemas; then the tool's result.  If ``done``, the reward is
-    the verdict's; None after an infrastructure fault: drop such an episode."""
+    """After ``reset`` it holds the first messages and the tools' schemas; after ``step`` the tool's result.  If
+    ``done``, the reward is the verdict's, or None after an infrastructure fault: drop such an episode."""
 
     text: str = ""
     messages: list[dict[str, Any]] = Field(default_factory=list)
@@ -65,7 +65,7 @@ class Arena:
 
 
 class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
-    """One session."""
+    """One session of the server."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -80,7 +80,7 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
     async def reset_async(
         self, seed: int | None = None, episode_id: str | None = None, task: str | None = None, **_: Any
     ) -> KernelObservation:
-        """Opens the work folder of the named task, or of one that ``seed`` picks.
+        """Opens the work folder of the named task, or of a task that ``seed`` picks.
 
         Raises:
             ValueError: There is no such task.
@@ -99,7 +99,7 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
         return KernelObservation(messages=environment.messages(), tools=TOOLS)
 
     async def step_async(self, action: KernelAction, timeout_s: float | None = None, **_: Any) -> KernelObservation:
-        """Runs one tool call, or judges.  After ``timeout_s`` the episode ends as an infrastructure fault."""
+        """Runs one tool call, or judges.  After ``timeout_s`` seconds the episode ends as an infrastructure fault."""
         if self._environment is None or self._state.done:
             raise ValueError("the episode is over: reset begins another one")
         try:
@@ -140,8 +140,8 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
 
 
 def application(tasks: Sequence[Task], settings: SandboxConfig, cache: Path, steps: int = 40, sessions: int = 8) -> Any:
-    """A FastAPI application with one sandbox.  ``steps``: most tool calls of an episode, ``sessions``: most episodes
-    at once."""
+    """Returns a FastAPI application with one sandbox.  An episode has at most ``steps`` tool calls, and at most
+    ``sessions`` episodes run at once."""
     arena = Arena(tasks, settings, steps)
     make = functools.partial(KernelServer, arena)
     app = create_app(make, KernelAction, KernelObservation, "cuda-agent", max_concurrent_envs=sessions)

@@ -1,10 +1,10 @@
-"""The tasks as a taskset of ``verifiers`` (its v1), for prime-rl, ``vf-eval`` and other users of it.
+"""The tasks as a taskset of ``verifiers`` (version 1), for prime-rl, ``vf-eval`` and other programs that use verifiers.
 
-The harness talks to the model.  The tools are a server (``KernelTools``, a process per rollout) that plays one episode
-of tool calls and reports the solution in the folder after each.  The scoring side judges the last solution in the
-sandbox itself and does not trust the tool server.  Needs ``verifiers``.
+The harness of verifiers talks to the model.  The tools are a server (``KernelTools``, a process per rollout) that plays
+one episode of tool calls and reports the solution in the folder after each call.  The scoring side judges the last
+solution in the sandbox itself and does not trust the tool server.  Needs ``verifiers``.
 
-A taskset is found by the name of a top-level module: see docs/environments.md."""
+verifiers finds a taskset by the name of a top-level module (docs/environments.md)."""
 
 import contextlib
 import inspect
@@ -77,7 +77,7 @@ class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
             mcp.add_tool(fn, name=facts["name"], description=facts["description"], structured_output=False)
 
     def _call(self, name: str, schema: dict[str, Any]) -> Callable[..., Any]:
-        """A function with the parameters of ``schema``, from which verifiers derives the tool's schema."""
+        """Returns a function with the parameters of ``schema``, from which verifiers derives the tool's schema."""
 
         async def call(**arguments: Any) -> str:
             given = {key: value for key, value in arguments.items() if value is not None}
@@ -106,7 +106,7 @@ class KernelTask(vf.Task[KernelData, KernelState, KernelTaskConfig]):
 
     @vf.reward
     async def reward(self, trace: vf.Trace) -> float:
-        """The verdict's reward: -1 not correct, 1 correct, 2 more than 5 % faster than eager, 3 also than
+        """Returns the verdict's reward: -1 not correct, 1 correct, 2 more than 5 % faster than eager, 3 also than
         torch.compile.  A fault of the sandbox raises an error, and is never a reward."""
         async with opened(self.data.task(), self.config.tools) as environment:
             verdict = await environment.judge(solution_of(trace.state.files, environment.format))
@@ -135,13 +135,13 @@ class KernelTaskset(vf.Taskset[KernelTask, KernelConfig]):
 
 @contextlib.asynccontextmanager
 async def opened(task: Task, config: KernelToolsConfig) -> Any:
-    """The environment, without a work folder, and its sandbox."""
+    """Opens the sandbox and yields the environment, whose work folder is not open yet."""
     composed = compose(config.overrides)
     async with open_sandbox(composed.sandbox, local_home(composed.run.store) / "cache") as sandbox:
         yield KernelEnvironment(task, sandbox, composed.sandbox.format, composed.sandbox.device)
 
 
 if __name__ == "__main__":
-    # The harness gives tool servers a private temporary folder; the sandbox's users need access to theirs.
+    # The harness gives tool servers a private temporary folder, which the sandbox's users could not enter.
     os.environ.pop("TMPDIR", None)
     KernelTools.run()

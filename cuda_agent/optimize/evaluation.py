@@ -33,7 +33,7 @@ class BenchmarkError(UserError):
 
 @dataclass(frozen=True)
 class Player:
-    """The player: a policy (Hugging Face folder) or a model behind an OpenAI-compatible address."""
+    """What plays a benchmark: a policy (a Hugging Face folder) or a model behind an OpenAI-compatible address."""
 
     policy: Path | None = None
     base_url: str | None = None
@@ -52,8 +52,8 @@ class Player:
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run``, with SIGTERM handled like Ctrl-C: the work is cancelled and cleans up, then the process exits
-    with 143."""
+    """Runs ``asyncio.run(work)`` so that SIGTERM acts like Ctrl-C: the work is cancelled and cleans up, then the
+    process exits with 143."""
     stopped: list[int] = []
 
     async def whole() -> T:
@@ -65,7 +65,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
                 task.cancel()
             stopped.append(signal.SIGTERM)
 
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)  # removed with the loop
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)  # the handler ends with the loop
         return await work
 
     try:
@@ -76,8 +76,8 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 def policy_folder(text: str, store_uri: str) -> Path:
-    """The policy's folder.  ``text`` is a Hugging Face folder, or ``RUN/STAGE`` of the store (``last/agentic``),
-    whose policy is fetched."""
+    """Returns the policy's folder.  ``text`` is a Hugging Face folder, or ``RUN/STAGE`` as in ``last/agentic``: the
+    policy of that stage is then fetched from the store."""
     folder = Path(text)
     if folder.is_dir():
         return folder
@@ -102,7 +102,7 @@ def policy_folder(text: str, store_uri: str) -> Path:
 
 
 def read_solution(folder: Path, format: Format) -> Solution:
-    """The files of a solution folder: plan.json or model_new.py, and kernels/.
+    """Reads the files of a solution folder: plan.json or model_new.py, and kernels/.
 
     Raises:
         TaskError: A file is missing; the message names it.
@@ -132,10 +132,11 @@ def read_solution(folder: Path, format: Format) -> Solution:
 async def evaluate(
     settings: SandboxConfig, cache: Path, task: Path, solution: Path, mode: Mode, again: bool = False
 ) -> Verdict:
-    """The sandbox's verdict; with ``again`` a new one even if one is cached.
+    """Returns the sandbox's verdict on a solution folder; with ``again`` a cached verdict is not used.
 
     Raises:
         TaskError: The task or the solution folder cannot be read.
+        ConfigError: ``again`` is given, but servers judge.
     """
     from cuda_agent.sandbox.client import open_sandbox
     from cuda_agent.sandbox.remote import RemoteSandbox
@@ -154,8 +155,8 @@ async def evaluate(
 async def benchmark(
     config: Config, cache: Path, player: Player, tasks: Path, output: Path | None, say: Callable[[str], None]
 ) -> Any:
-    """Plays every task of the set ``evaluate.samples`` times and returns the ``rl.scores.Scores``.  ``output`` gets
-    ``episodes.jsonl``, ``scores.json`` and a policy's ``tokenizer.json``.
+    """Plays every task of the set ``evaluate.samples`` times and returns the ``rl.scores.Scores``.  Writes
+    ``episodes.jsonl``, ``scores.json`` and a policy's ``tokenizer.json`` into ``output``.
 
     Raises:
         BenchmarkError: ``output`` cannot be made.
@@ -195,7 +196,7 @@ async def benchmark(
 
 @asynccontextmanager
 async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) -> Any:
-    """Opens the player; gives a function of task, seed and episode id that plays an episode."""
+    """Loads the policy or connects to the model; yields a function (task, seed, episode id) that plays an episode."""
     from cuda_agent.agent.chat_rollout import run_chat_rollout
     from cuda_agent.agent.loop import run_episode
     from cuda_agent.policy.served import ServedModel
@@ -231,7 +232,7 @@ async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) ->
 
 
 def score_lines(scores: Any) -> list[str]:
-    """The paper's table as lines, one per group: final answer and best of the trajectory."""
+    """Formats the paper's table for final answers and for the best of each trajectory, one row per group of tasks."""
 
     def said(value: float | None, form: str) -> str:
         return "–" if value is None else format(value, form)

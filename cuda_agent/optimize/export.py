@@ -1,12 +1,12 @@
-"""A solution as one ``model_new.py`` that needs PyTorch and a compiler, and nothing of this package.
+"""Exports a solution as one ``model_new.py`` that needs PyTorch and a compiler, and nothing of this package.
 
-``model_new`` only writes text.  The task's own source stays in the file, so that ``ModelNew`` has the parameters, names
-and constructor of ``Model``; the kernels are strings in it, and the source of ``standalone_*`` runs them, with those
-definitions of the sandbox's modules that it uses.  Kernels are built in the first call (those of an ``extension`` at
-import) and kept in the user's cache.
+``model_new`` only writes text.  The file keeps the task's own source, so that ``ModelNew`` has the parameters, names
+and constructor of ``Model``.  The kernels are strings in the file.  The source of the ``standalone_*`` modules runs
+them, with the definitions of sandbox modules that it uses.  Kernels are built in the first call (those of an
+``extension`` at import) and cached in the user's home.
 
 The exported file is for inference with the shapes, types and plain arguments that the task draws, and refuses others
-with a message.  Not covered: several devices, and CUDA graphs."""
+with a message.  Several devices and CUDA graphs are not supported."""
 
 import ast
 import re
@@ -52,12 +52,11 @@ class ModelNew(Model):
 
 
 def model_new(task_code: str, solution: Solution, spec: TaskSpec, device: str, about: str = "") -> str:
-    """The source of the file.  ``about``: lines for its head, without ``#``.  The entry of a format without an exporter
-    needs nothing of this package and is exported as it is.
+    """Returns the source of the file.  ``about`` is text for comments at its head.  A format without an exporter has an
+    entry file that needs nothing of this package; the file is exported unchanged.
 
     Raises:
-        SolutionError: the files are no solution.
-    """
+        SolutionError: The files are not a valid solution."""
     head = "".join(f"# {line}".rstrip() + "\n" for line in about.splitlines())
     exporter = _EXPORTERS.get(solution.format)
     if exporter is None:
@@ -128,8 +127,8 @@ _BINDING = {
 
 
 def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
-    """The source of ``standalone_plan`` and ``part``, without docstrings of modules and imports of this package, and
-    the ``shared`` modules as strings."""
+    """Returns the source of ``standalone_plan`` and ``part``, without module docstrings and imports of this package,
+    and the ``shared`` modules as strings."""
     texts = [_source(f"optimize/{name}") for name in ("standalone_plan.py", part)]
     bodies = [_OURS.sub("", text.partition('"""\n\n')[2]).strip() for text in texts]
     modules = []
@@ -140,7 +139,7 @@ def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
 
 
 def _definitions(source: str, names: list[str]) -> str:
-    """The definitions of ``names`` in a module, and those that they use, in its order; annotations are not followed."""
+    """Returns the definitions of ``names`` in a module and all that they use; a use in an annotation does not count."""
     tree, lines = ast.parse(source), source.splitlines()
     named: dict[str, list[ast.stmt]] = {}
     for node in ast.walk(tree):
@@ -165,7 +164,7 @@ def _definitions(source: str, names: list[str]) -> str:
 
 
 def _named(statement: ast.stmt) -> list[str]:
-    """The names that a statement of a module defines or completes."""
+    """Returns the names that a top-level statement defines, or that it changes by an assignment."""
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return [(alias.asname or alias.name).partition(".")[0] for alias in statement.names]
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
@@ -183,12 +182,12 @@ def _described(tensor: Tensor) -> list[Any]:
 
 
 def _joined(*sections: tuple[str, str]) -> str:
-    """Sections with headings; comments alone come before the model, which may begin with an import of the future."""
+    """Joins (heading, text) sections.  A section with an empty heading is text alone."""
     return "\n\n".join(f"{_RULE}\n# {title}\n\n{text}\n" if title else f"{text}\n" for title, text in sections)
 
 
 def _string(text: str) -> str:
-    """A literal that a person can read, where that is possible."""
+    """Returns a Python literal of the text: a raw multi-line string if possible, else the ``repr``."""
     if "'''" not in text and not text.endswith(("'", "\\")) and all(c.isprintable() or c in "\n\t" for c in text):
         return f"r'''{text}'''"
     return repr(text)

@@ -1,11 +1,11 @@
-"""The folder of a search: opened, locked, begun, resumed, and cleared when nothing was done in it.
+"""The folder of a search: opens and locks it, begins or resumes a search, and clears it if no turn was played.
 
-    model.py         the problem          solution/        what was judged: kernels, plan or module
+    model.py         the problem          solution/        the judged files: kernels, and a plan or module
     model_new.py     ModelNew, with PyTorch alone          verdict.json      of strict mode
     transcript.jsonl every event          report.html      one page
     run.json         the order, for --resume; holds no key
 
-What it does not cover: the search, and writing its result (``search``)."""
+The search itself and the writing of its result are in ``search``."""
 
 import contextlib
 import fcntl
@@ -23,7 +23,7 @@ from cuda_agent.optimize.attempt import Terms
 from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import write_whole
 
-_BEGUN = ("model.py", "run.json", "transcript.jsonl", "report.html")  # all that a folder holds before the first turn
+_BEGUN = ("model.py", "run.json", "transcript.jsonl", "report.html")  # all files of a folder before the first turn
 _PLAYED = ("spent", "files", "verdict")  # events of a turn
 
 
@@ -33,7 +33,7 @@ class OptimizeError(UserError):
 
 @dataclass(frozen=True)
 class SearchOrder:
-    """The request of a person.  ``tokens``, ``minutes`` and ``money`` are limits for all attempts together; prices are
+    """What a person asked for.  ``tokens``, ``minutes`` and ``money`` are limits for all attempts together; prices are
     per million tokens."""
 
     base_url: str
@@ -55,18 +55,17 @@ class SearchOrder:
 
 
 def with_changes(order: SearchOrder, changes: dict[str, Any]) -> SearchOrder:
-    """The order with these fields of it, or of its terms, replaced."""
+    """Returns the order with the given fields replaced; a name can be a field of the order or of its terms."""
     terms = {name: value for name, value in changes.items() if name in Terms.__dataclass_fields__}
     rest = {name: value for name, value in changes.items() if name not in terms}
     return replace(order, terms=replace(order.terms, **terms), **rest)
 
 
 def read_order(folder: Path) -> tuple[SearchOrder, dict[str, Any]]:
-    """The order and the sandbox settings that the folder was begun with.
+    """Returns the order and the sandbox settings with which the search in the folder was begun.
 
     Raises:
-        OptimizeError: ``run.json`` is missing or cannot be read.
-    """
+        OptimizeError: ``run.json`` is missing or cannot be read."""
     if not (folder / "run.json").is_file():
         raise OptimizeError(f"{folder}: nothing to go on with: it holds no run.json")
     try:
@@ -77,11 +76,10 @@ def read_order(folder: Path) -> tuple[SearchOrder, dict[str, Any]]:
 
 
 def so_far(path: Path) -> tuple[dict[int, State], Findings, Event]:
-    """State of every attempt, findings and budget used, from a transcript.
+    """Returns the state of every attempt, the findings and the used budget, all read from a transcript.
 
     Raises:
-        OptimizeError: The file is not a transcript.
-    """
+        OptimizeError: The file is not a transcript."""
     try:
         return replayed(read_events(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -90,19 +88,18 @@ def so_far(path: Path) -> tuple[dict[int, State], Findings, Event]:
 
 @contextlib.contextmanager
 def opened(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> Iterator[None]:
-    """Prepares the folder and locks it for this process.  If the body fails before the first turn of a new search, the
-    files written here are removed.
+    """Prepares the folder and locks it for this process.  If the body of the ``with`` block fails before the first turn
+    of a new search, the files written here are removed.
 
     Raises:
-        OptimizeError: The folder cannot be used; nothing of value in it was overwritten.
-    """
+        OptimizeError: The folder cannot be used; nothing of value in it was overwritten."""
     with contextlib.ExitStack() as held:
         try:
             fresh = not folder.exists()
             if not resume:
                 folder.mkdir(parents=True, exist_ok=True)
             held.enter_context(_alone(folder))
-            fresh = fresh or any(folder.iterdir())  # a person made an empty folder: keep it
+            fresh = fresh or any(folder.iterdir())  # keep an empty folder that a person made
             _prepare_folder(order, settings, task, folder, resume)
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or str(error)
@@ -119,7 +116,7 @@ def opened(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Raises OptimizeError if another process holds the folder."""
+    """Holds a lock on the folder, or raises OptimizeError if another process holds it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):  # some shared file systems lock no folders
@@ -133,7 +130,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _prepare_folder(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> None:
-    """Raises OptimizeError instead of overwriting a search in which a turn was played."""
+    """Writes the problem and the order.  Raises OptimizeError if that would overwrite a search with played turns."""
     if resume:
         if not (folder / "transcript.jsonl").is_file():
             raise OptimizeError(f"{folder}: nothing to go on with; leave out --resume to begin")
@@ -151,7 +148,7 @@ def _prepare_folder(order: SearchOrder, settings: SandboxConfig, task: Task, fol
 
 
 def _unplayed(folder: Path) -> bool:
-    """Whether the folder holds a search, and only a search, in which no turn was played."""
+    """Returns whether the folder holds nothing but a search in which no turn was played."""
     paths = list(folder.iterdir())
     if not all(path.name in _BEGUN and path.is_file() and not path.is_symlink() for path in paths):
         return False

@@ -1,6 +1,6 @@
-"""Part of an exported ``model_new.py``: a plan on the CPU.  Needs PyTorch and ``g++``.
+"""Part of an exported ``model_new.py``: runs a plan on the CPU.  Needs PyTorch and ``g++``.
 
-The same executor and flags as in the sandbox (``runtime.cpp``), the threads of PyTorch.  One call at a time."""
+Executor (``runtime.cpp``) and flags are the sandbox's, the number of threads is PyTorch's.  A lock serialises calls."""
 
 import ctypes as _ctypes
 import itertools as _itertools
@@ -20,7 +20,7 @@ class _Node(_ctypes.Structure):
 
 
 class _OnCpu(_Kernels):
-    """Kernels and memsets that follow each other are one call of the executor; a library node is its own."""
+    """Runs a program on the CPU.  The executor runs kernels and memsets up to the next library node in one call."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -29,7 +29,7 @@ class _OnCpu(_Kernels):
         self.runtime.run.argtypes = [_ctypes.c_void_p, _ctypes.c_long]
         kernels = _ctypes.CDLL(self._library(self.sources, "unit.cpp")) if self.sources else None
         self.keep: list[_Any] = []
-        self.patches: list[tuple[_Any, _Any, str, int]] = []  # where an address of this call goes, and which one
+        self.patches: list[tuple[_Any, _Any, str, int]] = []  # addresses that change by call
         self.steps: list[_Any] = []
         for ours, items in _itertools.groupby(program["nodes"], lambda node: "library" not in node):
             listed = list(items)

@@ -1,6 +1,6 @@
-"""Part of an exported ``model_new.py``: a plan on an NVIDIA GPU.  Needs PyTorch with CUDA, whose NVRTC compiles it.
+"""Part of an exported ``model_new.py``: runs a plan on an NVIDIA GPU.  Needs PyTorch with CUDA; its NVRTC compiles.
 
-Kernels go to PyTorch's current stream.  One device: the one that is current in the first call."""
+Kernels run on PyTorch's current stream, and only on the device that is current in the first call."""
 
 import importlib.util as _importlib_util
 import json as _json
@@ -26,7 +26,7 @@ class _OnCuda(_Kernels):
             folder = self._compiled()
             module = _driver.Module((folder / "kernels.cubin").read_bytes())
             names = _json.loads((folder / "names.json").read_text())
-        self.patches: list[tuple[_Any, str, int]] = []  # a cell for an address of this call, and which one
+        self.patches: list[tuple[_Any, str, int]] = []  # addresses that change by call
         self.steps: list[_Any] = []
         for node in self.program["nodes"]:
             self.steps.append(self._kernel(node, module, names) if "symbol" in node else node)
@@ -71,7 +71,7 @@ class _OnCuda(_Kernels):
 
 
 def _nvrtc() -> tuple[str, list[str]]:
-    """The library that PyTorch brought, or a toolkit's, and the folders of CUDA's headers."""
+    """Returns the path of NVRTC, from PyTorch's packages or a CUDA toolkit, and the folders of CUDA's headers."""
     found = _importlib_util.find_spec("nvidia")
     packages = [_Path(place) for place in (found.submodule_search_locations or [])] if found else []
     homes = [home for place in packages for home in sorted(place.glob("cu[0-9]*"), reverse=True)]

@@ -1,4 +1,4 @@
-"""The text of a verdict for a person: one screen."""
+"""Formats a verdict as text for a person.  The text fits one screen."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from cuda_agent.pages.optimize import shares_of_peak
 from cuda_agent.sandbox.wire import BASELINES, Verdict, baseline, baseline_parts
 
-_SHOWN = 6  # records of a call that are shown
+_SHOWN = 6  # most kernels and operators of a call that are shown
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:
@@ -47,7 +47,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
 
 
 def _spread(samples: Sequence[float]) -> str:
-    """The interquartile range of the timed calls."""
+    """Describes the interquartile range of the timed calls."""
     if len(samples) < 4:
         return ""
     low, _, high = statistics.quantiles(samples, n=4)
@@ -71,7 +71,7 @@ def _row(name: str, seconds: float, factor: float | None = None, note: str = "")
 
 
 def _strict_times(verdict: Verdict, strict: dict[str, Any]) -> list[str]:
-    """Every baseline, and the arithmetic that explains the solution's error."""
+    """Formats the time of every baseline, and names the arithmetic that explains the solution's error."""
     baselines, interval, precision = strict["baselines"], strict["interval"], strict["precision"]
     lines = []
     for label, seconds in baselines.items():

@@ -1,4 +1,4 @@
-"""The report's charts: numbers -> inline SVG.
+"""Draws the report's charts as inline SVG.
 
 Pure; colours and fonts come from the page's style sheet through classes, so one chart serves light, dark and paper."""
 
@@ -15,7 +15,7 @@ Anchor = Literal["start", "middle", "end"]
 
 
 class Drawing:
-    """The shapes of one chart, from the back to the front; ``css`` is the class of each."""
+    """The shapes of one chart, the rearmost first.  ``css`` is a CSS class, of the chart or of one shape."""
 
     def __init__(self, width: float, height: float, css: str = "chart") -> None:
         self.width, self.height, self._css = width, height, css
@@ -39,7 +39,7 @@ class Drawing:
         self._shapes.append(f'<{tag} class="{css}" points="{places}"/>')
 
     def svg(self, spoken: str) -> Markup:
-        """``spoken``: what a screen reader says."""
+        """Returns the chart; ``spoken`` is the text for screen readers."""
         box = f'viewBox="0 0 {self.width:g} {self.height:g}"'
         head = f'class="{self._css}" {box} role="img" aria-label="{safe(spoken)}"'
         return Markup(f"<svg {head}>{''.join(self._shapes)}</svg>")
@@ -50,7 +50,7 @@ def _title(text: str) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number for people: ``digits`` significant ones, thin thousands, no exponent between 1e-4 and 1e7."""
+    """Formats a number: ``digits`` significant digits, thin spaces by thousands, no exponent from 1e-4 to 1e7."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -63,7 +63,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers from at or below ``low`` to at or above ``high``, at most about ``most``."""
+    """Returns at most about ``most`` round numbers that cover the range from ``low`` to ``high``."""
     if not high > low:
         low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
     raw = (high - low) / max(1, most - 1)
@@ -76,7 +76,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 def line_chart(
     title: str, points: Points, *, from_zero: bool = False, rule: tuple[float, str] | None = None, percent: bool = False
 ) -> Markup:
-    """One curve; its axis fits the values, or includes zero.  ``rule`` draws a dashed line with its label."""
+    """Draws one curve.  The axis fits the values, or includes zero; ``rule`` adds a dashed line with its label."""
     width, height, left, right, top, bottom = 320, 178, 44, 14, 12, 28
     end, foot = width - right, height - 9
     shown = [v for _, v in points] + ([rule[0]] if rule else []) + [0.0] * from_zero
@@ -117,8 +117,8 @@ def line_chart(
 def interval_chart(
     title: str, rows: Sequence[tuple[str, str, float | None, tuple[float, float] | None]], ratio: bool
 ) -> Markup:
-    """One row a policy: (label, class, value, interval); a dot, its interval and the value in words.  ``ratio``: values
-    are speed-ups, on a logarithmic axis around 1; else they are shares."""
+    """Draws one row per policy, given as (label, class, value, interval): a dot, the interval, and the value as text.
+    With ``ratio`` the values are speed-ups on a logarithmic axis around 1, otherwise shares from 0 to 1."""
     width, row_height, left, right, top = 320, 30, 74, 70, 6
     chart = Drawing(width, top + row_height * len(rows) + 24)
     if ratio:
@@ -151,7 +151,7 @@ def interval_chart(
 
 
 def histogram(title: str, edges: Sequence[float], counts: Sequence[float], unit: str) -> Markup:
-    """Bars over logarithmic intervals; the first and last edge and the middle one are named."""
+    """Draws bars over logarithmic intervals, and labels the first, the middle and the last edge."""
     width, height, left, top, bottom = 640, 170, 4, 18, 26
     step, most, floor = (width - 2 * left) / max(1, len(counts)), max([*counts, 1]), height - bottom
     chart = Drawing(width, height, "chart wide")
@@ -170,7 +170,7 @@ def histogram(title: str, edges: Sequence[float], counts: Sequence[float], unit:
 
 
 def stack_chart(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, int]]]]) -> Markup:
-    """One row a policy: (label, [(class, count), ...]); the first count of all is what the row says in words."""
+    """Draws one row per policy, given as (label, [(class, count), ...]), and writes the first count beside it."""
     width, row_height, left, right, top = 320, 30, 74, 70, 6
     chart, spoken = Drawing(width, top + row_height * len(rows) + 24), []
     for i, (label, pieces) in enumerate(rows):
@@ -187,17 +187,17 @@ def stack_chart(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, int]]]
 
 
 def share(value: float | None) -> str:
-    """0.715 -> ``71.5 %``"""
+    """Formats 0.715 as ``71.5 %``."""
     return "–" if value is None else f"{100 * value:.1f}\u202f%"
 
 
 def factor(value: float | None) -> str:
-    """1.5 -> ``1.50×``"""
+    """Formats 1.5 as ``1.50×``."""
     return "–" if value is None else (f"{value:.2f}×" if value < 99.5 else f"{value:.0f}×")
 
 
 def clock_time(seconds: float | None) -> str:
-    """``0.21 s``, ``48 s``, ``3 min 20 s``, ``2 h 5 min``"""
+    """Formats seconds as ``0.21 s``, ``48 s``, ``3 min 20 s`` or ``2 h 5 min``."""
     if seconds is None:
         return "–"
     if seconds < 10:
@@ -210,7 +210,7 @@ def clock_time(seconds: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A time of a kernel: ``12.3 µs``, ``1.2 ms``, ``2 s``"""
+    """Formats the time of a kernel as ``12.3 µs``, ``1.2 ms`` or ``2 s``."""
     return "–" if seconds is None else amount(seconds, "s", (("", 1), ("m", 1e-3), ("µ", 1e-6), ("n", 1e-9)))
 
 
@@ -219,6 +219,6 @@ def amount(
     unit: str,
     prefixes: Sequence[tuple[str, float]] = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1)),
 ) -> str:
-    """33e6 and ``B`` -> ``33 MB``"""
+    """Formats 33e6 with the unit ``B`` as ``33 MB``."""
     prefix, size = next((known for known in prefixes if value >= known[1]), prefixes[-1])
     return f"{number(value / size)} {prefix}{unit}"

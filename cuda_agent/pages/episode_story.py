@@ -1,7 +1,7 @@
-"""What happened in an episode, turn by turn: from its messages and tokens, or from the transcript of an attempt.
+"""Retells an episode turn by turn, from its messages and tokens, or an attempt from its transcript.
 
-Files that Write, Edit and MultiEdit changed are followed, so that a turn shows a difference and not a whole file; what
-a shell command did to a file is not known here."""
+The tools Write, Edit and MultiEdit are replayed on the known files, so that a turn shows a diff and not a whole file.
+Changes that an episode's shell commands made to files are not known here."""
 
 import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,13 +16,13 @@ Kind = Literal["thought", "said", "call", "result", "diff", "verdict", "note", "
 Token = tuple[str, float]
 """Text and log-probability.  Tokens that make no character alone are one with those that end it."""
 
-MOST_TURNS, MOST_TOKENS, LONGEST = 80, 4000, 6000  # shown: turns and sampled tokens of an episode, characters of a text
+MOST_TURNS, MOST_TOKENS, LONGEST = 80, 4000, 6000  # turns and sampled tokens of an episode, characters of a text
 _WRITERS = ("Write", "Edit", "MultiEdit")
 
 
 @dataclass(frozen=True)
 class StoryPart:
-    """Of a turn.  ``good``: whether it went well, where that can be said."""
+    """One part of a turn.  ``good`` says whether it went well; None if that cannot be said."""
 
     kind: Kind
     text: str
@@ -33,25 +33,25 @@ class StoryPart:
 
 @dataclass(frozen=True)
 class Turn:
-    number: int  # from 1
+    number: int  # counts from 1
     parts: list[StoryPart]
 
 
 @dataclass(frozen=True)
 class Story:
-    """``verdict`` is of ``files``: what was left in the end, or of an attempt the best that was found."""
+    """An episode or attempt for a page.  ``verdict`` is on ``files``: the last files, or an attempt's best ones."""
 
-    opening: list[tuple[str, str]]  # role and text of what came before the first turn
-    turns: list[Turn]  # the last ones
-    earlier: int  # turns before them
+    opening: list[tuple[str, str]]  # role and text of each message before the first turn
+    turns: list[Turn]  # the last turns of the episode
+    earlier: int  # number of turns that were left out before ``turns``
     files: dict[str, str]
     verdict: dict[str, Any] | None
-    best: dict[str, Any] | None = None  # of the best state of the trajectory
+    best: dict[str, Any] | None = None  # verdict on the best state of the trajectory
 
 
 def _change(call: Mapping[str, Any], known: dict[str, str]) -> Event | None:
-    """The difference that a call of a writer made; None where it cannot be told.  ``known``: files by path, as far as
-    they were written whole."""
+    """Returns the diff that a call of Write, Edit or MultiEdit made, or None if it cannot be told.  ``known`` maps
+    paths to whole texts, and is updated."""
     arguments = call["arguments"]
     path = posixpath.normpath(str(arguments.get("path", "")))
     old = known.get(path, "")
@@ -73,11 +73,11 @@ def _change(call: Mapping[str, Any], known: dict[str, str]) -> Event | None:
 
 @dataclass(frozen=True)
 class EpisodeRow:
-    """One episode in the list.  ``status`` is the verdict's, ``no_answer`` where nothing could be judged, ``lost``
-    where our own side failed; ``speedup`` is against the faster of eager and ``torch.compile``; ``logprob`` is the mean
-    of the sampled tokens, in nats, ``None`` where a server kept them."""
+    """One episode in the list.  ``status`` is that of the verdict, ``no_answer`` if nothing could be judged, or
+    ``lost`` if the sandbox failed.  ``speedup`` is over the faster of eager and ``torch.compile``.  ``logprob`` is the
+    mean over the sampled tokens, in nats; None if the model's server did not report it."""
 
-    number: int  # from 1, the oldest first
+    number: int  # counts from 1, the oldest first
     stage: str
     id: str
     task: str
@@ -85,7 +85,7 @@ class EpisodeRow:
     reward: float | None
     speedup: float | None
     turns: int
-    tokens: int | None  # sampled
+    tokens: int | None  # number of sampled tokens
     logprob: float | None
     ended: str
     flags: list[str]
@@ -98,7 +98,7 @@ class EpisodeEntry:
 
 
 def of_episode(episode: Episode, tokenizer: Any = None) -> Story:
-    """``tokenizer``: a ``tokenizers.Tokenizer``; without one, tokens are shown by their ids."""
+    """Retells an episode.  ``tokenizer`` is a ``tokenizers.Tokenizer``; without one, tokens are shown by their ids."""
     messages = episode.messages
     first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
     spans = _sampled(episode, tokenizer)
@@ -121,7 +121,7 @@ def of_episode(episode: Episode, tokenizer: Any = None) -> Story:
 
 
 def of_attempt(events: Sequence[Event], number: int) -> Story:
-    """One attempt of a transcript of ``cuda-agent optimize``."""
+    """Retells one attempt of a transcript of ``cuda-agent optimize``."""
     opening, turns = list[tuple[str, str]](), list[Turn]()
     best: Event | None = None
     for event in events:
@@ -159,7 +159,7 @@ def token_texts(ids: Sequence[int], logprobs: Sequence[float], tokenizer: Any) -
 
 
 def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
-    """By turn, the last ``MOST_TOKENS`` of the episode.  A server that keeps its ids leaves zeros."""
+    """Returns turn -> sampled tokens, from the last ``MOST_TOKENS`` of the episode; empty if the ids are unknown."""
     places = [i for i, sampled in enumerate(episode.mask) if sampled][-MOST_TOKENS:]
     if not any(episode.ids[i] or episode.logprobs[i] for i in places):
         return {}
@@ -173,7 +173,7 @@ def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
 
 
 def _spoken(message: Mapping[str, Any], thought: str = "") -> list[StoryPart]:
-    """What an assistant's message says and asks for; writers are shown by the difference that they made."""
+    """Returns the thought, the text and the tool calls of an assistant's message."""
     content = str(message.get("content") or "")
     before, closed, said = content.rpartition("</think>")
     thought = (thought or str(message.get("thought") or "")) + (before.replace("<think>", "") if closed else "")
@@ -203,7 +203,7 @@ def _result(text: str, kind: Kind = "result") -> StoryPart:
 
 
 def _answered(call: Mapping[str, Any] | None, result: str, known: dict[str, str]) -> Iterable[StoryPart]:
-    """What came back; before it, what the call changed."""
+    """Yields the result of a call, after the diff that the call made."""
     if call is not None and call.get("name") in _WRITERS and isinstance(call.get("arguments"), dict):
         change = None if result.startswith("error") else _change(call, known)
         if change is not None:

@@ -1,8 +1,8 @@
-"""Episodes as one static page: turns, thoughts, tool calls with what came back, differences of files, verdicts, and the
-sampled tokens shaded by their log-probability.
+"""Renders episodes as one static page: turns, thoughts, tool calls with their results, diffs of files, verdicts, and
+the sampled tokens shaded by their log-probability.
 
 Pure.  Everything is in the HTML and can be read without JavaScript; the one script of the page (``episodes.js``)
-searches, filters and sorts what is there.  The page stays bounded: episodes that do not fit are counted and left out.
+searches, filters and sorts the episodes.  Episodes that do not fit on a page of bounded size are counted and left out.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from cuda_agent.pages.page import page, part, plural
 from cuda_agent.sandbox.wire import Verdict
 
 MOST = 200  # episodes of a page, unless asked for more
-LARGEST = 12 << 20  # characters of all of them
+LARGEST = 12 << 20  # most characters of all episodes on a page
 SHADES = ((-0.0513, "95 %"), (-0.357, "70 %"), (-0.916, "40 %"), (-2.303, "10 %"), (-4.605, "1 %"))
 """(lowest log-probability, the probability in words) of each shade but the last."""
 
 
 def render(title: str, entries: Sequence[EpisodeEntry], found: int, asked: str, most: int = MOST) -> str:
-    """``entries``: those to show, in their order, of ``found`` in all; ``asked``: how they were chosen, in words."""
+    """Renders the page.  ``entries`` are the chosen episodes of ``found``; ``asked`` says how they were chosen."""
     cards: list[str] = []
     rows: list[EpisodeRow] = []
     room = LARGEST

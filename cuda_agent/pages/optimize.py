@@ -1,7 +1,7 @@
-"""The page of `cuda-agent optimize`: what was found, how much faster it is and how that is known, and the way there.
+"""Renders the page of `cuda-agent optimize`: the best solution, its measured speed-up, and how the attempts went.
 
-Pure; one static HTML file without scripts, in the style of the workflow's report.  The words are in
-``optimize.html.j2``; here are the figures and charts that they need.  Does not: measure or choose anything."""
+Pure.  The page is one static HTML file without scripts, in the style of the workflow's report.  The text is in
+``optimize.html.j2``; this module makes the figures and charts for it.  Nothing is measured or chosen here."""
 
 import math
 import statistics
@@ -19,13 +19,13 @@ from cuda_agent.pages.page import page, plural
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.wire import BASELINES, Probe, Verdict, baseline, baseline_parts
 
-Bar = tuple[str, float, str, str]  # label, value, what to say, class
+Bar = tuple[str, float, str, str]  # label, value, text, CSS class
 
 
 def render(
     name: str, code: str, events: Sequence[Event], best: Find | None, probe: Probe, why: str, target: float, where: str
 ) -> str:
-    """``best``: None where nothing was correct."""
+    """Renders the page; ``best`` is None if no solution was correct."""
     verdict = (best.strict or best.quick) if best else None
     files = sorted(best.solution.files.items()) if best else []
     return page(
@@ -56,7 +56,7 @@ def render(
 
 
 def _times(verdict: Verdict | None, probe: Probe) -> list[Bar]:
-    """Of the solution and the baselines; of the baselines alone where nothing was correct."""
+    """Returns bars of the solution's and the baselines' times; of the baselines alone if no solution was correct."""
     if verdict is None:
         known = [("eager", probe.eager_seconds), ("torch.compile", probe.compile_seconds)]
         return [(label, seconds, duration(seconds), "quiet") for label, seconds in known if seconds]
@@ -76,7 +76,7 @@ def _baselines(verdict: Verdict) -> dict[str, float]:
 
 
 def _ratios(verdict: Verdict | None) -> Markup | None:
-    """How many times as fast as each baseline, with intervals; None where they were not measured."""
+    """Draws how many times as fast as each baseline the solution is, with intervals; None if these are unknown."""
     strict = (verdict.strict if verdict else None) or {}
     first = (strict.get("baselines") or {}).get(baseline("eager", "fp32"))
     if not verdict or not verdict.seconds or not first or not strict.get("interval"):
@@ -98,7 +98,7 @@ def _with_spread(verdict: Verdict) -> str:
 
 
 def shares_of_peak(verdict: Verdict) -> list[str]:
-    """The use of the device's peak rates in one call, in words; empty where nothing was measured."""
+    """Describes which shares of the device's peak rates one call reaches; empty if nothing was measured."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return []
     peak = "the device's peak"
@@ -121,7 +121,7 @@ def shares_of_peak(verdict: Verdict) -> list[str]:
 
 
 def _roofline(verdict: Verdict | None) -> dict[str, Any]:
-    """Sentences, what limits the solution, and a chart or bars where the peaks are known; empty where nothing is."""
+    """Returns the sentences, and a chart or bars, about the limits of the device; empty if nothing was measured."""
     if verdict is None or verdict.clock == "model" or not verdict.seconds or not verdict.bytes:
         return {}
     peak, eager = verdict.peak_bytes_per_second, verdict.eager_seconds
@@ -137,7 +137,7 @@ def _roofline(verdict: Verdict | None) -> dict[str, Any]:
 
 
 def _roof_chart(verdict: Verdict, peak: float) -> Markup:
-    """Operations a second over operations a byte, both logarithmic; the roof as far as it is known."""
+    """Draws operations per second over operations per byte, both logarithmic, under the known part of the roofline."""
     assert verdict.flops and verdict.bytes and verdict.seconds
     intensity = verdict.flops / verdict.bytes
     timed = (("this solution", verdict.seconds), ("torch.compile", verdict.compile_seconds),
@@ -177,7 +177,7 @@ def _roof_chart(verdict: Verdict, peak: float) -> Markup:
 
 
 def _track(events: Sequence[Event]) -> Markup | None:
-    """Every judged solution over time, and the best so far; None without any."""
+    """Draws every judged solution over time, and the best so far; None if no solution was judged."""
     quick = [event for event in events if event["kind"] == "verdict" and event["verdict"]["mode"] == "quick"]
     if not quick:
         return None

@@ -1,8 +1,8 @@
-"""What all our HTML pages share: the environment of their templates, and untrusted text as text.
+"""What all HTML pages share: the environment of their templates, and the display of untrusted text as plain text.
 
-Pure.  A page loads nothing and runs nothing but the one script that it was made with, whose hash its policy names.
-Every value that a template shows is escaped, and characters that hide or reorder text are named; only ``Markup`` is
-taken as HTML: charts, highlighted sources and differences, which escape what they hold."""
+Pure.  A page loads nothing, and runs only the script that it was made with, whose hash is in the page's security
+policy. Every value that a template shows is escaped, and characters that hide or reorder text are replaced by names.
+Only ``Markup`` is taken as HTML: charts, highlighted sources and diffs, whose functions escape the text in them."""
 
 import base64
 import hashlib
@@ -23,7 +23,7 @@ def plural(count: int, one: str) -> str:
 
 
 def slug(text: str) -> str:
-    """For class names: nothing of ``text`` but letters, digits and dashes."""
+    """Returns the text as part of a class name: every character but ASCII letters and digits becomes a dash."""
     return "".join(c if c.isascii() and c.isalnum() else "-" for c in text.lower())
 
 
@@ -44,15 +44,15 @@ def _environment() -> Environment:
 
 
 def part(template: str, **values: Any) -> Markup:
-    """A piece of a page, as HTML."""
+    """Renders a part of a page as HTML."""
     return Markup(_environment().get_template(template).render(**values))
 
 
 def page(template: str, styles: Sequence[str] = (), script: str = "", **values: Any) -> str:
-    """A whole page.
+    """Renders a whole page.
 
     Args:
-        template: Extends ``page.html.j2``.
+        template: The name of a template that extends ``page.html.j2``.
         styles: Files whose rules follow those of ``report.css``.
         script: A file with the page's only script.
         values: What the template shows.

@@ -1,7 +1,7 @@
-"""The report's page: ``report.json`` -> one self-contained HTML file.
+"""Renders ``report.json`` as one self-contained HTML file.
 
-Pure.  No script, no network, no fonts to load; light and dark by the reader's preference; prints.  An empty part says
-what is missing instead of vanishing.  The words are in ``report.html.j2``; here are the figures that they need."""
+Pure.  The page needs no script, network or fonts, is light or dark as the reader prefers, and can be printed.  A part
+without data says what is missing.  The text is in ``report.html.j2``; this module makes the figures for it."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ LOWEST_EXPLAINED_VARIANCE = 0.2
 
 
 def render(data: Data) -> str:
-    """``data``: what ``report.gather`` gives.  Every part may be empty."""
+    """Renders the page from the data that ``report.gather`` returns.  Every part of the data may be empty."""
     policies, stages = data.get("policies", []), data.get("stages", [])
     return page(
         "report.html.j2",
@@ -72,8 +72,8 @@ def _devices(data: Data) -> list[str]:
 
 
 def _learning(stages: Sequence[Data]) -> list[Data]:
-    """A grid of curves for each heading that stages name, with the critics that explain too little.  The curves that a
-    stage does not list are folded away."""
+    """Returns a grid of curves for each heading that stages name, and the critics that explain too little variance.
+    Curves that a stage does not list go to ``rest``, which the page folds away."""
     headings: dict[str, list[Data]] = {}
     for stage in stages:
         if stage.get("chart"):
@@ -95,7 +95,7 @@ def _learning(stages: Sequence[Data]) -> list[Data]:
 
 
 def _series(stage: Data) -> dict[str, list[tuple[float, float]]]:
-    """Key -> (step, value), in the order of steps."""
+    """Returns key -> [(step, value), ...] in the order of steps."""
     series: dict[str, list[tuple[float, float]]] = {}
     for entry in stage["metrics"]:
         for key, value in entry["values"].items():
@@ -113,7 +113,7 @@ def _figure(key: str, points: list[tuple[float, float]], before: str) -> tuple[s
 
 
 def funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
-    """What each filter let through, as shares of all candidates; a filter that dropped nothing is a thin line."""
+    """Returns a bar for all candidates, then one per filter for what passed; a filter that drops nothing is pale."""
     entered = rows[0]["entered"]
     entries = [("candidates", entered, str(entered), "quiet")]
     for row in rows:
@@ -123,13 +123,13 @@ def funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
 
 
 def _tokens(stage: Data) -> float:
-    """Tokens that went through a stage: counted by its metrics each step, or sampled in its episodes."""
+    """Returns how many tokens a stage processed, as counted in its metrics, or else as sampled in its episodes."""
     steps = [entry["values"] for entry in stage["metrics"]]
     return sum(v.get("tokens", v.get("episodes", 0.0) * v.get("response_length", 0.0)) for v in steps)
 
 
 def _run(data: Data) -> list[tuple[str, Any]]:
-    """Name and value of what describes the run, besides its clock."""
+    """Returns name and value of the facts that describe the run, except its clock."""
     config = data.get("config") or {}
     facts = [*(("device", device) for device in _devices(data)), *data.get("versions", {}).items()]
     if "seed" in config:

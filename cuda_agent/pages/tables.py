@@ -1,6 +1,6 @@
-"""The report's scores as figures: the paper's table for every set of tasks, its charts, paired differences, operators.
+"""Prepares the report's scores for display: the paper's table and charts, paired differences, operators.
 
-Pure: takes parts of ``report.json``, gives what ``report.html.j2`` shows.  Does not compute a score (``scores`` does).
+Pure: takes parts of ``report.json`` and returns what ``report.html.j2`` shows.  ``rl.scores`` computes the scores.
 """
 
 from collections import Counter
@@ -27,7 +27,8 @@ STATUSES = ("ok", "wrong", "build_error", "no_answer", "crash", "timeout", "chea
 
 
 def groups(data: Data) -> list[Data]:
-    """A table and paired differences for each family, charts for the first; last all tasks together, ``folded``."""
+    """Returns a table and paired differences for each family of tasks, with charts for the first family.  If there are
+    several families, the last group holds all tasks together and is ``folded``."""
     policies, families = data.get("policies", []), data.get("families", [])
     if not any(p["outcomes"] for p in policies):
         return []
@@ -50,7 +51,7 @@ def groups(data: Data) -> list[Data]:
 
 
 def operators(policies: Sequence[Data]) -> Data:
-    """Scores by operator of the policies that have some; empty without any."""
+    """Returns the scores by operator of the policies that have such scores; empty if none has."""
     scored = [p for p in policies if p["final"]["operators"]]
     if not scored:
         return {}
@@ -66,8 +67,8 @@ def operators(policies: Sequence[Data]) -> Data:
 
 
 def headline(data: Data) -> Data:
-    """What changed from the first policy to the last, on the first family, in answers that are correct and in those
-    that are faster than ``torch.compile`` too; and whether that can be told from chance.  Empty without scores."""
+    """Returns how the last policy differs from the first on the first family: in answers that are correct, and in those
+    that are also faster than ``torch.compile``, with intervals.  Empty without scores."""
     family = (data.get("families") or [None])[0]
     found = _changes(data, family)
     if family is None or not found:
@@ -110,7 +111,7 @@ def _charts(policies: Sequence[Data], group: str) -> list[tuple[str, Markup]]:
 
 
 def _statuses(policies: Sequence[Data], group: str) -> tuple[list[str], str]:
-    """How the answers ended: the statuses that occur, and their chart."""
+    """Returns the statuses that occur among the answers, and their chart."""
     counts = {
         p["policy"]: Counter(o["final"]["status"] for o in p["outcomes"] if group in (o["family"], "overall"))
         for p in policies
@@ -125,7 +126,7 @@ def _is_ratio(key: str) -> bool:
 
 
 def cell(key: str, value: float | None, interval: Sequence[float] | None) -> tuple[str, str]:
-    """A score and its interval, as text."""
+    """Formats a score and its interval as text."""
     ratio = _is_ratio(key)
     said = factor(value) if ratio else share(value)
     if value is None or not interval:
@@ -135,7 +136,7 @@ def cell(key: str, value: float | None, interval: Sequence[float] | None) -> tup
 
 
 def change_cell(difference: Data) -> tuple[str, str, bool]:
-    """A paired difference and its interval, as text, and whether the interval excludes no change."""
+    """Formats a paired difference and its interval as text; True if the interval excludes no change."""
     change, interval = difference["change"], difference["interval"]
     if change is None:
         return "–", "", False

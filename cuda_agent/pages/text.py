@@ -1,6 +1,6 @@
-"""Untrusted text as HTML: escaped, with hidden characters named; sources and differences with colours.
+"""Turns untrusted text into HTML: escapes it, names hidden characters, and colours sources and diffs.
 
-Pure.  Does not: anything with templates (``page``)."""
+Pure.  Templates are in ``page``."""
 
 import re
 from html import escape
@@ -10,7 +10,7 @@ from pygments.lexers.c_like import CudaLexer
 from pygments.token import Comment, Keyword, Number, String
 
 # Escape codes move a terminal's cursor, direction marks reorder a line, tag characters and variation selectors hide
-# whole sentences, half a surrogate pair is no text at all: none of them is shown as what it does.
+# whole sentences, half a surrogate pair is no text at all: each of these is shown by its name.
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e01ef]"
@@ -19,7 +19,7 @@ _CPP = re.compile(r"[.](cpp|cc|cu|cuh|h|hpp)$")
 
 
 def visible(text: str) -> str:
-    """With characters that change how the rest is seen, or are not seen at all, named instead."""
+    """Replaces characters that are invisible, or that change how other text looks, by their names."""
 
     def named(found: re.Match[str]) -> str:
         code = ord(found[0])
@@ -29,17 +29,17 @@ def visible(text: str) -> str:
 
 
 def safe(text: str) -> str:
-    """Untrusted text as HTML, also inside of an attribute."""
+    """Returns untrusted text as HTML, safe also inside an attribute."""
     return escape(visible(text))
 
 
 def source(path: str, text: str) -> Markup:
-    """A file as HTML, coloured where it is C++ or CUDA."""
+    """Returns a file as HTML, coloured if it is C++ or CUDA."""
     return Markup(highlight_cpp(visible(text)) if _CPP.search(path) else safe(text))
 
 
 def diff_rows(text: str) -> Markup:
-    """A unified diff as HTML, a line a row."""
+    """Returns a unified diff as HTML, with a class for each kind of line."""
 
     def shown(row: str) -> str:
         css = {"+": "add", "-": "del", "@": "at"}.get(row[:1])
@@ -56,8 +56,8 @@ _CLASSES = (
 
 
 def highlight_cpp(source: str) -> str:
-    """C++ or CUDA as escaped HTML with a handful of classes.  Whatever ``source`` holds, only ``span`` elements are
-    added."""
+    """Returns C++ or CUDA as escaped HTML with a handful of classes.  Whatever ``source`` holds, only ``span`` elements
+    are added."""
     out = []
     for _, kind, text in CudaLexer().get_tokens_unprocessed(source):
         css = next((css for known, css in _CLASSES if kind in known), "")

@@ -1,10 +1,10 @@
-"""Checkpoints of one stage, keyed by its cache key: the two newest are kept, and each is written atomically.
+"""Checkpoints of one stage, stored under its cache key: the two newest are kept, and each is written atomically.
 
     checkpoints/<stage>/<key>/<step>-<nonce>.json     {"step", "files": {path: {"sha256", "size"}}}, written last
     checkpoints/<stage>/<key>/<step>-<nonce>/<path>   the files
 
 A checkpoint holds the stage's metrics and notes, so a resumed stage continues them from exactly that step.  A damaged
-checkpoint is noted and removed, and the one before it is tried."""
+checkpoint is noted and removed, and the checkpoint before it is loaded."""
 
 import json
 import secrets
@@ -18,7 +18,7 @@ from cuda_agent.storage import Store, StoreDamaged, file_sha256, files_below
 from cuda_agent.tracking import FileTracker
 
 KEEP = 2
-_OWN = ".stage"  # folder inside a checkpoint: metrics, notes, clock
+_OWN = ".stage"  # folder of metrics, notes and clock inside a checkpoint
 
 
 class StageCheckpoints:
@@ -107,7 +107,7 @@ class StageCheckpoints:
                 self._store.delete(key)
 
     def _remove(self, entry: str) -> None:
-        """Removes the index first: without it, the other files are not a checkpoint."""
+        """Removes a checkpoint, first its index: without the index, the other files are not a checkpoint."""
         self._store.delete(f"{self._prefix}/{entry}.json")
         self._delete_below(f"{self._prefix}/{entry}")
 

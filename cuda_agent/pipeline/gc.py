@@ -1,10 +1,10 @@
 """Retention: finds the runs, artifacts and checkpoints that no kept run uses, and removes them.
 
-Kept: the newest runs of each pipeline, the artifacts in their manifests, the cache entries of those, and the
-checkpoints of stages that they began and did not finish.  Everything younger than an hour stays.
+A collection keeps the newest runs of each pipeline, the artifacts in their manifests, the cache entries of their
+results, the checkpoints of stages that these runs began and did not finish, and all that is younger than an hour.
 
 On one machine a file lock keeps runs and collections apart.  On a cluster a lock in the store does (``alone``): a run
-begins by waiting for its release (``await_end``), and the collection that holds it checks for active runs."""
+begins by waiting for its release (``await_end``), and a collection that holds it checks for active runs."""
 
 import contextlib
 import time
@@ -18,15 +18,15 @@ from cuda_agent.pipeline.runs import Run, list_runs
 from cuda_agent.storage import Store, StoreDamaged
 
 YOUNG = 3600.0  # seconds
-LOCK_SECONDS = 3600  # the holder of an older lock has been killed
+LOCK_SECONDS = 3600  # the process that took an older lock was killed
 _LOCK = "locks/gc"
 KEEP = 10  # newest runs of each pipeline
-_ORDER = ("cache", "runs", "sweeps", "checkpoints", "configs", "cas")  # of removal
+_ORDER = ("cache", "runs", "sweeps", "checkpoints", "configs", "cas")  # the order of removal
 
 
 @dataclass
 class Plan:
-    """The keys to remove with their sizes in bytes, and the runs that they belonged to."""
+    """The keys to remove with their sizes in bytes, and the names of the runs to remove."""
 
     runs: list[str] = field(default_factory=list)
     keys: dict[str, int] = field(default_factory=dict)
@@ -48,7 +48,7 @@ def plan(store: Store, keep: int = KEEP) -> Plan:
     kept = [run for group in by_pipeline.values() for run in group if run.name not in gone]
     needed = {config_entry(run.config) for run in kept}
     finished: set[str] = set()  # stage/key of results that kept runs use
-    began: set[str] = set()  # stage/key of stages that they began
+    began: set[str] = set()  # stage/key of stages that kept runs began
     for run in kept:
         for key in store.list(f"runs/{run.name}"):
             needed.add(key)
@@ -96,7 +96,7 @@ def is_collecting(store: Store) -> bool:
 
 
 def await_end(store: Store, patience: float) -> bool:
-    """Waits until no collection runs.  Returns False when ``patience`` seconds were not enough."""
+    """Waits until no garbage collection runs.  Returns False if one still runs after ``patience`` seconds."""
     deadline = time.monotonic() + patience
     while is_collecting(store):
         if time.monotonic() > deadline:

@@ -13,8 +13,8 @@ from cuda_agent.training.memory import AUTO_TOKENS, MICROBATCH_TOKENS, SMALL, Sh
 
 
 def derived(config: Config) -> dict[str, Any]:
-    """Returns the schedule of the run's stages: samples (tasks, examples, episodes), most tokens, optimizer steps,
-    estimated seconds (None without measured rates), and for stages that train the most bytes of one step (None where
+    """Returns the schedule of the run's stages: samples (tasks, examples, episodes), most tokens, optimizer steps, and
+    estimated seconds (None without measured rates).  Stages that train also have the most bytes of one step (None if
     the base is not on this machine).
 
     Tokens are upper bounds: an episode may fill its context.  Times are for the small model on 2 CPU cores: training
@@ -70,7 +70,7 @@ def _about(seconds: float | None) -> str:
 
 def training_memory(config: Config, work: Work) -> int | None:
     """Returns the most bytes of a training step on a CPU, over all processes, when a sequence fills its context.
-    Returns None where the base's configuration cannot be read on this machine."""
+    Returns None if the base's configuration cannot be read on this machine."""
     shape = _shape(config.policy)
     if shape is None:
         return None
@@ -125,4 +125,4 @@ def require_base(base: str | None) -> None:
 def parameter_count(policy: PolicyConfig) -> int:
     """Returns the number of parameters of the small model that ``policy`` describes (Qwen3, tied embeddings)."""
     shape = shape_of_policy(policy)
-    return shape.parameters + 2 * shape.head * shape.layers  # with the norms of single heads
+    return shape.parameters + 2 * shape.head * shape.layers  # adds the norms of single heads

@@ -2,7 +2,7 @@
 
     critic.lr=1e-5,3e-5 'seed=range(3)'  ->  6 runs: the cartesian product, the last key changing fastest
 
-A run of the sweep NAME is called NAME-1, NAME-2, and so on, and its configuration names the sweep."""
+The runs of the sweep NAME are called NAME-1, NAME-2, and so on; the configuration of each run names the sweep."""
 
 import itertools
 import math
@@ -17,12 +17,12 @@ from cuda_agent.pipeline.local import RunOutcome
 from cuda_agent.pipeline.runs import read_run
 from cuda_agent.storage import local_folder, open_store
 
-MOST = 256  # runs of one sweep
+MOST = 256  # most runs of one sweep
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run: its overrides of swept keys, and its whole configuration, whose ``run.name`` is its name."""
+    """One run: its overrides of swept keys, and its whole configuration, whose ``run.name`` is the run's name."""
 
     overrides: list[str]
     config: Config
@@ -33,7 +33,7 @@ class Point:
 
 
 def points(overrides: Sequence[str]) -> tuple[str, list[Point]]:
-    """Returns the sweep's name (``run.name``, or made of the date) and its runs.
+    """Returns the sweep's name (``run.name``, or else made of the date) and its runs.
 
     Raises:
         ConfigError: A configuration is invalid, two are the same, or there are no or too many values to sweep."""
@@ -65,7 +65,7 @@ def run_here(points: Sequence[Point], execute: Callable[[Point], RunOutcome]) ->
     A run that was done before is not run again.
 
     Raises:
-        ConfigError: Before the first run, when a name is taken."""
+        ConfigError: A name is taken; no run has begun then."""
     done = {point.name: _is_done(point) for point in points}
     for point in points:
         outcome = RunOutcome(point.name, 0, resumed=True) if done[point.name] else execute(point)

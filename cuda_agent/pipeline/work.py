@@ -1,6 +1,6 @@
 """Estimates the work of a stage from the configuration, with one function for each kind of stage.
 
-Tokens are upper bounds: an episode may fill its context."""
+Counts of tokens are upper bounds: they assume that every episode fills its context."""
 
 import math
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from cuda_agent.config import Config, CriticConfig, Ppo, Sft
 
 @dataclass(frozen=True)
 class Work:
-    """The amounts of work of one stage.  ``models`` are trained on sequences of at most ``longest`` tokens."""
+    """The amounts of work of one stage.  It trains ``models`` (a number) on sequences of at most ``longest`` tokens."""
 
-    samples: int = 0  # tasks, examples or episodes
+    samples: int = 0  # number of tasks, examples or episodes
     tokens: int = 0
     optimizer_steps: int = 0
     decoded: int = 0  # tokens that an engine samples
-    trained: int = 0  # tokens that a trainer passes over
+    trained: int = 0  # tokens of all passes of the trainers
     overhead: float = 0.0  # seconds beside decoding and training
     most_seconds: float | None = None  # time limit of the training
     models: int = 0
@@ -35,7 +35,7 @@ def synthesis(config: Config) -> Work:
 
 
 def bootstrap(config: Config) -> Work:
-    """Returns the work of imitation from scratch; almost none where there is a base."""
+    """Returns the work of imitation from scratch; almost none if there is a base."""
     work, settings = Work(overhead=10, models=1, longest=config.policy.context, from_scratch=True), config.bootstrap
     if config.policy.base is not None:
         return work
@@ -45,7 +45,7 @@ def bootstrap(config: Config) -> Work:
 
 
 def ppo(ppo: Ppo, answer_tokens: int) -> Work:
-    """Returns the work of a PPO stage.  ``answer_tokens``: most tokens that the policy samples in one episode."""
+    """Returns the work of a PPO stage.  ``answer_tokens`` is the most tokens that the policy samples in one episode."""
     episodes = ppo.steps * ppo.episodes_per_step
     tokens = episodes * min(answer_tokens, ppo.context)
     return Work(

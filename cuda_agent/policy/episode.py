@@ -1,7 +1,7 @@
 """An episode: the turns of one agent on one task, token by token, with its reward.
 
-One JSON object per line (``episodes.jsonl``).  The agent writes episodes, training reads them; neither imports the
-other."""
+A file of episodes has one JSON object per line (``episodes.jsonl``).  The agent writes episodes and training reads
+them; neither imports the other."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ EPISODES = "episodes.jsonl"  # file name of a set of episodes
 
 
 def group_of(id: str) -> str:
-    """Returns the group of the episode ``id`` (samples of one draw of a task in a step): "warmup/3/relu_sum-0017"."""
+    """Returns the group of the episode ``id`` (the samples of one draw of a task), as "warmup/3/relu_sum-0017"."""
     return id.rpartition("/")[0]
 
 
@@ -21,9 +21,8 @@ def group_of(id: str) -> str:
 class Episode:
     """One episode.  The five per-token lists have one entry per token of the whole conversation, prompt included.
 
-    ``mask`` is 1 on tokens that the policy sampled (the only ones trained on) and 0 on prompt and tool tokens.
-    ``reward`` is None after the deadline or an infrastructure fault: such an episode is dropped from training, never
-    rewarded -1."""
+    ``mask`` is 1 on tokens that the policy sampled, the only tokens trained on, and 0 on prompt and tool tokens.
+    ``reward`` is None after the deadline or an infrastructure fault: training drops such an episode."""
 
     id: str  # <group>/<sample>, unique within its set, e.g. "warmup/3/relu_sum-0017/2"
     task: str
@@ -31,7 +30,7 @@ class Episode:
     ids: list[int]
     mask: list[int]
     logprobs: list[float]  # the engine's log-probabilities; 0.0 where mask is 0
-    versions: list[int]  # weight version the token was sampled under; -1 where mask is 0
+    versions: list[int]  # version of the weights that sampled the token; -1 where mask is 0
     turns: list[int]  # number of the token's turn, from 0
     reward: float | None
     ended: Literal["answer", "turns", "tokens", "deadline", "infra"]
@@ -52,7 +51,7 @@ class Episode:
 
 
 def to_line(episode: Episode) -> str:
-    """Returns the wire form: one line of JSON, without the line end."""
+    """Returns the episode as one line of JSON, without the line end."""
     return json.dumps(asdict(episode), separators=(",", ":"))
 
 

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): a frozen model whose linear layers each learn a low-rank change.
 
 A layer with an adapter computes W x + scale B A x, and its ``weight`` reads as the sum W + scale B A. Code that reads
-weights (the decoder, a saved folder) therefore gets the merged model.  Folders have peft's format."""
+weights (the decoder, a saved folder) therefore gets the merged model.  Folders of adapters have peft's format."""
 
 import json
 import math
@@ -20,7 +20,7 @@ _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
 class Adapted(nn.Module):
-    """A linear layer with an adapter.  Its initial change is zero, because ``up`` is."""
+    """A linear layer with an adapter.  Its change is zero at first, because ``up`` is zero."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()
@@ -47,8 +47,7 @@ def attach(model: Any, rank: int, alpha: float, targets: Sequence[str], seed: in
     """Freezes ``model`` and adds an adapter to every linear layer whose name ends in one of ``targets``.
 
     Raises:
-        PolicyError: A target names no linear layer.
-    """
+        PolicyError: A target names no linear layer."""
     found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     chosen = [name for name in found if name.rsplit(".", 1)[-1] in targets]
     if absent := set(targets) - {name.rsplit(".", 1)[-1] for name in chosen}:
@@ -67,7 +66,7 @@ def adapters(model: Any) -> dict[str, Adapted]:
 
 
 def merged_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields names and merged values of the parameters of the model without adapters; tied ones once."""
+    """Yields names and merged values of the parameters that the model has without adapters; a tied one comes once."""
     layers = adapters(model)
     for name, parameter in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
@@ -93,8 +92,7 @@ def save_adapter(model: Any, folder: Path) -> None:
     """Saves the adapters alone, in peft's format.
 
     Raises:
-        PolicyError: The model has no adapter.
-    """
+        PolicyError: The model has no adapter."""
     from safetensors.torch import save_file
 
     if not (layers := adapters(model)):

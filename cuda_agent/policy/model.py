@@ -19,12 +19,11 @@ decisions, and are copied."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
-    """Trains a byte-level BPE tokenizer with the chat template: any text decodes to itself, and each piece of markup
-    is one token.  ``texts``: contents of messages, without markup.  ``vocab``: most entries.
+    """Trains a byte-level BPE tokenizer with the chat template on ``texts``, which have no markup.  It has at most
+    ``vocab`` entries; any text decodes to itself, and each piece of markup is one token.
 
     Raises:
-        ValueError: ``vocab`` is too small for bytes and markup.
-    """
+        ValueError: ``vocab`` is too small for bytes and markup."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -52,7 +51,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
 
 
 def new_policy(config: PolicyConfig, tokenizer: Any, seed: int) -> Any:
-    """Creates a Qwen3 causal model, tied embeddings, random weights (a function of ``seed``), float32, eval mode."""
+    """Creates a Qwen3 causal model in float32 and eval mode, with tied embeddings and random weights from ``seed``."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -75,8 +74,8 @@ def new_policy(config: PolicyConfig, tokenizer: Any, seed: int) -> Any:
 
 
 def save_policy(model: Any, tokenizer: Any, folder: Path | str) -> None:
-    """Saves model, tokenizer and chat template as a Hugging Face folder that any server can load.  Adapters are merged,
-    and also saved beside it (``lora.save_merged``)."""
+    """Saves model, tokenizer and chat template as a Hugging Face folder that any server can load.  Adapters are merged
+    into the weights and also saved beside them (``lora.save_merged``)."""
     from cuda_agent.policy.lora import save_merged
 
     save_merged(model, folder)
@@ -88,8 +87,7 @@ def load_policy(folder: Path | str) -> tuple[Any, Any]:
     mode.
 
     Raises:
-        PolicyError: A file is missing, or model and tokenizer do not fit together.
-    """
+        PolicyError: A file is missing, or model and tokenizer do not fit together."""
     from transformers import AutoConfig, AutoTokenizer
 
     path = Path(folder)
@@ -111,11 +109,10 @@ def load_policy(folder: Path | str) -> tuple[Any, Any]:
 
 
 def load_model(folder: Path | str) -> Any:
-    """Loads the causal model of a Hugging Face folder, float32, eval mode.
+    """Loads the causal model of a Hugging Face folder in float32 and eval mode.
 
     Raises:
-        PolicyError: A weight is missing or has another shape (the library would fill it with random numbers).
-    """
+        PolicyError: A weight is missing or has another shape (the library would fill it with random numbers)."""
     from transformers import AutoModelForCausalLM
 
     with _named(f"{folder}: its weights cannot be loaded as a causal model"):
@@ -129,7 +126,7 @@ def load_model(folder: Path | str) -> Any:
 
 @contextmanager
 def _named(problem: str) -> Iterator[None]:
-    """Raises a ``PolicyError`` that names the problem for any error of the library."""
+    """Turns any error of the library into a ``PolicyError`` that names the problem."""
     try:
         yield
     except Exception as error:
@@ -137,7 +134,7 @@ def _named(problem: str) -> Iterator[None]:
 
 
 def _check_files(path: Path) -> None:
-    """Checks a folder's files before the library does, whose errors are vague; the error names all missing files."""
+    """Checks a folder's files before the library, whose errors are vague, does.  The error names all missing files."""
     if not path.is_dir():
         raise PolicyError(f"{path} is not a folder")
     missing = [] if (path / "config.json").exists() else ["no config.json"]

@@ -1,10 +1,10 @@
-"""Scores: from episodes with their verdicts to the numbers of the paper's table, with intervals.
+"""Computes scores from episodes with their verdicts: the numbers of the paper's table, with intervals.
 
 Each metric is given for the final answer and for the best state of the trajectory; overall, per family (or level) and
-per operator; with seeded bootstrap intervals over tasks, and with paired differences between two policies on their
-common tasks.  Episodes lost by infrastructure faults are counted apart and never scored.
+per operator.  Bootstrap intervals resample tasks with a seed.  Paired differences compare two policies on their common
+tasks.  Episodes lost by infrastructure faults are counted apart and never scored.
 
-The intervals cover the choice of tasks, neither timing noise nor the seed of a training run."""
+The intervals cover the choice of tasks, but neither timing noise nor the seed of a training run."""
 
 import json
 import warnings
@@ -56,7 +56,7 @@ class EpisodeScore:
     final: Result
     best: Result
     turns: int
-    tokens: int  # sampled by the policy
+    tokens: int  # number of tokens that the policy sampled
 
 
 @dataclass
@@ -87,20 +87,20 @@ class Table:
 
 @dataclass
 class Scores:
-    """``scores.json``: all scores of one policy on one task set."""
+    """All scores of one policy on one task set: the content of ``scores.json``."""
 
     policy: str
     clock: Literal["real", "model"]
-    tasks: int  # of the set
+    tasks: int  # number of tasks in the set
     unscored: list[str]  # tasks without a single scored episode
-    episodes: int  # scored
-    infra: int  # episodes lost by infrastructure faults or the deadline: not scored
+    episodes: int  # number of scored episodes
+    infra: int  # number of episodes lost by infrastructure faults or the deadline: not scored
     final: Table
     best: Table
-    statuses: dict[str, int]  # of the final answers
-    ended: dict[str, int]  # reasons why the scored episodes ended
+    statuses: dict[str, int]  # status -> number of final answers
+    ended: dict[str, int]  # reason why an episode ended -> number of scored episodes
     mean_turns: float | None
-    mean_tokens: float | None  # sampled by the policy, an episode
+    mean_tokens: float | None  # tokens that the policy sampled, per episode
     outcomes: list[EpisodeScore]
     seed: int
     resamples: int
@@ -112,8 +112,8 @@ class Scores:
 @dataclass
 class Difference:
     """``after`` against ``before`` on their common tasks: a difference of shares for rates, a ratio for speed-ups.
-    ``interval`` is a paired bootstrap over tasks; None with too few tasks, or if both agree on every task (resampling
-    then shows no spread, which is not certainty)."""
+    ``interval`` is a paired bootstrap over tasks.  It is None with too few tasks, or if both agree on every task:
+    resampling then shows no spread, but the result is not certain."""
 
     group: str
     metric: str
@@ -127,12 +127,11 @@ class Difference:
 def score(
     policy: str, episodes: Iterable[Episode], tasks: Sequence[Task], clock: Literal["real", "model"], seed: int = 0
 ) -> Scores:
-    """The scores of ``policy``.
+    """Returns the scores of ``policy``.
 
     Raises:
-        ValueError: An episode's task is not in ``tasks``, or a verdict is of another clock than ``clock``: times of two
-            clocks must not meet in one table.
-    """
+        ValueError: An episode's task is not in ``tasks``, or a verdict has another clock than ``clock``: times of two
+            clocks must not be in one table."""
     by_name = {task.name: task for task in tasks}
     outcomes: list[EpisodeScore] = []
     ended: Counter[str] = Counter()
@@ -185,11 +184,10 @@ def score(
 def compare(
     before: Scores, after: Scores, which: Literal["final", "best"] = "final", family: str | None = None, seed: int = 0
 ) -> list[Difference]:
-    """One ``Difference`` per metric, on the common tasks (of ``family``, or all).
+    """Returns one ``Difference`` per metric, on the common tasks (of ``family``, or all).
 
     Raises:
-        ValueError: The two were scored under different clocks.
-    """
+        ValueError: The two were scored under different clocks."""
     if before.clock != after.clock:
         raise ValueError(f"{before.policy} is under the {before.clock} clock, {after.policy} under {after.clock}")
     common = sorted({o.task for o in before.outcomes} & {o.task for o in after.outcomes})
@@ -216,11 +214,10 @@ def write_scores(path: Path, scores: Scores) -> None:
 
 
 def read_scores(path: Path) -> Scores:
-    """Reads what ``write_scores`` wrote.
+    """Reads scores that ``write_scores`` wrote.
 
     Raises:
-        ValueError: The data is not of this form.
-    """
+        ValueError: The data is not of this form."""
     return TypeAdapter(Scores).validate_python(json.loads(path.read_text()))
 
 
@@ -231,8 +228,8 @@ def _result(verdict: Verdict | None) -> Result:
 
 
 def _better(final: Result, best: Result) -> Result:
-    """The better of two states by correctness, then speed-up over compile, then over eager (the paper's rule).  The
-    final state is part of the trajectory, so that the best is never below it."""
+    """Returns the better of two states by correctness, then speed-up over compile, then speed-up over eager (the
+    paper's rule).  The final state is part of the trajectory, so the best state is never below it."""
     return max(final, best, key=lambda r: (r.correct, r.speedup_compile or 0.0, r.speedup_eager or 0.0))
 
 
@@ -268,8 +265,8 @@ def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int) ->
 
 
 def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
-    """Float64 [tasks] for each metric: for rates the share of the task's episodes, for speed-ups the mean logarithm
-    over its correct and timed episodes (nan if there are none)."""
+    """Returns float64 [tasks] for each metric: for rates the share of the task's episodes, for speed-ups the mean
+    logarithm over the task's correct and timed episodes (nan if there are none)."""
     results: dict[str, list[Result]] = {name: [] for name in names}
     for outcome in outcomes:
         if outcome.task in results:
@@ -289,7 +286,7 @@ def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]
 
 
 def _draws(n: int, seed: int) -> NDArray[np.int64]:
-    """The tasks of each resample, int64 [resamples, n]; the same for every metric and both policies of a pair."""
+    """Returns the tasks of each resample, int64 [resamples, n]: the same for every metric and for both policies."""
     return np.random.default_rng(seed).integers(0, max(n, 1), size=(RESAMPLES, n))
 
 
@@ -302,10 +299,10 @@ def _mean(column: NDArray[np.float64], geometric: bool) -> float | None:
 
 
 def _means(column: NDArray[np.float64], draws: NDArray[np.int64], geometric: bool) -> NDArray[np.float64]:
-    """The mean of every resample, float64 [resamples]; nan for a resample without a known value."""
+    """Returns the mean of every resample, float64 [resamples]; nan for a resample without a known value."""
     if not len(column):
         return np.full(len(draws), np.nan)
-    with warnings.catch_warnings(action="ignore"):  # of resamples without a known value
+    with warnings.catch_warnings(action="ignore"):  # warnings about resamples without a known value
         means = np.nanmean(column[draws], axis=1)
     return np.exp(means) if geometric else means
 
@@ -320,7 +317,7 @@ def _percentiles(values: NDArray[np.float64]) -> tuple[float, float] | None:
 
 
 def _unanimous(share: float, n: int) -> tuple[float, float]:
-    """The exact binomial bound, for ``n`` tasks that all agree: resampling them shows no spread, which is not certainty
-    (0 of 24 solved is compatible with a rate of up to 12 %)."""
+    """Returns the exact binomial bounds of a rate on which all ``n`` tasks agree.  Resampling would show no spread, but
+    the rate is not certain: 0 of 24 solved is compatible with a rate of up to 12 %."""
     reach = 1 - (1 - COVERAGE) ** (1 / n)
     return (0.0, reach) if share == 0 else (1 - reach, 1.0)

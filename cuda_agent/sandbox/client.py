@@ -1,4 +1,4 @@
-"""Defines the sandbox's interface for callers: one for this machine and for servers."""
+"""Defines the sandbox's interface for callers, which is the same on this machine and on servers."""
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager

@@ -101,7 +101,7 @@ def attribute(which: int) -> int:
 
 
 def architecture() -> str:
-    """Return the architecture, such as ``sm_90a``: with the generation's own instructions where it has some."""
+    """Return the architecture, such as ``sm_90a``; ``a`` selects instructions that only this generation has."""
     major, minor = attribute(_MAJOR), attribute(_MINOR)
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
@@ -180,10 +180,10 @@ def forget_persisting_lines() -> None:
 
 
 class Shared:
-    """Holds ``size`` bytes of device memory, mapped here, with a descriptor for another process."""
+    """Device memory that is mapped in this process; another process can map it through ``descriptor``."""
 
     def __init__(self, size: int, descriptor: int | None = None, access: int = READ_WRITE) -> None:
-        """Allocate memory, or map that of another process by its ``descriptor`` (``size`` as it was rounded there)."""
+        """Allocate ``size`` bytes, or map another process's memory by its ``descriptor`` and its ``size`` there."""
         properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, _Location(_ON_DEVICE, 0))
         granularity, self._handle = ctypes.c_size_t(), ctypes.c_uint64()
         _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(properties), 0)
@@ -216,14 +216,14 @@ class Shared:
 
 
 class Module:
-    """A loaded cubin."""
+    """A cubin that is loaded into the device's context."""
 
     def __init__(self, image: bytes) -> None:
         self._module = ctypes.c_void_p()
         _call("cuModuleLoadData", ctypes.byref(self._module), image)
 
     def function(self, name: str, shared: int = 0, wide_cluster: bool = False) -> ctypes.c_void_p:
-        """Return a kernel. ``shared``: bytes of dynamic shared memory of its launches."""
+        """Return a kernel, whose launches may have ``shared`` bytes of dynamic shared memory."""
         found = ctypes.c_void_p()
         _call("cuModuleGetFunction", ctypes.byref(found), self._module, name.encode())
         if shared > 48 << 10:
@@ -240,7 +240,7 @@ class Module:
 
 
 class Launch:
-    """A prepared launch on the default stream. It keeps its ``arguments``, ctypes values, alive."""
+    """A prepared launch on the default stream. It keeps its ``arguments`` (ctypes values) alive."""
 
     def __init__(
         self,

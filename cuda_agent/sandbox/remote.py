@@ -1,4 +1,4 @@
-"""Runs the sandbox on servers: ``LocalSandbox``'s interface over any number of ``cuda-agent sandbox serve``.
+"""Runs the sandbox on servers, with the interface of ``LocalSandbox``: any number of ``cuda-agent sandbox serve``.
 
 Each task has a preferred server, because a server keeps tasks prepared and baselines belong to one machine. A server
 that is full or gone is skipped for a while. Lost work and ``infra`` answers are retried on other servers. Not covered:
@@ -26,20 +26,20 @@ from cuda_agent.sandbox.workspace.client import Commands, WorkspaceLost, checked
 from cuda_agent.sandbox.workspace.files import ToolRefused
 from cuda_agent.tasks.task import Task
 
-ATTEMPTS = 4  # how often started work is started again on another server
-UNREACHABLE_SECONDS = 60.0  # without an answering, ready server, until ``infra`` or SandboxUnready
+ATTEMPTS = 4  # most attempts to complete a job; each lost one counts
+UNREACHABLE_SECONDS = 60.0  # longest time without a ready server before ``infra`` or SandboxUnready
 FULL_SECONDS = 3600.0  # the longest wait for a free slot
 _POLL_SECONDS = 20.0
 _SILENCE_SECONDS = 30.0  # a server that is silent this long after the agreed time counts as gone
 _JITTER = 0.3  # random extension of a wait, as a share of it
-_LONGEST_REST = 15.0  # seconds without requests after a server did not answer
+_LONGEST_REST = 15.0  # most seconds without requests after a server did not answer
 _JOB = frozenset({"id", "state", "result", "error"})
 _log = logging.getLogger("cuda_agent.sandbox")
 
 
 @dataclass(eq=False)
 class Server:
-    """One address in one role, with its last known state."""
+    """A server in one role: its address and its last known state."""
 
     address: str
     rests_until: float = 0.0  # monotonic
@@ -59,8 +59,8 @@ class _Away(Exception):
 
 
 class _Lost(Exception):
-    """Started work was lost with its server or failed there by a fault of the sandbox (``kind`` infra or unready), or
-    no server takes it."""
+    """Started work was lost with its server, or failed there by a fault (``kind``) of the sandbox, or no server takes
+    it."""
 
     def __init__(self, message: str, server: Server | None = None, kind: str = "lost") -> None:
         super().__init__(message)
@@ -76,7 +76,7 @@ class _Refused(Exception):
 
 
 class RemoteSandbox:
-    """Judges on servers; an async context manager."""
+    """Judges solutions on servers, as an async context manager."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self.config = config
@@ -100,8 +100,8 @@ class RemoteSandbox:
         await self._client.aclose()
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick") -> Verdict:
-        """Return the verdict of ``solution``. Raises ``TaskError`` if the task itself cannot be run, ``SandboxUnready``
-        if no server is ready, or their settings differ."""
+        """Return the verdict on ``solution``. Raises ``TaskError`` if the task itself cannot be run, and
+        ``SandboxUnready`` if no server is ready or the servers' settings differ from the client's."""
         request = {
             "kind": "evaluate", "task": _task(task), "solution": {"format": solution.format, "files": solution.files},
             "mode": mode,
@@ -139,7 +139,7 @@ class RemoteSandbox:
     async def workspace(
         self, files: dict[str, str], protected: frozenset[str], commands: Commands
     ) -> "AsyncIterator[RemoteWorkspace]":
-        """Open a jailed work folder on the server where this client has the fewest. Raises ``WorkspaceLost``."""
+        """Open a jailed folder on the server where this client has the fewest workspaces. Raises ``WorkspaceLost``."""
 
         def order() -> list[Server]:
             return sorted(self.rooms, key=lambda server: (server.workspaces, random.random()))
@@ -213,8 +213,8 @@ class RemoteSandbox:
         failed: Sequence[Server] = (),
         needs: frozenset[str] = _JOB,
     ) -> tuple[Server, dict[str, Any]]:
-        """Post to the first available server of ``order``, preferably none of ``failed``; wait while all are full.
-        Raises ``_Refused``, ``_Lost``, or ``SandboxUnready`` when servers answer and none can be used."""
+        """Post to the first available server of ``order``, if possible none of ``failed``; wait while all servers are
+        full. Raises ``_Refused``, ``_Lost``, or ``SandboxUnready`` if all servers answer and none can be used."""
         content = json.dumps(body).encode()
         begun = hope = time.monotonic()  # hope: last time that a server was at least full
         told: dict[str, float] = {}  # the time that each server named for another attempt
@@ -241,8 +241,8 @@ class RemoteSandbox:
     async def _send(
         self, server: Server, method: str, url: str, content: bytes | None = None, needs: frozenset[str] = _JOB
     ) -> dict[str, Any]:
-        """Return a server's answer, which has the keys ``needs``. Raises ``_Away`` (and lets the server rest),
-        ``_Refused``, or ``SandboxUnready`` when token or settings differ."""
+        """Send a request and return the server's answer, which has the keys ``needs``. Raises ``_Away`` (and lets the
+        server rest), ``_Refused``, or ``SandboxUnready`` if the token or the settings differ."""
         try:
             headers = {"Content-Type": "application/json"}
             response = await self._client.request(method, url, headers=headers, content=content)
@@ -270,8 +270,8 @@ class RemoteSandbox:
         raise self._away(server, kind, message, rest)
 
     def _away(self, server: Server, kind: str, reason: str, rest: float) -> _Away:
-        """Mark a server as resting and return the exception. A full server gives each client another time, so the next
-        request may go out at the earliest of them."""
+        """Mark a server as resting and return the exception. A full server names another time to each client; this
+        client may ask again at the earliest time that it was given."""
         now = time.monotonic()
         earliest = server.rests_until if kind == "full" and server.rests_until > now else now + rest
         server.kind, server.reason, server.rests_until = kind, f"{server.address}: {reason}", min(earliest, now + rest)
@@ -309,7 +309,7 @@ class RemoteWorkspace:
         raise WorkspaceLost("the workspace is gone: its stream ended")
 
     async def _lines(self, body: bytes) -> AsyncGenerator[ToolResult | tuple[int, str, list[str], dict[str, str]]]:
-        """Yield the commands that the folder's shell runs (number, name, arguments, files), at last the result."""
+        """Yield the commands that the folder's shell asks for (number, name, arguments, files), then the result."""
         headers, url = self._headers | {"Content-Type": "application/json"}, f"{self._path}/calls"
         sending = self._client.stream("POST", url, content=body, headers=headers, timeout=self._timeout)
         with _losing():

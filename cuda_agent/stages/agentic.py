@@ -1,8 +1,8 @@
 """Stage ``agentic``: trains the policy by multi-turn reinforcement learning in the sandbox (paper, section 3.3, stage
-4), from the policy of rejection fine-tuning.  Inputs: tasks, policy, critic; outputs: ``policy``, ``critic``.
+4), starting from the policy of rejection fine-tuning.  Inputs: tasks, policy, critic; outputs: ``policy``, ``critic``.
 
-The input ``critic`` is optional: without it, a critic that ``agentic.advantage`` needs starts from the policy.  Where
-no critic is trained, a declared output ``critic`` is the initial one."""
+The input ``critic`` is optional: without it, a critic that ``agentic.advantage`` needs starts from the policy.  If no
+critic is trained, a declared output ``critic`` holds the initial critic."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Stage ``synthesis``: composes tasks from the operator catalogue.  Outputs: ``tasks`` (train, held-out) and their data
-card.
+card, a summary of the set.
 
-Candidates run only in the sandbox, which caches its probes by content: a kill loses at most the current probe.  The
-checkpoint holds only the answers of a model that writes tasks."""
+Candidates run only in the sandbox, which caches these runs (probes) by content: a killed stage loses at most the probes
+under way.  The checkpoint is saved for the answers of a model that writes tasks."""
 
 import asyncio
 import json

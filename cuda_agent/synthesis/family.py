@@ -1,8 +1,8 @@
 """The teacher's family of tasks: element-wise chains of one to three operators, with or without a row-wise ending.
 
-One table per axis: an operator's name, its form in PyTorch, its form in C++. ``sample_task`` draws a task, ``parse``
-reads one back from its code, ``combination`` is the key of the held-out split.  Shapes are drawn so that eager takes
-roughly 0.05-5 ms on two cores; filters apply the exact window."""
+Each operator is one row of a table: its name, its form in PyTorch, its form in C++. ``sample_task`` draws a task,
+``parse`` reads a specification back from a task's code, ``combination`` is the key of the held-out split.  Shapes are
+drawn so that eager takes roughly 0.05-5 ms on two cores; filters apply the exact window."""
 
 import hashlib
 import math
@@ -18,10 +18,10 @@ from cuda_agent.tasks.task import Task
 
 @dataclass(frozen=True)
 class FamilyOperator:
-    """``torch`` maps the tensor ``x`` (and ``y``), ``cpp`` the scalar ``v`` (and ``w``, the same element of ``y``);
-    ``{c}`` is the constant, one digit, so that copying it is copying one token.  ``value`` is the same function in
-    Python, for the admission of chains (``_admissible``).  ``largest`` bounds |v|: beyond it the C++ form would
-    overflow."""
+    """An element-wise operator in three forms.  ``torch`` maps the tensor ``x`` (and ``y``); ``cpp`` maps the scalar
+    ``v`` (and ``w``, the same element of ``y``); ``value`` is the same function in Python, which decides about the
+    admission of chains (``_admissible``).  ``{c}`` is the constant; it has one digit, so that one token copies it.
+    ``largest`` bounds |v|: for larger values the C++ form would overflow."""
 
     torch: str
     cpp: str
@@ -42,6 +42,7 @@ def _sigmoid(v: float) -> float:
 
 
 _op = FamilyOperator
+# fmt: off
 OPERATORS: dict[str, FamilyOperator] = {
     "relu": _op("torch.relu(x)", "v > 0 ? v : 0", lambda v, _: max(v, 0.0)),
     "abs": _op("torch.abs(x)", "fabs(v)", lambda v, _: abs(v)),
@@ -58,34 +59,25 @@ OPERATORS: dict[str, FamilyOperator] = {
     "logsigmoid": _op("F.logsigmoid(x)", "-log(1 + exp(-v))", lambda v, _: -math.log1p(math.exp(-v)), 18),
     "mish": _op("F.mish(x)", "v * tanh(log(1 + exp(v)))", lambda v, _: v * math.tanh(math.log1p(math.exp(v))), 18),
     "elu": _op("F.elu(x)", "v > 0 ? v : exp(v) - 1", lambda v, _: v if v > 0 else math.expm1(v), 40),
-    "selu": _op(
-        "F.selu(x)",
-        "1.0507010f * (v > 0 ? v : 1.6732632f * (exp(v) - 1))",
-        lambda v, _: 1.050701 * (v if v > 0 else 1.6732632 * math.expm1(v)),
-        40,
-    ),
-    "gelu": _op(
-        "F.gelu(x)", "v * (1 + erf(v * 0.70710678f)) / 2", lambda v, _: v * (1 + math.erf(v / math.sqrt(2))) / 2
-    ),
+    "selu": _op("F.selu(x)", "1.0507010f * (v > 0 ? v : 1.6732632f * (exp(v) - 1))",
+                lambda v, _: 1.050701 * (v if v > 0 else 1.6732632 * math.expm1(v)), 40),
+    "gelu": _op("F.gelu(x)", "v * (1 + erf(v * 0.70710678f)) / 2",
+                lambda v, _: v * (1 + math.erf(v / math.sqrt(2))) / 2),
     "erf": _op("torch.erf(x)", "erf(v)", lambda v, _: math.erf(v)),
     "sin": _op("torch.sin(x)", "sin(v)", lambda v, _: math.sin(v), 60),
     "cos": _op("torch.cos(x)", "cos(v)", lambda v, _: math.cos(v), 60),
     "atan": _op("torch.atan(x)", "atan(v)", lambda v, _: math.atan(v)),
     "softsign": _op("F.softsign(x)", "v / (1 + fabs(v))", lambda v, _: v / (1 + abs(v))),
     "hardtanh": _op("F.hardtanh(x)", "fmin(fmax(v, -1.0f), 1.0f)", lambda v, _: min(max(v, -1.0), 1.0)),
-    "hardsigmoid": _op(
-        "F.hardsigmoid(x)", "fmin(fmax(v / 6 + 0.5f, 0.0f), 1.0f)", lambda v, _: min(max(v / 6 + 0.5, 0.0), 1.0)
-    ),
-    "hardswish": _op(
-        "F.hardswish(x)", "v * fmin(fmax(v / 6 + 0.5f, 0.0f), 1.0f)", lambda v, _: v * min(max(v / 6 + 0.5, 0.0), 1.0)
-    ),
+    "hardsigmoid": _op("F.hardsigmoid(x)", "fmin(fmax(v / 6 + 0.5f, 0.0f), 1.0f)",
+                       lambda v, _: min(max(v / 6 + 0.5, 0.0), 1.0)),
+    "hardswish": _op("F.hardswish(x)", "v * fmin(fmax(v / 6 + 0.5f, 0.0f), 1.0f)",
+                     lambda v, _: v * min(max(v / 6 + 0.5, 0.0), 1.0)),
     "leaky_relu": _op("F.leaky_relu(x, 0.{c})", "v > 0 ? v : v * 0.{c}f", lambda v, c: v if v > 0 else v * c / 10),
-    "clamp": _op(
-        "torch.clamp(x, -0.{c}, 0.{c})", "fmin(fmax(v, -0.{c}f), 0.{c}f)", lambda v, c: min(max(v, -c / 10), c / 10)
-    ),
-    "softshrink": _op(
-        "F.softshrink(x, 0.{c})", "v - fmin(fmax(v, -0.{c}f), 0.{c}f)", lambda v, c: v - min(max(v, -c / 10), c / 10)
-    ),
+    "clamp": _op("torch.clamp(x, -0.{c}, 0.{c})", "fmin(fmax(v, -0.{c}f), 0.{c}f)",
+                 lambda v, c: min(max(v, -c / 10), c / 10)),
+    "softshrink": _op("F.softshrink(x, 0.{c})", "v - fmin(fmax(v, -0.{c}f), 0.{c}f)",
+                      lambda v, c: v - min(max(v, -c / 10), c / 10)),
     "add": _op("x + 0.{c}", "v + 0.{c}f", lambda v, c: v + c / 10),
     "sub": _op("x - 0.{c}", "v - 0.{c}f", lambda v, c: v - c / 10),
     "mul": _op("x * 0.{c}", "v * 0.{c}f", lambda v, c: v * c / 10),
@@ -96,6 +88,7 @@ OPERATORS: dict[str, FamilyOperator] = {
     "max_y": _op("torch.maximum(x, y)", "v > w ? v : w", lambda v, w: max(v, w)),
     "min_y": _op("torch.minimum(x, y)", "v < w ? v : w", lambda v, w: min(v, w)),
 }
+# fmt: on
 UNARY = tuple(name for name, operator in OPERATORS.items() if not operator.binary)
 BINARY = tuple(name for name, operator in OPERATORS.items() if operator.binary)
 CONSTANTS = ("2", "3", "4", "5", "6", "7", "8", "9")
@@ -103,9 +96,9 @@ CONSTANTS = ("2", "3", "4", "5", "6", "7", "8", "9")
 
 @dataclass(frozen=True)
 class Ending:
-    """A row-wise operator behind the chain.  ``maps``: the output has the shape of the input.  ``columns`` and
-    ``spread`` (of the chain's values, see ``_admissible``) bound the inputs for which a check with a tolerance of
-    1e-2 can still tell one input from another (the softmax of 1,024 numbers holds small numbers only)."""
+    """A row-wise operator after the chain.  ``maps`` says that the output has the shape of the input.  ``columns`` and
+    ``spread`` (of the chain's values, see ``_admissible``) bound the inputs: within these bounds a check with a
+    tolerance of 1e-2 can still tell one input from another.  (The softmax of 1,024 numbers has only small values.)"""
 
     torch: str
     maps: bool
@@ -133,8 +126,8 @@ SIZES = (17, 20)  # an input has 2**17 to 2**20 elements
 
 @dataclass(frozen=True)
 class FamilySpec:
-    """The specification of a task of the family: ``chain`` of (operator, constant or None), ``ending`` or None,
-    shape of every input (float32, contiguous)."""
+    """The specification of a task of the family.  ``chain`` has pairs (operator, constant or None).  ``rows`` and
+    ``columns`` are the shape of every input (float32, contiguous)."""
 
     chain: tuple[tuple[str, str | None], ...]
     ending: str | None
@@ -143,7 +136,7 @@ class FamilySpec:
 
     @property
     def binary(self) -> bool:
-        """Whether there is a second input."""
+        """Returns whether there is a second input."""
         return any(OPERATORS[name].binary for name, _ in self.chain)
 
     @property
@@ -173,8 +166,7 @@ def sample_spec(rng: random.Random) -> FamilySpec:
 
 
 def make_task(spec: FamilySpec) -> Task:
-    """The task in the published form.  Its name is made of its operators and a digest, so that equal tasks are
-    equal."""
+    """Returns the task of this specification.  Equal tasks have equal names: operators and a digest."""
     arguments = "x, y" if spec.binary else "x"
     steps = "".join(f"        x = {_fill(OPERATORS[name].torch, constant)}\n" for name, constant in spec.chain)
     shape = f"torch.randn({spec.rows}, {spec.columns})"
@@ -191,26 +183,26 @@ def make_task(spec: FamilySpec) -> Task:
 
 
 def combination(task: Task) -> str:
-    """The key of the held-out split: the operators in order, without constants and shapes (``relu>mul_y>sum``)."""
+    """Returns the key of the held-out split: the operators in order, without constants (``relu>mul_y>sum``)."""
     return ">".join(parse(task).names)
 
 
 def is_heldout(combination: str, seed: int, share: float) -> bool:
-    """Whether this combination is held out.  ``share`` in [0, 1]: held-out share of all combinations.
+    """Returns whether this combination is held out; ``share`` (0 to 1) is the held-out share of all combinations.
 
     The split is by combination, because two tasks with the same operators and other shapes are the same problem for a
-    policy.  A hash decides: no list is stored, and a resumed run agrees with an uninterrupted one."""
+    policy.  A hash decides: no list is stored, and a resumed run agrees with an uninterrupted run."""
     digest = hashlib.sha256(f"{seed}/{combination}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
 def heldout_combinations(tasks: Iterable[Task], combination: Callable[[Task], str]) -> frozenset[str]:
-    """The combinations of the held-out tasks, which a training corpus must not contain."""
+    """Returns the combinations of the held-out tasks, which a training corpus must not contain."""
     return frozenset(combination(task) for task in tasks if task.split == "heldout")
 
 
 def ops_combination(task: Task) -> str:
-    """The combination of a catalogue task: its operators, in any order."""
+    """Returns the combination of a catalogue task: its operators, sorted."""
     return "+".join(sorted(task.ops))
 
 
@@ -219,8 +211,7 @@ def parse(task: Task) -> FamilySpec:
     """Reads the specification back from the code.
 
     Raises:
-        ValueError: the code is not one that ``make_task`` writes.
-    """
+        ValueError: ``make_task`` does not write this code."""
     steps = re.findall(r"^        x = (.+)$", task.code, re.M)
     result = re.search(r"^        return (.+)$", task.code, re.M)
     shape = re.search(r"torch\.randn\((\d+), (\d+)\)", task.code)
@@ -238,18 +229,18 @@ def _fill(template: str, constant: str | None) -> str:
     return template.replace("{c}", constant or "")
 
 
-_STEPS = {  # a line of code -> the operator and constant that it was made of
+_STEPS = {  # a line of code -> its operator and constant
     _fill(operator.torch, constant): (name, constant)
     for name, operator in OPERATORS.items()
     for constant in (CONSTANTS if operator.has_constant else (None,))
 }
-# Quantiles of the normal distribution out to what a million draws reach, and the second input beside them.
+# Points of the normal distribution, as far out as a million draws reach, and values of the second input beside them.
 _POINTS = (-5.2, -2.5, -1.5, -1.0, -0.6, -0.3, -0.1, 0.1, 0.3, 0.6, 1.0, 1.5, 2.5, 5.2)
 _OTHERS = (5.2, -0.7, 1.1, -1.8, 0.2, -0.4, 2.1, 0.9, -0.2, -2.4, 1.6, -1.2, 0.4, -5.2)
 
 
 def chain_values(chain: tuple[tuple[str, str | None], ...]) -> list[float]:
-    """Values of the chain at fixed points across the normal distribution, with a second input beside each."""
+    """Returns the chain's values at fixed points across the normal distribution, each with a second input."""
     values = list(_POINTS)
     for name, constant in chain:
         others = [float(constant)] * len(values) if constant else _OTHERS
@@ -258,7 +249,7 @@ def chain_values(chain: tuple[tuple[str, str | None], ...]) -> list[float]:
 
 
 def _admissible(chain: tuple[tuple[str, str | None], ...], ending: str | None) -> bool:
-    """No overflow, no operator without effect, and a result that varies well above the tolerance of a check."""
+    """Returns whether nothing overflows, every operator has an effect, and results vary far above the tolerance."""
     values = list(_POINTS)
     for k, (name, _) in enumerate(chain):
         if max(map(abs, values)) > OPERATORS[name].largest:

@@ -1,8 +1,7 @@
-"""Task: a PyTorch problem in the published form.
+"""A task: a PyTorch problem in the form of KernelBench and CUDA-Agent-Ops-6K.
 
-A task is Python source that defines ``Model`` (an ``nn.Module``), ``get_inputs()`` and ``get_init_inputs()``
-(KernelBench and CUDA-Agent-Ops-6K share this form).  Nothing here imports or runs that source: tasks are untrusted,
-and only the sandbox's workers may execute them."""
+A task is Python source that defines ``Model`` (an ``nn.Module``), ``get_inputs()`` and ``get_init_inputs()``.  Nothing
+here imports or runs that source: tasks are untrusted, and only the sandbox's workers may execute them."""
 
 import hashlib
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ class Task:
     name: str
     code: str
     ops: tuple[str, ...] = ()
-    data_source: str = ""  # "torch#2": how many torch operators are fused; "transformers": a stand-alone layer
+    data_source: str = ""  # "torch#2": two fused torch operators; "transformers": a stand-alone layer
     family: str = "catalogue"
     split: str = "train"
 
     @property
     def digest(self) -> str:
-        """sha256 of the source: the key of verdicts and baselines."""
+        """Returns the sha256 of the source: the key of verdicts and baselines."""
         return hashlib.sha256(self.code.encode()).hexdigest()

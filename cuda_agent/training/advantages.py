@@ -1,8 +1,8 @@
 """Estimates advantages of sampled tokens: a table of estimators, and the functions that they share.
 
-The reward of a sequence comes once, on its last sampled token (paper, Eq. 1).  Prompt and tool tokens are no steps of
-the decision process: estimators skip them.  These are pure functions on tensors, independent of models, rows and
-optimizers."""
+The reward of a sequence comes once, on its last sampled token (paper, Eq. 1).  Only sampled tokens are steps of the
+decision process: estimators skip prompt and tool tokens.  These are pure functions on tensors, independent of models,
+rows and optimizers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,29 +16,29 @@ from torch import Tensor
 class AdvantageInputs:
     """The tensors of a batch of sequences that an estimator may read."""
 
-    rewards: Tensor  # float [sequences], terminal
+    rewards: Tensor  # float [sequences], each for a whole sequence
     mask: Tensor  # bool [sequences, length], true at sampled tokens
     groups: Tensor  # int64 [sequences], equal for the samples of one draw of a task
-    values: Tensor | None  # float [sequences, length], of the critic; None without one
+    values: Tensor | None  # float [sequences, length], the critic's; None without a critic
     gamma: float
-    lam: Tensor | float  # a number or float [sequences]
+    lam: Tensor | float  # lambda: a number or float [sequences]
 
 
 @dataclass(frozen=True)
 class Estimator:
     """A row of the table.  ``estimate`` returns the advantages of the sampled tokens, float [mask.sum()], sequence
-    after sequence; ``critic`` says whether it reads ``values``, so that a critic is trained beside the policy."""
+    after sequence.  ``critic`` says whether it reads ``values``; a critic is then trained beside the policy."""
 
     estimate: Callable[[AdvantageInputs], Tensor]
     critic: bool
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: Tensor | float) -> Tensor:
-    """Generalised advantage estimation (arXiv 1506.02438) over the tokens where ``mask`` is true; zero elsewhere.
+    """Estimates generalised advantages (GAE, arXiv 1506.02438) of the tokens where ``mask`` is true; zero elsewhere.
 
-    All are [sequences, length]: the reward of each token and the value of the state before it; ``lam`` may be
-    [sequences].  After the last sampled token the value is 0.  At a masked-out token the next value and the running sum
-    pass through unchanged, as if the token were not there."""
+    The tensors are [sequences, length]: ``rewards`` of each token, ``values`` of the state before each token; ``lam``
+    may be [sequences].  After the last sampled token the value is 0.  At a masked-out token the next value and the
+    running sum pass through unchanged, as if the token were not there."""
     next_value = torch.zeros_like(values[:, 0])
     running = torch.zeros_like(next_value)
     advantages = torch.zeros_like(values)
@@ -61,8 +61,8 @@ def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 def adaptive_lambda(counts: Tensor, alpha: float = 0.05) -> Tensor:
     """Returns the length-adaptive lambda 1 - 1/(alpha n), at least 0 (VAPO, arXiv 2504.05118), float32 [sequences].
 
-    The longer the sequence, the further a terminal reward reaches back: its weight decays over alpha n sampled tokens,
-    with ``counts`` n, int64 [sequences]."""
+    n is ``counts``, int64 [sequences], the number of sampled tokens.  In a longer sequence a terminal reward reaches
+    further back: its weight decays over alpha n sampled tokens."""
     return (1 - 1 / (alpha * counts.clamp(min=1))).clamp(min=0.0)
 
 
@@ -78,8 +78,8 @@ def whiten(advantages: Tensor, epsilon: float = 1e-6) -> Tensor:
 
 
 def explained_variance(values: Tensor, targets: Tensor) -> float:
-    """Returns 1 - Var(targets - values) / Var(targets): 1 for perfect values, 0 for a constant, and 0 where the targets
-    do not vary; both float [n]."""
+    """Returns 1 - Var(targets - values) / Var(targets), for two tensors float [n]: 1 for perfect values, 0 for a
+    constant value, and 0 if the targets do not vary."""
     spread = targets.var(correction=0)
     return 0.0 if spread == 0 else float(1 - (targets - values).var(correction=0) / spread)
 
@@ -87,17 +87,17 @@ def explained_variance(values: Tensor, targets: Tensor) -> float:
 def group(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
     """Normalises rewards within their group: GRPO (arXiv 2402.03300); float, int64 [sequences] -> float [sequences].
 
-    (reward - mean of the group) / ((biased) standard deviation of the group + epsilon); 0 in a group of one.  With two
-    possible rewards, this scales the expected gradient of a task by a positive factor.  In groups of more than two the
-    factor grows as the success rate of the task approaches 0 or 1."""
+    The result is (reward - mean of the group) / ((biased) standard deviation of the group + epsilon), or 0 in a group
+    of one.  With two possible rewards, this scales the expected gradient of a task by a positive factor.  In groups of
+    more than two the factor grows as the success rate of the task approaches 0 or 1."""
     centred, sizes = _centred(rewards, groups)
     spread = (_group_sums(centred.square(), groups) / sizes).sqrt()
     return (centred / (spread + epsilon)).to(rewards.dtype)
 
 
 def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Subtracts the mean reward of the others in the group, 0 in a group of one: REINFORCE leave-one-out (arXiv
-    2402.14740); float, int64 [sequences] -> float [sequences].
+    """Subtracts from each reward the mean of the other rewards in its group: REINFORCE leave-one-out (arXiv
+    2402.14740); float, int64 [sequences] -> float [sequences], 0 in a group of one.
 
     The baseline of a sequence does not depend on that sequence, so the gradient estimate is unbiased."""
     centred, sizes = _centred(rewards, groups)
@@ -112,7 +112,7 @@ def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _group_sums(numbers: Tensor, groups: Tensor) -> Tensor:
-    """Returns the sum over the group of each sequence: float [sequences] -> float [sequences]."""
+    """Returns, for each sequence, the sum over its group: float [sequences] -> float [sequences]."""
     _, members = groups.unique(return_inverse=True)
     return torch.zeros_like(numbers).index_add(0, members, numbers)[members]
 

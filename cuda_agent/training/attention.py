@@ -1,14 +1,15 @@
 """Causal attention inside packed rows: every sequence attends only to itself, and no mask is built.
 
-``register`` adds it to transformers under ``NAME`` for models that ``supports`` accepts; ``segments`` come with the
-forward call.  On a CPU, short segments use blocked matrix products, which keep their probabilities (half of length
-squared per head) for the backward pass.  On a GPU in half precision, one variable-length flash attention computes the
-whole row.  All other segments go through ``scaled_dot_product_attention``, in memory linear in the length.
+``register`` adds this attention to transformers under ``NAME``, for models that ``supports`` accepts.  ``segments`` are
+an argument of the forward call.  On a CPU, short segments use blocked matrix products, which keep their probabilities
+(half of length squared per head) for the backward pass.  On a GPU in half precision, one variable-length flash
+attention computes the whole row.  Other segments go through ``scaled_dot_product_attention``, in memory linear in the
+length.
 
-Rows that one rank cannot hold are cut over ranks (``training.parallelism=context``): a row is cut into twice as many
-blocks as there are ranks; rank r takes the r-th from the front and the r-th from the back, because later tokens attend
-to more keys.  Attention gathers the keys and values of all ranks and returns their gradients.  On a CPU it then builds
-masks of a quarter of the length squared over all ranks: use it there for tests only."""
+With ``training.parallelism=context`` ranks share each row: the row is cut into twice as many blocks as there are ranks,
+and rank r takes the r-th block from the front and the r-th from the back, because later tokens attend to more keys.
+Attention gathers the keys and values of all ranks and returns their gradients.  On a CPU this builds masks of a quarter
+of the length squared over all ranks, so it is for tests only."""
 
 import functools
 import itertools
@@ -29,8 +30,8 @@ BLOCK = 128  # query rows of one blocked product
 
 
 class Segments:
-    """The segments of a row: the sequences' lengths and, if the row is one rank's part, which part of the whole row.  A
-    plain class, because ``torch.compile`` would specialise on a dataclass's numbers and recompile for every row."""
+    """The segments of a row: the sequences' lengths and, if a rank has only a part of the row, which part.  A plain
+    class, because ``torch.compile`` would specialise on a dataclass's numbers and recompile for every row."""
 
     def __init__(self, lengths: tuple[int, ...], part: PackedPart | None = None) -> None:
         self.lengths, self.part = lengths, part
@@ -42,7 +43,7 @@ class Segments:
 
 
 def register(compiled: bool = False) -> None:
-    """Registers this attention with transformers once.  ``compiled``: models under ``torch.compile`` use it too."""
+    """Registers this attention with transformers.  With ``compiled``, models under ``torch.compile`` can use it too."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, torch.compiler.disable(_packed_attention) if compiled else _packed_attention)
@@ -67,7 +68,7 @@ def _packed_attention(
     segments: Segments | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Returns [1, tokens, heads, size], the layout of transformers."""
+    """Computes attention for transformers, in the layout [1, tokens, heads, size]."""
     if query.shape[0] != 1 or attention_mask is not None:
         raise ValueError("packed attention takes one row and no mask")
     segments = segments or Segments((query.shape[2],))
@@ -98,7 +99,8 @@ def _packed_attention(
 
 
 def _whole_row(query: Tensor, key: Tensor, value: Tensor, scale: float, segments: Segments) -> Tensor:
-    """Half precision: query [heads, tokens, size], key, value [kv_heads, tokens, size] -> [tokens, heads, size]."""
+    """Computes attention over one whole row in half precision: query [heads, tokens, size], key and value [kv_heads,
+    tokens, size] -> [tokens, heads, size]."""
     from torch.nn.attention.varlen import varlen_attn
 
     groups, ends, longest = query.shape[0] // key.shape[0], segments.ends, max(segments.lengths)
@@ -115,7 +117,7 @@ def _flash(query: Tensor) -> bool:
 
 
 class _Blocked(torch.autograd.Function):
-    """Computes query [heads, tokens, size], key and value [kv_heads, tokens, size] -> [tokens, heads, size]."""
+    """Computes blocked attention: [heads, tokens, size], twice [kv_heads, tokens, size] -> [tokens, heads, size]."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: tuple[int, ...]) -> Tensor:
@@ -163,7 +165,7 @@ class _Blocked(torch.autograd.Function):
 
 
 def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first token of the segment, first and last+1 query token of the block) of all blocks of a row."""
+    """Returns, for every block of a row: first token of its segment, first token of the block, end of the block."""
     blocks, first = [], 0
     for length in lengths:
         end = first + length
@@ -173,7 +175,7 @@ def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def part_of(row: PackedRow, ranks: int, rank: int) -> PackedRow:
-    """Returns one rank's part of a row; its lengths stay the whole row's, padded to a multiple of the blocks."""
+    """Returns one rank's part of a row.  Its ``lengths`` are the whole row's, padded to a multiple of the blocks."""
     padding = -len(row.ids) % (2 * ranks)
     ids = torch.cat([row.ids, row.ids.new_zeros(padding)])
     positions = torch.cat([row.positions, torch.arange(padding)])
@@ -195,7 +197,7 @@ def _shared_attention(
     lengths: Sequence[int],
     part: PackedPart,
 ) -> Tensor:
-    """Computes causal attention in the whole row's segments for this rank's queries: [1, heads, tokens, size]."""
+    """Computes causal attention of this rank's queries in the segments of the whole row: [1, heads, tokens, size]."""
     keys, values = (cast(Tensor, _Gathered.apply(tensor, part.ranks)) for tensor in (key, value))  # type: ignore[no-untyped-call]
     shared = query.shape[1] != keys.shape[1]
     size = query.shape[2] // 2
@@ -215,7 +217,7 @@ def _shared_attention(
 
 
 class _Gathered(torch.autograd.Function):
-    """Gathers [1, heads, tokens of this rank, size] -> [1, heads, tokens of the row, size]."""
+    """Gathers the tokens of all ranks: [1, heads, tokens of this rank, size] -> [1, heads, tokens of the row, size]."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The critic estimates a value for every state of an episode; its trunk starts as a copy of the policy.
 
-On disk it is a folder: the trunk in Hugging Face format and ``value_head.safetensors``.  The head computes in float32,
-also on a bfloat16 trunk.  ``packing.before_sampled`` decides which state belongs to which token."""
+On disk a critic is a folder: the trunk in Hugging Face format and ``value_head.safetensors``.  The head computes in
+float32, also on a bfloat16 trunk.  ``packing.before_sampled`` decides which state belongs to which token."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ class Critic(nn.Module):
     """A transformer trunk with a linear value head, which is zero at first."""
 
     def __init__(self, trunk: Any) -> None:
-        """``trunk``: a Hugging Face model without a language-model head."""
+        """Adds a head to ``trunk``, a Hugging Face model without a language-model head."""
         super().__init__()
         self.trunk = trunk
         self.head = nn.Linear(trunk.config.get_text_config().hidden_size, 1)
@@ -34,19 +34,19 @@ class Critic(nn.Module):
         return None
 
     def values(self, states: Tensor) -> Tensor:
-        """Computes values of states, last hidden states, float [n, hidden]: float32 [n]."""
+        """Computes values, float32 [n], of last hidden states, float [n, hidden]."""
         return self.head(states.float())[:, 0]
 
 
 def critic_from_policy(folder: Path | str, expected_reward: float = 0.0) -> Critic:
-    """Makes a critic from the policy in ``folder``: its trunk, and ``expected_reward`` as the value of every state."""
+    """Makes a critic with the trunk of the policy in ``folder``; every state has the value ``expected_reward``."""
     critic = Critic(_trunk(folder))
     nn.init.constant_(critic.head.bias, expected_reward)
     return critic
 
 
 def save_critic(critic: Critic, folder: Path | str) -> None:
-    """Writes trunk (adapters merged) and head into ``folder``."""
+    """Writes the trunk (adapters merged) and the head into ``folder``."""
     save_merged(critic.trunk, folder)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in critic.head.named_parameters()}
     save_file(weights, Path(folder) / HEAD)
@@ -56,8 +56,7 @@ def load_critic(folder: Path | str) -> Critic:
     """Loads a critic that ``save_critic`` wrote, in float32.
 
     Raises:
-        ValueError: ``folder`` holds no critic, or its head is damaged or does not fit the trunk.
-    """
+        ValueError: ``folder`` holds no critic, or its head is damaged or does not fit the trunk."""
     head = Path(folder) / HEAD
     if not head.is_file():
         raise ValueError(f"{folder} is no critic: {HEAD} is missing")

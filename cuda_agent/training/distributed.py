@@ -1,8 +1,8 @@
 """A trainer whose ranks are other processes, seen from the driver process.
 
-A ``DistributedTrainer`` has the interface of a ``Trainer``: recipes that are ``over_ranks`` run on all ranks at once
-with the same arguments and return the first rank's result. A ``RankGroup`` reaches the ranks (``ranks`` on this
-machine, ``rl.ray.ranks`` on several)."""
+A ``DistributedTrainer`` has the interface of a ``Trainer``. Recipes marked ``over_ranks`` run on all ranks at once with
+the same arguments and return the first rank's result. A ``RankGroup`` reaches the ranks: on this machine (``ranks``) or
+on several (``rl.ray.ranks``)."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ from cuda_agent.training.trainer import Trainer
 P = ParamSpec("P")
 R = TypeVar("R")
 
-GRACE_SECONDS = 10.0  # seconds from the first rank's failure until the others have failed or count as lost
-TRAINERS: dict[str, Trainer] = {}  # of this process, if it is a rank
+GRACE_SECONDS = 10.0  # after the first rank's failure; ranks that are still busy then count as lost
+TRAINERS: dict[str, Trainer] = {}  # the trainers in this process, by name, if it is a rank
 
 
 class TrainerLost(RuntimeError):
@@ -26,12 +26,12 @@ class TrainerLost(RuntimeError):
 
 
 class RankGroup(Protocol):
-    """All ranks, on any machine.
+    """All ranks, on one machine or on several.
 
     ``place`` makes a trainer called ``name`` on every rank from a model, which the ranks own from then on.  ``call``
     calls a method of every ``Rank`` and returns the first rank's result.  ``save`` writes every rank's part of a
-    checkpoint into a folder of this process's machine; ``load`` loads one on every rank, and returns step and
-    seconds."""
+    checkpoint into a folder of this process's machine.  ``load`` loads a checkpoint on every rank, and returns its step
+    and seconds."""
 
     def place(self, name: str, model: Any, options: dict[str, Any]) -> None: ...
     def call(self, method: str, *arguments: Any) -> Any: ...
@@ -43,9 +43,8 @@ def joint_results(calls: Sequence[Future[R]], gone: type[Exception] = TrainerLos
     """Waits for a call that all ranks received, and returns their results.
 
     Raises:
-        TrainerLost: A rank is ``gone``, or some failed and the others did not.
-        Exception: All ranks failed; the error of the first one.
-    """
+        TrainerLost: A rank is ``gone``, or some ranks failed and the others did not.
+        Exception: All ranks failed; this is the first rank's error."""
     wait(calls, return_when=FIRST_EXCEPTION)
     failed = _errors(calls)
     if not any(isinstance(error, gone | TrainerLost) for error in failed):
@@ -66,8 +65,8 @@ def _errors(calls: Sequence[Future[Any]]) -> list[BaseException]:
 
 
 class DistributedTrainer:
-    """A ``Trainer`` on ranks.  ``model`` is this process's copy; reading it fetches the current weights.  In a message
-    to a rank it stands for that rank's trainer."""
+    """A ``Trainer`` on ranks.  ``model`` is this process's copy; reading it fetches the current weights.  A pickled
+    ``DistributedTrainer`` becomes, on each rank, that rank's trainer."""
 
     def __init__(self, ranks: RankGroup, name: str, model: Any, **options: Any) -> None:
         self.step, self.seconds = 0, 0.0
@@ -96,7 +95,7 @@ class DistributedTrainer:
         self._stale = True
 
     def follow(self, step: int, seconds: float) -> None:
-        """Notes what the ranks have done."""
+        """Takes over step and seconds of the ranks.  After a new step, the copy of the model is out of date."""
         self._stale = self._stale or step != self.step
         self.step, self.seconds = step, seconds
 
@@ -106,7 +105,7 @@ def _of_rank(name: str) -> Trainer:
 
 
 def over_ranks(recipe: Callable[P, R]) -> Callable[P, R]:
-    """Makes a recipe run on the ranks of the trainers that it is given."""
+    """Makes a recipe run on the ranks of the trainers among its arguments."""
 
     @functools.wraps(recipe)
     def spread(*args: P.args, **kwargs: P.kwargs) -> R:

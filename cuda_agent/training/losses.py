@@ -2,7 +2,7 @@
 
 Every loss takes flat tensors (one entry per sampled token of one row) and ``total``, the number of sampled tokens of
 the whole minibatch.  The losses of a minibatch's rows add up to the mean over its tokens, for any packing of sequences
-into rows; metrics beside a loss add up in the same way (``added``)."""
+into rows.  Metrics beside a loss add up in the same way (``added``)."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ Metrics = dict[str, Tensor]
 
 
 def added(known: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    """Returns the sum of two parts of metrics; the maximum for those named ``*_max``."""
+    """Adds two parts of metrics: the sum, or the maximum for metrics named ``*_max``."""
     return {
         name: max(known.get(name, 0.0), value) if name.endswith("_max") else known.get(name, 0.0) + value
         for name, value in more.items()
@@ -24,10 +24,10 @@ def added(known: dict[str, float], more: dict[str, float]) -> dict[str, float]:
 def token_logprobs(
     states: Tensor, ids: Tensor, project: Callable[[Tensor], Tensor], chunk: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Computes log-probabilities of tokens (natural) and the entropies of the distributions that they came from (nats,
-    without gradient), both float32 [n].
+    """Computes the (natural) log-probabilities of tokens and the entropies, in nats and without gradient, of the
+    distributions that they came from; both float32 [n].
 
-    ``states``, float [n, hidden], are those before the tokens ``ids``, int64 [n] (``packing.before_sampled``);
+    ``states``, float [n, hidden], are the states before the tokens ``ids``, int64 [n] (``packing.before_sampled``).
     ``project`` maps states to logits [m, vocabulary].  At most ``chunk`` rows of logits exist at a time; with more than
     one chunk the backward pass recomputes them."""
 
@@ -64,18 +64,17 @@ def ppo_loss(
     """Computes the clipped surrogate of PPO with an asymmetric range, mean over tokens (paper, section 3.3; arXiv
     1707.06347), and its metrics.
 
-    Where ``old`` is not ``engine``, each token is weighted by min(old / engine, ``tis_cap``), without gradient:
+    Where ``old`` differs from ``engine``, each token is weighted by min(old / engine, ``tis_cap``), without gradient:
     truncated importance sampling corrects for the engine's slightly different probabilities.
 
     Args:
-        logprobs: float32 [n], of the current policy; carries the gradient.
+        logprobs: float32 [n], log-probabilities under the current policy, with gradient.
         old: float32 [n], denominator of the ratio: the engine's, or the trainer's from before the first minibatch.
-        engine: float32 [n], of the engine that sampled the tokens.
+        engine: float32 [n], log-probabilities under the engine that sampled the tokens.
         advantages: float32 [n].
-        total: Sampled tokens of the minibatch.
-        clip_low, clip_high: The ratio counts from 1 - ``clip_low`` to 1 + ``clip_high``.
-        tis_cap: Largest importance weight.
-    """
+        total: Number of sampled tokens of the minibatch.
+        clip_low, clip_high: The ratio is clipped to the range from 1 - ``clip_low`` to 1 + ``clip_high``.
+        tis_cap: Largest importance weight."""
     ratio = (logprobs - old).clamp(-20, 20).exp()  # a token that became e^20 times likelier must not overflow
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     weight = (old - engine).exp().clamp(max=tis_cap).detach()
@@ -99,12 +98,11 @@ def value_loss(
 ) -> Tensor:
     """Computes half the mean squared error of values (float32 [n], with gradient), optionally clipped as in PPO.
 
-    With ``clip``, the error of a token is the larger of two: that of its value, and that of its value limited to within
-    ``clip`` of ``old``, its value before the update.
+    With ``clip``, the error of a token is the larger of two errors: the error of its value, and the error of its value
+    limited to within ``clip`` of ``old``, its value before the update.
 
     Raises:
-        ValueError: ``clip`` is given without ``old``.
-    """
+        ValueError: ``clip`` is given without ``old``."""
     error = (values - targets).square()
     if clip is not None:
         if old is None:

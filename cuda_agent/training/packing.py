@@ -1,9 +1,9 @@
 """Converts episodes to tensors, and packs sequences side by side into rows of at most a fixed number of tokens.
 
 A ``Batch`` holds the data of sampled tokens (log-probabilities, and later advantages and values) in flat tensors,
-sequence after sequence.  A ``PackedRow`` knows its entries of these (``tokens``), the sampled tokens (``targets``) and
-where the states before them are (``before``).  Together with ``before_sampled``, it is the only place that encodes "the
-token at t is predicted from the state at t - 1": log-probabilities and values both come from it."""
+sequence after sequence.  A ``PackedRow`` says which entries of the flat tensors are its own (``tokens``), what the
+sampled tokens are (``targets``) and which states predict them (``before``).  Only ``PackedRow`` and ``before_sampled``
+encode that the state at t - 1 predicts the token at t: log-probabilities and values both use them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,20 +17,20 @@ from cuda_agent.policy.episode import Episode
 
 @dataclass(frozen=True)
 class Tokens:
-    """One sequence to train on.  ``mask`` is true where the policy sampled the token, or where it is imitated."""
+    """One sequence to train on.  ``mask`` is true where the policy sampled the token or is to imitate it."""
 
     ids: Tensor  # int64 [length]
     mask: Tensor  # bool [length]; false at 0, since nothing precedes the first token
-    logprobs: Tensor  # float32 [sampled tokens], of the engine; zeros for imitation
+    logprobs: Tensor  # float32 [sampled tokens], the engine's; zeros for imitation
     reward: float = 0.0  # belongs to the last sampled token
-    group: str = ""  # samples of one draw of a task share it
+    group: str = ""  # equal for the samples of one draw of a task
 
     def __len__(self) -> int:
         return self.ids.numel()
 
 
 def tokens_of(ids: Sequence[int], mask: Sequence[int]) -> Tokens:
-    """Makes a sequence to imitate where ``mask`` is 1.  A mask that is 1 on the first token is cleared there."""
+    """Makes a sequence to imitate where ``mask`` is 1.  The first token is never imitated, whatever its mask."""
     chosen = torch.tensor(mask, dtype=torch.bool)
     if len(ids) != len(mask) or not len(ids):
         raise ValueError(f"a sequence of {len(ids)} tokens with a mask of {len(mask)}")
@@ -39,7 +39,7 @@ def tokens_of(ids: Sequence[int], mask: Sequence[int]) -> Tokens:
 
 
 def tokens_of_episode(episode: Episode) -> Tokens:
-    """Makes a sequence of an episode.
+    """Makes a sequence from an episode.
 
     Raises:
         ValueError: The episode has no reward, or begins with a sampled token."""
@@ -59,7 +59,7 @@ def trainable(episodes: Iterable[Episode]) -> list[Episode]:
 
 @dataclass(frozen=True)
 class PackedPart:
-    """The tokens of a row that one rank holds (``attention``)."""
+    """One rank's part of a row (``attention``): number ``rank`` of ``ranks``."""
 
     ranks: int
     rank: int
@@ -67,7 +67,7 @@ class PackedPart:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Sequences side by side; ``positions`` begin at 0 in each of them."""
+    """Sequences side by side; ``positions`` begin at 0 in each sequence."""
 
     ids: Tensor  # int64 [length]
     positions: Tensor  # int64 [length]
@@ -90,28 +90,28 @@ def empty_row() -> PackedRow:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences in their given order; flat tensors have one entry per sampled token of all of them."""
+    """Sequences in their given order; flat tensors have one entry per sampled token of all sequences."""
 
     sequences: tuple[Tokens, ...]
     counts: tuple[int, ...]  # sampled tokens of each sequence
-    logprobs: Tensor  # float32 [sampled tokens], of the engine
+    logprobs: Tensor  # float32 [sampled tokens], the engine's
     rewards: Tensor  # float32 [sequences]
-    groups: Tensor  # int64 [sequences], equal where the sequences are of one group
+    groups: Tensor  # int64 [sequences], equal within a group
 
     def __len__(self) -> int:
         """Returns the number of sampled tokens."""
         return self.logprobs.numel()
 
     def rows(self, row_tokens: int, chosen: Sequence[int] | None = None, multiple: int = 1) -> list[PackedRow]:
-        """Packs the chosen sequences (all by default; those without sampled tokens are left out) into rows of at most
-        ``row_tokens``; ``multiple`` as in ``pack_evenly``."""
+        """Packs the chosen sequences (by default all) into rows of at most ``row_tokens``.  Sequences without sampled
+        tokens are left out.  ``multiple`` is that of ``pack_evenly``."""
         picked = [i for i in (range(len(self.sequences)) if chosen is None else chosen) if self.counts[i]]
         offsets = torch.tensor((0, *self.counts)).cumsum(0).tolist()
         packed = pack_evenly([len(self.sequences[i]) for i in picked], row_tokens, multiple)
         return [_row([(self.sequences[picked[i]], offsets[picked[i]]) for i in row]) for row in packed]
 
     def padded(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns a flat tensor as [sequences, longest] and the mask of its real entries."""
+        """Returns a flat tensor as [sequences, longest], and the mask of the entries that are not padding."""
         parts = flat.split(self.counts)
         mask = torch.arange(max(self.counts)) < torch.tensor(self.counts)[:, None]
         return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True), mask
@@ -129,11 +129,10 @@ def batch_of(sequences: Iterable[Tokens]) -> Batch:
 
 
 def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Returns the indices of the sequences of each row: first-fit decreasing, equal lengths in their given order.
+    """Returns the indices of the sequences of each row, by first-fit decreasing; equal lengths keep their given order.
 
     Raises:
-        ValueError: A sequence is longer than a row.
-    """
+        ValueError: A sequence is longer than a row."""
     if lengths and max(lengths) > row_tokens:
         raise ValueError(f"a sequence of {max(lengths)} tokens does not fit a row of {row_tokens}")
     rows: list[list[int]] = []
@@ -149,8 +148,8 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 
 def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[list[int]]:
-    """Packs as ``pack``, into rows of similar length; their number is a multiple of ``multiple`` where there are enough
-    sequences, for callers that compute that many rows side by side.
+    """Packs like ``pack``, but into rows of similar length.  Their number is a multiple of ``multiple`` if there are
+    enough sequences, for callers that compute so many rows side by side.
 
     Tries ever larger rows, from the even share up to ``row_tokens``, until first-fit decreasing needs no more rows than
     intended (the MULTIFIT idea)."""
@@ -176,13 +175,13 @@ def _row(sequences: Sequence[tuple[Tokens, int]]) -> PackedRow:
 
 
 def before_sampled(states: Tensor, row: PackedRow) -> Tensor:
-    """Selects from the states [length, size] of a row, for each sampled token, the state before it, from which the
-    token is predicted and valued: [n, size].  No gradient reaches any other state directly."""
+    """Selects from a row's states [length, size] the state before each sampled token, which predicts and values that
+    token: [n, size].  No gradient reaches any other state directly."""
     return states[row.before]
 
 
 def split_evenly(order: Sequence[int], parts: int) -> list[list[int]]:
-    """Splits ``order`` into at most ``parts`` runs whose sizes differ by at most one; no run is empty."""
+    """Splits ``order`` into at most ``parts`` pieces whose sizes differ by at most one; no piece is empty."""
     parts = min(parts, len(order))
     edges = [len(order) * part // parts for part in range(parts + 1)] if parts else [0]
     return [list(order[start:stop]) for start, stop in pairwise(edges)]

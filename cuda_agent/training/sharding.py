@@ -1,7 +1,7 @@
-"""Shards a model's weights over several processes (ranks) with FSDP2, and deals out rows between them.
+"""Shards a model's weights over several processes (ranks) with FSDP2, and distributes rows over them.
 
-Each rank keeps a part of every parameter, of its gradient and of the optimizer's state; a layer's weights are gathered
-when it computes.  All code that reads weights runs inside ``FsdpRoot``, the root whose hooks gather the first and last
+Each rank keeps a part of every parameter, of its gradient and of the optimizer's state.  A layer's weights are gathered
+when the layer computes.  All code that reads weights runs inside ``FsdpRoot``, whose hooks gather the first and last
 layers.  Gradients are summed over ranks, not averaged: losses are already parts of the global batch's mean."""
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class FsdpRoot(nn.Module):
 
 
 def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
-    """Shards ``model`` in place with new parameters.  Layers are gathered one at a time, the rest with the root."""
+    """Shards ``model`` in place with new parameters.  Layers are gathered one at a time, all else with the root."""
     layers = getattr(trunk, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(trunk).__name__} has no list of layers, by which its weights could be shared")
@@ -46,8 +46,8 @@ def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
 
 
 def rows_of_rank(rows: Sequence[PackedRow], ranks: int, rank: int) -> list[PackedRow]:
-    """Returns the rows of one rank, equally many for each.  Rows of similar length are computed at the same time, and
-    the rank with the longer row of a round gets the shorter one of the next.  Empty rows fill up the last round."""
+    """Returns the rows of one rank, equally many for each rank.  Rows of similar length are computed at the same time.
+    The rank with the longer row of a round gets the shorter row of the next.  Empty rows fill up the last round."""
     order = sorted(range(len(rows)), key=lambda number: (-len(rows[number].ids), number))
     mine = []
     for turn, start in enumerate(range(0, len(order), ranks)):
@@ -57,11 +57,11 @@ def rows_of_rank(rows: Sequence[PackedRow], ranks: int, rank: int) -> list[Packe
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Returns a whole parameter; all ranks call it."""
+    """Returns a whole parameter from its shards.  All ranks must call this function."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach()
 
 
 def wait() -> None:
-    """Waits until all ranks call it.  It uses Gloo, so that no GPU waits."""
+    """Waits until all ranks call this function.  It uses Gloo, so that no GPU waits."""
     dist.all_reduce(torch.zeros(1))

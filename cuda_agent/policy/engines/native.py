@@ -15,20 +15,19 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).parent / "step.cpp"
-# Sums may be reordered to be vectorized.  Not -ffast-math: at link time it would turn off denormals for the process.
+# The compiler may reorder and so vectorize sums.  -ffast-math would, at link time, turn off denormals in the process.
 FLAGS = "-O3 -march=native -std=c++17 -shared -fPIC -fno-math-errno -fno-trapping-math -fno-signed-zeros"
 FLAGS += " -fassociative-math"
 
 
 @functools.cache
 def library(head: int, group: int) -> ctypes.CDLL | None:
-    """The functions of ``step.cpp`` for this head size and number of query heads per key head, or None without a
-    compiler."""
+    """Returns the functions of ``step.cpp`` for this head size and group of query heads; None without a compiler."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         return None
-    # Threads only beside a torch that brings GNU's OpenMP under its plain name: then the loader gives us that same one.
-    # Another copy would keep its own threads spinning beside torch's.
+    # Use threads only if torch brings GNU's OpenMP under its plain name: the loader then gives us the same copy.
+    # Another copy would keep its own threads spinning beside torch's threads.
     threads = ["-fopenmp"] if (Path(torch.__file__).parent / "lib" / "libgomp.so.1").exists() else []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.so"

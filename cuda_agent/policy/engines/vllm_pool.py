@@ -1,8 +1,8 @@
 """A vLLM server of a run's pool on a cluster: it waits for the run's first policy, then becomes vLLM's server.
 
-The first stage that needs an engine writes the policy atomically into ``FOLDER/policy``.  Each start serves under a new
-name: a restarted server refuses earlier requests instead of answering them with its initial weights.  Like
-``vllm_plugin`` this module imports none of the package's requirements."""
+The first stage that needs an engine writes the policy atomically into ``FOLDER/policy``.  At each start the server
+takes a new name: a restarted server then refuses earlier requests instead of answering them with its initial weights.
+Like ``vllm_plugin`` this module imports none of the package's requirements."""
 
 import argparse
 import os
@@ -14,12 +14,11 @@ from pathlib import Path
 
 from cuda_agent.policy.engines.vllm_plugin import on_processor, served
 
-FIRST = "policy"  # sub-folder of the shared folder with the initial policy
+FIRST = "policy"  # sub-folder with the initial policy in the shared folder
 
 
 def command(policy: Path, port: int, context: int, batch: int, memory: float, gpus: int) -> list[str]:
-    """Arguments of the interpreter for vLLM's server on ``gpus`` GPUs (0: the processor), for the policy in this
-    folder."""
+    """Returns the interpreter's arguments for vLLM's server on ``gpus`` GPUs (0: on the processor)."""
     name = f"policy-{secrets.token_hex(6)}"
     line = ["-P", "-m", "vllm.entrypoints.openai.api_server", "--host", "0.0.0.0", "--port", str(port)]
     line += served(policy, name, context, batch, memory if gpus else None, None)

@@ -1,8 +1,8 @@
-"""One vLLM server: started here on this machine, or external; requests to it over HTTP, and checked answers.
+"""One vLLM server, started here or external: requests to it over HTTP, and checks of its answers.
 
-A server started here listens on a Unix socket in a private folder: the interface that replaces weights has no password.
-vLLM requires its own PyTorch version, so its interpreter may be another (``CUDA_AGENT_VLLM_PYTHON``), whose environment
-need not have this package."""
+A server started here listens on a Unix socket in a private folder, because the interface that replaces weights has no
+password.  vLLM requires its own PyTorch version, so another interpreter may run it (``CUDA_AGENT_VLLM_PYTHON``), whose
+environment need not have this package."""
 
 import asyncio
 import math
@@ -26,19 +26,18 @@ from cuda_agent.policy.engines.engine import EngineError, EngineLost, SamplingPa
 from cuda_agent.policy.engines.vllm_plugin import LEASE, WHOLE, on_processor, served
 
 PYTHON = "CUDA_AGENT_VLLM_PYTHON"
-NAME = "policy"  # name under which it serves the weights
+NAME = "policy"  # name under which a server started here serves the weights
 _STOP_SECONDS = 20.0
 _ENTRY_POINT = "[vllm.general_plugins]\ncuda_agent = cuda_agent.policy.engines.vllm_plugin:register\n"
 
 
 class VllmServer:
-    """A server started here.  The thread that creates it must live as long as the server, so use the main thread: the
-    kernel ends the server with that thread.  ``device``: number of the GPU; None: the processor.  ``lease``: folder of
-    the timing lease, under which it pauses.
+    """A server started here.  The kernel ends it with the thread that created it, so create it in the main thread.
+    ``device`` is the number of the GPU, None for the processor.  ``lease`` is the folder of the timing lease: the
+    server pauses while kernels are timed.
 
     Raises:
-        PolicyError: vLLM is not installed.
-    """
+        PolicyError: vLLM is not installed."""
 
     def __init__(self, policy: Path, config: PolicyConfig, lease: Path | None, device: int | None) -> None:
         self.python = interpreter()
@@ -68,14 +67,14 @@ class VllmServer:
         if lease is not None:
             environment[LEASE] = str(lease)
         if device is not None:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # those that this process may use
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # the GPUs that this process may use
             environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device] if visible else str(device)
         else:
             environment = on_processor(environment, Path(self.python).parent.parent / "lib", threads)
         return environment
 
     def tail(self) -> str:
-        """The last 25 lines of its log."""
+        """Returns the last 25 lines of the server's log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
 
     def close(self) -> None:
@@ -90,11 +89,10 @@ class VllmServer:
 
 
 def interpreter() -> str:
-    """The Python interpreter that has vLLM.
+    """Returns the Python interpreter that has vLLM.
 
     Raises:
-        PolicyError: There is none; the message says how to get one.
-    """
+        PolicyError: There is none; the message says how to get one."""
     python = os.environ.get(PYTHON, sys.executable)
     search = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
     try:
@@ -116,12 +114,12 @@ def _clean_environment() -> dict[str, str]:
 KEY = "CUDA_AGENT_ENGINE_KEY"  # bearer token of external servers
 REQUEST_SECONDS = 1800.0  # limit of one completion; then the server counts as dead
 HEALTH_SECONDS = 10.0
-START_SECONDS = 1800.0  # to load the first policy
+START_SECONDS = 1800.0  # limit for loading the first policy
 KEPT_SECONDS = 2.0  # longest idle time of a reused connection; vLLM closes it after 5
 
 
 class Fault(Exception):
-    """This server failed; another may work."""
+    """This server failed; another server may work."""
 
 
 class Busy(Fault):
@@ -129,17 +127,17 @@ class Busy(Fault):
 
 
 class Replica:
-    """One server.  ``url``: ``http://host:port``, or ``unix:/path`` of a socket."""
+    """One server and the connection to it.  ``url`` is ``http://host:port``, or ``unix:/path`` of a socket."""
 
     def __init__(self, url: str, server: VllmServer | None = None) -> None:
         self.url, self.server = url, server
         self.alive = True
         self.episodes = 0  # episodes assigned since the last change of weights
-        self.model = ""  # name under which it serves the policy
+        self.model = ""  # name under which the server serves the policy
         self.context = 0
         self.workers = 0
         self.dtype, self.device = "", ""
-        self.noise = math.inf  # difference of its last successful probe
+        self.noise = math.inf  # difference in the last successful probe
         key = os.environ.get(KEY) if server is None else None
         unix = url.removeprefix("unix:") if url.startswith("unix:") else None
 
@@ -167,7 +165,7 @@ class Replica:
             return False
 
     async def ready(self) -> None:
-        """Returns when the server answers.  Raises EngineLost, with its last lines, if it ends or is too slow."""
+        """Returns when the server answers.  If it ends or is too slow, raises EngineLost with its last log lines."""
         end, server = time.monotonic() + START_SECONDS, self.server
         while not await self.healthy():
             log = f":\n{server.tail()}" if server else ""
@@ -178,14 +176,14 @@ class Replica:
             await asyncio.sleep(0.25)
 
     async def ask(self, path: str, body: Any = None) -> Any:
-        """The JSON answer, None if it is empty; GET without a body.  Raises EngineError if the server refuses the
-        request, Fault if it failed."""
+        """Sends a request (GET without a body); returns the JSON answer, None if empty.  Raises EngineError if the
+        server refuses the request, Fault if it fails."""
         method = "GET" if body is None else "POST"
         try:
             try:
                 answer = await self._client.request(method, path, json=body)
             except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                # The server may have closed a kept connection, with nothing said against it; hundreds after a pause.
+                # The server may have closed kept connections without a fault, after a pause even hundreds.
                 answer = await self._anew.request(method, path, json=body)
         except httpx.HTTPError as error:
             raise Fault(f"{type(error).__name__} {error}".strip()) from error
@@ -219,7 +217,7 @@ class Replica:
     async def complete(
         self, prompt: Sequence[int], params: SamplingParams, model: str, salt: str, **more: Any
     ) -> dict[str, Any]:
-        """vLLM's choice, checked: ``token_ids``, their ``logprobs``, ``finish_reason``."""
+        """Returns vLLM's completion after checks: ``token_ids``, their ``logprobs``, ``finish_reason``."""
         body = {
             "model": model,
             "prompt": list(prompt),
@@ -228,7 +226,7 @@ class Replica:
             "temperature": params.temperature,
             "stop_token_ids": list(params.stop_ids),
             "cache_salt": salt,
-            "logprobs": 0,  # only of the sampled token
+            "logprobs": 0,  # log-probabilities of the sampled tokens only
             "return_token_ids": True,
             "ignore_eos": True,  # stop tokens are given explicitly
             "skip_special_tokens": False,

@@ -1,8 +1,8 @@
 """Opens Ray: a new one on this machine, which ends with the stage, or a running one.
 
 A new Ray listens on 127.0.0.1 only, under a secret token, keeps its files in a private folder, and has no dashboard.
-However the stage ends, the kernel ends most of Ray's processes with it; a watcher (``watch``) ends the others and
-removes the folder."""
+However the stage ends, the kernel ends most of Ray's processes at that moment; a watcher (``watch``) ends the others
+and removes the folder."""
 
 import os
 import secrets
@@ -27,19 +27,18 @@ _TOKEN = secrets.token_hex(32)  # one per process: Ray reads it once
 
 @contextmanager
 def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> Iterator[None]:
-    """Connects this process, from its main thread, to the Ray at ``address``, or to a new one with ``cpus`` and
+    """Connects this process, from its main thread, to the Ray at ``address``, or to a new Ray with ``cpus`` and
     ``gpus`` for actors.
 
     Raises:
         TryAgain: There is no Ray at this address, or none could be started.
-        BadConfiguration: Ray is not installed.
-    """
+        BadConfiguration: Ray is not installed."""
     if find_spec("ray") is None:
         raise BadConfiguration("runtime=ray needs Ray: pip install '.[ray]'")
     signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     settings = {
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # an actor without a GPU from Ray sees those of this process
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # an actor without a GPU from Ray sees this process's GPUs
     }
     where: dict[str, Any] = {"address": address}
     watcher: subprocess.Popen[bytes] | None = None
@@ -90,7 +89,7 @@ def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> I
 
 
 def on_bundle(group: Any, bundle: int, cpus: float, gpus: float) -> dict[str, Any]:
-    """Options of an actor on this bundle of a placement group.  Ray never restarts the actor."""
+    """Returns the options of an actor on this bundle of a placement group.  Ray never restarts the actor."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
@@ -98,6 +97,6 @@ def on_bundle(group: Any, bundle: int, cpus: float, gpus: float) -> dict[str, An
 
 
 def raise_if_init_failed(error: BaseException | None) -> None:
-    """Raises the actor's own error if its constructor failed: a new actor would fail in the same way."""
+    """Raises the actor's error if its constructor failed: the constructor of a new actor would fail too."""
     if getattr(error, "actor_init_failed", False):
         raise RuntimeError(f"an actor could not be made: {error}") from error

@@ -1,6 +1,6 @@
-"""The trainer's process group on Ray: one actor holds the processes of a machine, led from the stage's process.
+"""The trainer's process group on Ray: one actor holds the processes of a machine, and the stage's process leads all.
 
-Checkpoints travel in parts, so that no process holds more than a few of them in memory: from each machine into the
+Checkpoints travel in parts, so that no process holds more than a few parts in memory: from each machine into the
 stage's folder, and from there to every machine."""
 
 import pickle
@@ -17,8 +17,7 @@ STREAM = {"num_returns": "streaming", "_generator_backpressure_num_objects": 4} 
 
 
 class SpreadRanks:
-    """See ``training.distributed.RankGroup``.  The processes of ``training`` are distributed evenly over ``hosts``, the
-    actors."""
+    """A ``training.distributed.RankGroup``.  It distributes the processes evenly over the actors ``hosts``."""
 
     def __init__(self, hosts: Sequence[Any], context: WorkerContext) -> None:
         import ray
@@ -56,8 +55,8 @@ class SpreadRanks:
         return cast(tuple[int, float], self._all([host.load.remote(name) for host in self._hosts])[0])
 
     def _all(self, calls: Sequence[Any]) -> list[Any]:
-        """The results of calls of all hosts.  Raises as ``joint_results`` does, an error of the hosts as it was
-        there."""
+        """Returns the results of calls on all hosts.  Raises the errors of ``joint_results``; an error on a host is
+        raised unchanged."""
         try:
             return joint_results([call.future() for call in calls], self._ray.exceptions.RayActorError)
         except self._ray.exceptions.RayTaskError as error:

@@ -1,7 +1,7 @@
 """The Ray runtime of PPO: rollout workers, and a trainer whose processes are on one machine or on several.
 
-The stage's process leads both.  A lost trainer restarts from the newest checkpoint, on the same placement.  Not
-covered: the loop (``ppo``), the workers' side (``players``), and the actors' classes (``actors``)."""
+The stage's process leads both.  A lost trainer restarts from the newest checkpoint, on the same placement group.  The
+loop is in ``ppo``, the side of the workers in ``players``, and the actors' classes are in ``actors``."""
 
 import asyncio
 import math
@@ -33,7 +33,7 @@ from cuda_agent.training.distributed import TrainerLost
 
 
 class RayRuntime:
-    """See ``rl.runtime.Runtime``.  The trainer's processes are on the first bundles of ``group``, one per machine.
+    """A ``rl.runtime.Runtime``.  The trainer's processes are on the first bundles of ``group``, one bundle per machine.
     There is no learner before ``open`` and after a loss."""
 
     def __init__(
@@ -45,7 +45,7 @@ class RayRuntime:
         self._ctx, self._settings, self._kind, self._make_critic = ctx, settings, kind, make_critic
         self._group, self._resources = group, ctx.config.ray
         self._learner: Any = None
-        self._hosts: list[Any] = []  # the actors that hold its processes
+        self._hosts: list[Any] = []  # the actors that hold the learner's processes
         self._players = RayPlayers(ctx, settings_of(ctx, settings), group, ctx.config.ray.trainers)
 
     async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
@@ -108,11 +108,8 @@ class RayRuntime:
         await asyncio.gather(self._players.close(), end_actors(self._hosts))
 
     async def _of(self, job: Callable[[], Result]) -> Result:
-        """Runs ``job``, which waits for the trainer's processes, in a thread.
-
-        Raises:
-            LearnerLost: One of the processes is gone; the remaining ones are ended.
-        """
+        """Runs ``job``, which waits for the trainer's processes, in a thread.  If one of the processes is gone, ends
+        the others and raises LearnerLost."""
         try:
             return await asyncio.to_thread(job)
         except TrainerLost as error:
@@ -126,7 +123,7 @@ class RayRuntime:
 async def open_ray_runtime(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AsyncIterator[RayRuntime]:
-    """Raises as ``players.open_placement_group`` does."""
+    """Opens the Ray runtime.  Raises the errors of ``players.open_placement_group``."""
     async with open_placement_group(ctx, ctx.config.ray.trainers) as group:
         runtime = RayRuntime(ctx, settings, kind, make_critic, group)
         try:

@@ -1,9 +1,9 @@
 """Ends the remaining processes of a stage's Ray and removes its folder: ``python watch.py FOLDER`` with a pipe as
 stdin.
 
-The pipe closes when the stage ends for any reason.  Not all of Ray's processes notice that end: agents of a killed node
-run on for minutes.  A process belongs to this Ray if it has a file of the folder open, as all of them have (their
-logs).  Standard library only: it stays in memory as long as the stage runs."""
+The pipe closes when the stage ends for any reason.  Some of Ray's processes do not notice that end: agents of a killed
+node run on for minutes.  A process belongs to this Ray if it has a file of the folder open; every process of Ray has
+its log open there.  Standard library only, because the watcher stays in memory as long as the stage runs."""
 
 import contextlib
 import os
@@ -16,11 +16,11 @@ SECONDS = 20.0  # longest wait for processes that the kernel ends slowly
 
 
 def holders(folder: str, stage: int) -> list[int]:
-    """Processes of this user with an open file below ``folder``, except for the stage itself if it still runs."""
+    """Returns this user's processes with an open file below ``folder``, without the stage itself if it still runs."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) not in (os.getpid(), stage):
-            with contextlib.suppress(OSError):  # it ended, or belongs to another user
+            with contextlib.suppress(OSError):  # the process ended, or belongs to another user
                 opened = (os.readlink(f"/proc/{name}/fd/{number}") for number in os.listdir(f"/proc/{name}/fd"))
                 if any(path.startswith(folder + os.sep) for path in opened):
                     found.append(int(name))

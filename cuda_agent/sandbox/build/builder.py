@@ -1,8 +1,8 @@
 """Builds C++ sources to a shared library and CUDA sources to a cubin, in the jail, with a cache keyed by content.
 
 A CPU kernel is first built the fast way: by a compiler started in advance (``compiler``), without the special functions
-of ``<cmath>`` and without the C++ library, which few kernels need. If that fails, it is built the full way, whose
-errors count. NVRTC (``nvrtc``) compiles CUDA sources without a GPU. Not covered: whether the built code is correct."""
+of ``<cmath>`` and without the C++ library, which few kernels need. If this fails, it is built the full way, whose
+errors count. NVRTC (``nvrtc``) compiles CUDA sources without a GPU. Not covered: whether built code is correct."""
 
 import asyncio
 import contextlib
@@ -37,8 +37,8 @@ _KILLED = "Killed signal terminated program"
 
 
 class BuildError(Exception):
-    """The sources do not build; the message is the compiler's, cut to the useful part. A fault of the machine, such as
-    a full disk, raises ``OSError`` instead."""
+    """The sources do not build; the message holds the useful part of the compiler's messages. A fault of the machine,
+    such as a full disk, raises ``OSError`` instead."""
 
 
 class _TooLong(BuildError):
@@ -54,7 +54,7 @@ _OUR_SECONDS = 120.0  # limit for the project's own code: precompiled headers, t
 
 @dataclass(frozen=True)
 class _Order:
-    """One build: ``products`` of ``files`` go to the folder ``target``; ``read``: what else the compiler may read."""
+    """One build: its ``products`` go to the folder ``target``. The compiler may also read the paths in ``read``."""
 
     command: list[str]
     files: Mapping[str, str]
@@ -65,9 +65,9 @@ class _Order:
 
 
 class Builder:
-    """Runs builds, at most ``parallel`` at a time, and caches their products in ``folder``. ``scratch``: a folder that
-    jailed users can reach. ``lease``: that of the timing lease; None where builds do not disturb timings, as on a GPU.
-    ``seconds`` and ``memory_mb`` limit one build."""
+    """Runs builds, at most ``parallel`` at a time, and caches their products in ``folder``. ``scratch`` is a folder
+    that jailed users can reach. ``lease`` is the folder of the timing lease, ``None`` if builds do not disturb timings
+    (on a GPU). ``seconds`` and ``memory_mb`` limit one build."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path | None, seconds: float, memory_mb: int, parallel: int = 2
@@ -106,8 +106,8 @@ class Builder:
     async def library(
         self, files: Mapping[str, str], units: Sequence[str], extra: Sequence[str] = (), ours: bool = False
     ) -> Path:
-        """Compiles ``units``, a part of ``files``, into a shared library; they may ``#include`` the other files.
-        ``ours``: the sources are the project's own, without a solution's time limit. Raises ``BuildError``."""
+        """Compiles ``units``, a part of ``files``, into a shared library; the units may ``#include`` the other files.
+        If ``ours``, the sources are the project's own, without a solution's time limit. Raises ``BuildError``."""
         tools = await self.toolchain()
         command = [
             tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,
@@ -122,7 +122,7 @@ class Builder:
     async def kernels(
         self, files: Mapping[str, str], unit: str, expressions: Sequence[str], architecture: str
     ) -> tuple[Path, dict[str, str]]:
-        """Builds the cubin of a CUDA source that needs no host code. Returns it and the mangled names of
+        """Builds a CUDA source that has no host code. Returns the path of the cubin and the mangled names of
         ``expressions`` (such as ``scale<float, 4>`` or ``&table``). Needs no GPU. Raises ``BuildError`` or
         ``CompilerMissing``."""
         tools = find_nvrtc()
@@ -144,8 +144,8 @@ class Builder:
         libraries: Sequence[str],
         extra: Sequence[str] = (),
     ) -> Path:
-        """Builds the shared library of CUDA and C++ ``units`` with nvcc. ``libraries``: cublas, cudnn. Needs no GPU.
-        Raises ``BuildError`` or ``CompilerMissing``."""
+        """Builds the shared library of CUDA and C++ ``units`` with nvcc. ``libraries`` may hold cublas and cudnn. Needs
+        no GPU. Raises ``BuildError`` or ``CompilerMissing``."""
         tools = find_nvcc()
         defined = ["-DCUDA_EXTENSION_ON_CUDA", *(["-DCUDA_EXTENSION_USES_CUBLAS"] if "cublas" in libraries else [])]
         code = architecture.removeprefix("sm_")
@@ -169,8 +169,8 @@ class Builder:
         unit: str = "",
         seconds: float = 0.0,
     ) -> Path:
-        """Returns the folder of ``products``, from the cache or made by ``command``; joins the same build when it is
-        already running. ``unit``: the one that can be built the fast way."""
+        """Returns the folder of ``products``, from the cache or made by ``command``; joins an equal build that is
+        running. The source ``unit``, if there is one, can be built the fast way."""
         content = [*parts, *(f"{name}\0{files[name]}" for name in sorted(files))]
         key = hashlib.sha256("\0\0".join(content).encode(errors="surrogatepass")).hexdigest()
         done, failed = self._folder / key[:2] / key, self._folder / key[:2] / f"{key}.error"
@@ -214,7 +214,7 @@ class Builder:
 
     @contextlib.contextmanager
     def _beside_timing(self) -> Iterator[None]:
-        """Holds the lease, where there is one, as a worker: no time is measured during a build."""
+        """Holds the lease for work, if there is a lease, so that no time is measured during a build."""
         with contextlib.ExitStack() as held:
             if self._lease is not None:
                 held.enter_context(held.enter_context(contextlib.closing(Lease(self._lease))).working())
@@ -244,7 +244,7 @@ class Builder:
             write_files(waiting.work, order.files)
             with self._beside_timing():
                 waiting.go(unit)
-                ahead.start()  # now, before the result of this build is timed
+                ahead.start()  # start it now, before this build's result is timed
                 self._finish(waiting, waiting.work, self._seconds)
             _keep(waiting.work, order)
         finally:
@@ -286,7 +286,7 @@ class Builder:
 
 
 def _keep(work: Path, order: _Order) -> None:
-    """Moves the products from ``work`` to their place atomically."""
+    """Moves the products from ``work`` to the build's target folder atomically."""
     target = order.target
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(dir=target.parent))

@@ -1,8 +1,8 @@
 """Runs a compiler in the jail, on demand or started ahead of its source.
 
 Most of the work of g++ on a small kernel does not depend on the kernel: the start in the jail, and the precompiled
-standard headers. A ``Waiting`` compiler has done that work. Its program ends with the inclusion of a named pipe; the
-builder writes the name of the source there."""
+standard headers. A ``Waiting`` compiler has done that work. The program that it compiles ends with the inclusion of a
+named pipe; the builder writes the name of the source into the pipe."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ from pathlib import Path
 from cuda_agent.sandbox.jail import jail
 
 _LOG_BYTES = 1 << 20  # bytes of a compiler's messages that are read
-_MAIN, _SOURCE = "@main.cpp", "@source"  # no file of a solution has such a name: see ``builder``
+_MAIN, _SOURCE = "@main.cpp", "@source"  # ``builder`` refuses such names in a solution
 _START_SECONDS = 10.0
 
 
@@ -46,7 +46,7 @@ class Compiler:
         return self._process.poll() is None
 
     def finish(self, seconds: float) -> tuple[int, str]:
-        """Wait for the compiler; return its exit status and its messages. Its processes are gone afterwards. Raises
+        """Wait for the compiler; return its exit status and its messages. All its processes have ended then. Raises
         ``TimeoutError`` after ``seconds``."""
         with self._log:
             try:
@@ -59,7 +59,7 @@ class Compiler:
             return self._process.returncode, self._log.read(_LOG_BYTES).decode(errors="replace")
 
     def end(self) -> None:
-        """Kill the compiler and all that it started."""
+        """Kill the compiler and all processes that it started."""
         if self._process.returncode is None:
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -69,10 +69,10 @@ class Compiler:
 
 
 def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Wait for a process. ``Popen.wait`` polls in growing steps and returns up to a third too late."""
+    """Return whether a process ends in time. ``Popen.wait`` polls in growing steps, and may return a third too late."""
     try:
         descriptor = os.pidfd_open(process.pid)
-    except OSError:  # not in every kernel
+    except OSError:  # some kernels lack this call
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
         return process.returncode is not None
@@ -85,9 +85,9 @@ def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
 
 
 class Waiting(Compiler):
-    """A compiler that waits for its source in the folder ``work``, which it owns. ``command``: the compiler and its
-    flags; the program's name and then ``last`` follow. ``header``: the header that it reads at once. Raises
-    ``OSError`` if the compiler ends before it waits."""
+    """A running compiler that has read ``header`` and waits for the rest of its source. It owns the folder ``work``.
+    ``command`` is the compiler with its flags; ``last`` holds arguments behind the source file, such as libraries.
+    Raises ``OSError`` if the compiler ends before it waits."""
 
     def __init__(
         self, policy: jail.JailPolicy, command: Sequence[str], work: Path, header: str, last: Sequence[str] = ()
@@ -104,8 +104,7 @@ class Waiting(Compiler):
             raise
 
     def _opened(self) -> int:
-        """Open the pipe for writing once the compiler reads it. Keep it open until ``go``: closing it ends the
-        source."""
+        """Open the pipe for writing once the compiler reads it. Closing the pipe would end the source."""
         deadline = time.monotonic() + _START_SECONDS
         while self.alive and time.monotonic() < deadline:
             try:
@@ -160,7 +159,7 @@ class CompilerPool:
             waiting = (following or self._thread.submit(self._start)).result()
             if waiting.alive:
                 return waiting
-            waiting.discard()  # it was killed while it waited
+            waiting.discard()  # the compiler was killed while it waited
         raise OSError(errno.ECHILD, "compilers that were started ahead end by themselves")
 
     def close(self) -> None:

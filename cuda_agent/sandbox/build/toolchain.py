@@ -1,4 +1,4 @@
-"""The compilers of this machine: g++, NVRTC and nvcc; where they are, and what identifies them in a build's key."""
+"""Finds the compilers of this machine (g++, NVRTC, nvcc), and what identifies each of them in the key of a build."""
 
 import functools
 import hashlib
@@ -17,7 +17,7 @@ NVRTC_PROGRAM = Path(nvrtc.__file__)  # runs in the jail, as a program that impo
 
 
 class CompilerMissing(RuntimeError):
-    """There is no C++ compiler, or it does not work inside the jail."""
+    """There is no compiler, or it does not work inside the jail."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Toolchain:
     compiler: str
     identity: str
     includes: str = ""  # folder of the precompiled prelude
-    lean: str = ""  # and of the lean one
+    lean: str = ""  # folder of the precompiled lean prelude
 
 
 def find_toolchain() -> Toolchain:
-    """The C++ compiler of this machine, without precompiled headers. Raises ``CompilerMissing``."""
+    """Return the C++ compiler of this machine, without precompiled headers. Raises ``CompilerMissing``."""
     path = shutil.which("g++")
     if path is None:
         raise CompilerMissing("no C++ compiler: 'g++' is not on PATH")
@@ -46,7 +46,7 @@ class Nvrtc:
 
 @functools.cache
 def find_nvrtc() -> Nvrtc:
-    """The newest NVRTC of this machine: of the installed packages, else of a toolkit. Raises ``CompilerMissing``."""
+    """Return the newest NVRTC of the installed packages, else of a toolkit. Raises ``CompilerMissing``."""
     packages = _packages()
     homes = [home for place in packages for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
     homes += [place / "cuda_nvrtc" for place in packages] + [Path("/usr/local/cuda")]
@@ -63,11 +63,11 @@ def find_nvrtc() -> Nvrtc:
 class Nvcc:
     compiler: str
     includes: list[str]
-    places: list[str]  # of the runtime's libraries, where nvcc does not know them
+    places: list[str]  # folders of the runtime's libraries, if nvcc does not know them
     identity: str
 
     def libraries(self, name: str) -> list[str]:
-        """The file of one of NVIDIA's libraries (``cublas``, ``cudnn``), for the linker. Raises ``CompilerMissing``."""
+        """Return the file of an NVIDIA library (``cublas``, ``cudnn``) for the linker. Raises ``CompilerMissing``."""
         places = [*_packages(), Path("/usr/local/cuda/lib64"), Path("/usr/lib/x86_64-linux-gnu")]
         found = [path for place in places for path in sorted(place.glob(f"**/lib{name}.so*"))]
         if not found:
@@ -77,7 +77,7 @@ class Nvcc:
 
 @functools.cache
 def find_nvcc() -> Nvcc:
-    """The first nvcc of PATH, CUDA_HOME (/usr/local/cuda) and the installed packages. Raises ``CompilerMissing``."""
+    """Return the first nvcc of PATH, CUDA_HOME and the installed packages. Raises ``CompilerMissing``."""
     homes = [home for place in _packages() for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     compilers = [shutil.which("nvcc"), f"{toolkit}/bin/nvcc", *(str(home / "bin" / "nvcc") for home in homes)]
@@ -94,6 +94,6 @@ def find_nvcc() -> Nvcc:
 
 
 def _packages() -> list[Path]:
-    """Where pip puts what NVIDIA publishes."""
+    """Return the folders into which pip installs NVIDIA's packages."""
     found = importlib.util.find_spec("nvidia")
     return [Path(place) for place in found.submodule_search_locations or []] if found else []

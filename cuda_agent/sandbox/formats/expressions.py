@@ -1,5 +1,4 @@
-"""Evaluates the integer expressions of a plan: shapes, numbers, ``+ - * // %``, comparisons, min, max, cdiv, select.
-Pure."""
+"""Evaluates a plan's integer expressions: shapes, numbers, ``+ - * // %``, comparisons, min, max, cdiv, select."""
 
 import ast
 import json
@@ -58,7 +57,8 @@ def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
 
 
 def _weight_name(text: str, names: dict[str, Any]) -> str:
-    """Returns the longest weight name that ``text`` begins with: ``w:linear.weight.numel`` has dots of two kinds."""
+    """Replaces the longest weight name that ``text`` begins with by an identifier, which is added to ``names``. A
+    weight's name may have dots, as in ``w:linear.weight.numel``."""
     fitting = [name for name in names if name.startswith("w:") and f"{text}.".startswith(f"{name}.")]
     known = max(fitting, key=len, default="")
     if not known:

@@ -1,4 +1,4 @@
-"""The extension format: the published work folder (``model_new.py``, ``kernels/``, ``*_binding.cpp``), on CPU and GPU.
+"""Builds the extension format: the published work folder (``model_new.py``, ``kernels/``, ``*_binding.cpp``).
 
 The folder's C++ is built against ``binding_registry.h`` instead of torch's headers: under a second instead of most of a
 minute.  Includes of torch and pybind11 resolve to ``torch_surface.h``, which declares the types that bindings need and
@@ -15,7 +15,7 @@ from cuda_agent.sandbox.wire import TaskSpec
 
 _HERE = Path(__file__).parent
 HEADER, _SURFACE = "binding_registry.h", "torch_surface.h"
-_FIXED = ("binding.cpp", HEADER)  # of the published folder; replaced by ours
+_FIXED = ("binding.cpp", HEADER)  # files of the published folder that the sandbox replaces
 _SOURCES = {"cpu": (".cpp", ".cc", ".h", ".hpp"), "cuda": (".cpp", ".cc", ".h", ".hpp", ".cu", ".cuh")}
 _UNITS = (".cpp", ".cc", ".cu")
 _FOREIGN = re.compile(r"^\s*#\s*include\s*[<\"]((?:torch|ATen|c10|pybind11)/[^>\"]*)[>\"]", re.MULTILINE)
@@ -23,7 +23,7 @@ _BINDING = re.compile(r"^\s*REGISTER_BINDING\(\s*(\w+)\s*,", re.MULTILINE)
 
 
 def header() -> str:
-    """Returns the text of our ``binding_registry.h``."""
+    """Returns the text of the sandbox's ``binding_registry.h``."""
     return (_HERE / HEADER).read_text()
 
 

@@ -1,7 +1,7 @@
-"""The grammar of ``plan.json``: what its objects hold, read by pydantic and published as a JSON schema.
+"""Defines the grammar of ``plan.json``: pydantic reads it, and ``schema`` publishes it as a JSON schema.
 
-Pure.  Covers what needs no task: fields, and the kinds of their values.  Names that must exist, values of expressions
-and shapes are checked by ``plan`` and ``library_nodes``."""
+The grammar covers what needs no task: fields, and the kinds of their values.  ``plan`` and ``library_nodes`` check
+names that must exist, values of expressions, and shapes."""
 
 import json
 import re
@@ -35,7 +35,8 @@ _FUNCTION = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*\s*(<[\w\s,:.+-]*>)?")
 
 
 def _refuse(words: str, fits: Callable[[Any], bool]) -> BeforeValidator:
-    """In ``words`` of ours, with the value as Python ({0}) or JSON ({1}) writes it."""
+    """Returns a validator that demands ``fits``. Its message ``words`` shows the value in Python ({0}) or JSON
+    ({1})."""
 
     def check(value: Any) -> Any:
         if not fits(value):
@@ -218,7 +219,7 @@ _MODELS: dict[str, type[_Object]] = {"kernel": Kernel, "memset": Memset, **LIBRA
 
 
 def read(text: str, device: str) -> Plan:
-    """``plan.json`` as it is written. Raises ``PlanError``: the first fault, its place and what is expected there."""
+    """Parses ``plan.json``. Raises ``PlanError``: the first fault, its place, and what is expected there."""
     try:
         plan = Plan.model_validate(json.loads(text))
     except ValidationError as error:
@@ -237,7 +238,7 @@ def _unknown(key: str, model: type[_Object], device: str) -> str:
 
 
 def _in_words(errors: list[ErrorDetails], device: str) -> str:
-    """The first error; of one node, what is missing comes first, then what is unknown."""
+    """Returns the first error as text; within a node, missing fields come first, then unknown ones."""
 
     def order(error: ErrorDetails) -> tuple[Any, ...]:
         place, rank = error["loc"], {"missing": 0, "extra_forbidden": 1}.get(error["type"], 2)

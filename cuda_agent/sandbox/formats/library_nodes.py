@@ -1,7 +1,7 @@
-"""Checks the library nodes of a plan: matrix products and convolutions of the vendor's library.
+"""Checks the library nodes of a plan: matrix products and convolutions by a vendor's library.
 
 ``describe`` is pure: it checks a node against the shapes of its buffers and returns the description that
-``worker.library_nodes`` binds.  Forward only; buffers are contiguous, batch and channels first."""
+``worker.library_nodes`` binds.  Covered is the forward pass on contiguous buffers, with batch and channels first."""
 
 import math
 from typing import Any
@@ -19,8 +19,8 @@ _COMPUTE = {
 
 
 def describe(node: Gemm | Convolution, where: str, names: dict[str, Any], device: str) -> dict[str, Any]:
-    """Returns the node as the worker binds it: ``tensors`` by role, each with buffer, shape and dtype; ``writes``, the
-    result's buffer; and the fields of its kind. Raises ``PlanError``."""
+    """Returns the node as the worker binds it: ``tensors`` by role, each with buffer, shape and dtype; ``writes``,
+    which is the result's buffer; and the fields of the node's kind. Raises ``PlanError``."""
     roles = ("a", "b", "c") if isinstance(node, Gemm) else ("input", "weight", "bias", "output")
     said: dict[str, str] = {role: name for role in roles if (name := getattr(node, role)) is not None}
     buffers: dict[str, Buffer] = {}
@@ -73,7 +73,7 @@ _Described = tuple[dict[str, list[int]], dict[str, Any]]  # shapes by role, and 
 
 
 def _gemm(node: Gemm, where: str, names: dict[str, Any]) -> _Described:
-    """Describes ``c = a @ b``, batched when ``batch`` is above one: the matrices are stored one after the other."""
+    """Describes ``c = a @ b``. If ``batch`` is above one, the matrices of a batch lie one after the other."""
     batch, m, n, k = (_extent(getattr(node, key), 1, names, f"{where}.{key}") for key in ("batch", "m", "n", "k"))
     shapes = {
         "a": [batch, k, m] if node.transpose_a else [batch, m, k],
@@ -84,8 +84,8 @@ def _gemm(node: Gemm, where: str, names: dict[str, Any]) -> _Described:
 
 
 def _convolution(node: Convolution, where: str, names: dict[str, Any], buffers: dict[str, Buffer]) -> _Described:
-    """Describes torch's convolution: ``input`` [batch, channels, extents], ``weight`` [out, in / groups, extents] or,
-    when transposed, [in, out / groups, extents], ``bias`` [out].  It has one to three extents."""
+    """Describes torch's convolution with one to three extents: ``input`` is [batch, channels, extents], ``weight`` is
+    [out, in / groups, extents] or, if transposed, [in, out / groups, extents], and ``bias`` is [out]."""
     given = _shape(node.input_shape, "input", where, names, buffers)
     kernel = _shape(node.weight_shape, "weight", where, names, buffers)
     extents = len(given) - 2

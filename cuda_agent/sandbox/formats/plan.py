@@ -1,8 +1,8 @@
-"""The plan format: compiles ``plan.json`` into a program for the executor.
+"""Builds the plan format: compiles ``plan.json`` into a program for the executor.
 
 ``compile_plan`` is pure: it checks the plan against the task's shapes, evaluates every expression, and generates the
-source through which the executor calls the kernels: on ``cpu`` a C++ trampoline, on ``cuda`` a translation unit that
-also reports the types of their arguments.  ``build`` calls the compiler; ``grammar`` parses the fields of a plan."""
+source through which the executor calls the kernels. On ``cpu`` the source is a C++ trampoline; on ``cuda`` it is a
+translation unit that also reports the types of the kernels' arguments.  ``grammar`` parses the fields of a plan."""
 
 import re
 import struct
@@ -49,7 +49,7 @@ template <class... A> struct plan_signature<void(A...)> {
 
 @dataclass
 class Program:
-    """The executor's program.  Buffers are named ``in:0``, ``out:0``, ``w:0`` (by position) and ``ws:name``."""
+    """The executor's program.  Its buffers are named ``in:0``, ``out:0``, ``w:0`` (by position) and ``ws:name``."""
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
     workspaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # bytes, and a pattern as hex
@@ -61,8 +61,8 @@ class Program:
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Builds the kernels and returns the worker's load request: the program, and its libraries or image.
-    Raises ``PlanError``, ``BuildError``, or ``SandboxUnready`` where the executor of plans does not build."""
+    """Builds the kernels and returns the worker's load request: the program, and its libraries or image. Raises
+    ``PlanError``, ``BuildError``, or ``SandboxUnready`` if the executor of plans does not build."""
     program = compile_plan(files, spec, tools.device)
     sources = {name: text for name, text in files.items() if name != "plan.json"}
     load = program.to_json()

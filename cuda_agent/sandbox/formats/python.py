@@ -1,4 +1,4 @@
-"""The python format, and the check of ``model_new.py`` that several formats share.
+"""Builds the python format, and holds the check of ``model_new.py`` that several formats share.
 
 A solution has KernelBench's form: one file that defines ``ModelNew`` and may use torch freely."""
 

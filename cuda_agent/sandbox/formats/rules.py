@@ -1,4 +1,4 @@
-"""Static rules that find uses of torch, libraries, streams, threads, probes, hooks and patches in a solution's text.
+"""Finds uses of torch, libraries, streams, threads, probes, hooks and patches in a solution's text by static rules.
 
 ``ast`` reads Python; a small tokenizer reads C++ and CUDA, also inside Python strings. Findings are advice for the
 author and for an audit, never a verdict: a name can be spelled in ways that the rules miss (``getattr``, macros), and a
@@ -43,7 +43,8 @@ class Finding:
 
 
 def findings(solution: Solution) -> list[Finding]:
-    """Returns the findings, by file and line.  Text that does not parse has none; its build reports the error."""
+    """Returns the places where a solution breaks a static rule, sorted by file and line.  Python that does not parse
+    has none; its build reports the error."""
     found: set[Finding] = set()
     left = _MOST_TEXT
     for name, whole in sorted(solution.files.items()):
@@ -117,7 +118,7 @@ def _python(file: str, text: str) -> list[Finding]:
 
 
 class _Reader(ast.NodeVisitor):
-    """Walks a module and records the names of its imports."""
+    """Walks a module's syntax tree and records findings, with the full names of what the module imports."""
 
     def __init__(self, file: str) -> None:
         self.found: list[Finding] = []

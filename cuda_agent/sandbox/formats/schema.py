@@ -1,4 +1,4 @@
-"""JSON schemas of the two public formats: a verdict, and ``plan.json``.
+"""Makes the JSON schemas of the two public formats: a verdict, and ``plan.json``.
 
 The verdict's schema comes from the dataclass, the plan's from its grammar.  Not covered: rules that no schema can
 express (names that must exist, values of expressions, shapes); a plan that fits the schema may still be refused."""

@@ -1,4 +1,4 @@
-"""The type of a solution format: one frozen object that holds every difference between formats.
+"""Defines the type of a solution format: one frozen object that holds every difference between formats.
 
 ``table`` lists the formats.  Not covered: prompt texts (``agent.skill``) and exported files (``optimize.export``),
 which are tables by the format's name."""
@@ -15,12 +15,12 @@ FirstPassTime = Literal["never", "before", "when refused"]
 
 
 class SolutionError(ValueError):
-    """A solution that cannot be built; the message is for its author."""
+    """The solution cannot be built; the message is for its author."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The builder and device that a format builds for.  ``architecture``: the GPU's, empty on the CPU."""
+    """The builder and the device for which a format builds.  ``architecture`` is the GPU's; empty on the CPU."""
 
     builder: Builder
     architecture: str = ""
@@ -37,15 +37,15 @@ Build = Callable[[Mapping[str, str], TaskSpec, Toolchain], Awaitable[dict[str, A
 class SolutionFormat:
     name: Format  # for users and in the wire format
     entry: str  # the file that every solution has
-    folder: str  # prefix of the paths of all other files; empty where the entry is the only file
+    folder: str  # prefix of the paths of all other files; empty if there are none
     build: Build  # checks and builds the files, returns the worker's load request; SolutionError, BuildError
     traits: FormatTraits
     needs: Mapping[str, str]  # requirements of the exported file, by device
     example: tuple[tuple[str, str], ...]  # language and path of the files of a one-shot answer
     first_pass: Callable[[Mapping[str, str], str], FirstPassTime] = lambda files, device: "never"
-    environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of worker and first pass, by device
+    environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # variables of both passes, by device
     untimed: Mapping[str, str] = field(default_factory=dict)  # why solutions are not timed, by device
 
     def belongs(self, path: str) -> bool:
-        """Returns whether a file of a work folder is part of the solution; notes, scripts and the task are not."""
+        """Returns whether a file of a work folder is part of the solution, unlike notes, scripts and the task."""
         return path == self.entry or (self.folder != "" and path.startswith(self.folder))

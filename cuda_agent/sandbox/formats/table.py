@@ -1,4 +1,4 @@
-"""The table of solution formats."""
+"""Lists the solution formats, with the properties of each."""
 
 from cuda_agent.format_names import Format
 from cuda_agent.sandbox.formats import extension, first_pass, plan, python, triton

@@ -1,4 +1,4 @@
-"""The triton format: one ``model_new.py`` whose ``ModelNew`` computes with kernels of ``triton.jit``.
+"""Builds the triton format: one ``model_new.py`` whose ``ModelNew`` computes with kernels of ``triton.jit``.
 
 On a GPU the first pass compiles and autotunes, and the locked pass loads the results.  On the CPU Triton's interpreter
 checks correctness without a timing.  Not covered: the rule for ``ModelNew.forward`` (``worker.triton_rule``)."""
@@ -45,5 +45,5 @@ def kernels(tree: ast.Module) -> Iterator[str]:
 
 
 def first_pass_time(files: Mapping[str, str], device: str) -> FirstPassTime:
-    """Returns when a solution gets its first pass: on a GPU before it is judged; the CPU's interpreter needs none."""
+    """Returns when a solution gets its first pass: on a GPU before it is judged, on the CPU never."""
     return "before" if device == "cuda" else "never"

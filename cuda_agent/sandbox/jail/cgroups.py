@@ -1,8 +1,9 @@
-"""Limits a worker's memory and number of tasks with a control group, where this process may create one.
+"""Limits a worker's memory and number of tasks with a control group, if this process may create one.
 
-Version 1: a group below this process's own, in the hierarchies of memory and pids. Version 2: below its own group or,
-where that one holds processes and so cannot have children with limits, beside it (systemd: ``Delegate=yes`` with
-``DelegateSubgroup=``). Where neither is writable, as in a restricted pod, only the watchdog (``processes``) does."""
+In version 1 the group lies below this process's own, in the hierarchies of memory and pids. In version 2 it lies below
+this process's own group, or beside it: a group that holds processes can have no children with limits (systemd:
+``Delegate=yes`` with ``DelegateSubgroup=``). If neither is writable (in a restricted pod, say), only the watchdog
+limits."""
 
 import contextlib
 import itertools
@@ -10,9 +11,9 @@ import os
 import time
 from pathlib import Path
 
-PREFIX = "cuda-agent-worker-"  # followed by the ids of the judge's parent and the judge, and a number
+PREFIX = "cuda-agent-worker-"  # process ids of the judge's parent and the judge follow, then a number
 _ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_GONE_SECONDS = 1.0  # for the kernel to release a group after its processes were killed
+_GONE_SECONDS = 1.0  # time for the kernel to release a group after its processes were killed
 
 
 class ControlGroup:
@@ -27,7 +28,7 @@ class ControlGroup:
             (folder / "cgroup.procs").write_text(str(pid))
 
     def killed(self) -> bool:
-        """Whether the kernel killed one of its processes for lack of memory."""
+        """Return whether the kernel killed a process of the group for lack of memory."""
         file = "memory.events" if self._version == 2 else "memory.oom_control"
         with contextlib.suppress(OSError, ValueError):
             for line in (self._folders["memory"] / file).read_text().splitlines():
@@ -36,7 +37,7 @@ class ControlGroup:
         return False
 
     def close(self) -> None:
-        """Remove the group once its processes are gone."""
+        """Remove the group once its processes are gone; give up after a second."""
         for folder in {*self._folders.values()}:
             deadline = time.monotonic() + _GONE_SECONDS
             while not _removed(folder) and time.monotonic() < deadline:
@@ -44,7 +45,7 @@ class ControlGroup:
 
 
 class Groups:
-    """Creates the groups of workers in one folder per controller."""
+    """Creates the control groups of workers, each as one folder per controller."""
 
     def __init__(self, places: dict[str, Path], version: int) -> None:
         self._places = places
@@ -61,14 +62,14 @@ class Groups:
         limit = "memory.max" if self.version == 2 else "memory.limit_in_bytes"
         (folders["memory"] / limit).write_text(str(memory_mb << 20))
         if self.version == 2:
-            with contextlib.suppress(OSError):  # a kernel without swap
+            with contextlib.suppress(OSError):  # the kernel has no swap
                 (folders["memory"] / "memory.swap.max").write_text("0")
         (folders["pids"] / "pids.max").write_text(str(tasks))
         return ControlGroup(folders, self.version)
 
 
 def find(root: Path = _ROOT, own: Path = _OWN) -> Groups | None:
-    """Return where this process may create groups with limits of memory and tasks; None if nowhere."""
+    """Return the place for groups with limits of memory and tasks, or ``None`` if this process may create none."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -94,7 +95,7 @@ def find(root: Path = _ROOT, own: Path = _OWN) -> Groups | None:
 
 
 def _switched_on(place: Path) -> bool:
-    """Whether children of this group have both limits; enable them where possible."""
+    """Return whether children of this group have both limits; enable the limits if possible."""
     switch = place / "cgroup.subtree_control"
     with contextlib.suppress(OSError):
         if not {"memory", "pids"} <= {*switch.read_text().split()}:
@@ -123,7 +124,7 @@ def _removed(folder: Path) -> bool:
 
 
 def _sweep(place: Path) -> None:
-    """Remove the groups of killed judges. They are empty, because workers end with their judge."""
+    """Remove the groups that killed judges left behind. They are empty, because workers end with their judge."""
     for folder in place.glob(f"{PREFIX}*"):
         pid = folder.name.removeprefix(PREFIX).split("-")[1]
         if not Path(f"/proc/{pid}").exists():

@@ -14,8 +14,8 @@ from typing import Any
 
 from cuda_agent.sandbox.messages import WorkerOperation, receive_frame, send_frame
 
-_LEAVE_SECONDS = 5  # from the end of its stream to SIGKILL
-# Without these, glibc may return memory after each call and map it again in the next, which doubles a time.
+_LEAVE_SECONDS = 5  # from the end of a warm parent's stream to SIGKILL
+# Without these settings, glibc may return memory after a call and map it again in the next, which doubles a time.
 KEEPING_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
@@ -25,8 +25,8 @@ _PACKAGE = Path(__file__).resolve().parents[3]
 
 
 def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmParent":
-    """Start a warm parent, which imports torch and ``imports``; it is ready when ``wait_ready`` returns. ``threads``:
-    of each worker, and processors of all of them: more would be an advantage over the baselines."""
+    """Start a warm parent, which imports torch and ``imports``; it is ready when ``wait_ready`` returns. Each worker
+    gets ``threads`` threads, and all of them as many processors: more would be an advantage over the baselines."""
     ours, theirs = socket.socketpair()
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
@@ -51,18 +51,18 @@ def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmPa
 
 
 class WarmParent:
-    """A process that imported torch and forks workers. Its methods may be called from several threads, and raise
-    ``ConnectionError`` once it has died."""
+    """A process that imports torch and forks workers. Its methods may be called from several threads. They raise
+    ``ConnectionError`` once the process has died."""
 
     def __init__(self, pid: int, channel: socket.socket, end: Callable[[], None]) -> None:
         self.pid = pid
         self._socket = channel
         self._end = end
         self._turn = threading.Lock()
-        self.torch = ""  # its version, once the parent is ready
+        self.torch = ""  # torch's version, once the parent is ready
 
     def wait_ready(self) -> None:
-        """Block until it has imported torch. Raises ``RuntimeError`` if it has more than one thread."""
+        """Block until the parent has imported torch. Raises ``RuntimeError`` if the parent has more than one thread."""
         if self.torch:
             return
         answer = receive_frame(self._socket).body
@@ -79,13 +79,13 @@ class WarmParent:
         return int(self._ask(WorkerOperation.REAP_WORKER, {"pid": pid})["status"])
 
     def branch(self, imports: Sequence[str]) -> "WarmParent":
-        """Fork another warm parent, not yet ready, which imports more modules. This one must outlive it."""
+        """Fork another warm parent, which imports more modules and must end before this one. It is not yet ready."""
         ours, theirs = socket.socketpair()
         with theirs:
             pid = int(self._ask(WorkerOperation.FORK_PARENT, {"imports": [*imports]}, [theirs.fileno()])["pid"])
 
         def end() -> None:
-            with contextlib.suppress(OSError):  # this process was killed; the other is not its child then
+            with contextlib.suppress(OSError):  # this process was killed, and the branch is no longer its child
                 with open(os.pidfd_open(pid), "rb", buffering=0) as ended:
                     if not select.select([ended], [], [], _LEAVE_SECONDS)[0]:
                         os.kill(pid, signal.SIGKILL)
@@ -99,14 +99,14 @@ class WarmParent:
             return receive_frame(self._socket).body
 
     def close(self) -> None:
-        """End the process and wait for it."""
+        """End the warm parent and wait for its end."""
         self._socket.close()
         self._end()
 
 
 @contextlib.contextmanager
 def _processors(count: int) -> Iterator[None]:
-    """Bind processes started in the context to ``count`` of this process's processors, always the same ones."""
+    """Bind processes that are started in the context to the same ``count`` of this process's processors."""
     all_of_them = sorted(os.sched_getaffinity(0))
     first = os.getpid() * count  # concurrent judges use different processors where there are enough
     os.sched_setaffinity(0, {all_of_them[(first + i) % len(all_of_them)] for i in range(count)})

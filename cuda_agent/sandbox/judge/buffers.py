@@ -1,8 +1,9 @@
-"""Memory that the judge shares with its workers: sealed, divided into slots, and poisoned before every call.
+"""Shared memory between the judge and a worker.
 
-Inputs and weights lie in an area that only the judge can write (it is sealed against later writable maps); outputs lie
-in one that the worker writes and the judge copies. Shapes and dtypes are the task's. ``Area`` is the CPU's, with NumPy
-arrays (bfloat16 as its 16 raw bits); ``device.Area`` is the GPU's."""
+Each worker has an input area and an output area. Only the judge can write the input area, which holds inputs and
+weights: a seal forbids writable maps of it. The worker writes the output area, and the judge copies the outputs. A slot
+is the room for the inputs and outputs of one call. The judge overwrites the outputs with poison before every call.
+``Area`` is an area on the CPU, with NumPy arrays (bfloat16 as its 16 raw bits); ``device.Area`` is one on the GPU."""
 
 import contextlib
 import fcntl
@@ -23,8 +24,8 @@ DTYPES = {
     "float32": "f4", "float64": "f8", "float16": "f2", "bfloat16": "u2", "int64": "i8", "int32": "i4", "int16": "i2",
     "int8": "i1", "uint8": "u1", "bool": "u1", "complex64": "c8", "complex128": "c16",
 }  # fmt: skip
-_ALIGN = 256  # bytes; as a GPU allocation, which kernels may rely on; more than any vector instruction needs
-_GAPS = 1 << 16  # bytes: room for wider gaps of the next candidate
+_ALIGN = 256  # bytes: kernels may rely on the alignment of GPU allocations; vector instructions need less
+_GAPS = 1 << 16  # bytes added to a spare area: the next candidate's gaps may be wider
 _MOST_SPARE = 256 << 20  # bytes
 _F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1033, 1, 2, 4, 16
 
@@ -34,8 +35,8 @@ def byte_count(tensor: Tensor) -> int:
 
 
 class Area:
-    """``size`` bytes of shared memory; ``descriptor`` is its file descriptor for the worker, which cannot write it if
-    ``read_only``. ``touched``: the pages are allocated in advance, and ``fit`` must be called before use."""
+    """An area of shared memory on the CPU, at least one page of it. The worker gets its ``descriptor`` and cannot write
+    to a ``read_only`` area. If ``touched``, the pages are allocated at once, and ``fit`` must be called before use."""
 
     def __init__(self, size: int, read_only: bool, touched: bool = False) -> None:
         self.size = max(size, mmap.PAGESIZE)
@@ -72,18 +73,18 @@ class Area:
         self.bytes[offset:end].view(numpy.uint64)[...] = numpy.frombuffer(pattern, numpy.uint64)[0]
 
     def settle(self) -> None:
-        """Do nothing: what ``write``, ``read`` and ``poison`` do is done when they return."""
+        """Does nothing: ``write``, ``read`` and ``poison`` have finished when they return."""
 
     def close(self) -> None:
         del self.bytes
-        with contextlib.suppress(BufferError):  # a view is still held; the map goes with it
+        with contextlib.suppress(BufferError):  # a view still uses the map, and frees it in the end
             self._map.close()
         os.close(self.descriptor)
 
 
 class Spare:
-    """Areas for the next candidate, allocated while no request waits: for a small task the kernel needs longer for the
-    pages than the judge for its checks. Their size is the largest of the last few candidates'."""
+    """Allocates a pair of areas for the next candidate while no request waits: allocation takes longer than the checks
+    of a small task. The areas are a little larger than the largest ones of the last eight candidates."""
 
     def __init__(self) -> None:
         self._asked: deque[tuple[int, int]] = deque(maxlen=8)
@@ -113,12 +114,13 @@ class Spare:
 
 
 class Buffers:
-    """The input and output area of one worker, and the offsets of its tensors in them.
+    """The two areas of one worker, and the offsets of its tensors in them, in bytes.
 
     Args:
-        values: Whether the output area has room where a reference worker writes inputs and weights for the judge.
-        fixed: Whether addresses are equal every time, for runs that must agree bit for bit.
-        areas: Makes the two areas from their sizes in bytes; on a GPU ``device.areas``.
+        values: Whether the output area also has room for inputs and weights, which a reference worker writes for the
+            judge.
+        fixed: Whether all gaps between tensors are equal, so that two runs agree bit for bit.
+        areas: Makes the two areas from their sizes in bytes; by default it allocates them on the CPU.
     """
 
     def __init__(
@@ -149,13 +151,13 @@ class Buffers:
         }  # fmt: skip
 
     def _place(self, area: int, tensor: Tensor) -> int:
-        """Returns an aligned offset after a gap of random width, so that addresses differ between candidates."""
+        """Reserves room and returns its offset, after a gap of random width: addresses differ between candidates."""
         start = self._sizes[area] + _ALIGN * (1 if self._fixed else secrets.randbelow(16))
         self._sizes[area] = start + -(-byte_count(tensor) // _ALIGN) * _ALIGN
         return start
 
     def fill(self, slot: int, inputs: Sequence[Any]) -> None:
-        """Copies new values into the inputs, and poison (large odd numbers, different each time) into the outputs."""
+        """Copies ``inputs`` into a slot; overwrites its outputs with poison, large numbers that differ each time."""
         for offset, tensor, values in zip(self.slots[slot]["in"], self.spec.inputs, inputs, strict=True):
             self.input_area.write(offset, tensor, values)
         pattern = bytes(0x60 + secrets.randbelow(16) for _ in range(8))
@@ -164,7 +166,7 @@ class Buffers:
         self.output_area.settle()
 
     def outputs(self, slot: int) -> list[Any]:
-        """Returns a copy of the outputs that the worker wrote."""
+        """Returns copies of the outputs that the worker wrote to a slot."""
         return self.values(self.slots[slot]["out"], self.spec.outputs)
 
     def set_weights(self, weights: Sequence[Any]) -> None:

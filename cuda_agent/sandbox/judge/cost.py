@@ -1,8 +1,7 @@
-"""The model clock: a deterministic cost in place of a measured time, for tests and drills (``sandbox.clock=model``).
+"""Computes the times of the model clock (``sandbox.clock=model``), which replace measured times in tests and drills.
 
-It falls with the usual optimizations (fewer passes over memory, fewer operators, blocks for every thread, vector
-hints), so that training has a signal to learn from. It is a pure function of task and solution and predicts no real
-time."""
+Such a time is a pure function of task and solution and predicts no real time. It falls with the usual optimizations
+(fewer passes over memory, fewer operators, blocks for every thread, vector hints): training has a signal."""
 
 import re
 from typing import Any
@@ -19,13 +18,13 @@ def eager(operators: int, touched: int, threads: int) -> float:
 
 
 def compiled(spec: TaskSpec, operators: int, touched: int, threads: int) -> float:
-    """Returns the seconds of a fused model: it moves the unavoidable bytes and a quarter of the rest."""
+    """Returns the seconds of a compiled model, which moves the inputs, the outputs and a quarter of the other bytes."""
     least = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs))
     return _CALL * (1 + operators / 4) + (least + max(0, touched - least) / 4) / (_BYTES_PER_SECOND * threads)
 
 
 def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads: int) -> float:
-    """Returns the seconds of a plan: each node touches the buffers it names, on as many threads as it has blocks."""
+    """Returns a plan's seconds, from the bytes of the buffers that its nodes name and the blocks of its kernels."""
     sizes = {f"in:{i}": byte_count(t) for i, t in enumerate(spec.inputs)}
     sizes |= {f"out:{i}": byte_count(t) for i, t in enumerate(spec.outputs)}
     sizes |= {f"w:{i}": byte_count(t) for i, t in enumerate(spec.weights.values())}
@@ -46,7 +45,7 @@ def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads
 
 
 def extension(spec: TaskSpec, files: dict[str, str], threads: int) -> float:
-    """Returns the seconds of an extension: one pass over memory, and one call per exported function."""
+    """Returns the seconds of an extension: those of one pass over memory, and of one call per exported function."""
     least = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs, *spec.weights.values()))
     calls = sum(len(re.findall(r"REGISTER_BINDING", text)) for text in files.values())
     return _CALL * (2 + calls) + least / (_BYTES_PER_SECOND * threads)

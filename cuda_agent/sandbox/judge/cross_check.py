@@ -1,14 +1,14 @@
 """Checks the times that a worker reports from the device's clock against the judge's own clock.
 
-In the formats whose host code is not ours, the solution could forge the CUDA events that time it, or run work on a
-stream that they do not cover. The judge therefore computes a lower bound. One request runs a chain of calls on
-different inputs; its wall time ends when the judge holds a copy of all outputs. The wall of a chain minus the wall of
-one call has no cost per request, and the cost of an empty call, measured in the same form before untrusted code is
-loaded, is subtracted. The device waits in a kernel of known length while the host enqueues the chain. Work on another
-stream during that wait is not seen, so the wait is at most twice the time that eager's host needs.
+Where the host code is the solution's, the solution could forge the CUDA events that time it, or run work on a stream
+that the events do not cover. The judge therefore computes a lower bound. One request runs a chain of calls on different
+inputs; its wall time ends when the judge holds a copy of all outputs. The wall time of a long chain minus that of one
+call contains no cost of the request. The time of empty calls, measured in the same way before untrusted code is loaded,
+is subtracted. The device waits in a kernel of known length while the host enqueues a chain. Work on another stream
+during this wait is not seen, so the wait is at most twice the time that the host needs to enqueue eager's calls.
 
-Stopping processes lengthens walls by tenths of a millisecond (H200) and never shortens them: the shortest of several
-chains counts. A false time below the remaining noise divided by the chain's length is missed."""
+Stopping processes lengthens wall times by tenths of a millisecond (H200) and never shortens them, so the shortest of
+several chains counts. A false time passes if its error is below the remaining noise divided by the chain's length."""
 
 import math
 from collections.abc import Callable
@@ -18,23 +18,23 @@ from cuda_agent.sandbox.wire import DELAY_UNIT
 LONGEST_CHAIN = 8
 _SHORTEST, _ENOUGH, _LONGEST = 4, 16, 1250  # in units: 64 us, 256 us and 20 ms
 _EMPTY_DELAY = 64  # units: longer than a host takes to enqueue the longest empty chain
-_ROUNDS, _MOST_ROUNDS = 3, 12  # the latter when in doubt
+_ROUNDS, _MOST_ROUNDS = 3, 12  # usual rounds, and most rounds while a time is in doubt
 CALLS = _ROUNDS * (1 + LONGEST_CHAIN)  # most calls of a candidate that passes at once, each on different inputs
-_LONG_ENOUGH = 5e-3  # seconds: a chain needs no more calls than this
-_SLACK = 3e-4  # seconds by which the shortest walls of two kinds of request may differ, device time aside
+_LONG_ENOUGH = 5e-3  # seconds: a chain needs no more calls than take this long
+_SLACK = 3e-4  # seconds by which shortest wall times may differ for other reasons than device time
 _SHARE = 0.8
 
 
 def longest(host: float) -> float:
-    """Returns the longest wait in seconds for a call that eager's host enqueues in ``host`` seconds."""
+    """Returns the longest wait in seconds for a call if the host enqueues eager's call in ``host`` seconds."""
     return 2 * host
 
 
 class CrossCheck:
     def __init__(self, slots: int, empty: Callable[[int, int], float], host: float) -> None:
-        """Sets the bounds for one candidate. ``slots``: the longest chain, at least 2. ``empty`` returns the wall
-        seconds of a chain of that many empty calls with a delay of that many units. ``host``: seconds in which eager's
-        host enqueues a call."""
+        """Measures the empty call and sets the bounds for one candidate. ``slots`` is the number of calls in the
+        longest chain, at least 2. ``empty(calls, delay)`` runs a chain of empty calls with a delay in ``DELAY_UNIT``
+        and returns the wall seconds. ``host`` is the seconds that the host needs to enqueue a call of eager."""
         self.delay = _SHORTEST
         self._allowed = longest(host)
         self._enqueues = 0.0
@@ -45,14 +45,14 @@ class CrossCheck:
         self._empty = max(0.0, walls.slope())
 
     def heard(self, host: float) -> None:
-        """Records the host's reported seconds to enqueue one call; the delay of the next call covers them."""
+        """Records the host's seconds to enqueue one call, and sets the delay of the next call to cover them."""
         self._enqueues = min(1.5 * host, self._allowed)
         self.delay = max(_units(self._enqueues), min(_units(1.5 * host), _ENOUGH))
 
     def believe(self, told: float, chain: Callable[[int, int], tuple[float, float]]) -> tuple[float, str]:
-        """Returns the time to report for the median ``told``, and why it is rejected (empty: it is not). ``chain`` runs
-        so many calls with a delay of so many units; it returns wall seconds of the judge and enqueueing seconds of the
-        host."""
+        """Returns the seconds to report if the worker's median is ``told`` seconds, and the reason to reject them
+        (empty if there is none). ``chain(calls, delay)`` runs a chain with a delay in units of ``DELAY_UNIT``; it
+        returns the judge's wall seconds and the host's seconds of enqueueing."""
         count = min(max(2, math.ceil(_LONG_ENOUGH / max(told, 1e-6))), self._slots)
         delay = _units(count * self._enqueues)
         late: list[float] = []
@@ -69,7 +69,7 @@ class CrossCheck:
             if number + 1 >= _ROUNDS and told >= _SHARE * bound - _SLACK / (count - 1):
                 return told, ""
         if min(late) > 0:
-            return bound, ""  # the host takes longer than any delay, so its time counts
+            return bound, ""  # the host takes longer than any delay, so the host's time counts
         return bound, f"the device's clock says {told * 1e6:.0f} us of calls that take at least {bound * 1e6:.0f} us"
 
 
@@ -78,7 +78,7 @@ def _units(seconds: float) -> int:
 
 
 class _Walls:
-    """The shortest wall seconds of chains of one call and of ``count`` calls."""
+    """The shortest wall times in seconds of two chains: one of one call, and one of ``count`` calls."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -89,5 +89,5 @@ class _Walls:
         self._long = min(self._long, wall(self._count))
 
     def slope(self) -> float:
-        """Returns the seconds of one more call."""
+        """Returns the wall seconds that each further call adds."""
         return (self._long - self._short) / (self._count - 1)

@@ -1,6 +1,4 @@
-"""The decisions of a trial that need no worker: why a candidate is refused, and when its times are clear.
-
-Pure functions."""
+"""Makes the decisions of a trial that need no worker: why a candidate is refused, and when its times are clear."""
 
 import statistics
 from collections.abc import Sequence
@@ -12,8 +10,8 @@ LOADING = "while it was loaded"
 
 
 class CandidateRefused(Exception):
-    """Ends a trial by the fault of the candidate.  ``status`` is the verdict's.  ``retryable``: the fault may be
-    somebody else's, so that the candidate gets a second trial."""
+    """Ends a trial because its candidate is refused. ``status`` becomes the verdict's status. If ``retryable``, the
+    cause may lie outside the candidate, and the candidate gets a second trial."""
 
     def __init__(self, status: Status, message: str, retryable: bool = False) -> None:
         super().__init__(message)
@@ -22,8 +20,8 @@ class CandidateRefused(Exception):
 
 
 def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> CandidateRefused:
-    """What a worker's death or error means for its candidate. ``loaded``: whether the solution had begun to load.
-    Before that nothing untrusted has run: the fault is ours. ``when``: for the message, such as "in check 3"."""
+    """Converts a worker's death or error to a refusal of its candidate. Unless ``loaded``, the solution had not begun
+    to load: no untrusted code has run, so the sandbox is at fault. ``when`` is for the message ("in check 3")."""
     if isinstance(error, WorkerDied):
         if not loaded:
             return CandidateRefused("infra", f"a worker {error} before the solution was loaded", retryable=True)
@@ -38,8 +36,9 @@ def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> Candida
 
 
 def is_clear(samples: Sequence[float], anchors: Sequence[float], compile_share: float | None) -> bool:
-    """Whether more calls could hardly change which is more than 5 % faster, from the seconds of the candidate's calls
-    and of eager's between them. ``compile_share``: torch.compile's time as a share of eager's, None if unknown."""
+    """Returns whether more timed calls could hardly change the reward. ``samples`` are the seconds of the candidate's
+    calls, ``anchors`` those of eager's calls between them. ``compile_share`` is torch.compile's time as a share of
+    eager's."""
     mine, anchor = statistics.median(samples), statistics.median(anchors)
     spread = statistics.median(abs(s - mine) for s in samples) / mine
     spread += statistics.median(abs(s - anchor) for s in anchors) / anchor
@@ -48,7 +47,7 @@ def is_clear(samples: Sequence[float], anchors: Sequence[float], compile_share: 
 
 
 def scale_baselines(verdict: Verdict, share: float) -> None:
-    """Multiply every baseline of the verdict by ``share``, where eager alone was faster than beside the candidate."""
+    """Multiplies all baselines of the verdict by ``share``, which is below 1 if eager ran faster alone."""
     if verdict.eager_seconds is not None:
         verdict.eager_seconds *= share
     if verdict.compile_seconds is not None:

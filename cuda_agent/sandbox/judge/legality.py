@@ -1,8 +1,8 @@
 """Classifies the kernels that ran in one call as the solution's own, a library's or torch's, and derives advice.
 
-Our launcher runs a plan, so its list is exact. In the other formats the candidate's own process reports what ran
-(``observe``), so the result is advice only. Names are compared with the built library and the sources: a solution can
-give its kernel a cuBLAS name, or the reverse."""
+The sandbox's launcher runs a plan, so the list of its kernels is exact. In the other formats the candidate's own
+process reports what ran (``observe``), so the result is advice only. Names are compared with the built library and the
+sources, because a solution can give its kernel a cuBLAS name, or the reverse."""
 
 import math
 import re
@@ -25,8 +25,8 @@ _SHOWN = 4
 
 
 def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran]:
-    """Returns the kernels that the launcher of a plan runs in one call. ``seconds``: time of each node, as the worker
-    reports it; invalid values count as unknown."""
+    """Returns the kernels that the launcher of a plan runs in one call. ``seconds`` lists the time of each node as the
+    worker reports it; an invalid list counts as unknown."""
     times: list[Any] = [None] * len(nodes)
     if isinstance(seconds, list) and len(seconds) == len(nodes) and all(map(_is_time, seconds)):
         whole = sum(seconds)
@@ -43,9 +43,9 @@ def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran
 
 
 def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes = b"") -> list[Ran]:
-    """Returns the kernels that a worker reports for a call, in one list or several (``observe.told``). A kernel without
-    a kind is classified by its name; invalid records are dropped. ``sources``: the solution's; ``library``: bytes of
-    the library that was built from them."""
+    """Returns the kernels that a worker reports for a call. ``told`` holds lists of records (``observe.told``); invalid
+    records are dropped. A kernel without a kind is classified by its name. ``sources`` are the solution's sources;
+    ``library`` holds the bytes of the library built from them."""
     text = "\n".join(sources)
     rows: list[tuple[str, RanKind, int, float | None]] = []
     for item in [item for part in told if isinstance(part, list) for item in part[:_MOST]]:
@@ -75,7 +75,7 @@ def kind_of(name: str, sources: str = "", library: bytes = b"") -> RanKind:
 
 
 def base_name(name: str) -> str:
-    """``void norm<128>(float*)`` -> ``norm``, ``void cub::Reduce<int>::run(int)`` -> ``run``."""
+    """Returns the bare name: ``norm`` of ``void norm<128>(float*)``, ``run`` of ``void cub::Reduce<int>::run(int)``."""
     depth, plain = 0, []
     for character in name.replace("(anonymous namespace)", "anonymous"):
         if character == "(" and depth == 0:
@@ -88,7 +88,7 @@ def base_name(name: str) -> str:
 
 
 def short(name: str) -> str:
-    """Shortens a name to one line: without return type and parameters."""
+    """Returns a name as one short line, without ``void`` and without parameters."""
     name = printable(name)
     cut = name.replace("(anonymous namespace)::", "").removeprefix("void ")
     depth = 0
@@ -101,8 +101,7 @@ def short(name: str) -> str:
 
 
 def advice(ran: Sequence[Ran], own_work: str) -> list[str]:
-    """Returns advice on whether the work is the solution's own.  ``own_work``: what a call must run
-    (``FormatTraits``)."""
+    """Returns advice about work that may not be the solution's own. ``own_work`` names what a call must run."""
     if not ran:
         return []
     kinds = {r.kind for r in ran}
@@ -129,7 +128,7 @@ def _is_time(value: object) -> bool:
 
 
 def _merged(rows: Iterable[tuple[str, RanKind, int, float | None]]) -> list[Ran]:
-    """Merges rows to one record per name and kind, largest share first."""
+    """Merges the rows of each name and kind into one record; returns the records by share, the largest first."""
     found: dict[tuple[str, RanKind], Ran] = {}
     for name, kind, calls, share in rows:
         old = found.get((name, kind))

@@ -1,8 +1,8 @@
-"""Peak rates of a device, and the lower bound of a call's time that follows from them.
+"""Determines the peak rates of a device, and the lower bound of a call's time that follows from them.
 
-A GPU's rates come from the driver; a CPU's memory copy is measured, because virtual machines do not report its rates.
-The bound counts outputs only: they are poisoned before each call, while the part of an input that must be read depends
-on values and algebra. Output that may still lie in the last-level cache when the call ends does not count."""
+A GPU's rates come from the driver. A CPU's memory copy is measured, because virtual machines do not report the rates.
+The bound counts outputs only: outputs are poisoned before each call, while the part of an input that must be read
+depends on values and algebra. Output that may still lie in the last-level cache when the call ends does not count."""
 
 import json
 import os
@@ -22,9 +22,9 @@ from cuda_agent.sandbox.wire import TaskSpec
 
 _MAJOR, _MINOR, _PROCESSORS = 75, 76, 16  # numbers of the driver's device attributes
 _CLOCK_RATE, _MEMORY_CLOCK, _BUS_WIDTH = 13, 36, 37  # kHz, kHz, bits
-_PER_CYCLE = 2  # transfers of a memory clock: all of NVIDIA's memories are double data rate in this count
+_PER_CYCLE = 2  # transfers per memory clock: the driver counts all memories as double data rate
 # Dense operations of one multiprocessor per cycle, by compute capability: those of its tensor cores where they support
-# the type.  For capability 8.9: data-centre boards; GeForce has half as many.
+# the type.  Capability 8.9 means data-centre boards; GeForce boards have half as many.
 _OPERATIONS: dict[tuple[int, int], dict[str, int]] = {
     (7, 0): {"float64": 64, "float32": 128, "float16": 1024},
     (7, 5): {"float32": 128, "float16": 1024},
@@ -35,15 +35,16 @@ _OPERATIONS: dict[tuple[int, int], dict[str, int]] = {
     (10, 0): {"float64": 128, "float32": 256, "tf32": 4096, "float16": 8192, "bfloat16": 8192},
 }
 _GPU_SLACK = 1.05  # memory is never faster than its clock; this allows for an error of the clock
-_CPU_SLACK = 2.0  # a measured copy is no bound: reading alone is faster, and the machine may have been busy
+_CPU_SLACK = 2.0  # a measured copy is no upper bound: reading alone is faster, and the machine may be busy
 _COPY_ROUNDS, _COPY_BYTES = 5, (64 << 20, 256 << 20)
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """Peak rates of one device. ``operations``: per second by type (``float32``, ``tf32``, ...). ``cache_bytes``: size
-    of the last-level cache, ``None`` where unknown. ``slack``: the factor by which a time may beat the peak."""
+    """The peak rates of one device. ``operations`` holds operations per second by type (``float32``, ``tf32``, ...).
+    ``cache_bytes`` is the last-level cache's size, ``None`` if unknown. A call may beat a peak by the factor
+    ``slack``."""
 
     bytes_per_second: float | None = None
     cache_bytes: int | None = None
@@ -51,14 +52,14 @@ class Peaks:
     operations: dict[str, float] = field(default_factory=dict)
 
     def floor(self, written: int) -> float:
-        """Returns the least seconds of a call that writes ``written`` bytes; 0 where no bound is known."""
+        """Returns the least seconds of a call that writes ``written`` bytes; 0 if no bound is known."""
         if not self.bytes_per_second or self.cache_bytes is None:
             return 0.0
         return max(0, written - self.cache_bytes) / (self.bytes_per_second * self.slack)
 
     def operations_for(self, spec: TaskSpec, precision: str = "") -> float | None:
-        """Returns the operations per second at the precision of a task, or at ``precision``, which strict mode infers
-        from a solution's error."""
+        """Returns the peak operations per second for the dtype of a task. For float32, ``precision`` may name a lower
+        precision, which strict mode infers from a solution's error."""
         types = [t.dtype for t in (*spec.inputs, *spec.weights.values(), *spec.outputs) if t.dtype in _FLOATING]
         kind = types[0] if types else ""
         if kind == "float32":
@@ -67,8 +68,8 @@ class Peaks:
 
 
 def below_physical_floor(seconds: float, eager: float, written: int, peaks: Peaks) -> str:
-    """Returns why a time is impossible because it is shorter than writing the outputs takes (empty: it is possible).
-    Where eager is as fast, the floor is wrong and the time stands."""
+    """Returns why a time is impossible because it is shorter than writing the outputs takes (empty if it is possible).
+    If eager's time is below the floor, too, the floor is wrong and the time stands."""
     floor = peaks.floor(written)
     if not seconds < floor <= eager:
         return ""
@@ -79,7 +80,7 @@ def below_physical_floor(seconds: float, eager: float, written: int, peaks: Peak
 
 
 def of_gpu() -> Peaks:
-    """Returns the peaks of the device that is open in this process; rates missing from the driver are unknown."""
+    """Returns the peaks of the device that is open in this process, as far as the driver reports them."""
     major, minor, processors = (driver.attribute(which) for which in (_MAJOR, _MINOR, _PROCESSORS))
     clock = driver.attribute(_CLOCK_RATE) * 1e3
     memory = _PER_CYCLE * driver.attribute(_MEMORY_CLOCK) * 1e3 * driver.attribute(_BUS_WIDTH) / 8
@@ -89,8 +90,8 @@ def of_gpu() -> Peaks:
 
 
 def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[None]], again: bool = False) -> Peaks:
-    """Returns the CPU's peaks from ``file``; without it, measures them while ``quiet()`` holds and writes the file.
-    ``again``: measures anyway and keeps the best, because other programs only ever slow a copy down."""
+    """Returns the CPU's peaks from ``file``. Without it, measures the peaks inside the context ``quiet()`` and writes
+    the file. If ``again``, measures anyway and keeps the best rate: other programs only slow a copy down."""
     known = 0.0
     with suppress(OSError, ValueError, TypeError):
         kept = Peaks(**json.loads(file.read_text()))
@@ -105,7 +106,7 @@ def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[
 
 
 def keep(file: Path, measured: dict[str, Any]) -> None:
-    """Writes what was measured to ``file``. It is as valid where that fails (a full disk, say), and measured again."""
+    """Writes measurements to ``file``. If that fails (on a full disk, say), they are measured again next time."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
@@ -114,7 +115,7 @@ def keep(file: Path, measured: dict[str, Any]) -> None:
 
 
 def copy_bytes_per_second(threads: int, cache: int = 0) -> float:
-    """Returns bytes read and written per second by ``threads`` that copy more than ``cache`` bytes: best of a few."""
+    """Returns the bytes per second that ``threads`` threads read and write to copy more than ``cache`` bytes."""
     least, most = _COPY_BYTES
     count = min(max(4 * cache, least), most) // threads
     areas = [(numpy.ones(count, numpy.uint8), numpy.zeros(count, numpy.uint8)) for _ in range(threads)]
@@ -131,7 +132,7 @@ def copy_bytes_per_second(threads: int, cache: int = 0) -> float:
 
 
 def cache_bytes(folder: Path, processors: Sequence[int]) -> int | None:
-    """Returns the bytes of these processors' last-level caches, each counted once; ``None`` where unknown."""
+    """Returns the total bytes of these processors' last-level caches, each counted once; ``None`` if unknown."""
     found: dict[tuple[int, str], int] = {}
     for processor in processors:
         for index in folder.glob(f"cpu{processor}/cache/index*"):

@@ -1,7 +1,7 @@
 """Holds the service's queue: jobs keyed by content and ordered by priority, with an estimate of when there is room.
 
-Pure: no clock, tasks or I/O. A job belongs to one *place* (a judge, or the builder), which takes only as many jobs at
-once as it can use: an urgent job overtakes waiting jobs, but not running ones."""
+The module has no clock, tasks or I/O. A job belongs to one *place* (a judge, or the builder). A place takes only as
+many jobs at once as it can use, so an urgent job overtakes waiting jobs, but not running ones."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -13,12 +13,12 @@ from cuda_agent.sandbox.protocol import ServiceError
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 Kind = Literal["evaluate", "probe", "spec", "build"]
 _LEARNING = 0.2  # weight of the newest interval in the running mean
-_LONGEST_WAIT = 10.0  # seconds: an estimate beyond that is unreliable, and asking again is cheap
+_LONGEST_WAIT = 10.0  # seconds: a longer estimate is unreliable, and asking again is cheap
 
 
 @dataclass(eq=False)
 class Job:
-    """One request and its state. ``interest``: the number of submissions that were not cancelled."""
+    """One request and its state. ``interest`` counts the submissions that were not cancelled."""
 
     id: str
     kind: Kind
@@ -45,9 +45,9 @@ class Job:
 
 
 class Queue:
-    """Queues jobs and remembers finished ones. ``places``: how many jobs each place can use at once. ``most_jobs`` and
-    ``most_bytes`` bound the queue, ``kept`` the finished jobs. ``changed`` is called with each job whose state
-    changed."""
+    """Queues jobs and keeps finished ones. ``places`` says how many jobs each place can use at once. ``most_jobs`` and
+    ``most_bytes`` limit the queue, ``kept`` the finished jobs. ``changed`` is called with each job that changes
+    state."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class Queue:
         self._changed = changed
         self._alive: dict[str, Job] = {}  # queued or running, in their order of arrival
         self._over: OrderedDict[str, Job] = OrderedDict()
-        self._turned_away = 0  # submissions since the queue last had room for all
+        self._turned_away = 0  # submissions refused since the queue last had room for all
         self._interval = 1.0  # seconds between two finished jobs under load, at first a guess
         self._busy_since = 0.0
 
     def _waiting(self) -> list[Job]:
-        """The queued jobs, the next one first."""
+        """Return the queued jobs, the next one first."""
         return sorted((job for job in self._alive.values() if job.state == "queued"), key=lambda job: -job.priority)
 
     @property
@@ -82,14 +82,14 @@ class Queue:
         return self._alive.get(id) or self._over.get(id)
 
     def position(self, job: Job) -> int:
-        """Return how many jobs of its place come first."""
+        """Return how many jobs are queued ahead of this one for the same judge or builder."""
         return [other for other in self._waiting() if other.place == job.place].index(job)
 
     def submit(
         self, id: str, kind: Kind, place: Hashable, priority: int, size: int, request: Any, now: float
     ) -> tuple[Job, bool]:
-        """Return the job of this content and whether it is new. A queued or running job is joined, and a valid verdict
-        is returned again. Raises ``ServiceError`` if there is no room."""
+        """Return the job of this content and whether the job is new. A submission joins a queued or running job, and
+        gets a valid verdict again. Raises ``ServiceError`` if there is no room."""
         if job := self._alive.get(id):
             job.interest += 1
             if job.state == "queued":
@@ -111,7 +111,7 @@ class Queue:
         return job, True
 
     def take(self, now: float) -> Job | None:
-        """Return the next job of any place with a free slot; it counts as running from now on."""
+        """Return the next job of any place with a free slot. From now on the job counts as running."""
         job = next((job for job in self._waiting() if self._free[job.place] > 0), None)
         if job is not None:
             if not self.running:
@@ -134,8 +134,8 @@ class Queue:
             self._end(job, "done" if result is not None else "failed", now)
 
     def cancel(self, job: Job, now: float) -> None:
-        """Withdraw one submission. After the last withdrawal a queued job is dropped. A running one continues, since
-        a judge is not interrupted; its result is dropped unless the job is submitted again before it ends."""
+        """Withdraw one submission. After the last withdrawal a queued job is dropped. A running job continues, since a
+        judge is not interrupted; its result is dropped unless the job is submitted again before its end."""
         if job.over or not job.interest:
             return
         job.interest -= 1
@@ -149,8 +149,8 @@ class Queue:
             self._end(job, "failed", now)
 
     def room_in(self) -> float:
-        """Return the seconds until a newly refused client finds room, if all clients refused before it return first:
-        each finished job frees one slot."""
+        """Return the seconds until a client that is refused now finds room. The estimate assumes that all clients
+        refused before return first, and that each finished job frees one slot."""
         return min(max(1.0, self._interval * self._turned_away), _LONGEST_WAIT)
 
     def _end(self, job: Job, state: State, now: float) -> None:
@@ -171,6 +171,6 @@ class Queue:
 
 
 def _stands(job: Job) -> bool:
-    """Whether a finished job answers the same request again. A verdict does. An infrastructure fault does not; probes
-    and specs are cheap to repeat, and load may have caused a task's error."""
+    """Return whether a finished job answers the same request again. A verdict does, except an infrastructure fault;
+    probes and specs are cheap to repeat, and load may have caused a task's error."""
     return job.kind == "evaluate" and job.result is not None and job.result.get("status") != "infra"

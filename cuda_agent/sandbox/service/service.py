@@ -1,7 +1,7 @@
-"""Runs the sandbox as a service: a ``LocalSandbox`` behind a queue, while its walls are proven.
+"""Runs the sandbox as a service: a ``LocalSandbox`` behind a queue, which takes work once its walls are proven.
 
-``Service`` does not depend on HTTP (``app`` does). It gives the sandbox no more than it can use at once, so that the
-queue keeps its order. Not covered: a queue that survives a restart (clients submit elsewhere) or that servers share."""
+``Service`` does not depend on HTTP (``app`` does). It gives the sandbox only as many jobs as the sandbox can use at
+once, so that priorities count. Not covered: a queue that survives a restart or that servers share."""
 
 import asyncio
 import contextlib
@@ -35,15 +35,15 @@ _log = logging.getLogger("cuda_agent.sandbox")
 class ServiceLimits:
     queue: int = 256  # jobs that wait
     workspaces: int = 64
-    idle_seconds: float = 600.0  # until an unused workspace is closed
-    drain_seconds: float = 60.0  # for running work, after SIGTERM
-    recycle_after: int = 0  # verdicts until the process ends, for a fresh one to replace it; 0: never
-    recycle_on_cheat: bool = False  # end after a cheat as well
-    open_metrics: bool = False  # /metrics asks for no token
+    idle_seconds: float = 600.0  # time after which an unused workspace is closed
+    drain_seconds: float = 60.0  # longest wait for running work after SIGTERM
+    recycle_after: int = 0  # verdicts after which the process ends, so that a fresh one replaces it; 0: never
+    recycle_on_cheat: bool = False  # whether a cheat ends the process, too
+    open_metrics: bool = False  # whether /metrics needs no token
 
 
 class Service:
-    """Serves requests from an open sandbox; an async context manager."""
+    """Serves requests with an open sandbox, as an async context manager."""
 
     def __init__(self, sandbox: LocalSandbox, roles: tuple[Role, ...], limits: ServiceLimits) -> None:
         self.sandbox, self.roles, self.limits = sandbox, roles, limits
@@ -53,7 +53,7 @@ class Service:
         self.draining = False
         self.needs_recycle = asyncio.Event()  # set when the limit of verdicts or a cheat calls for a fresh process
         self._verdicts = 0
-        self._changes: dict[str, asyncio.Event] = {}  # by job id, while a client waits; set at its next change
+        self._changes: dict[str, asyncio.Event] = {}  # by job id, while a client waits; set when the job changes
         places: dict[Hashable, int] = {judge: _AT_ONCE for judge in range(sandbox.judges)}
         self.queue = Queue(places | {"build": _AT_ONCE}, limits.queue, changed=self._wake)
         self._work: set[asyncio.Task[None]] = set()
@@ -69,7 +69,7 @@ class Service:
         await self.rooms.close_all()
 
     async def _keep(self) -> None:
-        """Prove readiness, again after a loss, and close unused workspaces."""
+        """Test the service until it is ready, also after a loss, and close unused workspaces."""
         while True:
             try:
                 if self.unready:
@@ -80,7 +80,7 @@ class Service:
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def prove(self) -> None:
-        """Attack the walls and try the compiler, as the roles need; ``unready`` names the missing part."""
+        """Attack the walls and, if the roles need it, try the compiler; ``unready`` then names what is missing."""
         try:
             if "evaluate" in self.roles:
                 await self.sandbox.ready()

@@ -1,7 +1,7 @@
 """Serves work folders over the network: open folders, their owners, and a tool call as a stream of lines.
 
-``docs/service.md`` describes the lines. A broken stream leaves the folder in an unknown state, so the folder is closed.
-"""
+``docs/service.md`` describes the lines. If a stream breaks, its folder is closed, because the folder's state is
+unknown."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,8 @@ from cuda_agent.sandbox.wire import ToolResult
 from cuda_agent.sandbox.workspace.client import Workspace, WorkspaceLost
 
 HEARTBEAT = 5.0  # seconds without another line
-_LOOK_AGAIN = 2.0  # seconds: the time of the next close is unknown, and asking is cheap
-_LONGEST_CALL = 3600.0  # seconds: a call that waits this long has lost its caller
+_LOOK_AGAIN = 2.0  # seconds: it is unknown when a workspace closes, and asking is cheap
+_LONGEST_CALL = 3600.0  # seconds after which a running call counts as abandoned
 _log = logging.getLogger("cuda_agent.sandbox")
 
 Line = dict[str, Any]
@@ -39,7 +39,7 @@ class Room:
     questions: int = 0
 
     async def ask(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Send a command of the folder's shell on the stream of the call; return the caller's answer."""
+        """Write a command of the folder's shell to the stream of the call; return the caller's answer."""
         self.questions += 1
         number, answer = self.questions, asyncio.get_running_loop().create_future()
         self.asked[number] = answer
@@ -51,7 +51,7 @@ class Room:
 
 
 class Rooms:
-    """All open workspaces of a service: at most ``most``. A workspace closes after ``idle_seconds`` without use."""
+    """Holds a service's open workspaces, at most ``most``. Closes a workspace after ``idle_seconds`` without use."""
 
     def __init__(self, sandbox: LocalSandbox, most: int, idle_seconds: float) -> None:
         self._sandbox, self._most, self._idle = sandbox, most, idle_seconds
@@ -61,7 +61,7 @@ class Rooms:
         return len(self._rooms)
 
     async def open(self, files: dict[str, str], protected: list[str]) -> Room:
-        """Open a workspace. Raises ``ServiceError`` if all are taken or it cannot be opened."""
+        """Open a workspace. Raises ``ServiceError`` if there is no room for it or it cannot be opened."""
         if len(self._rooms) >= self._most:
             raise ServiceError(429, "full", f"all {self._most} workspaces are taken", retry_after=_LOOK_AGAIN)
         room = Room(secrets.token_hex(12), secrets.token_urlsafe(24), time.monotonic())
@@ -77,8 +77,7 @@ class Rooms:
         return room
 
     def find(self, id: str, owner: str) -> Room:
-        """Return a workspace by its id. Raises ``ServiceError``, the same for a missing workspace and one of another
-        owner."""
+        """Return a workspace by its id. Raises the same ``ServiceError`` if it is missing or has another owner."""
         room = self._rooms.get(id)
         mine = hmac.compare_digest((room.owner if room else "").encode(), owner.encode("utf-8", "replace"))
         if room is None or not mine or room.workspace is None:
@@ -115,7 +114,7 @@ class Rooms:
                 await self.close(room)
 
     def answer(self, room: Room, number: int, result: ToolResult) -> None:
-        """Pass the caller's answer to the shell's command. Raises ``ServiceError`` if there is no such question."""
+        """Give the caller's answer to the shell's command. Raises ``ServiceError`` unless the command waits for one."""
         future = room.asked.get(number)
         if future is None or future.done():
             raise ServiceError(404, "unknown", f"there is no open question {number}")

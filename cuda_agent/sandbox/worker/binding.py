@@ -1,6 +1,6 @@
-"""Provides the Python module ``cuda_extension`` in a candidate worker: calls into the library of the work folder.
+"""Provides the Python module ``cuda_extension`` in a candidate worker; it calls the library built from the work folder.
 
-The module mirrors the structure ``Value`` of ``binding_registry.h``. It also holds the published rule that
+The structure ``_Value`` mirrors ``Value`` of ``binding_registry.h``. This file also holds the published rule that
 ``ModelNew.forward`` may create and reshape tensors but must compute with the extension. This check runs in the
 candidate's own interpreter, so a determined cheat can evade it."""
 
@@ -56,15 +56,14 @@ _Entry._fields_ = [
 
 class Outputs:
     """Gives an extension the judge's output memory, so that no copy is timed. A tensor that becomes an output is
-    allocated in that output's memory. The previous call tells which tensor that is, by its place in the order of
-    allocations."""
+    allocated in the memory of that output. The previous call shows which allocation of a call becomes which output."""
 
     def __init__(self, targets: list[list[torch.Tensor]], device: str = "cpu") -> None:
         self._targets = targets
         self._device = device
         self._slot = 0
         self._made: list[int] = []  # addresses, in the order of this call's allocations
-        self._wanted: dict[int, int] = {}  # place in that order -> output
+        self._wanted: dict[int, int] = {}  # place in the order of allocations -> index of the output
         self.watch: Callable[[str, str, float], None] | None = None  # called for every call of the extension
 
     def begin(self, slot: int) -> None:
@@ -86,7 +85,7 @@ class Outputs:
         places = [t.data_ptr() for t in targets]
         for index, (result, place) in enumerate(zip(results, places, strict=False)):
             if result.data_ptr() != place and result.data_ptr() in places:
-                results[index] = result.clone()  # it is in the memory of another output, which is stored first
+                results[index] = result.clone()  # another output's memory, which may be written first
         self._wanted = {
             self._made.index(result.data_ptr()): index
             for index, result in enumerate(results)
@@ -96,7 +95,7 @@ class Outputs:
 
 
 def load_module(library: str, outputs: Outputs) -> types.ModuleType:
-    """Return the module with the functions that the library's sources registered at load time."""
+    """Return the module ``cuda_extension`` with the functions that the library's sources registered at load time."""
     handle = ctypes.CDLL(library)
     handle.cuda_extension_entries.restype = ctypes.POINTER(_Entry)
     module = types.ModuleType("cuda_extension")

@@ -1,8 +1,8 @@
-"""Speeds up ``torch.compile`` inside the jail by reusing the preparation of a trusted worker.
+"""Speeds up ``torch.compile`` inside the jail: workers reuse what a trusted worker has prepared.
 
-TorchInductor's first compilation in a process tests vector instructions and precompiles a large header, most of its
-time. ``share`` takes both results from a folder that a trusted warm-up worker filled. The warm parent of compiling
-workers imports this module. Where torch's internals have an unexpected form, it patches nothing."""
+TorchInductor's first compilation in a process tests vector instructions and precompiles a large header, which takes
+most of its time. ``share`` takes both results from a folder that a trusted warm-up worker filled. The warm parent of
+compiling workers imports this module."""
 
 import contextlib
 import hashlib
@@ -17,18 +17,19 @@ import torch._inductor.codecache as codecache
 import torch._inductor.cpu_vec_isa as cpu_vec_isa
 
 with contextlib.suppress(Exception):
-    codecache.torch_key()  # this and the next cache the digest of a whole library's sources
+    codecache.torch_key()  # this call and ``triton_key`` cache the digest of a whole library's sources
     from triton.runtime.cache import triton_key
 
     triton_key()
-if not any(Path("/dev").glob("nvidia*")):  # else they query the driver, after which no fork could use a device
+if not any(Path("/dev").glob("nvidia*")):  # else they query the driver, and no fork can use a device then
     import torch._inductor.compile_fx
     import torch.utils.cpp_extension  # noqa: F401
 
 
 def share(folder: Path, record: bool) -> None:
-    """Take the results from ``folder`` from now on. ``record``: keep them there; otherwise the ones that are missing
-    are private to this process."""
+    """Make torch take instruction tests and precompiled headers from ``folder``. If ``record``, missing ones are stored
+    there; otherwise they stay private to this process. Raises ``AttributeError`` if torch's internals have another
+    form."""
     notes, home = folder / "facts.json", folder if record else Path(os.environ["TMPDIR"])
     home.mkdir(exist_ok=True)
     facts: dict[str, Any] = json.loads(notes.read_text()) if notes.exists() else {}

@@ -1,13 +1,13 @@
 """Creates inputs of other kinds than the task draws, to catch kernels that are correct only for typical values.
 
-Each kind keeps to the domain of the drawn values: non-negative values stay so (logarithms, roots), values in [0, 1]
-stay there (probabilities), integers (indices, labels) and booleans do not change. Runs in the reference worker."""
+Each kind keeps to the domain of the drawn values: non-negative values remain non-negative (for logarithms and roots),
+values in [0, 1] remain there (probabilities), and integers (indices, labels) and booleans do not change."""
 
 import torch
 
 
 def vary(tensors: list[torch.Tensor], kind: str) -> list[torch.Tensor] | None:
-    """Return ``tensors`` of another kind, with their shapes and dtypes; None when the kind fits no tensor's domain."""
+    """Return ``tensors`` changed to ``kind``, with equal shapes and dtypes; None if the kind fits no tensor."""
     if kind == "normal":
         return tensors
     varied = [_vary(tensor, kind) for tensor in tensors]
@@ -22,7 +22,7 @@ def _vary(tensor: torch.Tensor, kind: str) -> torch.Tensor | None:
     values = tensor.float() if tensor.dtype != torch.float64 else tensor
     low, high = float(values.min()), float(values.max())
     positive, unit = low >= 0, low >= 0 and high <= 1
-    resting = low if low > 0 else 0.0  # zero, or the least value where zero is never drawn
+    resting = low if low > 0 else 0.0  # zero, or the least value if all drawn values are positive
     match kind:
         case "shifted":
             return 0.5 + 0.5 * values if unit else values + 3 * float(values.std())

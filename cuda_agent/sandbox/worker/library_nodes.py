@@ -1,9 +1,9 @@
 """Runs the library nodes of a plan in a worker: cuBLAS and cuDNN on a GPU, torch's own libraries on a CPU.
 
-The node chooses the arithmetic. fp32: products and sums in single precision, also for half-precision buffers. tf32: the
-operands are rounded to TF32. fp16 and bf16: with wider buffers, operands and result are rounded to that type, as under
-autocast; with buffers of that type, partial sums may be rounded, too. fp64: double. The plan's parser checked the
-shapes (``formats.library_nodes``); a further refusal by the library is an error that names the node."""
+The node chooses the arithmetic. fp32: products and sums are in single precision, also for half-precision buffers. tf32:
+the operands are rounded to TF32. fp16 and bf16: if the buffers are wider, operands and result are rounded to this type,
+as under autocast; otherwise partial sums may be rounded, too. fp64: double precision. The plan's parser has checked the
+shapes (``formats.library_nodes``). If the library still refuses, the error names the node."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +16,7 @@ _Step = Callable[[], Any]
 
 
 def bind(node: dict[str, Any], tensor: Callable[[dict[str, Any]], _Tensor], device: str) -> _Step:
-    """Return the function that runs a node of ``library_nodes.describe``; ``tensor`` gives the memory of one of its
-    ``tensors``."""
+    """Return the function that runs a node of ``library_nodes.describe``. ``tensor`` finds a tensor's memory."""
     tensors = {role: tensor(item) for role, item in node["tensors"].items()}
     constant = {role for role, item in node["tensors"].items() if item["buffer"].startswith("w:")}
     given = node, tensors, constant
@@ -33,8 +32,8 @@ def bind(node: dict[str, Any], tensor: Callable[[dict[str, Any]], _Tensor], devi
 
 
 def _operand(tensor: _Tensor, wanted: torch.dtype | None, constant: bool) -> tuple[_Tensor, _Step | None]:
-    """Return a tensor in the type of the computation, and the step that refills it before every call, if one
-    is needed."""
+    """Return ``tensor`` in the dtype of the computation, and the function that fills the converted copy again before
+    every call, or ``None`` if no such step is needed."""
     if wanted is None or tensor.dtype == wanted:
         return tensor, None
     rounded = tensor.to(wanted)
@@ -89,7 +88,7 @@ def _convolution(node: dict[str, Any], tensors: dict[str, _Tensor], constant: se
 
         return on_cpu
     place = output
-    if given.ndim == 3:  # cuDNN has no convolutions of one extent
+    if given.ndim == 3:  # cuDNN has no one-dimensional convolutions
         given, weight, place = given.unsqueeze(2), weight.unsqueeze(2), output.unsqueeze(2)
         stride, padding, dilation, extra = [1, *stride], [0, *padding], [1, *dilation], [0, *extra]
     direct = not transposed and given.dtype == output.dtype

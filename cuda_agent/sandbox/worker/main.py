@@ -1,13 +1,13 @@
-"""Runs the untrusted side: the warm parent and the workers it forks.
+"""Runs the untrusted side of the sandbox: the warm parent and the workers that it forks.
 
 ``python -m cuda_agent.sandbox.worker.main FD`` is the warm parent: it imports torch, starts no thread, and forks
-workers on request. A worker closes the jail around itself, then serves the judge over one socket: a *reference* worker
-runs the task, a *candidate* worker one solution, a *first pass* (``replay``) a solution that compiles."""
+workers on request. A worker closes the jail around itself, then serves the judge over one socket. A *reference* worker
+runs the task, a *candidate* worker runs one solution, and a *first pass* (``replay``) runs a solution that compiles."""
 
 # ruff: noqa: E402
 import gc
 
-gc.disable()  # while importing: the modules stay anyway, and collection takes a tenth of the start
+gc.disable()  # during the imports, whose objects stay anyway: collection takes a tenth of the start
 
 import contextlib
 import ctypes
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _serve(control: socket.socket, imports: Sequence[str]) -> None:
-    """Serve as a warm parent until its judge is gone."""
+    """Run a warm parent until its judge has closed the socket."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopts the orphans of a dead worker
     gc.disable()
     for name in imports:
@@ -55,7 +55,7 @@ def _serve(control: socket.socket, imports: Sequence[str]) -> None:
             frame = receive_frame(control, max_fds=8)
         except ConnectionError:
             for pid in children:
-                with contextlib.suppress(OSError):  # it has no process group
+                with contextlib.suppress(OSError):  # the worker has no process group
                     os.killpg(pid, signal.SIGKILL)
             _kill_orphans(set())
             return
@@ -79,8 +79,8 @@ def _serve(control: socket.socket, imports: Sequence[str]) -> None:
 
 
 def _kill_orphans(living: set[int]) -> None:
-    """Kill the orphans of dead workers (compiling workers may start processes). All are stopped before any is killed:
-    otherwise the rest of a fork bomb would continue."""
+    """Kill the orphans of dead workers (compiling workers may start processes). All orphans are stopped before any is
+    killed, because a fork bomb would otherwise go on. Workers in ``living`` and their descendants are spared."""
     seen: set[int] = set()
     while found := descendants(os.getpid(), living):
         standing = found <= seen
@@ -89,7 +89,7 @@ def _kill_orphans(living: set[int]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if standing else signal.SIGSTOP)
         for pid in found if standing else ():
-            with contextlib.suppress(ChildProcessError):  # their children become ours once they are gone
+            with contextlib.suppress(ChildProcessError):  # a process is not ours before its parent is gone
                 os.waitpid(pid, 0)
 
 
@@ -108,12 +108,12 @@ def _child(frame: Frame, parent: int) -> None:
             low = descriptor + 1
         os.chdir(options["folder"])
         os.environ.update(options["environment"])
-        tempfile.tempdir = options["folder"]  # libraries ask for one, even without a writable folder
+        tempfile.tempdir = options["folder"]  # libraries ask for a temporary folder, even if none is writable
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
         if options["device"] == "cuda":
             gpu.open_gpu()  # the driver writes below /proc at its start, which the walls forbid
-            if options.get("profiler"):  # it opens the device's files
+            if options.get("profiler"):  # the profiler opens the device's files
                 os.environ["KINETO_LOG_LEVEL"] = "5"  # no warnings about a trace without the host's part
                 with contextlib.suppress(RuntimeError):  # not allowed on this machine: an observed call will say so
                     observe.kernels(lambda: torch.zeros(1, device="cuda"))
@@ -124,7 +124,7 @@ def _child(frame: Frame, parent: int) -> None:
         if os.getppid() != parent:
             os._exit(70)  # the parent died before the signal was set
         os.dup2(null, 2)
-        os.close(null)  # until here faults are the sandbox's and go to the log
+        os.close(null)  # errors before this line are the sandbox's and go to the log
         channel = socket.socket(fileno=frame.fds[0])
         send_frame(channel, Reply.RESULT)
         torch.set_num_threads(options["threads"])

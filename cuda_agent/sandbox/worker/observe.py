@@ -1,8 +1,8 @@
 """Observes one call from within the worker: torch's operators, kernels on the device, and their shares of the time.
 
 Torch's dispatcher reports the operators of the calling thread; CUPTI reports kernels to torch's profiler. The solution
-shares the observed process and may forge the result, so it is advice only. Not covered: NumPy and native code on the
-CPU beyond the extension's own functions, operators of other threads."""
+runs in the same process and may forge the result, so the result is advice only. Not covered: NumPy and native code on
+the CPU beyond the extension's own functions, and operators of other threads."""
 
 import itertools
 import time
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _MOST = 64  # most names in a report
 _LONGEST = 200  # most characters of a name
 
-# Operators that create, view or copy.  Views are known by their schema; these are not.
+# Operators that create, view or copy tensors but are not marked as views in their schema.
 _NO_COMPUTING_TEXT = """
     empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros ones ones_like new_ones full
     full_like new_full scalar_tensor _to_copy copy_ copy clone contiguous lift_fresh lift_fresh_copy _unsafe_view
@@ -29,16 +29,16 @@ _HIDDEN_PRODUCTS = ("rnn", "lstm", "gru", "linalg", "cdist", "fft", "quantized")
 class _Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return true: otherwise the first operator imports all of torch's compiler, which takes seconds."""
+        """Return false: otherwise the first operator imports all of torch's compiler, which takes seconds."""
         return False
 
 
 class Operators(_Mode):
-    """Counts the computing operators and their seconds (on the CPU only: a GPU works asynchronously)."""
+    """Records the computing operators and their seconds (valid on the CPU only: a GPU works asynchronously)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ran: dict[tuple[str, str], list[float]] = {}  # (name, kind) -> seconds of each call
+        self.ran: dict[tuple[str, str], list[float]] = {}  # seconds of each call, by (name, kind)
 
     def add(self, name: str, kind: str, seconds: float) -> None:
         self.ran.setdefault((name, kind), []).append(seconds)
@@ -54,14 +54,14 @@ class Operators(_Mode):
 
 
 def told(ran: dict[tuple[str, str], list[float]], total: float | None) -> list[list[Any]]:
-    """Return ``[name, kind, calls, share]`` per operator or kernel, the longest first; ``share`` is of ``total``
+    """Return ``[name, kind, calls, share]`` per operator or kernel, the longest first, with shares of ``total``
     seconds."""
     rows = sorted(ran.items(), key=lambda item: -sum(item[1]))[:_MOST]
     return [[name[:_LONGEST], kind, len(calls), sum(calls) / total if total else None] for (name, kind), calls in rows]
 
 
 def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
-    """Return torch's operators in ``call``, which may ``add`` calls of the solution's own functions."""
+    """Return the records of torch's operators in ``call``, which may ``add`` calls of the solution's own functions."""
     with Operators() as seen:
         begin = time.perf_counter()
         call(seen)
@@ -70,8 +70,8 @@ def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
 
 
 def kernels(call: Callable[[], Any]) -> list[list[Any]]:
-    """Return the device's kernels in ``call``; ``kind`` is empty (the judge knows names), or memset.
-    Raises ``RuntimeError`` if the profiler sees no kernel."""
+    """Return the records of the device's kernels in ``call``. A record's kind is ``memset``, or empty if the judge
+    decides by the name. Raises ``RuntimeError`` if the profiler sees no kernel."""
     from torch.autograd import DeviceType
     from torch.autograd.profiler import profile  # torch.profiler would import torch's compiler, which needs a folder
 
@@ -90,7 +90,7 @@ def kernels(call: Callable[[], Any]) -> list[list[Any]]:
 
 
 def seconds_of(steps: Sequence[Callable[[], Any]], device: str) -> list[float]:
-    """Return the seconds of each step; the steps run one after the other."""
+    """Run the steps one after the other; return the seconds of each."""
     if device == "cpu":
         times = [time.perf_counter()]
         for step in steps:
@@ -131,17 +131,17 @@ class _Flops(_Mode):
 
 
 def flops(call: Callable[[], Any]) -> tuple[int, Any]:
-    """Return the operations of the matrix products, convolutions and attention in ``call`` (0: none, or some are
-    unknown), and the call's result."""
+    """Return the floating-point operations of the matrix products, convolutions and attention in ``call``, and the
+    result of the call. The number is 0 if there are none or some are unknown."""
     with _Flops() as counter:
         result = call()
     return counter.count if counter.all else 0, result
 
 
 def views(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[list[int] | None]:
-    """Return the strides of each result that a call did not write: a view of ``given`` or of another result, or one
-    whose elements share memory. ``None`` marks written results. Of results in the same memory the largest counts as
-    written, preferably a contiguous one."""
+    """Return for each result of a call its strides if the call did not write it, and ``None`` if it did. A result is
+    not written if it is a view of ``given`` or of another result, or if its elements share memory. Of several results
+    in the same memory, the largest one counts as written; contiguous ones come first."""
     seen = {tensor.untyped_storage().data_ptr() for tensor in given}
     found: dict[int, list[int] | None] = {}
     for index in sorted(range(len(results)), key=lambda i: (not results[i].is_contiguous(), -results[i].numel())):
@@ -155,7 +155,7 @@ def views(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> lis
 
 
 def written_bytes(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> int:
-    """Return the bytes that a call had to write for its results: without views of ``given``, and shared memory only
+    """Return the bytes that a call had to write for its results, without views of ``given``; shared memory counts
     once."""
     foreign = {tensor.untyped_storage().data_ptr() for tensor in given}
     sizes: dict[int, list[int]] = {}

@@ -15,8 +15,8 @@ from cuda_agent.sandbox.wire import span
 
 
 class Slots:
-    """The buffers of the calls, from ``Buffers.places``: ``layout`` is a list of slots, each ``{"in": [offsets], "out":
-    [offsets]}``. Inputs and weights are in memory that this process cannot write."""
+    """The mapped buffers of all slots. ``places`` is ``Buffers.places``, where ``layout`` holds ``{"in": [offsets],
+    "out": [offsets]}`` for each slot. This process cannot write the memory of inputs and weights."""
 
     def __init__(self, spec: dict[str, Any], places: dict[str, Any], fds: list[int], device: str) -> None:
         layout, sizes = places["layout"], places["sizes"]
@@ -48,7 +48,7 @@ class Slots:
         return tensor_at(address, tensor, self.device)
 
     def tensor_of(self, address: Callable[[str], int], tensor: dict[str, Any]) -> torch.Tensor:
-        """Return the tensor of a library node in the buffer that it names."""
+        """Return a tensor of a library node, in the buffer that it names."""
         return self.tensor(address(tensor["buffer"]), tensor)
 
     def input_tensors(self, slot: int) -> list[torch.Tensor]:
@@ -63,8 +63,8 @@ class Slots:
 
 
 def map_memory(descriptor: int, size: int, writable: bool) -> int:
-    """Map ``size`` bytes of shared memory (private memory for descriptor -1); return the address. Unlike ``mmap.mmap``
-    it keeps no descriptor."""
+    """Map ``size`` bytes of shared memory (private memory for descriptor -1) and return the address. Unlike
+    ``mmap.mmap`` this keeps no descriptor."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     kind = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     kind |= mmap.MAP_POPULATE  # so that no first touch of a page is timed
@@ -80,7 +80,7 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 
 
 def tensor_at(address: int, tensor: dict[str, Any], device: str) -> torch.Tensor:
-    """Return a tensor over foreign memory, which must outlive it."""
+    """Return a tensor over existing memory. The caller keeps the memory mapped while the tensor is used."""
     dtype: torch.dtype = getattr(torch, tensor["dtype"])
     count = math.prod(tensor["shape"])
     if count == 0:
@@ -129,7 +129,7 @@ def zeros(target: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:
 
 
 def owned(result: torch.Tensor, given: range) -> torch.Tensor:
-    """Return ``result``, or a copy if it is a view: not contiguous, or in the memory of inputs and weights."""
+    """Return ``result``, or a contiguous copy if it is not contiguous or lies in the memory of inputs and weights."""
     if result.is_contiguous() and result.data_ptr() not in given:
         return result
     return result.clone(memory_format=torch.contiguous_format)
@@ -144,7 +144,7 @@ def is_plain(value: Any) -> bool:
 
 
 def argument_of(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Convert ``value`` to JSON and append its tensors to ``tensors``."""
+    """Append the tensors in ``value`` to ``tensors``; return the rest as JSON with their indices."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
@@ -156,7 +156,7 @@ def argument_of(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def draw(get_inputs: Callable[[], Any], device: str) -> tuple[list[Any], list[torch.Tensor]]:
-    """Return the arguments that a task draws, as JSON, and their tensors on the device."""
+    """Draw arguments with a task's ``get_inputs``; return them as JSON, and their tensors on the device."""
     with torch.device(device):  # creating tensors on the device is much faster than moving them
         values = get_inputs()
     if not isinstance(values, list | tuple):

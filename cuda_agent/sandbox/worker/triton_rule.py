@@ -1,8 +1,8 @@
 """Enforces the rule of the triton format: ``ModelNew.forward`` computes only with kernels of ``triton.jit``.
 
-torch may create, view and inspect tensors, as in the extension format; each call must launch a kernel. Triton's own
-runtime may call torch: its interpreter copies arguments, its autotuner resets them. A determined cheat can evade the
-check, which runs in the candidate's own interpreter."""
+torch may create, view and inspect tensors, as in the extension format. Each call must launch a kernel. Triton's own
+runtime may call torch: its interpreter copies arguments, and its autotuner resets them. The check runs in the
+candidate's own interpreter, so a determined cheat can evade it."""
 
 import os
 import sys
@@ -18,8 +18,8 @@ from cuda_agent.sandbox.worker.binding import Cheat, Outputs
 
 
 def only_triton(outputs: Outputs) -> Callable[[], AbstractContextManager[Any]]:
-    """Count launches from now on; return the factory of a call's context. ``outputs.watch`` is called for
-    every launch."""
+    """Count kernel launches from now on; return the class of the context in which a call of the solution runs. Every
+    launch also calls ``outputs.watch``."""
     from triton.runtime import autotuner, interpreter, jit
 
     launches = [0]
@@ -49,7 +49,7 @@ def only_triton(outputs: Outputs) -> Callable[[], AbstractContextManager[Any]]:
         executor: Any = interpreter.GridExecutor
         executor._init_args_hst = lambda self, args, options: (args, options)
         executor._restore_args_dev = lambda self, *args: None
-        # The autotuner takes its first configuration: none is faster.
+        # The autotuner takes its first configuration, because all measure as equally fast.
         tuner: Any = autotuner.Autotuner
         tuner.do_bench = property(lambda self: lambda call, quantiles: [0.0] * len(quantiles))
     return OnlyTriton

@@ -1,8 +1,8 @@
-"""Runs background commands of a workspace, each under a keeper, a child of the workspace's process.
+"""Runs background commands of a workspace. Each command has a keeper: a child of the workspace's process.
 
 The keeper starts the command in the shell's jail and collects its output. It ends the command and all its processes on
-request, over a limit, or when the workspace is gone. Orphans of the command become the keeper's children, so the
-workspace can tell them from those of a foreground command. Not covered: compile, verify and profile, and input."""
+request, over a limit, or when the workspace has ended. Orphans of the command become the keeper's children, so they can
+be told from those of a foreground command. Not covered: compile, verify and profile, and input."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ _STATE, OUTPUT, KILL = b"s", b"o", b"k"
 
 
 class Backgrounds:
-    """The background commands of one workspace, by the ids given to the agent."""
+    """The background commands of one workspace, by the ids that the agent gets."""
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
@@ -57,7 +57,7 @@ class Backgrounds:
         return name
 
     def tell(self, name: str, request: bytes) -> str:
-        """Return the command's new output and its state; end it first if ``request`` is ``KILL``. Raises
+        """Return the command's new output and its state; if ``request`` is ``KILL``, end the command first. Raises
         ``ToolRefused`` for an unknown command."""
         if name not in self._channels:
             known = ", ".join(self._channels) or "none"
@@ -71,7 +71,7 @@ class Backgrounds:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop all background commands, while files are read or a time is taken."""
+        """Stop all background commands inside the context, while files are read or a time is taken."""
         stopped: set[int] = set()
         for _ in range(20):
             found = {pid for keeper in self._keepers.values() for pid in descendants(keeper)} - stopped
@@ -86,7 +86,7 @@ class Backgrounds:
 
     @staticmethod
     def _ask(channel: tuple[int, int], request: bytes) -> dict[str, Any] | None:
-        """Ask a keeper; ``None`` when it is gone."""
+        """Send a request to a keeper and return its answer; ``None`` if the keeper has ended."""
         answers, asks = channel
         said = b""
         try:
@@ -106,11 +106,11 @@ class Backgrounds:
 
 
 def _keep(shell: Shell, requests: int, tells: int, others: list[int], command: str) -> NoReturn:
-    """Run ``command`` as its keeper; answer each request with a line of JSON. ``others``: descriptors to close."""
+    """Run ``command`` as its keeper; answer each request with a line of JSON. Closes the descriptors ``others``."""
     for descriptor in others:
         os.close(descriptor)
     shell.client.close()
-    shell.alone = False  # a signal to all would reach the workspace's process
+    shell.alone = False  # a signal to all processes would reach the workspace's process
     shell.keepers.clear()
     processes.prctl(processes.PR_SET_CHILD_SUBREAPER, 1)
     wake = processes.wake_on_child()

@@ -1,7 +1,7 @@
-"""Implements the file tools of a workspace: Read, Write, Edit, MultiEdit and Glob in one folder, and its snapshot.
+"""Implements the file tools of a workspace (Read, Write, Edit, MultiEdit and Glob in one folder), and its snapshot.
 
 Everything in the folder may be hostile (links, FIFOs, huge or binary files, a million names), so every path is resolved
-and every read is bounded. The code runs inside the jail while no shell runs there."""
+and every read is limited. The code runs inside the jail while no shell runs there."""
 
 import fnmatch
 import hashlib
@@ -26,9 +26,9 @@ class ToolRefused(Exception):
 
 
 class Folder:
-    """The work folder ``root`` and its tools. ``protected`` maps names in it to the text they must keep (``None``: must
-    not exist). The agent must have read, written or edited an existing file before it changes it, and the file must
-    not have changed since."""
+    """The work folder ``root`` and its tools. ``protected`` maps file names to the text that they keep (``None``: no
+    such file may exist). The agent may change an existing file only after it has read, written or edited the file, and
+    if the file has not changed since."""
 
     def __init__(self, root: str, protected: dict[str, str | None]) -> None:
         if any("/" in name for name in protected):
@@ -116,8 +116,8 @@ class Folder:
         return changed
 
     def collect(self) -> dict[str, str]:
-        """Return the folder's regular UTF-8 files within the limits, shallow ones first, protected files with their
-        given text."""
+        """Return regular UTF-8 files within the limits, the shallowest first; protected files have their original
+        text."""
         kept = {name: content for name, content in self.protected.items() if content is not None}
         files, total = dict(kept), sum(map(len, kept.values()))
         for name, size in sorted(self._walk("."), key=lambda item: (item[0].count("/"), item[0])):
@@ -133,7 +133,7 @@ class Folder:
         return files
 
     def resolve(self, path: str) -> str:
-        """Return the path relative to the folder, with links followed. Raises ``ToolRefused`` for one outside it."""
+        """Return the path relative to the folder, with links followed. Raises ``ToolRefused`` if it is outside."""
         if not isinstance(path, str) or not path or len(path) > 1024 or "\0" in path or not path.isprintable():
             raise ToolRefused("not a path")
         if path == "~" or path.startswith("~/"):
@@ -210,7 +210,7 @@ class Folder:
             os.unlink(path)
 
     def _walk(self, base: str) -> Iterator[tuple[str, int | None]]:
-        """Yield (path, size; ``None`` when it is no regular file) of every entry below ``base``, folder by folder."""
+        """Yield path and size of every file below ``base``, folder by folder; special files have the size ``None``."""
         pending, looked = deque([(base, 0)]), 0
         while pending:
             folder, depth = pending.popleft()
@@ -252,7 +252,7 @@ def disk_use(root: str, limit: int) -> int:
 
 
 def _matches(names: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
-    """Whether a path matches part by part; ``**`` stands for any number of folders."""
+    """Return whether a path matches part by part; ``**`` stands for any number of folders."""
     reachable = {0}  # possible positions in the pattern
     for name in names:
         reachable = _skip(reachable, pattern)

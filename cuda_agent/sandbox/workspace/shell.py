@@ -1,8 +1,8 @@
 """Runs a workspace's shell commands one after the other, each in a jail inside the worker's jail, within limits.
 
 The folder and the exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are scripts on
-its PATH: they write their request to the worker through a FIFO, the worker passes it to the client over the open call,
-and the answer returns the same way. Any data that a shell can write may be forged, and is checked."""
+the shell's PATH. They write a request to the worker through a FIFO, the worker passes it to the client over the open
+call, and the answer returns the same way. All data that a shell can write may be forged, and is checked."""
 
 import contextlib
 import ctypes
@@ -50,11 +50,11 @@ exit "$status"
 
 @dataclass(frozen=True)
 class CommandLimits:
-    """The limits of one workspace. The time of a shell command stops while a request of it is being answered."""
+    """The limits of one workspace. A shell command's time stops while a request of the command is being answered."""
 
     shell_seconds: float = 30.0
     output_chars: int = 30_000  # of one tool's text; the middle is cut
-    memory_mb: int = 1024  # of all processes of a shell command together
+    memory_mb: int = 1024  # limit for all processes of a shell command together
     processes: int = 64
     disk_mb: int = 256
     background_seconds: float = 600.0
@@ -113,7 +113,7 @@ class Shell:
         self.wake = wake_on_child()
         self.asked = 0
         self.alone = _signals_stay_inside()
-        self.keepers: set[int] = set()  # children that must outlive a command, with their descendants
+        self.keepers: set[int] = set()  # children that outlive a foreground command, with their descendants
         self.paused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # while a time may be taken
 
     def run(self, program: list[str], seconds: float) -> CommandOutcome:
@@ -141,7 +141,7 @@ class Shell:
                 state += (left := drain(state_read))[: _STATE_BYTES + 1 - len(state)]
                 for stream, data in ((out_read, said), (state_read, left)):
                     if stream in ready and not data:
-                        streams.remove(stream)  # its last writer is gone
+                        streams.remove(stream)  # the stream's last writer has ended
                 if self.wake in ready:
                     drain(self.wake)
                 code = reap().get(pid)
@@ -179,7 +179,7 @@ class Shell:
         return CommandOutcome(code if code is not None else -signal.SIGKILL, output.text(), killed)
 
     def become(self, program: list[str], out: int, state: int, environment: dict[str, str]) -> None:
-        """Become the program, jailed, in a forked child. ``state``: the descriptor for folder and variables."""
+        """Turn a forked child into the jailed program; ``state`` is the descriptor for its folder and variables."""
         os.setsid()
         null = os.open("/dev/null", os.O_RDONLY)
         for descriptor, number in ((null, 0), (out, 1), (out, 2), (state, _STATE_FD)):
@@ -199,7 +199,7 @@ class Shell:
             os._exit(126)
 
     def overuse(self, used: float, seconds: float, disk: bool) -> str:
-        """Return the reason to kill the command; empty when it is within its limits."""
+        """Return the reason to kill the command; empty if the command is within its limits."""
         if used > seconds:
             return f"killed after {seconds:g} s"
         pids = descendants(os.getpid())
@@ -212,11 +212,11 @@ class Shell:
         return ""
 
     def end(self, pid: int) -> None:
-        """Kill all processes left of a command."""
+        """Kill all remaining processes of a command."""
         kill([-pid])
         for attempt in range(1000):
             if self.alone and (not self.keepers or attempt > _PATIENCE):
-                kill([-1])  # all at once: forking cannot outrun it
+                kill([-1])  # kills all at once: forking cannot outrun this signal
             left = descendants(os.getpid(), self.keepers)
             kill(left)
             reap()
@@ -225,7 +225,7 @@ class Shell:
             time.sleep(0.001)
 
     def _requests(self) -> int:
-        """Create the stubs' FIFO anew: the previous shell may have replaced it."""
+        """Create a new FIFO for the scripts' requests: the previous shell may have replaced the old one."""
         path = f"{self.pipes}/requests"
         for folder in (self.files.root, f"{self.folder}/tmp", self.pipes):
             os.chmod(folder, 0o700)
@@ -243,7 +243,7 @@ class Shell:
             send_frame(self.client, WorkspaceOperation.RUN_COMMAND, body, slot=self.asked % 256)
 
     def _answer(self, pid: str, result: ToolResult) -> None:
-        """Send the result to the stub with this process id; drop it if the stub is gone."""
+        """Send the result to the script with this process id; drop the result if the script has ended."""
         path = f"{self.pipes}/{pid}"
         text = cut(result.text, _ANSWER_BYTES // 4).replace("\0", "").encode(errors="replace")
         with contextlib.suppress(OSError):
@@ -319,7 +319,7 @@ def kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
 
 
 def _signals_stay_inside() -> bool:
-    """Whether the jail confines signals to this process and its children."""
+    """Return whether the jail confines signals to this process and its children."""
     try:
         os.kill(os.getppid(), 0)
     except PermissionError:

@@ -1,8 +1,8 @@
 """Runs the workspace's process: every shell and file tool of one agent, inside the jail.
 
-``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent: it is light (no torch), has one thread,
-forks a worker for every workspace, and removes the folder and the leftover processes of each. A worker closes the jail
-around itself, then serves its client over one socket, one tool call after the other."""
+``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent: it is light (no torch) and has one
+thread. It forks a worker for every workspace, and later removes the workspace's folder and leftover processes. A worker
+closes the jail around itself, then serves its client over one socket, one tool call after the other."""
 
 import gc
 import os
@@ -72,8 +72,7 @@ def main() -> None:
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder with external programs: a hostile tree can be deeper than Python's recursion, and its folders may
-    be closed."""
+    """Remove a folder with external programs: a hostile tree can be too deep for Python, or forbid access."""
     for program in (["/bin/rm", "-rf"], ["/bin/chmod", "-R", "u+rwx"], ["/bin/rm", "-rf"]) * 3:
         if not os.path.lexists(folder):
             return
@@ -81,7 +80,7 @@ def _remove(folder: str) -> None:
 
 
 def _worker(descriptor: int, folder: str) -> None:
-    """Become one workspace."""
+    """Run one workspace in a forked child."""
     signal.set_wakeup_fd(-1)
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, 4096)
@@ -106,8 +105,7 @@ def _worker(descriptor: int, folder: str) -> None:
 
 
 class Session:
-    """Serves one workspace: it answers tool calls and requests for files, and asks the client to run commands of the
-    shell."""
+    """Serves one workspace: answers tool calls and requests for files, and asks the client to run shell commands."""
 
     def __init__(self, client: socket.socket, folder: str, files: Folder, limits: CommandLimits) -> None:
         self.client, self.folder, self.files, self.limits = client, folder, files, limits
@@ -199,7 +197,7 @@ _PARAMETERS: dict[str, dict[str, str]] = {  # a name that ends in "?" may be lef
 
 def checked(tool: str, arguments: Any, parameters: dict[str, str] | None = None) -> dict[str, Any]:
     """Return the arguments of a call with the right types. Raises ``ToolRefused``, which names the wrong argument. Text
-    such as "3" and "true" counts as the number or truth value it spells, because calls in XML carry text only."""
+    such as "3" or "true" counts as a number or truth value, because calls in XML carry text only."""
     parameters = parameters or _PARAMETERS.get(tool)
     if parameters is None:
         raise ToolRefused(f"there is no tool {tool[:40]!r}")
