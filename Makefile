@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test lint benchmark images cluster-up cluster-down test-cluster test-cluster-full clean
+.PHONY: help environment demo test test-drills lint benchmark images cluster-up cluster-down test-cluster test-cluster-full clean
 
 CORES := $(shell nproc 2>/dev/null || echo 2)
 WORKERS := $(shell expr $(CORES) + 2) # a quarter of the tests' time is waiting
@@ -22,6 +22,7 @@ CURRENT := $(WANTED) | cmp -s - .venv/installed.lock && cmp -s pyproject.toml .v
 help:
 	@echo "make demo       train a small model through every stage on this machine, and write a report"
 	@echo "make test       run the tests"
+	@echo "make test-drills  run the drills: a run that is killed, a storm of requests, faults of the sandbox"
 	@echo "make lint       ruff, mypy and import-linter"
 	@echo "make benchmark  measure engine and trainer"
 	@echo "make images     build the container images with buildah (REGISTRY=..., PUSH=1; see images/build.sh)"
@@ -54,6 +55,13 @@ demo:
 test: environment
 	@$(BIN)/python -m compileall -q cuda_agent # for hundreds of short processes, most of which may not write it
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder # see tests/conftest.py
+
+DRILLS := tests/pipeline/test_smoke.py tests/exploits/test_exploits.py tests/sandbox/service/test_load.py \
+	tests/rl/ray/test_ray.py tests/sandbox/test_drill.py::test_a_small_drill_loses_nothing_and_leaves_nothing \
+	tests/test_packaging.py tests/cluster/test_pod.py tests/sandbox/test_remote.py tests/diagnostics/test_sandbox_bench.py::test_every_format_is_measured_on_solutions_that_are_right
+
+test-drills: environment
+	$(BIN)/python -m pytest -m nightly -n $(WORKERS) --dist loadfile $(DRILLS)
 
 lint: environment
 	$(BIN)/ruff check .

@@ -30,6 +30,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_the_wheel_holds_every_data_file_of_the_package(built):
     names = set(zipfile.ZipFile(next(built.glob("*.whl"))).namelist())
     for path in (ROOT / "conf").rglob("*.yaml"):
@@ -39,6 +40,7 @@ def test_the_wheel_holds_every_data_file_of_the_package(built):
     assert {path.suffix for path in own} - {".py"}, "templates, styles and skill text are data files"
 
 
+@pytest.mark.nightly
 def test_the_source_archive_holds_no_environment_and_no_runs(built):
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = archive.getnames()
@@ -46,6 +48,7 @@ def test_the_source_archive_holds_no_environment_and_no_runs(built):
     assert len(names) < 1000
 
 
+@pytest.mark.nightly
 def test_the_wheel_runs_from_an_empty_environment(built, tmp_path):
     """Only the project itself is installed there; what it needs comes from this environment's site-packages."""
     environment = tmp_path / "venv"

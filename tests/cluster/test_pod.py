@@ -293,6 +293,7 @@ def test_the_webhook_is_told_how_it_ended_and_nobody_minds_when_it_is_deaf(tmp_p
     assert "secret-path" not in "".join(capsys.readouterr())
 
 
+@pytest.mark.nightly
 def test_mlflow_has_one_run_a_stage_however_often_a_pod_is_started(tmp_path, here):
     from mlflow import MlflowClient
 

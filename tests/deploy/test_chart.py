@@ -12,7 +12,7 @@ import yaml
 
 from cuda_agent.cluster.pools import PORT, ROLES
 from cuda_agent.cluster.rayjobs import can_be_spread, task_name
-from cuda_agent.deploy import chart, dashboards
+from cuda_agent.deploy import chart
 from cuda_agent.deploy.argo import maintenance_jobs
 from cuda_agent.deploy.chart_values import CHART_VERSION, Values
 from cuda_agent.pipeline.graph import ROWS
@@ -181,12 +181,14 @@ def changed_value(path: str) -> Any:
 
 def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[str]:
     """``Kind:path`` of every field that is not the same; of an object that is there once, its kind and a colon."""
-    one, other = ({(i["kind"], i["metadata"]["name"]): flat(i) for i in items} for items in (before, after))
+    one, other = ({(i["kind"], i["metadata"]["name"]): i for i in items} for items in (before, after))
     found = {f"{kind}:" for kind, _ in one.keys() ^ other.keys()}
     for kind, name in one.keys() ^ other.keys():
-        found |= {f"{kind}:{path}" for path in (one | other)[kind, name]}
+        found |= {f"{kind}:{path}" for path in flat((one | other)[kind, name])}
     for key in one.keys() & other.keys():
-        a, b = one[key], other[key]
+        if one[key] == other[key]:
+            continue
+        a, b = flat(one[key]), flat(other[key])
         # Labels hold the name that was asked for, and a random password is another one each time.
         found |= {
             f"{key[0]}:{path}" for path in a.keys() | b.keys() if a.get(path) != b.get(path) and key[0] != "Secret"
@@ -543,5 +545,6 @@ def test_all_roles_have_a_pool():
 
 def test_dashboard_and_alerts_ask_for_metrics_that_exist():
     known = set(re.findall(r"# TYPE (\S+)", Metrics().text().decode()))
-    asked = set(re.findall(r"cuda_agent_sandbox_\w+", json.dumps([dashboards.dashboard(), dashboards.alerts()])))
-    assert asked and {re.sub(r"_(sum|count|bucket)$", "", name) for name in asked} <= known
+    for file in ("files/dashboard.json", "templates/monitoring.yaml"):
+        asked = set(re.findall(r"cuda_agent_sandbox_\w+", (CHART / file).read_text()))
+        assert asked and {re.sub(r"_(sum|count|bucket)$", "", name) for name in asked} <= known

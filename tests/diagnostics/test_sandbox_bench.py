@@ -10,6 +10,7 @@ from cuda_agent.diagnostics import sandbox_bench
 from cuda_agent.errors import ConfigError
 
 
+@pytest.mark.nightly
 def test_every_format_is_measured_on_solutions_that_are_right():
     config = SandboxConfig(clock="model", checks=2, servers=["http://nobody.invalid"])
     answer = asyncio.run(sandbox_bench.measure(config, tasks=1, solutions=2, formats=sandbox_bench.formats_of(None)))
@@ -27,7 +28,7 @@ def test_the_real_clock_shows_where_the_time_goes():
         sandbox_bench.measure(SandboxConfig(timed_calls=4, checks=2), tasks=1, solutions=1, formats=["python"])
     )
     phases = answer["formats"]["python"]["phases"]
-    assert set(phases) == {"build", "start", "check", "time", "settle", "whole", "in a row"}
+    assert set(phases) == {"build", "start", "check", "time", "observe", "cleanup", "whole", "in a row"}
     parts = sum(phases[name]["p50"] for name in ("start", "check", "time"))
     assert 0 < parts <= phases["whole"]["p50"]
 

@@ -1,6 +1,6 @@
 """The whole product, every stage real, by its command line: one run in peace, one that is killed again and again.
 
-With the model clock both must end with the same bytes.  This takes a minute or two: it is the drill of everything.
+With the model clock both must end with the same bytes.
 """
 
 import json
@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.graph import STAGES
@@ -49,26 +51,22 @@ def wait_until(true: Callable[[], bool], home: Path, running: subprocess.Popen) 
     raise AssertionError(f"it never came: {(home / 'said.txt').read_text()[-3000:]}")
 
 
-def test_the_whole_product_in_peace_and_under_kills(tmp_path):
-    """One test, because all of it rests on one run in peace, which takes most of the time."""
-    peace = tmp_path / "peace"
-    peace.mkdir()
-    mlflow = f"run.mlflow=sqlite:///{peace}/mlflow.db"
-    answer = finish(peace, mlflow)
-    every_stage_ran_and_the_report_is_there(answer)
-    the_episodes_are_there_token_by_token(peace, answer)
-    the_same_command_again_comes_from_the_cache(peace, mlflow, answer)
-    mlflow_holds_the_run_with_its_curves(peace, answer)
-    a_run_killed_at_three_places_ends_with_the_same_bytes(tmp_path, answer)
+@pytest.fixture(scope="module")
+def peace(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """The folder of one undisturbed run, and its answer."""
+    home = tmp_path_factory.mktemp("peace")
+    return home, finish(home, f"run.mlflow=sqlite:///{home}/mlflow.db")
 
 
-def every_stage_ran_and_the_report_is_there(answer: dict) -> None:
+def test_every_stage_runs_and_the_report_is_there(peace: tuple[Path, dict]) -> None:
+    _, answer = peace
     assert list(answer["stages"]) == [stage.name for stage in STAGES]
     page = Path(answer["report"])
     assert "<html" in page.read_text()[:500].lower() and (page.parent / "report.json").exists()
 
 
-def the_episodes_are_there_token_by_token(home: Path, answer: dict) -> None:
+def test_the_episodes_are_there_token_by_token(peace: tuple[Path, dict]) -> None:
+    home, answer = peace
     ask = [sys.executable, "-m", "cuda_agent.cli", "episodes", answer["run"], f"--store={home / 'store'}"]
     rows = json.loads(subprocess.check_output([*ask, "--json", f"--output={home / 'episodes.html'}"]))
     assert {row["stage"] for row in rows} == {"collect", *(s.name for s in STAGES if s.name.startswith("evaluate-"))}
@@ -77,15 +75,17 @@ def the_episodes_are_there_token_by_token(home: Path, answer: dict) -> None:
     assert "&lt;tool_call&gt;" in page and "<function=" not in page, "the policy's tokens, by its own tokenizer"
 
 
-def the_same_command_again_comes_from_the_cache(home: Path, mlflow: str, answer: dict) -> None:
-    again = finish(home, mlflow)
+def test_the_same_command_again_comes_from_the_cache(peace: tuple[Path, dict]) -> None:
+    home, answer = peace
+    again = finish(home, f"run.mlflow=sqlite:///{home}/mlflow.db")
     assert again["stages"] == answer["stages"] and again["run"] != answer["run"]
     assert "running" not in (home / "said.txt").read_text().split(again["run"])[1]
 
 
-def mlflow_holds_the_run_with_its_curves(home: Path, answer: dict) -> None:
+def test_mlflow_holds_the_run_with_its_curves(peace: tuple[Path, dict]) -> None:
     from mlflow import MlflowClient
 
+    home, answer = peace
     client = MlflowClient(tracking_uri=f"sqlite:///{home}/mlflow.db")
     experiment = client.get_experiment_by_name("smoke")
     (parent,) = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{answer['run']}'")
@@ -107,9 +107,11 @@ def begin_where_the_agent_is_trained(peace: Path, home: Path) -> None:
     shutil.copytree(peace / "cache" / "sandbox" / "builds", home / "cache" / "sandbox" / "builds")
 
 
-def a_run_killed_at_three_places_ends_with_the_same_bytes(tmp_path: Path, answer: dict) -> None:
+@pytest.mark.nightly
+def test_a_run_killed_at_three_places_ends_with_the_same_bytes(peace: tuple[Path, dict], tmp_path: Path) -> None:
+    calm_home, answer = peace
     home, off = tmp_path / "war", "run.mlflow=off"
-    begin_where_the_agent_is_trained(tmp_path / "peace", home)
+    begin_where_the_agent_is_trained(calm_home, home)
 
     running = start(home, off)
     wait_for(home, running, "store/checkpoints/agentic/*/*.json")
@@ -131,7 +133,7 @@ def a_run_killed_at_three_places_ends_with_the_same_bytes(tmp_path: Path, answer
     assert outputs == expected
     war, calm = (
         (store, runs.run_manifests(store, runs.list_runs(store)[0], STAGES))
-        for store in (open_store(home / "store"), open_store(tmp_path / "peace" / "store"))
+        for store in (open_store(home / "store"), open_store(calm_home / "store"))
     )
     assert len(runs.list_runs(war[0])) == 1
     assert len(war[1]["agentic"].resumed) == 1

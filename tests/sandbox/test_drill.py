@@ -38,6 +38,7 @@ def only_late(problems: list[str]) -> bool:
     return all(problem.startswith("late: ") for problem in problems)
 
 
+@pytest.mark.nightly
 def test_a_small_drill_loses_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     found = drilled(tmp_path, "--evaluations", "24", "--seed", "5", "--clock", "model")
     assert only_late(found["problems"]), found["problems"]

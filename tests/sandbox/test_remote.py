@@ -466,6 +466,7 @@ def _count(server: Served, name: str) -> int:
     return int(sum(float(line.split()[-1]) for line in lines if line.startswith(f"cuda_agent_sandbox_{name}")))
 
 
+@pytest.mark.nightly
 def test_the_command_line_evaluates_on_servers(served, tmp_path):
     import subprocess
     import sys

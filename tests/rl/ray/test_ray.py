@@ -47,6 +47,7 @@ def test_a_stage_in_rays_actors_gives_the_bytes_of_one_process(tmp_path, inputs,
     assert of_ray() == []
 
 
+@pytest.mark.nightly
 def test_a_stage_that_only_plays_gives_the_bytes_of_one_process(tmp_path, inputs):
     """Two rounds, with the progress that a person sees; ``evaluate`` plays in the same way."""
     played, shown = {}, []

@@ -84,6 +84,7 @@ def served(tmp_path_factory: pytest.TempPathFactory):
         yield served.ready()
 
 
+@pytest.mark.nightly
 def test_five_hundred_at_once_all_get_their_verdicts(served):
     check_storm(served, 500, every=10)
 
@@ -93,6 +94,7 @@ def test_two_thousand_at_once_all_get_their_verdicts(served):
     check_storm(served, 2000, every=2)
 
 
+@pytest.mark.nightly
 def test_in_a_storm_urgent_work_still_goes_first(served):
     """What is urgent is begun before anything patient that was not yet begun when it came, judge by judge."""
 
